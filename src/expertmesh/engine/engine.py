@@ -12,6 +12,13 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.blocks import BlockPool
+from expertmesh.engine.checks import (
+    check_ids,
+    check_state,
+    check_text,
+    prompts_of,
+    token_ids_of,
+)
 from expertmesh.engine.compiled import CompiledForward, is_large, why_not_compiled
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.output import Logprob, RequestOutput
@@ -113,6 +120,12 @@ class Engine:
             raise ConfigError(
                 f"{next(iter(options))}: is given beside config; put it into the config"
             )
+        for what, value, kind in (
+            ("config", config, EngineConfig),
+            ("tokenizer", tokenizer, Tokenizer),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{what} is a {type(value).__name__}; give a {kind.__name__}")
         self.config = EngineConfig(**options) if config is None else config
         text = None
         if isinstance(model, str | Path):
@@ -132,18 +145,28 @@ class Engine:
         if text is None and tokenizer is not None:
             text = text_format(tokenizer, model=model)
         self.text: TextFormat | None = text
+        end_ids = token_ids_of(end_ids, what="end_ids")
+        check_ids(end_ids, model.vocab_size, what="end_ids")
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
         self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         num_blocks = self._num_blocks(dtype)
-        cache = PagedCache(
-            model.config,
-            num_blocks=num_blocks,
-            block_size=self.config.block_size,
-            device=device,
-            dtype=dtype,
-        )
+        try:
+            cache = PagedCache(
+                model.config,
+                num_blocks=num_blocks,
+                block_size=self.config.block_size,
+                device=device,
+                dtype=dtype,
+            )
+        except RuntimeError as error:  # of the allocator, which says it in several lines
+            raise ConfigError(
+                "num_blocks",
+                num_blocks,
+                f"the device has no memory for as many blocks of {self.config.block_size} tokens",
+                "use fewer",
+            ) from error
         self._runner = Runner(model, cache, self._compiled_forward())
         self._scheduler = Scheduler(
             BlockPool(num_blocks, block_size=self.config.block_size),
@@ -213,6 +236,8 @@ class Engine:
         ids = self._prompt_ids(prompt)
         self._check_ids(ids, params)
         request_id = str(self._arrivals) if request_id is None else request_id
+        if not isinstance(request_id, str):
+            raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
         if request_id in self._requests:
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
         ends = frozenset(params.stop_token_ids) | (
@@ -289,8 +314,12 @@ class Engine:
         Raises:
             ConfigError: as `add`, before anything is computed; nothing is left behind.
         """
-        many = _as_prompts(prompts)
-        each = [params] * len(many) if not isinstance(params, Seq) else list(params)
+        many = prompts_of(prompts)
+        each = (
+            [params] * len(many)
+            if isinstance(params, str) or not isinstance(params, Seq)
+            else list(params)
+        )
         if len(each) != len(many):
             raise ConfigError(
                 f"params: {len(each)} for {len(many)} prompts; give one for each, or one for all"
@@ -345,15 +374,7 @@ class Engine:
             ConfigError: a name or a shape that the model has not; then nothing is changed.
         """
         own = self.model.state_dict()
-        for name, tensor in state.items():
-            if name not in own:
-                raise ConfigError(
-                    f"{name}: the model has no such tensor; give those of its state_dict()"
-                )
-            if own[name].shape != tensor.shape:
-                raise ConfigError(
-                    f"{name}: has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; give weights of this model"
-                )
+        check_state(state, own)
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self._scheduler.forget_prefixes()
@@ -385,25 +406,19 @@ class Engine:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(i) if isinstance(i, int) or hasattr(i, "__index__") else i for i in prompt]
+            return token_ids_of(prompt)
         if self.text is None:
             raise ConfigError("prompt: is text, and the engine has no tokenizer; give token ids")
+        check_text(prompt)
         return self.text.prompt_ids(prompt) if prompt else []
 
     def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
             raise ConfigError("prompt='': is empty; give at least one token")
-        vocab = self.model.vocab_size
-        for what, some in (
-            ("prompt", ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            for i in some:
-                if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab:
-                    raise ConfigError(
-                        f"{what}: token id {i!r} must be from 0 to {vocab - 1}; give ids of this model"
-                    )
+        vocab_size = self.model.vocab_size
+        check_ids(ids, vocab_size, what="prompt")
+        check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
+        check_ids(params.logit_bias, vocab_size, what="logit_bias")
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 
@@ -520,13 +535,6 @@ class Engine:
         for sequence in request.sequences:
             del self._answers[sequence]
         return outputs
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    many = list(prompts)
-    return [many] if many and all(hasattr(one, "__index__") for one in many) else many
 
 
 def _opened(

@@ -1,6 +1,6 @@
 """What is asked of the engine: sampling parameters, requests, and the sequences that answer them. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -83,6 +83,15 @@ class SamplingParams:
         """Checks the values, and makes tuples of what may be given as one string or a list."""
         for name, rule in _RULES.items():
             rule.check(name, getattr(self, name))
+        for name in ("ignore_eos", "return_routed_experts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    name, repr(getattr(self, name)), "must be True or False", "give one"
+                )
+        lists = "a string, or several", "a list of token ids", "numbers by token id"
+        for name, kind, what in zip(_SEVERAL, (Iterable, Iterable, Mapping), lists, strict=True):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(name, repr(getattr(self, name)), f"must be {what}", "give that")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -145,10 +154,11 @@ class _Rule:
             raise ConfigError(name, repr(value), f"must be {low}{high}", "choose another")
 
 
+_SEVERAL = "stop", "stop_token_ids", "logit_bias"
 _MOST = 3.0e38
 _RULES = {
     "temperature": _Rule(float, 0.0, _MOST),
-    "top_k": _Rule(int, 1, float("inf"), optional=True),
+    "top_k": _Rule(int, 1, 2**63 - 1, optional=True),
     "top_p": _Rule(float, 0.0, 1.0, optional=True, is_open=True),
     "min_p": _Rule(float, 0.0, 1.0),
     "presence_penalty": _Rule(float, -2.0, 2.0),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from expertmesh.engine.checks import check_text
 from expertmesh.engine.engine import Engine, why_not
 from expertmesh.engine.lockstep import Lockstep, check_ids
 from expertmesh.engine.output import RequestOutput
@@ -115,10 +116,7 @@ def prompt_ids(text: TextFormat, prompt: str, *, start: bool = True) -> list[int
     Raises:
         ConfigError: it is empty, or no text.
     """
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise ConfigError(
-            f"prompt: {ascii(prompt)[:60]} is no text (it holds half a character, or bytes that are not UTF-8); give text in UTF-8"
-        )
+    check_text(prompt)
     if not prompt:
         raise ConfigError("prompt='': is empty; give at least one token")
     if start:

@@ -1,0 +1,96 @@
+"""What callers hand to the engine, checked before anything is computed: prompts and weights."""
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from torch import Tensor
+
+from expertmesh.engine.request import is_number
+from expertmesh.errors import ConfigError
+
+
+def token_ids_of(prompt: Any, *, what: str = "prompt") -> list[Any]:
+    """What stands in a prompt of token ids, as Python's integers where these are integers.
+
+    Args:
+        prompt: a list, a tuple, or a tensor or array of one dimension.
+        what: named in the message.
+
+    Raises:
+        ConfigError: it is nothing of the kind.
+    """
+    is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set | bytes)
+    if not is_list or getattr(prompt, "ndim", 1) != 1:
+        shape = f" of shape {tuple(prompt.shape)}" if hasattr(prompt, "shape") else ""
+        raise ConfigError(
+            f"{what} is a {type(prompt).__name__}{shape}; give {'a text, or ' * (what == 'prompt')}a list of token ids"
+        )
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    return [int(i) if _is_id(i) else i for i in ids]
+
+
+def _is_id(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and is_number(value.item(), int)
+    return is_number(value, int)
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """A batch of prompts, or one prompt, as a list of prompts.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+        raise ConfigError(
+            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
+        )
+    many = list(prompts)
+    return [many] if many and all(map(_is_id, many)) else many
+
+
+def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
+    """Raise ConfigError unless all are token ids of the model; `what` is named in the message."""
+    for i in ids:
+        if not is_number(i, int) or not 0 <= i < vocab_size:
+            shown = repr(i) if len(repr(i)) < 60 else f"a {type(i).__name__}"
+            raise ConfigError(
+                f"{what}: token id {shown} must be from 0 to {vocab_size - 1}; give ids of this model"
+            )
+
+
+def check_text(prompt: str) -> None:
+    """Raise ConfigError where a text holds half a character, which no tokenizer takes."""
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ConfigError(
+            f"prompt: {ascii(prompt)[:60]} is no text (it holds half a character, or bytes that are not UTF-8); give text in UTF-8"
+        )
+
+
+def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
+    """Whether weights are those of a model.
+
+    Args:
+        state: what was given.
+        own: the model's `state_dict()`.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"state is a {type(state).__name__}; give tensors by name, as model.state_dict() has them"
+        )
+    for name, tensor in state.items():
+        if name not in own:
+            raise ConfigError(
+                f"{name}: the model has no such tensor; give those of its state_dict()"
+            )
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"{name}: is a {type(tensor).__name__}; give a tensor")
+        if own[name].shape != tensor.shape:
+            raise ConfigError(
+                f"{name}: has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; give weights of this model"
+            )
