@@ -29,7 +29,7 @@ _ARGUMENTS = {
     *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
     *("cluster", "goal", "tokens_per_batch", "max_context", "tokens", "imbalance", "states"),
     *("pp", "vpp", "batch", "context", "measured"),
-    *("expert_slots", "group_size"),
+    *("expert_slots", "group_size", "calibration"),
     *("device", "temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
 }
 """Arguments of functions that verbs have as options; other names without a section are of a file that was read."""

@@ -31,6 +31,7 @@ def run(argv: list[str]) -> int:
         format=options.format,
         group_size=options.group_size,
         layers=options.layers,
+        calibration=options.calibration,
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
     )
     share = made.report["bytes"] / made.report["bytes_before"]
@@ -65,6 +66,11 @@ def _parser() -> OptionParser:
         choices=("experts", "all"),
         default="experts",
         help="what is rounded: the experts, or the matrices of attention and dense MLPs, too (experts)",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="text such as the model will read: scales are chosen for what its tokens multiply (for the numbers alone)",
     )
     parser.add_argument(
         "--dtype",

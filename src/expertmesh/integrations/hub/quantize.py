@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.ops.quantized.pack import to_words
 from expertmesh.ops.quantized.rounding import Format, rounded
 from expertmesh.runs.arithmetic import read_arithmetic
-from expertmesh.runs.open import find_model
+from expertmesh.runs.calibration import importance_of
+from expertmesh.runs.open import find_model, open_model
 from expertmesh.runs.quantized import REPORT
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
 from expertmesh.text.format import hub_files
@@ -73,12 +74,14 @@ class _Plan(NamedTuple):
         by_ours: the parts of each tensor of ours.
         rounds: names of the files' matrices that are rounded.
         dtype: of all other tensors, and of the scales.
+        importance: what an error in each column of w_in and w_out counts, (E, K) by the names of ours; empty: all alike.
     """
 
     scheme: Scheme
     by_ours: list[tuple[str, list[Piece]]]
     rounds: frozenset[str]
     dtype: torch.dtype
+    importance: Mapping[str, Tensor]
 
     def parts(self, name: str, shape: tuple[int, ...], ours: str) -> list[_Part]:
         """The tensors of the files that one matrix becomes."""
@@ -99,6 +102,7 @@ def quantize(
     group_size: int = 64,
     layers: str = "experts",
     dtype: torch.dtype | None = None,
+    calibration: str | Path | None = None,
 ) -> Quantized:
     """Quantise a model.
 
@@ -109,6 +113,8 @@ def quantize(
         group_size: columns of a group of int4: 32, 64 or 128.
         layers: "experts", or "all": the matrices of attention and of dense MLPs, too.
         dtype: of all other tensors, of the scales and of the products; None: that of a hub folder, and what a run computes in.
+        calibration: a file of text such as the model will read: scales of int4 and int8 are chosen for what its tokens multiply; None:
+            for the numbers alone.
 
     Returns:
         What was made.
@@ -139,6 +145,10 @@ def quantize(
     dtype = dtype or _dtype_of(run)
     scheme = Scheme(format, group_size)
     plan = _planned(run, weights, scheme, layers, dtype)
+    if calibration is not None:
+        if format == "fp8":
+            raise ConfigError("calibration", calibration, "changes nothing in fp8", "leave it out")
+        plan = plan._replace(importance=importance_of(open_model(run), expanded(calibration)))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with naming(target, partial):
         partial.mkdir(parents=True)
@@ -150,6 +160,7 @@ def quantize(
                 "format": format,
                 "group_size": group_size if format == "int4" else None,
                 "layers": layers,
+                "calibration": None if calibration is None else str(calibration),
                 **sizes,
             }
             (partial / REPORT).write_text(json.dumps(report, indent=1) + "\n")
@@ -204,7 +215,7 @@ def _planned(
         raise ConfigError("from", run.path, "has no routed experts", "quantise a mixture")
     for name, (_, columns) in rounds.items():
         scheme.check(columns, name)
-    return _Plan(scheme, by_ours, frozenset(rounds), dtype)
+    return _Plan(scheme, by_ours, frozenset(rounds), dtype, {})
 
 
 def _write_weights(weights: TensorSource, plan: _Plan, folder: Path) -> dict[str, int]:
@@ -255,14 +266,23 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
                 if piece.theirs == name:
                     part = found[piece.theirs_at]
                     part.copy_(tensor[piece.ours_at].reshape(part.shape))
-            yield from _rounded(found, plan) if name in plan.rounds else [found]
+            if name not in plan.rounds:
+                yield found
+                continue
+            first = next(p for p in several if p.theirs == name).ours_at[0].start
+            importance = plan.importance.get(ours)
+            yield from _rounded(found, plan, None if importance is None else importance[first])
         del tensor  # before the next one is read
 
 
-def _rounded(matrix: Tensor, plan: _Plan) -> list[Tensor]:
+def _rounded(matrix: Tensor, plan: _Plan, importance_K: Tensor | None) -> list[Tensor]:
     scheme = plan.scheme
     values, scales = rounded(
-        matrix, scheme.format, group_size=scheme.group_size, scale_dtype=plan.dtype
+        matrix,
+        scheme.format,
+        group_size=scheme.group_size,
+        scale_dtype=plan.dtype,
+        importance_K=importance_K,
     )
     if scheme.format == "fp8":
         return [values, scales]

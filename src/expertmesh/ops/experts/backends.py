@@ -18,6 +18,7 @@ from expertmesh.ops.experts import (
     invariant,
     quantized_formats,
     quantized_rows,
+    quantized_triton,
     torch_backward,
     torch_forward,
     triton_backend,
@@ -126,6 +127,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(
         lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True
     ),
+    "quantized_triton": Backend(quantized_triton.serves, quantized_triton.forward),
     "invariant_triton": Backend(
         lambda c: c.batch_invariant and c.backend == "triton" and _reads(c, "invariant_triton"),
         invariant.forward_triton,

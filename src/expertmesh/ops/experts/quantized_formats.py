@@ -19,7 +19,7 @@ from expertmesh.ops.quantized.rounding import BLOCK, Rounded, widened
 class QuantizedFormat(WeightFormat):
     """A format of values with scales; this one has a byte per number, and scales that `widened` knows."""
 
-    backends: tuple[str, ...] = ("quantized_rows", "torch")
+    backends: tuple[str, ...] = ("quantized_rows", "quantized_triton", "torch")
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
         """See `WeightFormat`; dtype is that of the scales."""
