@@ -39,7 +39,7 @@ class StateBytes:
 STATES: dict[States, StateBytes] = {
     "ours": StateBytes(4, 4, 8),
     "bf16_moments": StateBytes(4, 4, 4),
-    "int8_moments": StateBytes(4, 4, 2.03),
+    "int8_moments": StateBytes(4, 4, 2.125),
     "fsdp2": StateBytes(4, 4, 8),
     "fairseq": StateBytes(2, 2, 4),
     "megatron": StateBytes(2, 4, 12, shards_weights=False),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from expertmesh.costs.rank_layout import OURS
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.model import PlannedModel
 from expertmesh.planner.search import Candidate, Goal, Problem, front
@@ -67,7 +68,7 @@ def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[s
         config: of the recipe that the options are for; None: unknown.
     """
     layout, problem = candidate.layout, candidate.problem
-    if layout.pp_degree > 1 or problem.work.states != "ours":
+    if layout.pp_degree > 1 or problem.work.states not in OURS:
         return []
     per_pass = layout.dp_degree * layout.micro_batch
     flags = [
@@ -104,4 +105,6 @@ def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[s
             flags.append(f"--parallel.all-to-all {layout.all_to_all}")
     if layout.offload:
         flags.append("--parallel.offload")
+    if problem.work.states != "ours":
+        flags.append(f"--optim.state-dtype {problem.work.states.removesuffix('_moments')}")
     return flags

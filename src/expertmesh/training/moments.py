@@ -18,7 +18,7 @@ from expertmesh.parallel.parts import laid_out_as
 from expertmesh.training.rounding import Words
 from expertmesh.training.workspace import Workspace
 
-ROWS_OF = 1 << 16
+ROWS_OF = 1 << 17
 """Elements that are worked on at a time on a CPU, so that they stay in its cache."""
 _ROWS_OF_GPU = 1 << 26
 _LEAST_NORMAL = 2.0**-126
@@ -122,6 +122,8 @@ class Bfloat16(Code):
             return
         values = _in_fp32(values, space)
         rounded = space.table("rounded", values.shape, torch.int32)
+        if not signed:
+            words.bitwise_right_shift_(16)
         # the upper half of FP32's bits, of which a carry from the lower one is the next number
         torch.add(values.view(torch.int32), words.bitwise_and_(0xFFFF), out=rounded)
         found = rounded.bitwise_and_(-0x10000).view(torch.float32)
@@ -208,15 +210,18 @@ class Int8(Code):
     def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
         """See `Code.read`."""
         assert scales is not None
-        x = self._blocks(codes, "value", space)
+        is_even = codes.shape[1] % self.block == 0 and out.dtype == torch.float32
+        x = out.copy_(codes).view(len(codes), -1, self.block) if is_even else None
+        x = self._blocks(codes, "value", space) if x is None else x
         if codes.dtype == torch.uint8:
             x.mul_(1 / 255).square_().square_().square_()
         else:
             x.mul_(1 / 127)
-            size = torch.abs(x, out=self._like(x, "size", space))
+            size = torch.abs(x, out=space.table("size", x.shape, torch.float32))
             x.mul_(size).mul_(size.square_())
         x.mul_(scales.unsqueeze(-1))
-        out.copy_(x.view(len(codes), -1)[:, : codes.shape[1]])
+        if not is_even:
+            out.copy_(x.view(len(codes), -1)[:, : codes.shape[1]])
 
     def write(
         self,
@@ -231,22 +236,26 @@ class Int8(Code):
         """See `Code.write`."""
         assert scales is not None
         powers, levels = (2, 127) if signed else (3, 255)
-        x = self._blocks(values, "value", space)
-        share, below, low, high = (
-            self._like(x, name, space) for name in ("share", "below", "low", "high")
+        is_even = values.shape[1] % self.block == 0 and values.dtype == torch.float32
+        x = (
+            values.view(len(values), -1, self.block)
+            if is_even
+            else self._blocks(values, "value", space)
         )
-        torch.abs(x, out=share)
-        scales.copy_(share.amax(-1))
+        share, below, low, high = (
+            space.table(name, x.shape, torch.float32) for name in ("share", "below", "low", "high")
+        )
+        share = torch.abs(x, out=share) if signed else x
+        torch.amax(share, -1, out=scales)
         share.div_(scales.clamp_min(_LEAST).unsqueeze(-1))
-        if not signed:
-            torch.sign(share, out=x)  # the smallest number of steps
         torch.sqrt(share, out=below)
         for _ in range(powers - 1):
             below.sqrt_()
         below.mul_(levels).floor_().clamp_max_(levels - 1)
-        torch.mul(below, 1 / levels, out=low)
-        torch.add(below, 1, out=high).mul_(1 / levels)
-        for _ in range(powers):
+        share.mul_(float(levels) ** 2**powers)
+        torch.square(below, out=low)
+        torch.add(below, 1, out=high).square_()
+        for _ in range(powers - 1):
             low.square_()
             high.square_()
         share.sub_(low)
@@ -259,10 +268,8 @@ class Int8(Code):
             part = self._blocks(words, "low", space)
             high.mul_(part.mul_(2.0**-32).add_(0.5))
         below.add_(torch.gt(share, high, out=low))
-        if signed:
-            torch.copysign(below, x, out=below)
-        else:
-            torch.maximum(below, x, out=below)
+        # nothing is rounded to zero that the next step would divide by
+        below = torch.copysign(below, x, out=below) if signed else below.clamp_min_(1)
         codes.copy_(below.view(len(codes), -1)[:, : codes.shape[1]])
 
     def _blocks(self, x: Tensor, name: str, space: Workspace) -> Tensor:
@@ -273,9 +280,6 @@ class Int8(Code):
         if width > x.shape[1]:
             table[:, x.shape[1] :].zero_()
         return table.view(len(x), -1, self.block)
-
-    def _like(self, blocks: Tensor, name: str, space: Workspace) -> Tensor:
-        return space.table(name, blocks.shape, torch.float32)
 
 
 def _in_fp32(values: Tensor, space: Workspace) -> Tensor:
