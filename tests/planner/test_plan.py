@@ -8,12 +8,14 @@ import pytest
 from tests.support.patience import PATIENCE_S
 
 import expertmesh as em
+from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.cli import main as front
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.memory import rank_memory
 from expertmesh.costs.peak_memory import peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.sizes import sizes_of_hub
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.models.registry import recipe
@@ -153,6 +155,46 @@ def test_a_hub_folder_and_a_run_are_planned(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(run.model_dump(mode="json")))
     assert em.plan(tmp_path, cluster="h100x1").model.config == run
     assert em.plan(run, cluster="h100x1").problem.sizes == sizes_of(run.model)
+
+
+def test_a_model_of_ours_has_the_sizes_of_ours(tmp_path):
+    """DeepSeek's latent attention, by our configuration and by what config.json says of its sizes."""
+    hub = {
+        "model_type": "deepseek_v3",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "vocab_size": 1000,
+    }
+    hub |= {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+    }
+    hub |= {
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "intermediate_size": 1024,
+    }
+    hub |= {
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+    }
+    hub |= {
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "max_position_embeddings": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hub))
+    ours, theirs = sizes_of(model_config(hub)), sizes_of_hub(hub)
+    assert em.plan(tmp_path, cluster="h100x8").problem.sizes == ours
+    assert theirs.num_parameters == pytest.approx(ours.num_parameters, rel=5e-3)
+    assert theirs.training_flops(1024) == pytest.approx(ours.training_flops(1024), rel=1e-3)
+    assert {b.cache_width for b in theirs.blocks} == {b.cache_width for b in ours.blocks}
 
 
 def test_error_bars_are_those_of_the_validation():

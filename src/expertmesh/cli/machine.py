@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 from expertmesh.comm.cores import allowed_cores
 from expertmesh.config.base import expanded
 from expertmesh.config.cluster import GB, GIB, TERA, Cluster, Device, HostLink, LinkSpeed, Software
-from expertmesh.config.moe import MoEConfig
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.costs.communication import Network
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.step_time import Efficiency, raw_step
-from expertmesh.models.gpt.config import ModelConfig
-from expertmesh.models.gpt.sizes import sizes_of
+from expertmesh.models.registry import find_family, recipe
 from expertmesh.planner.fit import fit_rows
+from expertmesh.planner.model import planned_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,34 +24,16 @@ if TYPE_CHECKING:
     from expertmesh.comm.world import World
 
 _PIECE_S, _STEPS = 0.3, 8
-CALIBRATION = (
-    (ModelConfig(dim=64, num_layers=2, num_heads=2, ffn_hidden_dim=128, vocab_size=512), 2, 64),
-    (ModelConfig(dim=128, num_layers=4, num_heads=4, ffn_hidden_dim=256, vocab_size=512), 8, 128),
-    (
-        ModelConfig(
-            dim=256,
-            num_layers=2,
-            num_heads=4,
-            ffn_hidden_dim=1024,
-            vocab_size=1024,
-            moe=MoEConfig(num_experts=()),
-        ),
-        8,
-        128,
-    ),
-    (
-        ModelConfig(
-            dim=256,
-            num_layers=2,
-            num_heads=4,
-            vocab_size=1024,
-            moe=MoEConfig(num_experts=(8,), hidden_dim=512),
-        ),
-        8,
-        128,
-    ),
+_SMALL = {"model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.ffn_hidden_dim": 128}
+_DEEP = {"model.dim": 128, "model.num_layers": 4, "model.num_heads": 4, "model.moe.num_experts": 8}
+_WIDE = {"model.dim": 256, "model.num_layers": 2, "model.num_heads": 4, "model.vocab_size": 1024}
+CALIBRATION: tuple[tuple[dict[str, Any], int, int], ...] = (
+    (_SMALL, 2, 64),
+    (_DEEP, 8, 128),
+    (_WIDE | {"model.moe.num_experts": (), "model.ffn_hidden_dim": 1024}, 8, 128),
+    (_WIDE | {"model.moe.num_experts": 8, "model.moe.hidden_dim": 512}, 8, 128),
 )
-"""Models with sequences and their length, whose steps tell what launches and element-wise work cost on this machine."""
+"""Changes to gpt-moe-test with sequences and their length, whose steps tell what launches and element-wise work cost here."""
 CPU_BOUNDS = {
     "dense": (0.2, 1.2),
     "grouped": (0.1, 1.2),
@@ -204,10 +185,12 @@ def _calibrated(cluster: Cluster, world: "World | None") -> Software:
     """Constants that fit the steps of some small models on one rank, while the others do the same."""
     alone = cluster.model_copy(update={"num_gpus": 1, "ranks_per_node": 1})
     rows = []
-    for config, sequences, length in CALIBRATION:
+    for changes, sequences, length in CALIBRATION:
+        lengths = {"model.max_seq_len": length, "data.seq_len": length}
+        config = recipe("gpt-moe-test", {**changes, **lengths})
         work = Workload(length, precision="float32", stack="eager")
         layout = RankLayout(1, micro_batch=sequences)
-        raw = raw_step(sizes_of(config), layout, work, alone)
+        raw = raw_step(planned_model(config).sizes, layout, work, alone)
         seconds = _step_s(config, sequences, length) / _share(cluster.ranks_per_node)
         rows.append((raw, -_least(world, -seconds)))
     e = fit_rows(rows, usual=CPU_USUAL, bounds=CPU_BOUNDS)
@@ -215,15 +198,14 @@ def _calibrated(cluster: Cluster, world: "World | None") -> Software:
     return Software(**given, network=1.0, hidden=CPU_USUAL.hidden)
 
 
-def _step_s(config: ModelConfig, sequences: int, length: int) -> float:
-    """The median time of a step of a GPT with AdamW in FP32."""
+def _step_s(config: Any, sequences: int, length: int) -> float:
+    """The median time of a step of a language model with AdamW in FP32."""
     import torch
 
-    from expertmesh.models.gpt.model import GPT
-
-    model: nn.Module = GPT(config, device="cpu", seed=0)
+    task = find_family(config.family).open_task(config)
+    model: nn.Module = task.build(device="cpu", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(config.vocab_size, (sequences, length + 1))
+    ids = torch.randint(config.model.vocab_size, (sequences, length + 1))
     times = []
     for _ in range(_STEPS + 2):
         began = _cpu_s()

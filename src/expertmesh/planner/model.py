@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.base import expanded, parse_json, saved_run, shown
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
@@ -116,8 +117,16 @@ def _of_file(name: str, file: Path) -> PlannedModel:
         )
     family = values.get("family")
     if family is None:
-        return _of_sizes(name, sizes_of_hub(values))
+        return _of_sizes(name, _sizes_of_hub(values))
     if family != "gpt":
         raise ConfigError(f"plan {name}: is of family {shown(family)}; plan a run of family gpt")
     with saved_run():
         return _of_config(name, GPTRunConfig.model_validate(values))
+
+
+def _sizes_of_hub(values: dict[str, Any]) -> ModelSizes:
+    """By our own configuration where a GPT of ours computes the model, else by what config.json says of its sizes."""
+    try:
+        return sizes_of(model_config(values))
+    except ConfigError:
+        return sizes_of_hub(values)
