@@ -1,6 +1,7 @@
 """`expertmesh quantize`: folders that compressed-tensors reads to the same bits, and that answer like what they were made of."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -199,6 +200,12 @@ def test_other_forms_are_refused(place, tmp_path, change, text):
 def mistakes(place, tmp_path):
     base = ["quantize", str(place / "run"), "--to", str(tmp_path / "x"), "--format"]
     quantized = str(place / "run-int8")
+    (tmp_path / "short.txt").write_text("def")
+    (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\x00")
+    yield [*base, "int4", "--calibration", str(tmp_path / "short.txt")], "has 1 tokens"
+    yield [*base, "int4", "--calibration", str(tmp_path / "odd.txt")], "is no text"
+    yield [*base, "int4", "--calibration", str(tmp_path / "none.txt")], "is no text"
+    yield [*base, "fp8", "--calibration", str(tmp_path / "short.txt")], "changes nothing in fp8"
     yield [*base, "int3"], "int3"
     yield [*base, "int4", "--group-size", "48"], "48"
     yield [*base, "int4", "--group-size", "128"], "must divide the 64 columns"
@@ -244,3 +251,25 @@ def test_a_report_says_bytes_and_what_they_cost(tmp_path, capsys):
     shutil.rmtree(tmp_path / "run")
     assert main(["report", str(tmp_path / "made")]) == 0
     assert "not measured beside what it was made of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 30, 0])
+@pytest.mark.parametrize("source", ["run", "own", "hub"])
+def test_experts_are_rounded_for_a_text(place, tmp_path, monkeypatch, source, most_bytes):
+    """The first layer's experts, which see the same tokens as those of the source, give what is nearer to them."""
+    monkeypatch.setattr("expertmesh.runs.calibration.MOST_BYTES", most_bytes)
+    text = tmp_path / "text.txt"
+    words = "def main os import return lambda except while self"
+    text.write_text(" ".join(random.choice(words.split()) for _ in range(4000)))
+    quantize(place / source, tmp_path / "made", format="int4", calibration=text)
+    opened = open_model(place / source)
+    ids = torch.tensor([opened.text.tokenizer.encode(text.read_text()).ids[:512]]).view(8, 64)
+    found = []
+    for folder in (place / source, place / f"{source}-int4", tmp_path / "made"):
+        model = open_model(folder).model
+        model.layers[0].moe.experts.register_forward_hook(lambda *seen: found.append(seen[2]))
+        with torch.no_grad():
+            model(ids)
+    exact, plain, made = found
+    share = (made - exact).square().mean() / (plain - exact).square().mean()
+    assert share < (0.7 if most_bytes else 1)

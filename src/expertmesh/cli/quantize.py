@@ -70,7 +70,7 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="text such as the model will read: scales are chosen for what its tokens multiply (for the numbers alone)",
+        help="text such as the model will read: numbers are rounded for what its tokens multiply (for the numbers alone)",
     )
     parser.add_argument(
         "--dtype",

@@ -1,8 +1,8 @@
 """What tokens of a text put into the experts' matrices: how much an error in each of their columns counts.
 
-The error that rounding makes in an output is sum_k x_k dw_k, and its square on average sum_k E[x_k^2] dw_k^2 where columns do not
-go together: so scales are chosen for squared errors that count by the mean square of what the column is multiplied by (the idea of
-activation-aware quantisation, Lin et al. 2023, arXiv 2306.00978, without changing any other weight).
+The error that rounding makes in an output is sum_k x_k dw_k, and its square on average sum_kl E[x_k x_l] dw_k dw_l: scales are chosen
+for squared errors that count by E[x_k^2] (the idea of activation-aware quantisation, Lin et al. 2023, arXiv 2306.00978, without
+changing any other weight), and where there is memory for all E[x_k x_l], later columns make up for the errors of those before them.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,21 @@ from expertmesh.runs.open import LoadedModel
 
 TOKENS = 1 << 15
 """Of the text, at most."""
+MOST_BYTES = 4 << 30
+"""Of the mean products of all experts; where they take more, only mean squares are kept."""
 _FEW = 16
 """Tokens by which the mean of all experts counts beside those of one, which may have seen none."""
 
 
 def importance_of(opened: LoadedModel, text: Path) -> Mapping[str, Tensor]:
-    """The mean square of what each column of the experts is multiplied by.
+    """The mean squares of what the columns of the experts are multiplied by, or the mean products of all pairs of columns.
 
     Args:
         opened: the model.
         text: a file of text, of the kind that the model will read.
 
     Returns:
-        (E, D) and (E, F) by the names of w_in and w_out in the state dict.
+        (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.
 
     Raises:
         ConfigError: the file is no text, or has fewer tokens than one sequence.
@@ -52,12 +54,14 @@ def importance_of(opened: LoadedModel, text: Path) -> Mapping[str, Tensor]:
             f"has {len(ids)} tokens, and a sequence {length}",
             "name a longer one",
         )
+    layers = {n: m for n, m in opened.model.named_modules() if isinstance(m, GroupedExperts)}
+    sizes = [m.w_in.shape for m in layers.values()]
+    pairs = sum(4 * E * (D * D + F * F) for E, _, F, D in sizes) <= MOST_BYTES
     seen: dict[str, _Seen] = {}
     hooks = []
-    for name, module in opened.model.named_modules():
-        if isinstance(module, GroupedExperts):
-            seen[name] = _Seen(module)
-            hooks.append(module.register_forward_pre_hook(seen[name]))
+    for name, module in layers.items():
+        seen[name] = _Seen(module, pairs=pairs)
+        hooks.append(module.register_forward_pre_hook(seen[name]))
     rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     try:
         with torch.no_grad(), opened.precision.autocast():
@@ -73,12 +77,13 @@ def importance_of(opened: LoadedModel, text: Path) -> Mapping[str, Tensor]:
 
 
 class _Seen:
-    """Sums of squares over the tokens of each expert of a layer."""
+    """Sums of squares, or of products of pairs, over the tokens of each expert of a layer."""
 
-    def __init__(self, experts: GroupedExperts) -> None:
-        self.experts = experts
+    def __init__(self, experts: GroupedExperts, *, pairs: bool) -> None:
+        self.experts, self.pairs = experts, pairs
         E, _, F, D = experts.w_in.shape
-        self.count_E, self.x_ED, self.a_EF = torch.zeros(E), torch.zeros(E, D), torch.zeros(E, F)
+        self.count_E = torch.zeros(E)
+        self.of_x, self.of_a = (torch.zeros(E, *[size] * (2 if pairs else 1)) for size in (D, F))
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """What a forward of the experts is given."""
@@ -98,13 +103,18 @@ class _Seen:
                 a_nF = a_nF * branch
             a_nF = a_nF * weights_TK[tokens, slots, None].float()
             self.count_E[e] += len(tokens)
-            self.x_ED[e] += x_nD.square().sum(0).cpu()
-            self.a_EF[e] += a_nF.square().sum(0).cpu()
+            self.of_x[e] += self._sums(x_nD)
+            self.of_a[e] += self._sums(a_nF)
+
+    def _sums(self, rows: Tensor) -> Tensor:
+        return (rows.T @ rows if self.pairs else rows.square().sum(0)).cpu()
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """(E, D) and (E, F)."""
-        count_E1, total = self.count_E[:, None], self.count_E.sum().clamp_min(1)
-        return tuple(
-            (sums + _FEW * sums.sum(0) / total) / (count_E1 + _FEW)
-            for sums in (self.x_ED, self.a_EF)
-        )  # type: ignore[return-value]
+        """Of w_in and of w_out."""
+        total = self.count_E.sum().clamp_min(1)
+
+        def mean(sums: Tensor) -> Tensor:
+            count = self.count_E.view(-1, *[1] * (sums.dim() - 1))
+            return (sums + _FEW * sums.sum(0) / total) / (count + _FEW)
+
+        return mean(self.of_x), mean(self.of_a)

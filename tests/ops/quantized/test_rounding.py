@@ -76,7 +76,7 @@ def test_important_columns_lose_less():
     importance[::7] = 100.0
     found = {}
     for counts in (None, importance):
-        r = rounded(w, "int4", group_size=64, scale_dtype=torch.float32, importance_K=counts)
+        r = rounded(w, "int4", group_size=64, scale_dtype=torch.float32, importance=counts)
         found[counts is None] = (widened(r).double() - w)[:, ::7].square().sum()
     assert found[False] < 0.8 * found[True]
 
@@ -93,3 +93,18 @@ def test_words_come_back(bits, columns):
 def test_the_order_of_the_cpu_comes_back():
     q = torch.randint(-8, 8, (128, 96), dtype=torch.int8)
     assert torch.equal(from_cpu(for_cpu(nibbles(q))).T, q)
+
+
+def test_columns_make_up_for_those_before_them():
+    w = matrix("int4")
+    w[5, 7] = 4.0
+    generator = torch.Generator().manual_seed(3)
+    mixed = torch.randn(192, 192, generator=generator, dtype=torch.float64)
+    x = torch.randn(500, 192, generator=generator, dtype=torch.float64) @ mixed
+    found = []
+    for importance in (None, x.square().mean(0), x.T @ x / len(x)):
+        r = rounded(w, "int4", group_size=64, scale_dtype=torch.float32, importance=importance)
+        found.append((x @ (widened(r, torch.float64) - w).T).square().mean())
+        assert r.values.min() >= -8 and r.values.max() <= 7
+    plain, _, made_up = found
+    assert made_up < 0.7 * plain

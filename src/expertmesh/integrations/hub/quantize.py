@@ -74,7 +74,7 @@ class _Plan(NamedTuple):
         by_ours: the parts of each tensor of ours.
         rounds: names of the files' matrices that are rounded.
         dtype: of all other tensors, and of the scales.
-        importance: what an error in each column of w_in and w_out counts, (E, K) by the names of ours; empty: all alike.
+        importance: what an error in each column of w_in and w_out counts, (E, K) or (E, K, K) by the names of ours; empty: all alike.
     """
 
     scheme: Scheme
@@ -271,18 +271,20 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
                 continue
             first = next(p for p in several if p.theirs == name).ours_at[0].start
             importance = plan.importance.get(ours)
-            yield from _rounded(found, plan, None if importance is None else importance[first])
+            yield from _rounded(
+                found, plan, None if importance is None else importance[first % len(importance)]
+            )
         del tensor  # before the next one is read
 
 
-def _rounded(matrix: Tensor, plan: _Plan, importance_K: Tensor | None) -> list[Tensor]:
+def _rounded(matrix: Tensor, plan: _Plan, importance: Tensor | None) -> list[Tensor]:
     scheme = plan.scheme
     values, scales = rounded(
         matrix,
         scheme.format,
         group_size=scheme.group_size,
         scale_dtype=plan.dtype,
-        importance_K=importance_K,
+        importance=importance,
     )
     if scheme.format == "fp8":
         return [values, scales]

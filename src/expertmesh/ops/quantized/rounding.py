@@ -22,6 +22,8 @@ _SHARES = {
     4: (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7, 0.65, 0.6),
 }
 """Of the scale that fits the largest number: smaller ones cut that off, and round all others more finely."""
+_DAMPING = 0.01
+"""Of the mean square, added to all: columns that the text hardly uses stay near their numbers."""
 _FP8_LARGEST = 448.0
 _FP8_STEPS = 8
 """Scales that are tried for FP8, within a factor of two: beyond it the numbers round alike."""
@@ -45,7 +47,7 @@ def rounded(
     *,
     group_size: int,
     scale_dtype: torch.dtype,
-    importance_K: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> Rounded:
     """Round a matrix.
 
@@ -54,14 +56,17 @@ def rounded(
         to: the format.
         group_size: of int4; must divide K.
         scale_dtype: of the scales.
-        importance_K: what a squared error in a column counts, (K,); None: all alike. For int8 and int4.
+        importance: what a squared error in a column counts, (K,); or (K, K), the mean products of what columns are multiplied by, with which
+            the error of a column is made up for by those behind it. None: all count alike. For int8 and int4.
     """
     wide = w.detach().float()
     if to == "fp8":
         return _fp8(wide, scale_dtype)
     bits, size = (8, w.shape[-1]) if to == "int8" else (4, group_size)
+    if importance is not None and importance.dim() == 2:
+        return _made_up(wide, bits, size, scale_dtype, importance.float())
     parts = wide.unflatten(-1, (-1, size))
-    counts = None if importance_K is None else importance_K.float().view(-1, size)
+    counts = None if importance is None else importance.float().view(-1, size)
     scales, values = _least_squares(parts, bits, scale_dtype, counts)
     return Rounded(values.flatten(-2), scales.squeeze(-1))
 
@@ -93,6 +98,48 @@ def _least_squares(
         )
     assert best is not None
     return best[1].to(scale_dtype), best[2].to(torch.int8)
+
+
+def _made_up(
+    w: Tensor, bits: int, size: int, scale_dtype: torch.dtype, products_KK: Tensor
+) -> Rounded:
+    """Round column by column, and change those behind so that outputs change least (GPTQ, Frantar et al. 2022, arXiv 2210.17323, alg. 1).
+
+    Scales of a group are chosen when its turn comes, for the columns as they are then.
+    """
+    K, most = w.shape[-1], 2 ** (bits - 1)
+    mean = products_KK.diagonal().mean().clamp_min(1e-12)
+    factor_KK = _factor(products_KK.double(), float(mean))
+    w, importance_K = w.clone(), products_KK.diagonal() + _DAMPING * mean
+    values, scales = torch.empty_like(w, dtype=torch.int8), []
+    for start in range(0, K, size):
+        stop = start + size
+        part, counts = w[:, start:stop], importance_K[start:stop]
+        scale, _ = _least_squares(part, bits, scale_dtype, counts)
+        scales.append(scale)
+        wide, left = scale[:, 0].float(), torch.empty_like(part)
+        for k in range(start, stop):
+            q = (w[:, k] / wide).round().clamp_(-most, most - 1)
+            values[:, k] = q.to(torch.int8)
+            off = (w[:, k] - q * wide) / factor_KK[k, k]
+            left[:, k - start] = off
+            w[:, k:stop] -= off[:, None] * factor_KK[k, k:stop]
+        w[:, stop:] -= left @ factor_KK[start:stop, stop:]
+    return Rounded(values, torch.cat(scales, -1))
+
+
+def _factor(products_KK: Tensor, mean: float) -> Tensor:
+    """The upper Cholesky factor of the inverse, damped as much as sums of FP32 need to be positive definite."""
+    one_KK = torch.eye(products_KK.shape[0], dtype=products_KK.dtype)
+    for damping in (_DAMPING, 10 * _DAMPING):
+        lower_KK, problem = torch.linalg.cholesky_ex(products_KK + damping * mean * one_KK)
+        if not int(problem):
+            break
+    else:  # its diagonal alone: columns make up for nothing
+        diagonal_K = products_KK.diagonal() + _DAMPING * mean
+        return diagonal_K.rsqrt().diag().float()
+    inverse_KK = torch.cholesky_inverse(lower_KK)
+    return torch.linalg.cholesky(inverse_KK, upper=True).float()
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
