@@ -14,6 +14,8 @@ class EngineConfig(Config):
     """Of a model that is opened: auto, cpu, cuda or cuda:N; none: that of the training."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
     """Of a model that is opened: of its weights and products; none: that of its files."""
+    implementation: Literal["expertmesh", "transformers"] = "expertmesh"
+    """Of a model that is opened: as our GPT, or by transformers' own class, with its attention over our pages and its experts on ours."""
     max_len: int | None = Field(default=None, gt=0)
     """Tokens of a sequence, prompt and answer together, at most; none: as many as the model has places for."""
     block_size: int = Field(default=32, gt=0)
@@ -30,7 +32,6 @@ class EngineConfig(Config):
     """Whether blocks of earlier requests are taken up again by requests that begin alike."""
     deterministic: bool = False
     """Whether tokens and logprobs have the same bits alone and in any batch; a model that is given must have batch_invariant in its config."""
-
     compile: bool | None = None
     """Whether steps on a CPU are compiled, in the background; none: of a large model with a C++ compiler, not in deterministic mode."""
     expert_slots: int | None = Field(default=None, gt=0)
@@ -44,6 +45,18 @@ class EngineConfig(Config):
             not (self.deterministic and self.compile),
             "compile",
             "changes bits, which deterministic=True promises",
+            "leave one of them out",
+        )
+        self.require(
+            not (self.deterministic and self.implementation == "transformers"),
+            "deterministic",
+            "needs linears and norms of ours, and implementation=transformers has its own",
+            "leave one of them out",
+        )
+        self.require(
+            self.expert_slots is None or self.implementation == "expertmesh",
+            "expert_slots",
+            "are for models that run as our GPT, and implementation=transformers keeps all experts",
             "leave one of them out",
         )
         self.require(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
@@ -341,6 +342,8 @@ def is_large(model: Any) -> bool:
 
 def why_not_compiled(model: Any) -> str:
     """Why a model's steps cannot be compiled, in words that follow "compile=True"; empty: they can."""
+    if not isinstance(model, LanguageModel):
+        return "is for models of ours"
     parameters = list(model.parameters())
     if not all(p.is_cpu for p in parameters):
         return "is for models on a CPU"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ class Engine:
             model, text = _opened(model, tokenizer, self.config)
             tokenizer = text.tokenizer
         else:
-            for name in ("device", "dtype", "expert_slots"):
-                if getattr(self.config, name) is not None:
+            for name in ("device", "dtype", "expert_slots", "implementation"):
+                if getattr(self.config, name) != EngineConfig.model_fields[name].default:
                     raise ConfigError(
                         name,
                         getattr(self.config, name),
@@ -543,6 +544,14 @@ def _opened(
     """The model of a folder, and what text is to it."""
     if tokenizer is not None:
         raise ConfigError("tokenizer: the folder has its own; leave it out")
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    if config.implementation == "transformers":
+        # by name, since the doors to other libraries lie above the engine and are imported by those who use them only
+        door = import_module("expertmesh.integrations.transformers.decoder")
+        opened_there: tuple[Any, TextFormat] = door.open_decoder(
+            path, device=config.device, dtype=dtype
+        )
+        return opened_there
     run = find_model(path)
     if not run.family.generates_text:
         raise ConfigError(
@@ -550,7 +559,6 @@ def _opened(
         )
     if config.deterministic:
         run = replace(run, config=run.config.updated({"model.batch_invariant": True}))
-    dtype = None if config.dtype is None else getattr(torch, config.dtype)
     slots = None
     if config.expert_slots is not None:
         slots = Slots(config.expert_slots, config.expert_fetch_ahead)

@@ -119,7 +119,7 @@ class PagedContext:
             v_all.index_copy_(0, self.places_T, v_Thd.to(v_all.dtype))
         # the query heads of a key head are its queries where there is one row
         q_T1hGd = q_THd.reshape(len(q_THd), 1, k_all.shape[1], -1, q_THd.shape[2]).unbind(0)
-        is_plain = rule.is_plain and rule.window is None
+        is_plain = rule.is_plain and rule.window is None and rule.chunk is None
         parts = []
         for span in self.spans:
             if span.pieces_L is not None:
@@ -130,8 +130,9 @@ class PagedContext:
                     t.index_select(0, span.places_L).transpose(0, 1)[None] for t in (k_all, v_all)
                 )
             if span.count == 1 and rule.is_plain and not arithmetic.batch_invariant:
-                if rule.window is not None and rule.window < span.num_keys:
-                    k, v = (t[:, :, -rule.window :] for t in (k, v))
+                first = rule.first_seen(span.num_keys - 1)
+                if first:
+                    k, v = (t[:, :, first:] for t in (k, v))
                 parts.append(F.scaled_dot_product_attention(q_T1hGd[span.first], k, v))
             else:
                 q = q_THd.narrow(0, span.first, span.count).transpose(0, 1)[None]

@@ -64,8 +64,8 @@ def apply(model: nn.Module) -> int:
     """
     check_module(model)
     register()
-    found = [m for m in model.modules() if _is_experts(m)]
-    packed = [m for m in model.modules() if _is_packed(m)]
+    found = [m for m in model.modules() if is_experts(m)]
+    packed = [m for m in model.modules() if is_packed(m)]
     if packed:
         raise ConfigError(
             f"{type(model).__name__} has {len(packed)} modules of {type(packed[0]).__name__}: their weights are quantised, and "
@@ -83,11 +83,13 @@ def apply(model: nn.Module) -> int:
     return len(found)
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in _MARKS) and not _is_packed(module)
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is a module of experts that transformers dispatches, of weights that are not packed."""
+    return all(hasattr(module, name) for name in _MARKS) and not is_packed(module)
 
 
-def _is_packed(module: nn.Module) -> bool:
+def is_packed(module: nn.Module) -> bool:
+    """Whether it is a module of quantised experts, which ours do not compute."""
     return isinstance(module, FP8Experts) or type(module).__name__.startswith("Mxfp4")
 
 

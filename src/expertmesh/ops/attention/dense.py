@@ -30,7 +30,7 @@ def attention(
         (B, H, S, d) in the type of q; differentiable.
     """
     L, device = k_BHLd.shape[2], k_BHLd.device
-    visible = in_window(visible, rule.window, num_keys=L, device=device)
+    visible = in_window(visible, rule, num_keys=L, device=device)
     if not rule.is_plain:
         seen = as_mask(visible, num_keys=L, device=device)
         return attention_by_products(q_BHSd, k_BHLd, v_BHLd, seen, rule)

@@ -45,7 +45,7 @@ def attention(
     """
     B, _, S, _ = q_BHSd.shape
     L, device = k_BHLd.shape[2], q_BHSd.device
-    visible = in_window(visible, rule.window, num_keys=L, device=device)
+    visible = in_window(visible, rule, num_keys=L, device=device)
     mask = as_mask(visible, num_keys=L, device=device)[:, 0].expand(B, S, L)
     first_B = visible.first_B
     if first_B is None:

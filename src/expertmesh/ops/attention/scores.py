@@ -19,6 +19,7 @@ class ScoreRule:
         softcap: c; scores become c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2); None: they stay.
         sinks_H: (H,) one more score per query head, which takes its share of the softmax and has no value (gpt-oss; Xiao et al.,
             arXiv 2309.17453); None: there are none.
+        chunk: a query sees the keys of its own chunk of so many positions only (Llama 4); None: there are none. Keys begin at position 0.
 
     Example:
         >>> rule = ScoreRule(window=128, sinks_H=torch.zeros(8))
@@ -27,10 +28,16 @@ class ScoreRule:
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    chunk: int | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first key that a query at a position sees."""
+        first = 0 if self.window is None else max(position - self.window + 1, 0)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are as they are, but for a window."""
+        """Whether scores are as they are, but for a window or chunks."""
         return self.softcap is None and self.sinks_H is None
 
 
@@ -38,23 +45,25 @@ PLAIN = ScoreRule()
 """Nothing but q k^T / sqrt(d)."""
 
 
-def in_window(
-    visible: Visible, window: int | None, *, num_keys: int, device: torch.device
-) -> Visible:
-    """What causal queries see through a window; the mask is made where there is none.
+def in_window(visible: Visible, rule: ScoreRule, *, num_keys: int, device: torch.device) -> Visible:
+    """What causal queries see through a window or in their chunk; the mask is made where there is none.
 
     Args:
-        visible: without the window.
-        window: see `ScoreRule`.
+        visible: without it.
+        rule: has the window or the chunk.
         num_keys: L.
         device: of the mask.
     """
     S = visible.num_queries
-    if window is None or (window >= num_keys and visible.is_causal):
+    sizes = [size for size in (rule.window, rule.chunk) if size is not None]
+    if not sizes or (min(sizes) >= num_keys and visible.is_causal):
         return visible
     keys_L = torch.arange(num_keys, device=device)
     queries_S1 = keys_L[num_keys - S :, None]
-    mask = keys_L > queries_S1 - window
+    first_S1 = torch.zeros_like(queries_S1) if rule.window is None else queries_S1 - rule.window + 1
+    if rule.chunk is not None:
+        first_S1 = torch.maximum(first_S1, queries_S1 // rule.chunk * rule.chunk)
+    mask = keys_L >= first_S1
     if visible.mask is not None:
         mask = mask & visible.mask
     elif visible.is_causal:

@@ -1,0 +1,151 @@
+"""Mixtures of transformers in the engine: tokens of its own `generate` behind windows and chunks, and what is refused by name."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.transformers.decoder import TransformersDecoder
+from expertmesh.text.tokenizer import train_tokenizer
+
+_COMMON = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "granitemoe": {"attention_multiplier": 0.4},
+    "phimoe": {"sliding_window": 8},
+    "llama4_text": {
+        "attention_chunk_size": 16,
+        "intermediate_size_mlp": 32,
+        "interleave_moe_layer_step": 1,
+    },
+    "ernie4_5_moe": {
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 1,
+    },
+    "hunyuan_v1_moe": {},
+    "dots1": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "minimax_m2": {"rotary_dim": 4},
+    "gpt_oss": {
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "mixtral": {"sliding_window": 8},
+    "qwen3_moe": {},
+}
+"""Model types that keep to the attention interface, each with options that make its windows and chunks short."""
+PROMPTS = [list(range(3, 43)), [7, 8, 9], [50] * 21]
+
+
+def tiny(model_type, **options):
+    known = AutoConfig.for_model(model_type)
+    given = {k: v for k, v in _COMMON.items() if hasattr(known, k)}
+    config = AutoConfig.for_model(model_type, **given | options)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "sinks" in name:
+                parameter.normal_(std=1.0 if "sinks" in name else 1.5 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def own_tokens(model, prompt, count):
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_engine_writes_what_transformers_does(model_type):
+    """Alone, together, in small chunks of tokens, and with prefixes kept."""
+    model = tiny(model_type, **FAMILIES[model_type])
+    expected = [own_tokens(model, prompt, 12) for prompt in PROMPTS]
+    assert len(set(expected[0])) > 3, "the model repeats itself too much to show anything"
+    decoder = TransformersDecoder(model)
+    params = SamplingParams(temperature=0, max_tokens=12, return_routed_experts=True)
+    for options in ({}, {"token_budget": 7, "block_size": 4}):
+        engine = Engine(decoder, **options)
+        for _ in range(2):
+            found = engine.generate(PROMPTS, params)
+            assert [one.token_ids for one in found] == expected
+    if model_type != "llama4_text":  # whose experts compute all tokens
+        assert found[0].routed_experts.shape[0] == len(PROMPTS[0]) + 11
+        assert sum(map(sum, engine.expert_load())) > 0
+
+
+def test_windows_and_chunks_are_read_off_the_model():
+    rules = {
+        name: TransformersDecoder(tiny(name, **FAMILIES[name])).rules
+        for name in ("phimoe", "llama4_text", "gpt_oss", "qwen3_moe")
+    }
+    assert {rule.window for rule in rules["phimoe"]} == {8}
+    assert {rule.chunk for rule in rules["llama4_text"]} == {16, None}
+    assert [rule.window for rule in rules["gpt_oss"]] == [8, None, 8, None]
+    assert {(rule.window, rule.chunk) for rule in rules["qwen3_moe"]} == {(None, None)}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "granitemoehybrid"])
+def test_other_state_is_refused_by_name(model_type):
+    with pytest.raises(ConfigError, match="state") as caught:
+        TransformersDecoder(tiny_of_defaults(model_type))
+    assert "\n" not in str(caught.value)
+
+
+def tiny_of_defaults(model_type):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))
+
+
+def test_a_folder_opens_with_its_tokenizer(tmp_path):
+    model = tiny("granitemoe", **FAMILIES["granitemoe"], eos_token_id=0)
+    model.save_pretrained(tmp_path)
+    tokenizer = train_tokenizer(["some words of a text"] * 9, vocab_size=300)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="token id"):  # a vocabulary of 120 tokens only
+        Engine(tmp_path, implementation="transformers").generate("\u00ff")
+    engine = Engine(tmp_path, implementation="transformers")
+    (answer,) = engine.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=5))
+    assert answer.token_ids == own_tokens(model, PROMPTS[1], 5)[: len(answer.token_ids)]
+    assert engine.text is not None and 0 in engine.text.end_ids
+
+
+def test_a_dense_model_is_served_too():
+    model = tiny("qwen3")
+    (answer,) = Engine(TransformersDecoder(model)).generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=5)
+    )
+    assert answer.token_ids == own_tokens(tiny("qwen3"), PROMPTS[0], 5)
+
+
+def test_folders_that_cannot_be_opened(tmp_path):
+    with pytest.raises(ConfigError, match="deterministic"):
+        Engine(tmp_path, implementation="transformers", deterministic=True)
+    with pytest.raises(ConfigError, match="has no config.json"):
+        Engine(tmp_path, implementation="transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ConfigError, match="transformers cannot open it"):
+        Engine(tmp_path, implementation="transformers")
