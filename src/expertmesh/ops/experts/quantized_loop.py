@@ -40,6 +40,11 @@ def product(rows_RK: Tensor, w_ENK: Tensor, scales_EN: Tensor, counts: dict[int,
         counts: rows of each expert that has any, in turn.
     """
     at_once = 1 if max(counts.values()) == 1 else 2
+    x_RK = rows_RK.float().contiguous()
+    if at_once == 1:
+        blocks = torch.tensor([*counts], dtype=torch.int32)
+        alone: Tensor = _loop(1)(x_RK, w_ENK, scales_EN, blocks, _in_turn(len(counts)))
+        return alone.flatten(0, 1)
     experts: list[int] = []
     rows: list[int] = []
     places: list[int] = []
@@ -54,9 +59,15 @@ def product(rows_RK: Tensor, w_ENK: Tensor, scales_EN: Tensor, counts: dict[int,
         start += count
     blocks = torch.tensor(experts, dtype=torch.int32)
     rows_BM = torch.tensor(rows, dtype=torch.int32).view(-1, at_once)
-    found = _loop(at_once)(rows_RK.float().contiguous(), w_ENK, scales_EN, blocks, rows_BM)
+    found = _loop(at_once)(x_RK, w_ENK, scales_EN, blocks, rows_BM)
     out: Tensor = found.flatten(0, 1)
     return out if len(places) == len(rows) else out.index_select(0, torch.tensor(places))
+
+
+@cache
+def _in_turn(count: int) -> Tensor:
+    """(count, 1): each row is a block."""
+    return torch.arange(count, dtype=torch.int32)[:, None]
 
 
 @cache

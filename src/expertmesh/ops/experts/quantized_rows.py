@@ -77,26 +77,36 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     E, D = experts.shape[0], experts.shape[3]
     (T, K), ids = c.ids_TK.shape, c.ids_TK.flatten().tolist()
     check_range(min(ids), max(ids), E)
+    dtype = autocast_dtype(c.x_TD.device) or c.x_TD.dtype
+    s_N1 = c.weights_TK.reshape(-1, 1).float()
+    if (
+        T == 1 and max(ids) < E and len(set(ids)) == K
+    ):  # the rows are the token's choices as they come
+        y_RD = _weighted(c.x_TD.expand(K, -1), s_N1, experts, dict.fromkeys(ids, 1))
+        return y_RD.float().sum(0, keepdim=True).to(dtype)
     slots = sorted((i for i, e in enumerate(ids) if e < E), key=ids.__getitem__)
     rows: dict[int, int] = {}
     for slot in slots:
         rows[ids[slot]] = rows.get(ids[slot], 0) + 1
     if max(rows.values(), default=0) > MOST_ROWS:
         return None
-    if not rows:
-        return torch.zeros_like(c.x_TD, dtype=autocast_dtype(c.x_TD.device) or c.x_TD.dtype)
-    tokens_R = torch.tensor([slot // K for slot in slots])
-    slots_R = torch.tensor(slots, dtype=torch.int64)
-    x_RD = c.x_TD.index_select(0, tokens_R).to(torch.bfloat16)
-    s_R1 = c.weights_TK.reshape(-1).index_select(0, slots_R).float()[:, None]
-    h_RH = _multiply(x_RD, experts, rows, is_first=True)
+    y_TD = torch.zeros(T, D)
+    if rows:
+        order_N = torch.tensor(slots + [slot // K for slot in slots])
+        slots_R, tokens_R = order_N.split(len(slots))
+        x_RD, s_R1 = c.x_TD.index_select(0, tokens_R), s_N1.index_select(0, slots_R)
+        y_TD.index_add_(0, tokens_R, _weighted(x_RD, s_R1, experts, rows).float())
+    return y_TD.to(dtype)
+
+
+def _weighted(x_RD: Tensor, s_R1: Tensor, experts: ExpertSlice, rows: dict[int, int]) -> Tensor:
+    """The experts' weighted outputs for their rows in turn, (R, D)."""
+    h_RH = _multiply(x_RD.to(torch.bfloat16), experts, rows, is_first=True)
     gate, *up = h_RH.float().chunk(num_branches(experts.activation), 1)
     a_RF = pointwise_(gate, inner_name(experts.activation))
     for branch in up:
         a_RF.mul_(branch)
-    y_RD = _multiply(a_RF.mul_(s_R1), experts, rows, is_first=False)
-    y_TD = torch.zeros(T, D).index_add_(0, tokens_R, y_RD.float())
-    return y_TD.to(autocast_dtype(c.x_TD.device) or c.x_TD.dtype)
+    return _multiply(a_RF.mul_(s_R1), experts, rows, is_first=False)
 
 
 def _multiply(
