@@ -30,6 +30,15 @@ def toy_answer(request, index):
     return ids
 
 
+def toy_guess(sequence, most):
+    """What may come next: right but now and then."""
+    ids = list(sequence.token_ids)
+    for _ in range(most):
+        token = toy_token(ids, sequence.index)
+        ids.append((token + (len(ids) % 4 == 3)) % 5)
+    return ids[len(sequence.token_ids) :]
+
+
 class Machine(RuleBasedStateMachine):
     """Requests come, go and are aborted while steps are computed; every answer must be the one computed alone."""
 
@@ -39,11 +48,17 @@ class Machine(RuleBasedStateMachine):
         budget=st.integers(1, 9),
         most=st.integers(1, 5),
         reuses=st.booleans(),
+        guesses=st.integers(0, 3),
     )
-    def begin(self, num_blocks, block_size, budget, most, reuses):
+    def begin(self, num_blocks, block_size, budget, most, reuses, guesses):
         self.pool = BlockPool(num_blocks, block_size=block_size)
         self.scheduler = Scheduler(
-            self.pool, token_budget=budget, max_sequences=most, reuses_prefixes=reuses
+            self.pool,
+            token_budget=budget,
+            max_sequences=most,
+            reuses_prefixes=reuses,
+            num_guesses=guesses,
+            guess=toy_guess if guesses else None,
         )
         self.memory, self.requests, self.epoch = {}, [], 0
         self.weights = {}  # of a request: the epoch in which it was last forgotten
@@ -107,19 +122,26 @@ class Machine(RuleBasedStateMachine):
         assert set(written.values()) <= {1}, "two wrote to one place"
         if self.requests and data.draw(st.booleans(), label="abort while computing"):
             self.scheduler.abort(data.draw(st.sampled_from(self.requests)))
-        self.scheduler.commit(step, tokens)
-        self.end(tokens)
+        self.settle(step, tokens)
 
-    def end(self, tokens):
+    def settle(self, step, tokens):
+        self.scheduler.commit(step, tokens)
         for sequence in tokens:
-            if sequence.state is State.FINISHED:
+            if sequence.state is State.FINISHED or sequence.is_guessed:
                 continue
-            if sequence.token_ids[-1] == END:
-                self.scheduler.finish(sequence, "stop")
-            elif len(sequence.new_ids) == sequence.request.max_tokens:
-                self.scheduler.finish(sequence, "length")
-            if sequence.state is State.FINISHED:
-                assert sequence.token_ids == toy_answer(sequence.request, sequence.index)
+            self.end(sequence)
+            for one in step.guessed.get(sequence, ()):
+                if not self.scheduler.accept(sequence, one, tokens[one]):
+                    break
+                self.end(sequence)
+
+    def end(self, sequence):
+        if sequence.token_ids[-1] == END:
+            self.scheduler.finish(sequence, "stop")
+        elif len(sequence.new_ids) == sequence.request.max_tokens:
+            self.scheduler.finish(sequence, "length")
+        if sequence.state is State.FINISHED:
+            assert sequence.token_ids == toy_answer(sequence.request, sequence.index)
 
     @invariant()
     def blocks_add_up(self):
@@ -157,8 +179,7 @@ class Machine(RuleBasedStateMachine):
                 break
             step = self.scheduler.schedule()
             tokens = {s: toy_token(s.token_ids, s.index) for c in step.chunks for s in c.samples}
-            self.scheduler.commit(step, tokens)
-            self.end(tokens)
+            self.settle(step, tokens)
         assert all(request.is_finished for request in self.requests), "a request starves"
         assert self.pool.num_used == 0
 
@@ -229,6 +250,28 @@ def test_answers_share_their_prompt_until_they_write():
     second = scheduler.schedule()
     assert len(second.copies) == 2 and pool.num_used == 4, "the last one writes in place"
     assert [(c.start, c.count) for c in second.chunks] == [(6, 1)] * 3
+
+
+def test_guesses_take_what_is_left_and_nobody_gives_way():
+    def drafting(num_blocks, budget):
+        scheduler = Scheduler(
+            BlockPool(num_blocks, block_size=2),
+            token_budget=budget,
+            max_sequences=4,
+            num_guesses=3,
+            guess=lambda _, most: [1] * most,
+        )
+        scheduler.add(request("0", [1, 2], 9))
+        scheduler.add(request("1", [3, 4], 9))
+        scheduler.commit(step := scheduler.schedule(), {c.sequence: 1 for c in step.chunks})
+        step = scheduler.schedule()
+        return [len(step.guessed.get(chunk.sequence, ())) for chunk in step.chunks[:2]]
+
+    assert drafting(64, 64) == [3, 3]
+    assert drafting(64, 6) == [3, 1]
+    assert drafting(64, 4) == [2, 0]
+    assert drafting(6, 64) == [3, 3]
+    assert drafting(5, 64) == [3, 1]
 
 
 def test_the_youngest_gives_way_and_comes_back():

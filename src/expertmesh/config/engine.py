@@ -30,6 +30,9 @@ class EngineConfig(Config):
     """Sequences that are computed in one step, at most."""
     prefix_caching: bool = True
     """Whether blocks of earlier requests are taken up again by requests that begin alike."""
+    num_draft_tokens: int = Field(default=0, ge=0, le=64)
+    """Next tokens that are guessed from what a sequence has said before, and verified in one step: the same answers, sooner where they
+    repeat something; 0: none."""
     deterministic: bool = False
     """Whether tokens and logprobs have the same bits alone and in any batch; a model that is given must have batch_invariant in its config."""
     compile: bool | None = None

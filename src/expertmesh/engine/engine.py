@@ -21,6 +21,7 @@ from expertmesh.engine.checks import (
     token_ids_of,
 )
 from expertmesh.engine.compiled import CompiledForward, is_large, why_not_compiled
+from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.engine.request import Request, SamplingParams, Sequence, State
@@ -48,6 +49,7 @@ class _Answer:
     prompt_logprobs: dict[int, Logprob] = field(default_factory=dict)
     experts: dict[int, Tensor] = field(default_factory=dict)
     error: str | None = None
+    lookup: PromptLookup = field(default_factory=PromptLookup)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class EngineStats:
         num_preemptions: sequences that gave their blocks back.
         prefix_queries: tokens that were looked for in the cache.
         prefix_hits: tokens that were found.
+        num_draft_tokens: tokens that were guessed.
+        num_accepted_tokens: guesses that were right.
     """
 
     num_running: int
@@ -79,6 +83,8 @@ class EngineStats:
     num_preemptions: int
     prefix_queries: int
     prefix_hits: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Engine:
@@ -174,6 +180,8 @@ class Engine:
             token_budget=self.config.token_budget,
             max_sequences=self.config.max_sequences,
             reuses_prefixes=self.config.prefix_caching,
+            num_guesses=self.config.num_draft_tokens,
+            guess=self._guess if self.config.num_draft_tokens else None,
         )
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, _Answer] = {}
@@ -288,7 +296,6 @@ class Engine:
             return []
         result = self._runner.run(step)
         self._steps += 1
-        self._generated += len(result.tokens)
         self._prompt_tokens += sum(
             min(c.start + c.count, c.sequence.num_prompt) - min(c.start, c.sequence.num_prompt)
             for c in step.chunks
@@ -395,6 +402,8 @@ class Engine:
             scheduler.counters.preemptions,
             scheduler.counters.prefix_queries,
             scheduler.counters.prefix_hits,
+            scheduler.counters.guessed,
+            scheduler.counters.accepted,
         )
 
     def expert_load(self) -> list[list[int]]:
@@ -459,16 +468,16 @@ class Engine:
             else:
                 answer.logprobs.append(logprob)
         for chunk, ids in result.experts:
-            answer = self._answers[chunk.sequence]
-            answer.experts.update(
-                zip(range(chunk.start, chunk.start + chunk.count), ids, strict=True)
-            )
+            if not chunk.sequence.is_guessed:
+                places = range(chunk.start, chunk.start + chunk.count)
+                self._answers[chunk.sequence].experts.update(zip(places, ids, strict=True))
         touched = []
         for sequence, token in result.tokens.items():
-            if sequence.state is State.FINISHED:
+            if sequence.state is State.FINISHED or sequence.is_guessed:
                 continue
             self._answer(sequence, token, is_broken=sequence in result.broken)
             touched.append(sequence)
+            self._accept(sequence, step, result)
         outputs = []
         for sequence in touched:
             outputs.append(self._output(sequence))
@@ -477,8 +486,24 @@ class Engine:
                 self._leave(request)
         return outputs
 
+    def _accept(self, sequence: Sequence, step: Step, result: StepResult) -> None:
+        """The tokens behind guesses that were right."""
+        for one in step.guessed.get(sequence, ()):
+            if not self._scheduler.accept(sequence, one, result.tokens[one]):
+                return
+            answer = self._answers[sequence]
+            answer.logprobs += [logprob for known, _, logprob in result.logprobs if known is one]
+            for chunk, ids in result.experts:
+                if chunk.sequence is one:
+                    answer.experts[chunk.start] = ids[0]
+            self._answer(sequence, result.tokens[one], is_broken=one in result.broken)
+
+    def _guess(self, sequence: Sequence, most: int) -> list[int]:
+        return self._answers[sequence].lookup.guess(sequence.token_ids, most)
+
     def _answer(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
         """One more token of an answer."""
+        self._generated += 1
         answer, request = self._answers[sequence], sequence.request
         num_new = len(sequence.new_ids)
         may_end = num_new > request.params.min_tokens

@@ -229,6 +229,7 @@ class Sequence:
         prefix: number of the prefix that its sealed blocks make up, and how many blocks these are; see `BlockPool.seal`.
         state: see `State`.
         finish_reason: why it ended.
+        is_guessed: whether this only stands for the answer after some tokens that are guesses; see `drafts`.
     """
 
     request: Request
@@ -240,6 +241,7 @@ class Sequence:
     prefix: tuple[int, int] = (-1, 0)
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
+    is_guessed: bool = False
 
     def __post_init__(self) -> None:
         """Begins with the prompt."""

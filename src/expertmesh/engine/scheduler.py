@@ -5,10 +5,11 @@ places and blocks last. Where blocks run out the youngest running sequence gives
 nothing is lost, and the oldest one always goes on, so that none starves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from expertmesh.engine.blocks import ROOT, BlockPool
+from expertmesh.engine.drafts import ahead
 from expertmesh.engine.request import FinishReason, Request, Sequence, State
 from expertmesh.errors import ConfigError
 
@@ -36,14 +37,16 @@ class Step:
     """All that one step computes.
 
     Attributes:
-        chunks: at most one per sequence.
+        chunks: at most one per sequence, and one for each guessed token.
         copies: (from, to) blocks to copy before anything is written: a shared block that a sequence is about to write.
         preempted: sequences that gave their blocks back.
+        guessed: of sequences with guessed tokens, what they are after one, two, ... of them.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    guessed: Mapping[Sequence, tuple[Sequence, ...]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +61,8 @@ class Counters:
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    guessed: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -69,12 +74,16 @@ class Scheduler:
         token_budget: most tokens of a step.
         max_sequences: most sequences that hold blocks at once.
         reuses_prefixes: whether blocks of earlier requests are taken up again.
+        num_guesses: most guessed tokens of a sequence in a step.
+        guess: gives the tokens, at most so many, that may come next in a sequence.
     """
 
     pool: BlockPool
     token_budget: int
     max_sequences: int
     reuses_prefixes: bool = True
+    num_guesses: int = 0
+    guess: Callable[[Sequence, int], list[int]] | None = None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
@@ -146,8 +155,11 @@ class Scheduler:
                 copies += self._take_blocks(sequence, count)
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
+        guessed = {} if preempted else self._guessed(chunks, budget)
+        for one in (one for several in guessed.values() for one in several):
+            chunks.append(Chunk(one, one.num_computed, 1, (one,)))
         self.counters.preemptions += len(preempted)
-        return Step(tuple(chunks), tuple(copies), tuple(preempted))
+        return Step(tuple(chunks), tuple(copies), tuple(preempted), guessed)
 
     def commit(self, step: Step, tokens: dict[Sequence, int]) -> None:
         """Put a computed step into the books: tokens are appended, full blocks can be found from now on.
@@ -161,6 +173,8 @@ class Scheduler:
         """
         for chunk in step.chunks:
             first = chunk.sequence
+            if first.is_guessed:
+                continue
             if first.state is State.RUNNING:
                 first.num_computed = chunk.start + chunk.count
                 self._seal(first)
@@ -170,11 +184,53 @@ class Scheduler:
                 if sequence.state is not State.FINISHED and sequence in tokens:
                     sequence.token_ids.append(tokens[sequence])
 
+    def accept(self, sequence: Sequence, guessed: Sequence, token: int) -> bool:
+        """Take the token behind a guess after `commit`, if the guess is what was drawn before it.
+
+        Args:
+            sequence: the answer.
+            guessed: what it was taken for: the next of the step's.
+            token: what was drawn behind the guess.
+
+        Returns:
+            Whether it was taken; if not, neither can those behind it be.
+        """
+        size = len(guessed.token_ids)
+        if sequence.state is not State.RUNNING or len(sequence.token_ids) != size:
+            return False
+        if sequence.token_ids[-1] != guessed.token_ids[-1]:
+            return False
+        self.counters.accepted += 1
+        sequence.num_computed = size
+        self._seal(sequence)
+        sequence.token_ids.append(token)
+        return True
+
     def forget_prefixes(self) -> None:
         """Forget all that was computed, as after a change of weights: running sequences begin anew."""
         for sequence in reversed(list(self.running)):
             self._preempt(sequence)
         self.pool.forget_all()
+
+    def _guessed(self, chunks: list[Chunk], budget: int) -> dict[Sequence, tuple[Sequence, ...]]:
+        """Guesses for those who write, with the budget and blocks that are left; nobody gives way to them."""
+        found = {}
+        for chunk in chunks if self.guess is not None else ():
+            sequence = chunk.sequence
+            left = sequence.request.max_tokens - len(sequence.new_ids) - 1
+            most = min(self.num_guesses, budget, left)
+            if chunk.count > 1 or not chunk.samples or not sequence.new_ids or most < 1:
+                continue
+            assert self.guess is not None
+            ids = self.guess(sequence, most)
+            while ids and not self._has_room(sequence, 1 + len(ids)):
+                ids.pop()
+            if ids:
+                self._take_blocks(sequence, 1 + len(ids))
+                found[sequence] = ahead(sequence, ids)
+                budget -= len(ids)
+                self.counters.guessed += len(ids)
+        return found
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         start = sequence.num_computed
@@ -242,7 +298,7 @@ class Scheduler:
         return place < len(sequence.blocks) and self.pool.references[sequence.blocks[place]] > 1
 
     def _has_room(self, sequence: Sequence, count: int) -> bool:
-        more = self.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+        more = max(self.blocks_for(sequence.num_computed + count) - len(sequence.blocks), 0)
         return more + self._wants_copy(sequence) <= self.pool.num_available
 
     def _take_blocks(self, sequence: Sequence, count: int) -> list[tuple[int, int]]:
