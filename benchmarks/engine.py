@@ -220,7 +220,9 @@ def _work(pipe: Connection, name: str, path: str, threads: int, clock: Clock) ->
 
 
 def _sample(contender: Contender, load: str, seed: int) -> Sample:
-    rng = random.Random(seed)
+    rng = random.Random(
+        f"{load} {seed}"
+    )  # whose prompts no other load begins with, as caches keep prefixes
     if load == "prefill":
         prompt = _ids(rng, 1024)
         began = _now()

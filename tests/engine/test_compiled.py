@@ -94,4 +94,8 @@ def test_what_cannot_be_compiled_is_refused():
     hooked.layers[0].register_forward_hook(lambda *args: None)
     with pytest.raises(ConfigError, match="no hook"):
         Engine(hooked, compile=True)
+    adapted = gpt(torch.float32)
+    adapted.layers[1].moe.experts.adapters = object()
+    with pytest.raises(ConfigError, match="without adapters"):
+        Engine(adapted, compile=True)
     assert Engine(gpt(torch.float32))._runner.compiled is None, "small models gain too little"

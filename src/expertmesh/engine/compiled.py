@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from expertmesh.models.decoder import LanguageModel
+from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.activation import inner_name, pointwise
@@ -355,4 +357,9 @@ def why_not_compiled(model: Any) -> str:
         return "is for plain models: no parameter of another class, no hook"
     if any(isinstance(module, QuantizedExperts | PagedExperts) for module in model.modules()):
         return "is for experts that are neither quantised nor in slots"
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
+        return "is for models on one rank"
+    if any(getattr(layer.experts, "adapters", None) is not None for layer in layers):
+        return "is for experts without adapters"
     return ""

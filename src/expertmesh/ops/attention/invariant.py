@@ -23,6 +23,7 @@ from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.operators import BlockProduct
+from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_KEYS = 64
 """Keys of one block."""
@@ -50,14 +51,13 @@ def attention(
     first_B = visible.first_B
     if first_B is None:
         first_B = torch.zeros(B, dtype=torch.int64, device=device)
-    y: Tensor = _attention(
-        q_BHSd, k_BHLd, v_BHLd, rule.sinks_H, mask, first_B.expand(B), rule.softcap
-    )
+    is_plain = runs_plainly(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H)
+    run = _plain_attention if is_plain else _attention
+    y: Tensor = run(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H, mask, first_B.expand(B), rule.softcap)
     return y
 
 
-@torch.library.custom_op("expertmesh::invariant_attention", mutates_args=())
-def _attention(
+def _plain_attention(
     q_BHSd: Tensor,
     k_BHLd: Tensor,
     v_BHLd: Tensor,
@@ -141,6 +141,9 @@ def _one_head(
     return torch.where(total > 0, y_Rd / total, 0.0)
 
 
+_attention = torch.library.custom_op(
+    "expertmesh::invariant_attention", _plain_attention, mutates_args=()
+)
 _attention.register_fake(
     lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format)
 )

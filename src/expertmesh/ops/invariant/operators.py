@@ -26,6 +26,7 @@ from torch import Tensor
 from expertmesh.ops import triton_linear
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
+from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_ROWS = 16
 """Rows of every product: more waste time where few tokens come together, fewer do not fill the vector units."""
@@ -128,8 +129,7 @@ class BlockProduct:
         return out_RN
 
 
-@torch.library.custom_op("expertmesh::invariant_linear", mutates_args=())
-def _linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
+def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
     with without_autocast(x_RK.device):
         if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (
             x_RK.dtype != torch.float64
@@ -145,6 +145,7 @@ def _linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Ten
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
 
 
+_linear = torch.library.custom_op("expertmesh::invariant_linear", _plain_linear, mutates_args=())
 _linear.register_fake(lambda x, w, b, backend: x.new_empty(x.shape[0], w.shape[0]))
 
 
@@ -183,12 +184,12 @@ def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str =
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, w_NK, b_N = x.to(dtype), w_NK.to(dtype), None if b_N is None else b_N.to(dtype)
-    y_RN: Tensor = _linear(x.reshape(-1, x.shape[-1]), w_NK, b_N, backend)
+    run = _plain_linear if runs_plainly(x, w_NK, b_N) else _linear
+    y_RN: Tensor = run(x.reshape(-1, x.shape[-1]), w_NK, b_N, backend)
     return y_RN.view(*x.shape[:-1], w_NK.shape[0])
 
 
-@torch.library.custom_op("expertmesh::invariant_pointwise", mutates_args=())
-def _pointwise(x: Tensor, name: str) -> Tensor:
+def _plain_pointwise(x: Tensor, name: str) -> Tensor:
     function = _FUNCTIONS[name]
     length = x.numel()
     padded = x.new_zeros(-(-length // _PIECE) * _PIECE)
@@ -200,6 +201,9 @@ def _pointwise(x: Tensor, name: str) -> Tensor:
     return padded[:length].view(x.shape).clone(memory_format=torch.contiguous_format)
 
 
+_pointwise = torch.library.custom_op(
+    "expertmesh::invariant_pointwise", _plain_pointwise, mutates_args=()
+)
 _pointwise.register_fake(lambda x, name: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
@@ -225,7 +229,7 @@ _pointwise.register_autograd(_pointwise_backward, setup_context=_save_pointwise)
 
 def pointwise(x: Tensor, name: str) -> Tensor:
     """exp, erf, cos, sin or tanh of FP32 or FP64 elements, whatever their place; differentiable; does not synchronise."""
-    y: Tensor = _pointwise(x, name)
+    y: Tensor = (_plain_pointwise if runs_plainly(x) else _pointwise)(x, name)
     return y
 
 
