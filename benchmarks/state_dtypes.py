@@ -129,7 +129,7 @@ def times(options: Times) -> None:
         config = config_of(options, state_dtype)
         task, precision = GPTTask(config), resolve_precision(config.train)
         data = task.prepare()
-        model = task.build(device=precision.device, dtype=precision.master_dtype)
+        model = task.builder.build(device=precision.device, dtype=precision.master_dtype)
         optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
         arms[state_dtype] = task, precision, data, model.train(), optimizer
     whole: dict[StateDtype, list[float]] = {name: [] for name in TYPES}

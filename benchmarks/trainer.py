@@ -97,7 +97,7 @@ def ours(config: GPTRunConfig, dtype: str) -> Trainee:
     )
     precision = resolve_precision(config.train)
     task = GPTTask(config)
-    model = task.build(device="cpu", dtype=precision.master_dtype)
+    model = task.builder.build(device="cpu", dtype=precision.master_dtype)
     optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
     scaler = precision.scaler()
     norms = sum(

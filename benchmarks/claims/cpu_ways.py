@@ -57,7 +57,7 @@ def seconds_of_steps(recipe: str, dtype: str, rounds: int, way: str) -> dict[str
     data = task.prepare()
     for own in (True, False):
         precision = resolve_precision(config.train)
-        model = task.build(device="cpu", dtype=precision.master_dtype)
+        model = task.builder.build(device="cpu", dtype=precision.master_dtype)
         optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
         batch = batch or data.batch(0, config.train.batch_size)
         steps[own] = partial(

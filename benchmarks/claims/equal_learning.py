@@ -104,7 +104,7 @@ def final_evaluation(config: GPTRunConfig) -> Evaluation:
     """The last checkpoint on all of the validation split."""
     run, precision = load_run(config.train.run_dir), resolve_precision(config.train)
     task = GPTTask(config)
-    model = task.build(device=precision.device, dtype=precision.master_dtype)
+    model = task.builder.build(device=precision.device, dtype=precision.master_dtype)
     load_weights(run.checkpoint, model)
     return evaluate(
         task,

@@ -50,7 +50,7 @@ def main(
     trainee = ours(config, dtype)
     task = GPTTask(config)
     with torch.no_grad():
-        model = task.build(device="cpu", dtype=torch.float32)
+        model = task.builder.build(device="cpu", dtype=torch.float32)
         stats = task.loss(model, batch, Part(0, slice(0, shape[0]), Ranks())).stats
 
     def record(file: MetricsFile | None) -> LoadCounter:

@@ -182,9 +182,9 @@ def scores(config: Seq2SeqRunConfig, run: Run, trained: LoadedModel) -> Found:
             sources, references = map(list, zip(*lines, strict=True))
             with trained.precision.autocast():
                 ours = translate(
-                    task.decoder(trained.model),
+                    task.builder.decoder(trained.model),
                     tokenizer,
-                    task.translation(tokenizer, to=target),
+                    task.builder.translation(tokenizer, to=target),
                     sources,
                     num_beams=1,
                     batch_size=50,

@@ -69,7 +69,7 @@ class Trainee:
     def __init__(self, config: SwinRunConfig, *, einsum: bool) -> None:
         self.config = config
         self.task, self.precision = SwinTask(config), resolve_precision(config.train)
-        self.model: Swin = self.task.build(device="cpu", dtype=self.precision.master_dtype)
+        self.model: Swin = self.task.builder.build(device="cpu", dtype=self.precision.master_dtype)
         if einsum:
             for _, layer in self.model.moe_blocks():
                 assert isinstance(layer.experts, GroupedExperts)

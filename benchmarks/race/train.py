@@ -66,7 +66,7 @@ def ours(config: GPTRunConfig, *, compiled: bool) -> Callable[[Batch], float]:
     """The trainer's own step with its model and optimiser."""
     precision = resolve_precision(config.train)
     task = GPTTask(config)
-    model = task.build(device=precision.device, dtype=precision.master_dtype)
+    model = task.builder.build(device=precision.device, dtype=precision.master_dtype)
     optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
     scaler = precision.scaler()
     backend = (

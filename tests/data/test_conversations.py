@@ -378,7 +378,7 @@ def test_the_loss_is_the_assistants_mean(talks, tmp_path):
     data = task.prepare()
     assert isinstance(data, ConversationData)
     batch = data.batch(0, 6)
-    model = task.build(device="cpu", dtype=torch.float64).eval()
+    model = task.builder.build(device="cpu", dtype=torch.float64).eval()
     part = Part(0, slice(0, 6), Ranks())
     loss = float(task.loss(model, batch, part).total) / task.num_items(batch)
     ids_BS, targets_BS, more = batch

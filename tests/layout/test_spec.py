@@ -42,7 +42,11 @@ CASES = [(name, {}) for name in RECIPES] + [(n, o) for n, many in OPTIONS.items(
 
 def built(recipe, options, *, device="meta"):
     config = RECIPES[recipe]().updated(options)
-    return find_family(config.family).open_task(config).build(device=device, dtype=torch.float32)
+    return (
+        find_family(config.family)
+        .open_task(config)
+        .builder.build(device=device, dtype=torch.float32)
+    )
 
 
 @pytest.mark.parametrize(("recipe", "options"), CASES, ids=str)

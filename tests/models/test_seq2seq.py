@@ -327,7 +327,7 @@ def test_the_host_waits_for_no_number_of_targets():
 def test_an_evaluation_waits_for_no_number_of_targets():
     task = task_of(config(moe=MoEConfig(num_experts=())))
     model = Seq2Seq(task.config.model, device="meta", dtype=torch.bfloat16)
-    part = Part(0, slice(0, 3), Ranks(), task.num_measured(batch_of()))
+    part = Part(0, slice(0, 3), Ranks(), task.num_items(batch_of()))
     batch = batch_of(device="meta")
     with waits() as watch, torch.no_grad():
         task.measure(model, batch, part)

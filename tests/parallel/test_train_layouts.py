@@ -206,7 +206,7 @@ def test_frozen_parts_learn_nothing(two_ranks, folder, part):
     one = run_training(folder, f"one-frozen-{part}", changes)
     assert_same(two_ranks.run(run_training, folder, f"two-frozen-{part}", changes)[0], one)
     trained = open_model(folder / f"two-frozen-{part}")
-    before = trained.task.build(device="cpu", dtype=torch.float64).state_dict()
+    before = trained.task.builder.build(device="cpu", dtype=torch.float64).state_dict()
     for name, tensor in trained.model.state_dict().items():
         assert torch.equal(tensor, before[name]) == (f".moe.{part}." in name), name
 

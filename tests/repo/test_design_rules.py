@@ -147,7 +147,7 @@ def test_only_families_know_their_models():
     paths = [
         p for name in ("training", "infer", "engine", "cli") for p in (SOURCE / name).glob("*.py")
     ]
-    verbs = {"src/expertmesh/cli/classify.py", "src/expertmesh/cli/translate.py"}
+    verbs = {f"src/expertmesh/cli/{verb}.py" for verb in ("classify", "translate", "machine")}
     assert {relative(path) for path in paths if named.search(path.read_text())} <= verbs
 
 

@@ -240,8 +240,8 @@ def test_a_head_of_other_classes_is_not_taken(folder, fine, tmp_path, data, has_
         run_of(folder, tmp_path, **begin(folder) | {"data.path": (str(folder / data),)})
     )
     task.prepare()
-    model = task.build(device="cpu", dtype=torch.float32)
-    found = task.inherited(model, load_run(folder / "straight").config)
+    model = task.builder.build(device="cpu", dtype=torch.float32)
+    found = task.builder.inherited(model, load_run(folder / "straight").config)
     assert ("head.weight" in found) == bool(model.head.weight.any()) == has_head
 
 
@@ -282,7 +282,7 @@ def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, 
     with pytest.raises(ConfigError, match="train.freeze=.*: the model has no experts"):
         run_of(folder, tmp_path, **dense)
     config = run_of(folder, tmp_path, **dense, **{"train.init_from": "what may have some"})
-    model = SwinTask(config).build(device="cpu", dtype=torch.float32)
+    model = SwinTask(config).builder.build(device="cpu", dtype=torch.float32)
     with pytest.raises(ConfigError, match="train.freeze=router: the model has no experts"):
         freeze(model, config.train.freeze)
     assert main(["train", "gpt-moe-test", "--train.init-from", str(fine)]) == 2

@@ -116,7 +116,7 @@ def test_a_teacher_has_the_compute_type_and_a_student_its_unrounded_weights(tiny
     """The key of a hash and a balancing bias are the teacher's, too: they say who its experts are."""
     options = {f"model.moe.{name}": value for name, value in moe.items()}
     config = tiny(**options, **{"train.run_dir": str(tmp_path / "teacher")})
-    theirs = GPTTask(config).build(device="cpu", dtype=torch.float32)
+    theirs = GPTTask(config).builder.build(device="cpu", dtype=torch.float32)
     for layer in theirs.layers:
         if layer.moe.expert_bias_E is not None:
             layer.moe.expert_bias_E.normal_()
@@ -125,7 +125,7 @@ def test_a_teacher_has_the_compute_type_and_a_student_its_unrounded_weights(tiny
     save_as_run(theirs, config, recipe="test", files=files)
     changes = {"distill.teacher": config.train.run_dir, "distill.init_from_teacher": True}
     task = GPTTask(config.updated({**changes, "train.seed": 7, "train.dtype": "bfloat16"}))
-    student = task.build(device="cpu", dtype=torch.float32)
+    student = task.builder.build(device="cpu", dtype=torch.float32)
     teacher = open_teacher(
         GPT,
         task,

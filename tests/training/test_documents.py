@@ -47,7 +47,7 @@ def loss_and_gradients(task, model, batch):
 def test_a_packed_window_is_its_documents_alone(tiny, short_documents, heads):
     task = GPTTask(tiny(**short_documents, **{"model.num_kv_heads": heads, "model.init_std": 0.2}))
     data = task.prepare()
-    model = task.build(device="cpu", dtype=torch.float64)
+    model = task.builder.build(device="cpu", dtype=torch.float64)
     batch = data.batch(0, 2)
     ids_BS, targets_BS, more = batch
     document_BS = more["document"]
@@ -102,7 +102,7 @@ def test_a_run_keeps_to_its_mask(tiny, short_documents, run_quietly):
 
 def test_documents_are_told_apart_in_whole_windows_only(tiny, short_documents):
     task = GPTTask(tiny(**short_documents))
-    model = task.build(device="cpu", dtype=torch.float64)
+    model = task.builder.build(device="cpu", dtype=torch.float64)
     ids_BS = torch.ones(1, 4, dtype=torch.int64)
     cache = model.new_cache(batch_size=1, max_len=4)
     context = cache.begin(ids_BS, token_mask_BS=None)

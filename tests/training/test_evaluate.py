@@ -66,7 +66,7 @@ def test_what_is_measured_is_counted_before_it_goes_to_the_device():
     cfg = translate_test().updated({"model.moe": MoEConfig(num_experts=())})
     task = Seq2SeqTask(cfg)
     task._directions = ("de-en", "en-de")
-    model = task.build(device="cpu", dtype=torch.float64)
+    model = task.builder.build(device="cpu", dtype=torch.float64)
     ids, lengths = torch.full((2, 5), 7), torch.tensor([5, 2])
     batches = [(ids, lengths, ids, lengths, torch.tensor([0, 1]))] * 3
     data = types.SimpleNamespace(validation=lambda *_: batches)

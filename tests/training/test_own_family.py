@@ -23,6 +23,7 @@ from expertmesh.config.base import Config
 from expertmesh.config.run import OptimConfig, RunConfig, TrainConfig
 from expertmesh.data.tensors import TensorData
 from expertmesh.errors import ConfigError
+from expertmesh.models.builder import ModelBuilder
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.own_module import OwnModule
 from expertmesh.models.registry import find_family
@@ -76,7 +77,14 @@ class Classifier(nn.Module):
         return self.outer(x_TD + y_TD), stats
 
 
+class Built(ModelBuilder):
+    def build(self, *, device, dtype):
+        return Classifier(self.config.model).to(device, dtype)
+
+
 class Digits(Task):
+    builder_class = Built
+
     def prepare(self):
         images, labels = load_digits(return_X_y=True)
         images = torch.tensor(images, dtype=torch.float64) / 16
@@ -87,9 +95,6 @@ class Digits(Task):
             seed=self.config.train.seed,
             source="digits",
         )
-
-    def build(self, *, device, dtype):
-        return Classifier(self.config.model).to(device, dtype)
 
     def loss(self, model, batch, part):
         images, labels = batch
@@ -224,10 +229,23 @@ def test_what_a_task_forgets_is_one_line(tmp_path, task, said):
         train_quietly(run_of(tmp_path / "run"), family=family)
 
 
+class Unbuilt(Task):
+    """Says not how its model is made."""
+
+    prepare = loss = measure = None
+
+
+def test_a_task_without_a_builder_is_one_line():
+    with pytest.raises(
+        ConfigError, match="Unbuilt: says not how its model is made; set builder_class"
+    ):
+        Unbuilt(DigitsRun())
+
+
 def spread_normalised():
     task = OwnModule(RunConfig(), module=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     place = {"device": torch.device("cpu"), "dtype": torch.float32}
-    return len(list(task.place(**place, ranks=Ranks(world_of())).parameters()))
+    return len(list(task.builder.place(**place, ranks=Ranks(world_of())).parameters()))
 
 
 def test_a_module_with_a_counter_is_the_same_on_all_ranks(two_ranks):

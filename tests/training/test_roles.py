@@ -65,7 +65,7 @@ OWN += [
 def test_our_own_families_keep_their_roles(recipe, options):
     config = RECIPES[recipe]().updated(options)
     task = find_family(config.family).open_task(config)
-    model = task.build(device="meta", dtype=torch.float32)
+    model = task.builder.build(device="meta", dtype=torch.float32)
     roles = parameter_roles(model)
     now = {name: (role in DECAYED, role == "matrix") for name, role in roles.items()}
     assert now == by_names(model) and list(now) == [n for n, _ in model.named_parameters()]

@@ -53,7 +53,7 @@ class Whole(GPTTask):
 
 def gradients_of(task, batch):
     """Losses of a batch, and gradients by name."""
-    model = task.build(device="cpu", dtype=torch.float64).train()
+    model = task.builder.build(device="cpu", dtype=torch.float64).train()
     key_noise(model, seed=0, step=1)
     how = {"step": 1, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
     how["precision"] = resolve_precision(task.config.train)
@@ -98,7 +98,7 @@ def test_padding_that_no_row_needs_is_cut_and_changes_no_number(tiny, chats, opt
     assert plain[2] == [SEQ_LEN] * 2
     parts = options.get("model.moe.routing_group_size", 1)
     assert all(n <= at < max(16, n * 1.25) + parts for n, at in zip(longest, cut[2], strict=True))
-    model = task.build(device="cpu", dtype=torch.float64)
+    model = task.builder.build(device="cpu", dtype=torch.float64)
     how = {"batch_size": 5, "max_samples": None, "precision": resolve_precision(config.train)}
     one, two = (evaluate(t, model, data, **how) for t in (task, whole))
     for name in one:

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def build(config):
     precision = resolve_precision(config.train)
-    return GPTTask(config).build(device="cpu", dtype=precision.master_dtype), precision
+    return GPTTask(config).builder.build(device="cpu", dtype=precision.master_dtype), precision
 
 
 def batch(config, seed=0):
@@ -99,7 +99,7 @@ def test_routing_losses_are_means_over_the_tokens_that_layers_see(tiny, made):
     task, samples = made(tiny)
     precision, found = resolve_precision(task.config.train), []
     for size in (4, 1):
-        model = task.build(device="cpu", dtype=precision.master_dtype)
+        model = task.builder.build(device="cpu", dtype=precision.master_dtype)
         key_noise(model, seed=0, step=0)
         options = {"scaler": precision.scaler(), "precision": precision}
         sums, _ = accumulate_gradients(

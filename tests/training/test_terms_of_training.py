@@ -74,7 +74,7 @@ def measured(family, options):
     task_type, name, batch_of = FAMILIES[family]
     task = task_type(recipe(name, options))
     task._directions = ("de-en",)
-    model = task.build(device="cpu", dtype=torch.float64).train()
+    model = task.builder.build(device="cpu", dtype=torch.float64).train()
     torch.manual_seed(1)
     data = types.SimpleNamespace(validation=lambda *_: [batch_of(task.config)])
     found = evaluate(task, model, data, batch_size=2, max_samples=None, precision=PRECISION)
@@ -91,9 +91,9 @@ def test_an_evaluation_has_none(plain, name):
 def test_a_teacher_says_nothing_in_an_evaluation(plain):
     name = FAMILIES["gpt"][1]
     task = GPTTask(recipe(name))
-    task.teacher = GPTTask(recipe(name)).build(device="cpu", dtype=torch.float64)
+    task.teacher = GPTTask(recipe(name)).builder.build(device="cpu", dtype=torch.float64)
     task.teacher.register_forward_pre_hook(lambda *_: pytest.fail("the teacher was asked"))
-    model = task.build(device="cpu", dtype=torch.float64)
+    model = task.builder.build(device="cpu", dtype=torch.float64)
     data = types.SimpleNamespace(validation=lambda *_: [text(task.config)])
     found = evaluate(task, model, data, batch_size=2, max_samples=None, precision=PRECISION)
     assert found == plain["gpt"]

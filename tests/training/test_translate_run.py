@@ -160,7 +160,7 @@ def test_a_translation_does_not_depend_on_the_texts_beside_it(learned):
     opened = open_model(found)
     task, model = opened.task, opened.model
     tokenizer = found.load_tokenizer()
-    translation = task.translation(tokenizer, to="xx")._replace(end_id=1)
+    translation = task.builder.translation(tokenizer, to="xx")._replace(end_id=1)
     texts = ["a red dog.", "a blue cat. " * 4]
     together = translate(model, tokenizer, translation, texts)
     alone = [translate(model, tokenizer, translation, [text])[0] for text in texts]
@@ -195,7 +195,7 @@ def test_a_translation_without_an_end_is_named(learned, caplog):
     opened = open_model(found)
     task, model = opened.task, opened.model
     tokenizer = found.load_tokenizer()
-    translation = task.translation(tokenizer, to="xx")
+    translation = task.builder.translation(tokenizer, to="xx")
     texts = ["a red dog.", "", "a blue cat."]
     assert translate(model, tokenizer, translation, texts)[0] == "DOG RED IS HERE!"
     assert not caplog.messages

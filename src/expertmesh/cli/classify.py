@@ -147,7 +147,7 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
         classes = class_names(found.path / CLASSES_FILE)
         opened = open_model(found, device=options.device)
     model, precision = opened.model, opened.precision
-    classifier = opened.task.classifier(model)
+    classifier = opened.task.builder.classifier(model)
     fit = options.fit or found.config.data.fit
     images = read_images(options.image, size=classifier.size, fit=fit)
     num_rows = _ROWS * min(len(images), options.batch_size)

@@ -79,7 +79,7 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
     from expertmesh.runs.run_dir import RunDir
     from expertmesh.training.teacher import teacher_bytes
 
-    family.open_task(config).check(num_ranks)
+    family.open_task(config).builder.check(num_ranks)
     precision = resolve_precision(
         config.train,
         products=family.products_of(config, num_parts=num_ranks),

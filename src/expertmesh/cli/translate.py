@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
 
 def _translated(options: Any, texts: list[str], opened: "LoadedModel") -> list[str]:
     tokenizer = opened.text.tokenizer
-    translation = opened.task.translation(tokenizer, to=options.to)
+    translation = opened.task.builder.translation(tokenizer, to=options.to)
     import torch
 
     from expertmesh.engine.translate import translate

@@ -38,7 +38,7 @@ def translate(
     Args:
         model: an encoder-decoder.
         tokenizer: of the model.
-        translation: how it is asked for a language: `expertmesh.models.task.Task.translation`.
+        translation: how it is asked for a language: `expertmesh.models.builder.ModelBuilder.translation`.
         texts: one line each.
         num_beams: see `beam_search`.
         length_penalty: see `beam_search`.

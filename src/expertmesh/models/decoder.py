@@ -1,6 +1,6 @@
 """What decoding needs of a model: a language model continues tokens, an encoder-decoder reads sources first.
 
-`expertmesh.engine.lockstep` decodes anything that has these attributes; `Task.decoder` of a family returns one.
+`expertmesh.engine.lockstep` decodes anything that has these attributes; the `ModelBuilder.decoder` of a family returns one.
 """
 
 from collections.abc import Iterator

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from expertmesh.config.run import RunConfig
 from expertmesh.data.samples import data_of
 from expertmesh.errors import ConfigError
+from expertmesh.models.builder import ModelBuilder
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.task import Batch, Data, Loss, Part, Task, num_samples
 from expertmesh.models.upcycle import collect_stats
@@ -26,6 +27,43 @@ FAMILY_NAME = "module"
 _RETURN = (
     "return a scalar, the mean over the samples, then RoutingStats and a dictionary of measures"
 )
+
+
+class OwnBuilder(ModelBuilder):
+    """Takes a module as it is, or what makes it.
+
+    Args:
+        config: the run's configuration.
+        module: the module, or what makes it.
+    """
+
+    def __init__(self, config: RunConfig, module: Module) -> None:
+        super().__init__(config)
+        self._module = module
+
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The module itself, moved, or one that is made now."""
+        module = self._module if isinstance(self._module, nn.Module) else self._module()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"module: made a {type(module).__name__}; give an nn.Module, its class, or a function that returns one"
+            )
+        return module.to(device, dtype)
+
+    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
+        """See `ModelBuilder.place`; a module that was made by every rank for itself must be the same on all."""
+        if ranks.world is not None and isinstance(self._module, nn.Module):
+            digest = hashlib.sha256()
+            for tensor in self._module.state_dict().values():
+                # one axis: BatchNorm's counter has none, and could not be seen as bytes
+                digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
+            ranks.agree(digest.hexdigest(), what="the module's weights (give its class, not one)")
+        module = super().place(device=device, dtype=dtype, ranks=ranks)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(
+                f"module: {type(module).__name__} has no parameter that requires a gradient; there is nothing to train, give one that has"
+            )
+        return module
 
 
 class OwnModule(Task):
@@ -51,38 +89,14 @@ class OwnModule(Task):
         loss: Callable[..., Any] | None = None,
         metric: str = "loss",
     ) -> None:
-        super().__init__(config)
-        self._module, self._samples, self._validation = module, data, validation
+        self.config, self.builder = config, OwnBuilder(config, module)
+        self._samples, self._validation = data, validation
         self._loss, self._metric = loss, metric
 
     def prepare(self) -> Data:
         """The samples."""
         data: Data = data_of(self._samples, self._validation, seed=self.config.train.seed)
         return data
-
-    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The module itself, moved, or one that is made now."""
-        module = self._module if isinstance(self._module, nn.Module) else self._module()
-        if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"module: made a {type(module).__name__}; give an nn.Module, its class, or a function that returns one"
-            )
-        return module.to(device, dtype)
-
-    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """See `Task.place`; a module that was made by every rank for itself must be the same on all."""
-        if ranks.world is not None and isinstance(self._module, nn.Module):
-            digest = hashlib.sha256()
-            for tensor in self._module.state_dict().values():
-                # one axis: BatchNorm's counter has none, and could not be seen as bytes
-                digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
-            ranks.agree(digest.hexdigest(), what="the module's weights (give its class, not one)")
-        module = super().place(device=device, dtype=dtype, ranks=ranks)
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError(
-                f"module: {type(module).__name__} has no parameter that requires a gradient; there is nothing to train, give one that has"
-            )
-        return module
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """The user's loss, times the samples; the statistics of upcycled blocks are collected."""

@@ -1,27 +1,24 @@
-"""Model families, the half with torch: what trainer, report and inference need of a model, its data and its loss.
+"""Model families, the half with torch: what trainer and report need of a model's data, its loss and its measure.
 
-A family of one's own is a `Task` with four methods (`prepare`, `build`, `loss`, `measure`), named by an
-`expertmesh.models.registry.Family`. docs/extending.md writes one.
+A family of one's own is a `Task` with three methods (`prepare`, `loss`, `measure`) and an
+`expertmesh.models.builder.ModelBuilder` with one (`build`), named by an `expertmesh.models.family.Family`. docs/extending.md
+writes one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from expertmesh.comm.world import World
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.classifier import Classifier
-from expertmesh.models.decoder import CausalLM, Translation
+from expertmesh.models.builder import ModelBuilder
 from expertmesh.moe.types import RoutingStats
-from expertmesh.parallel.apply import degrees_of, parallelize
-from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.ranks import Ranks
 
 Batch = Any
@@ -73,8 +70,8 @@ class Part:
         step: the step of the run, from 0.
         rows: its samples in the whole batch.
         ranks: the ranks that work on the batch.
-        num_items: counted before these samples went to the device: in training by `Task.num_items`, in evaluations by
-            `Task.num_measured`; None: they were not.
+        num_items: counted before these samples went to the device: in training by `Task.num_items`, in evaluations where
+            the task `measures_items`; None: they were not.
     """
 
     step: int
@@ -119,33 +116,31 @@ class Baseline(NamedTuple):
 
 
 class Task(ABC):
-    """A model, its data, its loss and its measure, for one run.
+    """Data, loss and measure of one run; its model is made by the `builder`.
 
     Args:
         config: the run's configuration.
     """
 
     config: Any
+    builder_class: ClassVar[type[ModelBuilder]]
+    """Makes the models of the family."""
+    measures_items = False
+    """Whether `measure` needs the number of its items on the host, as `Part.num_items`."""
     has_lessons = False
     """Whether `loss` listens to a teacher."""
-    is_built_empty = False
-    """Whether `build` makes a model without memory on "meta", whose `init_weights(seed)` then draws the weights."""
     labels: tuple[str, ...] = ()
     """Kinds of samples, languages or domains, for which the use of the experts is recorded apart; set by `prepare`."""
     teacher: nn.Module | None = None
     """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
-    bytes_beside: float = 0.0
-    """Memory of a rank that the teacher's weights are going to take beside the model; set before `place`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-
-    def lesson_weight(self, step: int) -> float:
-        """Weight of what the teacher says in a step; 0: it need not be asked."""
-        config: RunConfig = self.config
-        if self.teacher is None:
-            return 0.0
-        return config.distill.weight(step, total_steps=config.total_schedule_steps)
+        if not hasattr(self, "builder_class"):
+            raise ConfigError(
+                f"{type(self).__name__}: says not how its model is made; set builder_class to a ModelBuilder with a build()"
+            )
+        self.builder = self.builder_class(config)
 
     @abstractmethod
     def prepare(self) -> Data:
@@ -156,20 +151,11 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The whole model with its initial weights, which depend on the run's seed only: torch's default generator is seeded.
-
-        Args:
-            device: the device of the parameters.
-            dtype: the type of the parameters.
-        """
-
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """The loss of some samples in training mode, under autocast.
 
         Args:
-            model: the model as `place` returned it.
+            model: the model as the builder's `place` returned it.
             batch: samples on the model's device.
             part: which they are.
         """
@@ -211,10 +197,6 @@ class Task(ABC):
         """
         return batch
 
-    def num_measured(self, batch: Batch) -> int | None:
-        """Items in some validation samples on the CPU, where `measure` needs their number on the host; here, it does not."""
-        return None
-
     def label_of(self, batch: Batch) -> Tensor:
         """(B,) int64, which of the `labels` each sample has; asked where there are any.
 
@@ -228,119 +210,9 @@ class Task(ABC):
             "write its label_of, or leave labels empty",
         )
 
-    def check(self, num_ranks: int) -> None:
-        """Whether the run fits so many ranks, before anything is built.
-
-        Raises:
-            ConfigError: it does not, or asks for something that this family cannot do.
-        """
-        degrees_of(self.config.parallel, num_ranks=num_ranks)
-        for name, value in (
-            ("parallel.tp_degree", self.config.parallel.tp_degree),
-            ("train.activation_checkpointing", self.config.train.activation_checkpointing),
-        ):
-            if value > 1 or value is True:
-                raise ConfigError(
-                    name, value, f"family {self.config.family} has no such thing", "leave it out"
-                )
-
-    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Modules whose dense parameters are gathered together, one after the other; here, none but the whole model."""
-        return ()
-
-    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """The model with its initial weights; spread over the ranks if there are several."""
-        offload, world = self.config.parallel.offload, ranks.world
-        if world is None:
-            return self.build(device="cpu" if offload else device, dtype=dtype)
-
-        def spread(model: nn.Module) -> None:
-            self.spread(model, world)
-
-        return self.build_spread(spread, device=device, dtype=dtype, offload=offload)
-
-    def build_spread(
-        self,
-        spread: Callable[[nn.Module], None],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        offload: bool = False,
-    ) -> nn.Module:
-        """The model with its initial weights, spread over ranks.
-
-        Where `is_built_empty`, no rank ever has all of it; else every rank builds the whole model first.
-
-        Args:
-            spread: does it, in place.
-            device: that computes.
-            dtype: of the parameters.
-            offload: parameters rest in host memory.
-        """
-        home, is_empty = "cpu" if offload else device, self.is_built_empty
-        model = self.build(device="meta" if is_empty else home, dtype=dtype)
-        spread(model)
-        if is_empty:
-            give_memory(model, device=device, offload=offload)
-            cast(Any, model).init_weights(self.config.train.seed)
-        return model
-
-    def spread(self, model: nn.Module, world: World) -> None:
-        """Spread a model over ranks, in place."""
-        parallelize(
-            model,
-            self.config.parallel,
-            world=world,
-            blocks=self.blocks(model),
-            bytes_beside=self.bytes_beside,
-        )
-
-    def inherited(self, model: nn.Module, begin: RunConfig) -> Mapping[str, Tensor]:
-        """What a model takes from the run that it begins with (train.init_from), by name; here, everything.
-
-        Args:
-            model: as `place` returned it.
-            begin: that run's configuration.
-        """
-        return model.state_dict()
-
     def baseline(self, data: Data) -> Baseline | None:
         """What a report compares the model with; here, nothing."""
         return None
-
-    def decoder(self, model: nn.Module) -> CausalLM:
-        """The model as the decoding engine wants it.
-
-        Raises:
-            ConfigError: models of this family generate nothing; so here.
-        """
-        raise ConfigError(
-            f"family {self.config.family}: its models generate no text; use gpt, or seq2seq to translate"
-        )
-
-    def translation(self, tokenizer: Any, *, to: str) -> Translation:
-        """How a text is handed to the `decoder`, which is an encoder-decoder, to be translated.
-
-        Args:
-            tokenizer: of the run.
-            to: language that is wanted.
-
-        Raises:
-            ConfigError: models of this family translate nothing (so here), or not into this language.
-        """
-        raise ConfigError(
-            f"family {self.config.family}: its models translate nothing; use one that does, for example seq2seq"
-        )
-
-    def classifier(self, model: nn.Module) -> Classifier:
-        """The model as classification of images wants it.
-
-        Raises:
-            ConfigError: models of this family classify no images; so here.
-        """
-        raise ConfigError(
-            f"family {self.config.family}: its models classify no images; use one that does, for example swin"
-        )
 
 
 def num_samples(batch: Batch) -> int:

@@ -66,7 +66,7 @@ class LoadedModel:
         Raises:
             ConfigError: models of its family generate no text.
         """
-        return self.task.decoder(self.model)
+        return self.task.builder.decoder(self.model)
 
     @cached_property
     def text(self) -> TextFormat:
@@ -167,8 +167,8 @@ def open_model(
         task: Task = run.family.open_task(_told(run, tokenizer))
         check_weights(run.family, run.config, used.device, num_ranks=ranks.size)
         if is_placed:
-            task.check(ranks.size)
-            model = task.place(device=used.device, dtype=used.master_dtype, ranks=ranks)
+            task.builder.check(ranks.size)
+            model = task.builder.place(device=used.device, dtype=used.master_dtype, ranks=ranks)
         else:
             model = _built(task, used, ranks, es_degree=es_degree, for_autocast=for_autocast)
         read_into(weights, model.state_dict())
@@ -207,7 +207,7 @@ def _open_empty(
             f"{run.path}: is {what}, and such experts are on one process; start one, or open the model as it was trained"
         )
     task: Task = run.family.open_task(_told(run, tokenizer))
-    model = task.build(device=torch.device("meta"), dtype=precision.master_dtype)
+    model = task.builder.build(device=torch.device("meta"), dtype=precision.master_dtype)
     if for_autocast:
         _keep_narrow(model, precision)
     if isinstance(weights, QuantizedModel):
@@ -261,8 +261,8 @@ def _built(
 
     device, dtype = precision.device, precision.master_dtype
     if world is not None:
-        return task.build_spread(prepare, device=device, dtype=dtype)
-    model = task.build(device=device, dtype=dtype)
+        return task.builder.build_spread(prepare, device=device, dtype=dtype)
+    model = task.builder.build(device=device, dtype=dtype)
     prepare(model)
     return model
 

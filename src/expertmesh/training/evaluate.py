@@ -72,7 +72,7 @@ def evaluate(
             counts = rows.stop > rows.start
             rows = rows if counts else slice(0, 1)
             mine = each_tensor(task.cut(batch), itemgetter(rows))
-            part = Part(0, rows, ranks, task.num_measured(mine))
+            part = Part(0, rows, ranks, task.num_items(mine) if task.measures_items else None)
             mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
             with precision.autocast():
                 found = task.measure(model, mine, part)

@@ -37,7 +37,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
     if ranks.size == 1:
         _check_alone(parallel)
     check_threads(parallel.num_threads)
-    task.check(ranks.size)
+    task.builder.check(ranks.size)
     size = train_config.samples_per_pass
     if size % (parts := ranks.num_row_parts):
         name = "batch_size" if size == train_config.batch_size else "micro_batch_size"

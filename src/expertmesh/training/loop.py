@@ -248,10 +248,12 @@ class _Trainer:
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision, self.threads = data, precision, threads
         self.pace = Pace(has_gpu=precision.device.type != "cpu", num_ranks=ranks.size)
-        task.bytes_beside = teacher_bytes(
+        task.builder.bytes_beside = teacher_bytes(
             config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
         )
-        model = task.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
+        model = task.builder.place(
+            device=precision.device, dtype=precision.master_dtype, ranks=ranks
+        )
         task.teacher = open_teacher(
             family, task, data, precision=precision, ranks=ranks, student=model
         )
@@ -276,7 +278,7 @@ class _Trainer:
         path = newest_good(self.run_dir.checkpoints, self.ranks) or trunk
         if path is None:
             if begin is not None:
-                targets = self.task.inherited(self.state.model, begin.config)
+                targets = self.task.builder.inherited(self.state.model, begin.config, self.data)
                 self.ranks.each(lambda: begin.load_into(targets))
             return 0
         values = read_run_state(path)

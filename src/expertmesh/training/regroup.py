@@ -310,7 +310,7 @@ def _write(
         }
     )
     dtype = next(tensor.dtype for name, tensor in tensors.items() if name.endswith("w_in"))
-    model: nn.Module = run.family.open_task(config).build(device="cpu", dtype=dtype)
+    model: nn.Module = run.family.open_task(config).builder.build(device="cpu", dtype=dtype)
     model.load_state_dict(dict(tensors))
     files = {name: run.path / name for name in run.family.files}
     if TOKENIZER in files:

@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from expertmesh.comm.world import World
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import texts
 from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData, text_data
-from expertmesh.models.decoder import CausalLM
+from expertmesh.models.gpt.builder import GPTBuilder
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.task import Baseline, Batch, Data, Loss, Part, Task, each_tensor
 from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.ranks import Ranks
@@ -25,7 +23,7 @@ class GPTTask(Task):
     """A GPT that learns the next token of a text; judged by bits per byte."""
 
     config: GPTRunConfig
-    is_built_empty = True
+    builder_class = GPTBuilder
     has_lessons = True
 
     def prepare(self) -> TextData | ConversationData:
@@ -39,24 +37,6 @@ class GPTTask(Task):
         """Which place of the text each window begins in."""
         label_B: Tensor = batch[2]["label"]
         return label_B
-
-    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
-        """The whole model on one device, weights drawn by the run's seed."""
-        model = GPT(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
-        model.set_activation_checkpointing(self.config.train.activation_checkpointing)
-        return model
-
-    def check(self, num_ranks: int) -> None:
-        """See `check_degrees`."""
-        config = self.config
-        check_degrees(
-            config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
-        )
-
-    def spread(self, model: nn.Module, world: World) -> None:
-        """Sequences and dense layers, too, where there is a tp_degree."""
-        assert isinstance(model, GPT)
-        parallelize_gpt(model, self.config.parallel, world=world, bytes_beside=self.bytes_beside)
 
     def num_items(self, batch: Batch) -> int:
         """Tokens that are predicted; of conversations, the assistant's."""
@@ -108,8 +88,11 @@ class GPTTask(Task):
 
     def _lesson(self, ids_BS: Tensor, masks: Mapping[str, Tensor], step: int) -> Lesson | None:
         """What the teacher says; no token is dropped in it."""
-        weight = self.lesson_weight(step)
-        if self.teacher is None or weight == 0.0:
+        if self.teacher is None:
+            return None
+        config = self.config
+        weight = config.distill.weight(step, total_steps=config.total_schedule_steps)
+        if weight == 0.0:
             return None
         assert isinstance(self.teacher, GPT)
         factor = self.teacher.config.moe.dropless_factor
@@ -152,11 +135,6 @@ class GPTTask(Task):
         trigram = ByteTrigram.fit(counted.over(texts(data.corpus.training), len))
         value = trigram.bits_per_byte(texts(data.corpus.validation))
         return Baseline("byte trigram with back-off (Witten-Bell)", "trigram model", value)
-
-    def decoder(self, model: nn.Module) -> CausalLM:
-        """The model itself."""
-        assert isinstance(model, GPT)
-        return model
 
 
 def _more(rest: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

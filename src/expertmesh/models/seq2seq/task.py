@@ -1,17 +1,15 @@
 """The encoder-decoder as a family: what the trainer, a report and translation need of it."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.data.labels import told_apart
-from expertmesh.models.decoder import CausalLM, Translation
+from expertmesh.models.seq2seq.builder import Seq2SeqBuilder
 from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
 from expertmesh.models.seq2seq.data import TranslationData
-from expertmesh.models.seq2seq.model import Seq2Seq, Seq2SeqOutput
-from expertmesh.models.seq2seq.parallel_text import languages_of, tag_id
+from expertmesh.models.seq2seq.model import Seq2SeqOutput
 from expertmesh.models.task import Batch, Loss, Part, Task
 from expertmesh.models.token_losses import token_losses
 from expertmesh.parallel.ranks import Ranks
@@ -22,7 +20,8 @@ class Seq2SeqTask(Task):
     """An encoder-decoder that translates, and repairs noised text; judged by the loss of translations."""
 
     config: Seq2SeqRunConfig
-    is_built_empty = True
+    builder_class = Seq2SeqBuilder
+    measures_items = True
     _directions: tuple[str, ...] = ()
 
     def prepare(self) -> TranslationData:
@@ -39,15 +38,6 @@ class Seq2SeqTask(Task):
         self.labels = told_apart(data.tasks, "directions")
         return data
 
-    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:
-        """The whole model on one device, weights drawn by the run's seed."""
-        return Seq2Seq(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
-
-    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The layers of both sides."""
-        assert isinstance(model, Seq2Seq)
-        return [*model.encoder, *model.decoder]
-
     def num_items(self, batch: Batch) -> int:
         """Target tokens, the end of each text among them."""
         return int(batch[3].sum())
@@ -56,10 +46,6 @@ class Seq2SeqTask(Task):
         """Tokens of the sources in the encoder's layers, of the targets in the decoder's."""
         sides = zip(self.config.model.experts_per_layer(), (batch[1], batch[3]), strict=True)
         return [int(lengths_B.sum()) for layers, lengths_B in sides for n in layers if n]
-
-    def num_measured(self, batch: Batch) -> int:
-        """Target tokens, as in training."""
-        return self.num_items(batch)
 
     def label_of(self, batch: Batch) -> Tensor:
         """Its direction; of a text that is repaired, its language."""
@@ -125,22 +111,3 @@ class Seq2SeqTask(Task):
             target_places_N=places_N,
         )
         return output, target_BS.flatten()[places_N], places_N // target_BS.shape[1]
-
-    def decoder(self, model: nn.Module) -> CausalLM:
-        """The model itself."""
-        assert isinstance(model, Seq2Seq)
-        return model
-
-    def translation(self, tokenizer: Any, *, to: str) -> Translation:
-        """A source begins with the tag of the language that is wanted, a target with the end of text.
-
-        Raises:
-            ConfigError: the language is unknown.
-        """
-        languages = languages_of(tokenizer)
-        return Translation(
-            before=(tag_id(languages, to),),
-            after=(END_OF_TEXT_ID,),
-            start=(END_OF_TEXT_ID,),
-            end_id=END_OF_TEXT_ID,
-        )

@@ -73,7 +73,7 @@ def classify(
     """Classify images.
 
     Args:
-        model: what `Task.classifier` returns of one in evaluation mode.
+        model: what `ModelBuilder.classifier` returns of one in evaluation mode.
         images: (C, H, W) each, as `read_images` returns them.
         names: of the images.
         classes: names of the classes; a head may have more.

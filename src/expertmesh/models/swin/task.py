@@ -1,16 +1,13 @@
 """The Swin Transformer as a family: what the trainer, a report and classification need of it."""
 
-from collections.abc import Iterable, Mapping
-
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.base import expanded
-from expertmesh.config.run import RunConfig
 from expertmesh.data.labels import told_apart
+from expertmesh.models.swin.builder import SwinBuilder
 from expertmesh.models.swin.config import SwinRunConfig
-from expertmesh.models.swin.images import CLASSES_FILE, ImageData, class_names
-from expertmesh.models.swin.model import Swin, SwinOutput
+from expertmesh.models.swin.images import ImageData
+from expertmesh.models.swin.model import SwinOutput
 from expertmesh.models.task import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.token_losses import token_losses
 
@@ -22,8 +19,7 @@ class SwinTask(Task):
     """A Swin Transformer that classifies images; judged by the share that it gets right."""
 
     config: SwinRunConfig
-    is_built_empty = True
-    _classes: tuple[str, ...] = ()
+    builder_class = SwinBuilder
     _folder_of_class: Tensor
 
     def prepare(self) -> ImageData:
@@ -36,36 +32,10 @@ class SwinTask(Task):
             num_classes=model.num_classes,
             seed=self.config.train.seed,
         )
-        self._classes = data.classes
         folders = tuple(dict.fromkeys(data.folder_of_class))
         self.labels = told_apart(folders, "folders")
         self._folder_of_class = torch.tensor([folders.index(n) for n in data.folder_of_class])
         return data
-
-    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Swin:
-        """The whole model on one device, weights drawn by the run's seed."""
-        return Swin(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
-
-    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The blocks of all stages."""
-        assert isinstance(model, Swin)
-        return model.blocks()
-
-    @torch.no_grad()
-    def inherited(self, model: nn.Module, begin: RunConfig) -> Mapping[str, Tensor]:
-        """Everything, but the head where it has other classes, by number or name: that one starts at zero.
-
-        Raises:
-            CheckpointError: the list of the other run's classes is damaged.
-        """
-        assert isinstance(model, Swin) and isinstance(begin, SwinRunConfig)
-        tensors = model.state_dict()
-        theirs = class_names(expanded(self.config.train.init_from or "") / CLASSES_FILE)
-        sizes = {found.model.num_classes for found in (begin, self.config)}
-        if len(sizes) > 1 or theirs != self._classes:
-            for name in ("head.weight", "head.bias"):
-                tensors.pop(name).zero_()
-        return tensors
 
     def label_of(self, batch: Batch) -> Tensor:
         """The folder of its class."""
@@ -91,11 +61,6 @@ class SwinTask(Task):
         losses_B = token_losses(logits_BC[None], labels_B[None])
         right = (logits_BC.argmax(1) == labels_B).sum()
         return {"loss": losses_B.sum(), "accuracy": right, "items": len(labels_B)}
-
-    def classifier(self, model: nn.Module) -> Swin:
-        """The model itself."""
-        assert isinstance(model, Swin)
-        return model
 
     def baseline(self, data: Data) -> Baseline | None:
         """What the five nearest training images by their pixels say; None where they are too many to compare."""

@@ -1,0 +1,154 @@
+"""How the models of a family are made: built, spread over ranks, begun with another's weights, and handed to those who use them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.comm.world import World
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.classifier import Classifier
+from expertmesh.models.decoder import CausalLM, Translation
+from expertmesh.parallel.apply import degrees_of, parallelize
+from expertmesh.parallel.construct import give_memory
+from expertmesh.parallel.ranks import Ranks
+
+
+class ModelBuilder(ABC):
+    """Makes the model of one run.
+
+    Args:
+        config: the run's configuration.
+    """
+
+    config: Any
+    is_built_empty = False
+    """Whether `build` makes a model without memory on "meta", whose `init_weights(seed)` then draws the weights."""
+    bytes_beside: float = 0.0
+    """Memory of a rank that a teacher's weights are going to take beside the model; set before `place`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The whole model with its initial weights, which depend on the run's seed only: torch's default generator is seeded.
+
+        Args:
+            device: the device of the parameters.
+            dtype: the type of the parameters.
+        """
+
+    def check(self, num_ranks: int) -> None:
+        """Whether the run fits so many ranks, before anything is built.
+
+        Raises:
+            ConfigError: it does not, or asks for something that this family cannot do.
+        """
+        degrees_of(self.config.parallel, num_ranks=num_ranks)
+        for name, value in (
+            ("parallel.tp_degree", self.config.parallel.tp_degree),
+            ("train.activation_checkpointing", self.config.train.activation_checkpointing),
+        ):
+            if value > 1 or value is True:
+                raise ConfigError(
+                    name, value, f"family {self.config.family} has no such thing", "leave it out"
+                )
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Modules whose dense parameters are gathered together, one after the other; here, none but the whole model."""
+        return ()
+
+    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
+        """The model with its initial weights; spread over the ranks if there are several."""
+        offload, world = self.config.parallel.offload, ranks.world
+        if world is None:
+            return self.build(device="cpu" if offload else device, dtype=dtype)
+
+        def spread(model: nn.Module) -> None:
+            self.spread(model, world)
+
+        return self.build_spread(spread, device=device, dtype=dtype, offload=offload)
+
+    def build_spread(
+        self,
+        spread: Callable[[nn.Module], None],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        offload: bool = False,
+    ) -> nn.Module:
+        """The model with its initial weights, spread over ranks.
+
+        Where `is_built_empty`, no rank ever has all of it; else every rank builds the whole model first.
+
+        Args:
+            spread: does it, in place.
+            device: that computes.
+            dtype: of the parameters.
+            offload: parameters rest in host memory.
+        """
+        home, is_empty = "cpu" if offload else device, self.is_built_empty
+        model = self.build(device="meta" if is_empty else home, dtype=dtype)
+        spread(model)
+        if is_empty:
+            give_memory(model, device=device, offload=offload)
+            cast(Any, model).init_weights(self.config.train.seed)
+        return model
+
+    def spread(self, model: nn.Module, world: World) -> None:
+        """Spread a model over ranks, in place."""
+        parallelize(
+            model,
+            self.config.parallel,
+            world=world,
+            blocks=self.blocks(model),
+            bytes_beside=self.bytes_beside,
+        )
+
+    def inherited(self, model: nn.Module, begin: RunConfig, data: Any) -> Mapping[str, Tensor]:
+        """What a model takes from the run that it begins with (train.init_from), by name; here, everything.
+
+        Args:
+            model: as `place` returned it.
+            begin: that run's configuration.
+            data: the `Data` of this run.
+        """
+        return model.state_dict()
+
+    def decoder(self, model: nn.Module) -> CausalLM:
+        """The model as the decoding engine wants it.
+
+        Raises:
+            ConfigError: models of this family generate nothing; so here.
+        """
+        raise ConfigError(
+            f"family {self.config.family}: its models generate no text; use gpt, or seq2seq to translate"
+        )
+
+    def translation(self, tokenizer: Any, *, to: str) -> Translation:
+        """How a text is handed to the `decoder`, which is an encoder-decoder, to be translated.
+
+        Args:
+            tokenizer: of the run.
+            to: language that is wanted.
+
+        Raises:
+            ConfigError: models of this family translate nothing (so here), or not into this language.
+        """
+        raise ConfigError(
+            f"family {self.config.family}: its models translate nothing; use one that does, for example seq2seq"
+        )
+
+    def classifier(self, model: nn.Module) -> Classifier:
+        """The model as classification of images wants it.
+
+        Raises:
+            ConfigError: models of this family classify no images; so here.
+        """
+        raise ConfigError(
+            f"family {self.config.family}: its models classify no images; use one that does, for example swin"
+        )

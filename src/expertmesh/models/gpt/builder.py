@@ -1,0 +1,41 @@
+"""How GPTs are made, spread and handed to generation."""
+
+import torch
+from torch import nn
+
+from expertmesh.comm.world import World
+from expertmesh.models.builder import ModelBuilder
+from expertmesh.models.decoder import CausalLM
+from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+
+
+class GPTBuilder(ModelBuilder):
+    """Makes the model of a run."""
+
+    config: GPTRunConfig
+    is_built_empty = True
+
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
+        """The whole model on one device, weights drawn by the run's seed."""
+        model = GPT(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
+        model.set_activation_checkpointing(self.config.train.activation_checkpointing)
+        return model
+
+    def check(self, num_ranks: int) -> None:
+        """See `check_degrees`."""
+        config = self.config
+        check_degrees(
+            config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
+        )
+
+    def spread(self, model: nn.Module, world: World) -> None:
+        """Sequences and dense layers, too, where there is a tp_degree."""
+        assert isinstance(model, GPT)
+        parallelize_gpt(model, self.config.parallel, world=world, bytes_beside=self.bytes_beside)
+
+    def decoder(self, model: nn.Module) -> CausalLM:
+        """The model itself."""
+        assert isinstance(model, GPT)
+        return model

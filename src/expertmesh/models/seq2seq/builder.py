@@ -1,0 +1,49 @@
+"""How encoder-decoders are made and handed to translation."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.models.builder import ModelBuilder
+from expertmesh.models.decoder import CausalLM, Translation
+from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
+from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.models.seq2seq.parallel_text import languages_of, tag_id
+from expertmesh.text.tokenizer import END_OF_TEXT_ID
+
+
+class Seq2SeqBuilder(ModelBuilder):
+    """Makes the model of a run."""
+
+    config: Seq2SeqRunConfig
+    is_built_empty = True
+
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:
+        """The whole model on one device, weights drawn by the run's seed."""
+        return Seq2Seq(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The layers of both sides."""
+        assert isinstance(model, Seq2Seq)
+        return [*model.encoder, *model.decoder]
+
+    def decoder(self, model: nn.Module) -> CausalLM:
+        """The model itself."""
+        assert isinstance(model, Seq2Seq)
+        return model
+
+    def translation(self, tokenizer: Any, *, to: str) -> Translation:
+        """A source begins with the tag of the language that is wanted, a target with the end of text.
+
+        Raises:
+            ConfigError: the language is unknown.
+        """
+        languages = languages_of(tokenizer)
+        return Translation(
+            before=(tag_id(languages, to),),
+            after=(END_OF_TEXT_ID,),
+            start=(END_OF_TEXT_ID,),
+            end_id=END_OF_TEXT_ID,
+        )
