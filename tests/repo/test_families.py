@@ -1,0 +1,81 @@
+"""A family is a folder, its parameters are written once, and a task is small: counted."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from expertmesh.models.builder import ModelBuilder
+from expertmesh.models.registry import FAMILIES
+from expertmesh.models.task import Task
+
+SOURCE = Path(__file__).parents[2] / "src" / "expertmesh"
+FILES = {"config", "spec", "recipes", "costs", "family", "builder", "task", "model"}
+"""What each family's folder has."""
+DOORS = {
+    "checkpoints",  # folders of the hub are GPTs, whatever wrote them
+    "integrations",
+    "planner",  # plans GPTs
+    "runs",  # opens folders of the hub
+    "__init__.py",  # em.GPT
+}
+"""Folders that know GPTs, because other projects' models and files become one."""
+MOST_METHODS = 10
+MOST_PLACES = 2
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def folders_of(family):
+    """Folders of the package in which somebody imports a module of the family."""
+    inside = f"expertmesh.models.{family}."
+    return {
+        path.relative_to(SOURCE).parts[0]
+        for path in SOURCE.rglob("*.py")
+        if any(f"{name}.".startswith(inside) for name in imports_of(path))
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_its_folder_and_its_verb(family):
+    assert {path.stem for path in (SOURCE / "models" / family).glob("*.py")} >= FILES
+    known = folders_of(family)
+    assert known - (DOORS if family == "gpt" else set()) == {"models", "cli"}
+    others = "|".join(FAMILIES)
+    stray = [
+        path
+        for path in SOURCE.rglob("*.py")
+        if re.search(rf"(^|_)({others})($|_)", path.stem) and path.parent.parent.name != "models"
+    ]
+    assert stray == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_places_know_the_projections_of_attention(family):
+    """The module that has the matrix, and the spec that says all else of it."""
+    known = {"gpt": ["attention.py", "gpt/*.py"], "seq2seq": ["attention.py", "seq2seq/*.py"]}
+    inside = [
+        path
+        for pattern in known.get(family, [f"{family}/*.py"])
+        for path in (SOURCE / "models").glob(pattern)
+    ]
+    spelled = [
+        path
+        for path in [*inside, *(p for p in SOURCE.rglob("*.py") if "models" not in p.parts)]
+        if re.search(r"\bqkv(\.|\b *=)", path.read_text())
+    ]
+    assert 0 < len(spelled) <= MOST_PLACES, spelled
+
+
+@pytest.mark.parametrize("part", [Task, ModelBuilder])
+def test_what_a_family_writes_has_few_methods(part):
+    methods = [n for n, f in vars(part).items() if inspect.isfunction(f) and not n.startswith("_")]
+    assert 0 < len(methods) <= MOST_METHODS, methods
