@@ -239,9 +239,9 @@ def test_a_head_of_other_classes_is_not_taken(folder, fine, tmp_path, data, has_
     task = SwinTask(
         run_of(folder, tmp_path, **begin(folder) | {"data.path": (str(folder / data),)})
     )
-    task.prepare()
+    images = task.prepare()
     model = task.builder.build(device="cpu", dtype=torch.float32)
-    found = task.builder.inherited(model, load_run(folder / "straight").config)
+    found = task.builder.inherited(model, load_run(folder / "straight").config, images)
     assert ("head.weight" in found) == bool(model.head.weight.any()) == has_head
 
 
