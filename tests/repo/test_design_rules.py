@@ -120,7 +120,7 @@ def test_only_families_know_their_models():
     paths = [
         p for name in ("training", "infer", "engine", "cli") for p in (SOURCE / name).glob("*.py")
     ]
-    verbs = {f"src/expertmesh/cli/{verb}.py" for verb in ("classify", "translate", "machine")}
+    verbs = {f"src/expertmesh/cli/{verb}.py" for verb in ("classify", "translate")}
     assert {relative(path) for path in paths if named.search(path.read_text())} <= verbs
 
 

@@ -48,7 +48,7 @@ def folders_of(family):
 def test_a_family_is_its_folder_and_its_verb(family):
     assert {path.stem for path in (SOURCE / "models" / family).glob("*.py")} >= FILES
     known = folders_of(family)
-    assert known - (DOORS if family == "gpt" else set()) == {"models", "cli"}
+    assert {"models"} <= known - (DOORS if family == "gpt" else set()) <= {"models", "cli"}
     others = "|".join(FAMILIES)
     stray = [
         path

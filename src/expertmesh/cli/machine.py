@@ -203,7 +203,7 @@ def _step_s(config: Any, sequences: int, length: int) -> float:
     import torch
 
     task = find_family(config.family).open_task(config)
-    model: nn.Module = task.build(device="cpu", dtype=torch.float32)
+    model: nn.Module = task.builder.build(device="cpu", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.model.vocab_size, (sequences, length + 1))
     times = []
