@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import signal
@@ -25,6 +26,8 @@ COMPLETE = "/v1/completions"
 SHORT = {"prompt": "def main(", "max_tokens": 4, "seed": 1}
 LONG = {"prompt": "def main(", "max_tokens": 400, "ignore_eos": True, "stream": True}
 PATIENCE_S = 60
+get = functools.partial(httpx2.get, timeout=PATIENCE_S)
+post = functools.partial(httpx2.post, timeout=PATIENCE_S)
 
 
 def until(holds):
@@ -37,7 +40,7 @@ def until(holds):
 
 def number(server, name):
     """A number of /metrics."""
-    text = httpx2.get(f"{server.address}/metrics", timeout=PATIENCE_S).text
+    text = get(f"{server.address}/metrics").text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
@@ -63,7 +66,7 @@ def open_to(server):
 
 
 def is_well(server):
-    answer = httpx2.post(server.address + COMPLETE, json=SHORT, timeout=PATIENCE_S)
+    answer = post(server.address + COMPLETE, json=SHORT)
     return answer.status_code == 200
 
 
@@ -82,14 +85,14 @@ def test_a_client_that_leaves_holds_no_block(server, is_stream, when):
 
 
 def test_more_than_the_queue_holds_is_429_with_retry_after(folder):
-    options = ("--max-sequences", "1", "--max-waiting", "1")
+    options = ("--max-sequences", "1", "--max-waiting", "7")
     with served(folder, *options) as server, contextlib.ExitStack() as stack:
         for _ in range(2):
             one = stack.enter_context(open_to(server))
-            one.sendall(request_bytes(LONG | {"stream": False}))
-        until(lambda: number(server, "expertmesh:num_requests_waiting") == 1)
+            one.sendall(request_bytes(LONG | {"stream": False, "n": 4}))
+        until(lambda: number(server, "expertmesh:num_requests_waiting") == 7)
         for is_stream in (False, True):
-            answer = httpx2.post(server.address + COMPLETE, json=SHORT | {"stream": is_stream})
+            answer = post(server.address + COMPLETE, json=SHORT | {"stream": is_stream})
             assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
             assert answer.json()["error"]["code"] == "queue_full"
         stack.close()  # both leave, and the next one is answered
@@ -103,8 +106,8 @@ def test_sigterm_finishes_streams_that_have_begun_and_refuses_new_ones(folder):
             lines = answer.iter_lines()
             got = [next(lines)]
             server.send(signal.SIGTERM)
-            until(lambda: httpx2.get(f"{server.address}/health").status_code == 503)
-            refused = httpx2.post(server.address + COMPLETE, json=SHORT)
+            until(lambda: get(f"{server.address}/health").status_code == 503)
+            refused = post(server.address + COMPLETE, json=SHORT)
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert refused.json()["error"]["type"] == "service_unavailable_error"
             found, is_done = events([*got, *lines])
@@ -117,7 +120,7 @@ def test_a_second_signal_ends_it(folder):
         one.sendall(request_bytes(LONG | {"n": 8}))
         assert one.recv(10)
         server.send(signal.SIGTERM)
-        until(lambda: httpx2.get(f"{server.address}/health").status_code == 503)
+        until(lambda: get(f"{server.address}/health").status_code == 503)
         server.send(signal.SIGTERM)
         assert server.exit_code() == 128 + signal.SIGTERM
 
@@ -147,7 +150,7 @@ def test_a_server_that_is_killed_breaks_its_streams_and_not_its_port(folder):
 def test_a_log_on_a_full_disk_hurts_nobody(folder):
     with served(folder, "--access-log", log="/dev/full") as server:
         assert all(is_well(server) for _ in range(3))
-        assert httpx2.get(f"{server.address}/nothing").status_code == 404
+        assert get(f"{server.address}/nothing").status_code == 404
 
 
 def test_slow_readers_and_idle_connections_hold_up_nobody(folder):
@@ -197,14 +200,14 @@ def test_keys(folder, tmp_path):
     with served(folder, "--api-key-file", str(tmp_path / "keys")) as server:
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nothing"):
             for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}):
-                answer = httpx2.get(server.address + path, headers=given)
+                answer = get(server.address + path, headers=given)
                 assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/", "/health"):
-            assert httpx2.get(server.address + path).status_code == 200
+            assert get(server.address + path).status_code == 200
         for key in ("first", "second"):
             allowed = {"authorization": f"Bearer {key}", "host": "any.example"}
-            assert httpx2.get(f"{server.address}/v1/models", headers=allowed).status_code == 200
+            assert get(f"{server.address}/v1/models", headers=allowed).status_code == 200
 
 
 def test_pages_of_an_origin_that_is_allowed(folder):
@@ -213,7 +216,7 @@ def test_pages_of_an_origin_that_is_allowed(folder):
             ("https://chat.example", "https://chat.example"),
             ("https://b.c", None),
         ):
-            answer = httpx2.get(f"{server.address}/v1/models", headers={"origin": origin})
+            answer = get(f"{server.address}/v1/models", headers={"origin": origin})
             assert answer.headers.get("access-control-allow-origin") == said
 
 
@@ -265,7 +268,7 @@ def test_a_model_without_a_template_answers_no_conversations(tmp_path):
     config = make_run(tmp_path / "plain", marks=())
     with served(config) as server:
         body = {"messages": [{"role": "user", "content": "hi"}]}
-        answer = httpx2.post(f"{server.address}/v1/chat/completions", json=body)
+        answer = post(f"{server.address}/v1/chat/completions", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_chat_template"
         assert is_well(server)
 

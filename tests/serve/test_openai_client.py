@@ -177,7 +177,7 @@ def test_characters_of_several_tokens_arrive_whole(client, engine):
 
 def test_the_lines_of_a_stream_are_server_sent_events(server):
     body = {"prompt": PROMPT, "max_tokens": 3, "stream": True}
-    with httpx2.stream("POST", f"{server.address}/v1/completions", json=body) as answer:
+    with httpx2.stream("POST", f"{server.address}/v1/completions", json=body, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         found, is_done = events(answer.iter_lines())
     assert is_done and found[-1]["choices"][0]["finish_reason"] == "length"
