@@ -12,11 +12,12 @@ import statistics
 import time
 from pathlib import Path
 
+from tests.support.serving import served
+
 from expertmesh.config.load import LoadConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.serve.load import bodies, drive, table
-from tests.support.serving import served
 
 
 def alone(engine: Engine, requests: list[dict]) -> tuple[int, float]:
