@@ -110,7 +110,7 @@ def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(form,
 
 def test_many_rows_of_an_expert_go_the_other_way():
     made = experts("int8")
-    c = call(made, quantized_rows.MOST_ROWS * E)
+    c = call(made, quantized_rows.MOST_ROWS["int8"] * E)
     if not quantized_rows.serves(c):
         pytest.skip("no gpu nor BF16 products")
     assert quantized_rows.forward(c, []) is None

@@ -17,10 +17,10 @@ from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.quantized.pack import cpu_reads_blocks
 from expertmesh.ops.route_metadata import check_range
 
-MOST_ROWS = 16
-"""Of one expert."""
-MOST_SLOTS = 512
-"""From about here on PyTorch orders the slots faster than Python."""
+MOST_ROWS = {"int8": 16, "int4_cpu": 64}
+"""Of one expert: int4 takes longer to be widened."""
+MOST_SLOTS = 2048
+"""What Python orders in the time of a few products."""
 _COLUMNS = {"int8": 32, "int4_cpu": 32}
 """Multiples that columns must be of."""
 
@@ -88,7 +88,7 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     rows: dict[int, int] = {}
     for slot in slots:
         rows[ids[slot]] = rows.get(ids[slot], 0) + 1
-    if max(rows.values(), default=0) > MOST_ROWS:
+    if max(rows.values(), default=0) > MOST_ROWS[experts.format]:
         return None
     y_TD = torch.zeros(T, D)
     if rows:
