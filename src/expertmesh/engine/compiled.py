@@ -49,6 +49,7 @@ def _attend(
     sinks_H: Tensor | None,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
     layer_index: int,
 ) -> Tensor:
     """Stands in a trace for what a context does."""
@@ -78,7 +79,7 @@ class _TracedContext:
         arithmetic: Any,
         rule: ScoreRule = PLAIN,
     ) -> Tensor:
-        words = rule.sinks_H, rule.window, rule.softcap, layer_index
+        words = rule.sinks_H, rule.window, rule.softcap, rule.chunk, layer_index
         y: Tensor = torch.ops.expertmesh.attend(q_THd, k_Thd, v_Thd, *words)
         return y
 
@@ -91,9 +92,10 @@ def _attend_now(
     sinks_H: Tensor | None,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
     layer_index: int,
 ) -> Tensor:
-    rule = ScoreRule(window, softcap, sinks_H)
+    rule = ScoreRule(window, softcap, sinks_H, chunk)
     y: Tensor = context.attend(layer_index, q_THd, k_Thd, v_Thd, arithmetic=ORDINARY, rule=rule)
     return y
 
