@@ -40,7 +40,7 @@ def test_version(capsys):
         ("trian", "error: unknown verb 'trian'; did you mean train?\n"),
         (
             "x",
-            "error: unknown verb 'x'; use one of train, sweep, generate, translate, classify, runs, report, export, convert, experts, evaluate, doctor, plan, bench\n",
+            "error: unknown verb 'x'; use one of train, sweep, generate, serve, translate, classify, runs, report, export, convert, quantize, experts, evaluate, doctor, plan, bench\n",
         ),
     ],
 )
