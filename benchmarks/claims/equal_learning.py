@@ -16,7 +16,6 @@ import torch
 import tyro
 from benchmarks.curves import plot
 
-from expertmesh.checkpoints.load import load_weights
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.spec import count_parameters
@@ -105,7 +104,7 @@ def final_evaluation(config: GPTRunConfig) -> Evaluation:
     run, precision = load_run(config.train.run_dir), resolve_precision(config.train)
     task = GPTTask(config)
     model = task.builder.build(device=precision.device, dtype=precision.master_dtype)
-    load_weights(run.checkpoint, model)
+    run.load_into(model.state_dict())
     return evaluate(
         task,
         model,

@@ -23,7 +23,8 @@ import torch
 import tyro
 from benchmarks.curves import plot
 
-from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.source import read_into
 from expertmesh.checkpoints.store import list_checkpoints, step_of
 from expertmesh.models.gpt.family import GPT as FAMILY
 from expertmesh.models.gpt.config import GPTRunConfig, begun_with
@@ -236,7 +237,7 @@ def beginning(plan: Plan, seed: int, arm: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     trunk_config = plan.config(seed, "trunk", steps=1)
     model = GPT(trunk_config.model, seed=seed)
-    load_weights(trunk_checkpoint(plan, seed), model)
+    read_into(Checkpoint(trunk_checkpoint(plan, seed), prefix="model."), model.state_dict())
     if arm in UPCYCLED:
         upcycle(model, every=1, num_experts=8, seed=seed, **UPCYCLED[arm])
     config = trunk_config.updated(

@@ -34,7 +34,6 @@ from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
 import expertmesh as em
-from expertmesh.checkpoints.load import load_weights
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.models.swin.family import SWIN
 from expertmesh.config.moe import MoEConfig
@@ -126,7 +125,7 @@ def detector_on(plan: Plan, kind: str) -> Detector:
     if model.moe.num_experts:
         changes["model.moe.eval_capacity_factor"] = None
     body = Swin(found.config.updated(changes).model, seed=plan.seed)
-    load_weights(found.checkpoint, body)
+    found.load_into(body.state_dict())
     torch.manual_seed(plan.seed)
     return Detector(body, num_classes=ANIMALS)
 

@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.support.runs import train_quietly
 
-from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.source import read_into
 from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.cli.main import main
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -57,7 +58,8 @@ def test_the_file_gives_the_model_of_the_checkpoint(runs, tmp_path, capsys, name
     config = GPTRunConfig.model_validate_json(texts["config"])
     model, expected = GPT(config.model, seed=1), GPT(config.model, seed=2)
     model.load_state_dict(load_file(output), strict=True)
-    load_weights(list_checkpoints(runs / name / "checkpoints")[-1], expected)
+    last = list_checkpoints(runs / name / "checkpoints")[-1]
+    read_into(Checkpoint(last, prefix="model."), expected.state_dict())
     for key, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -472,7 +472,6 @@ def spread_and_loaded(folder, run, layout):
     """Of one rank: bytes that it holds, peaks of both ways to load them, and whether the values are right."""
     from torch.distributed.tensor import DTensor
 
-    from expertmesh.checkpoints.load import load_weights
     from expertmesh.config.run import ParallelConfig
     from expertmesh.models.gpt.model import GPT
     from expertmesh.models.gpt.parallelize import parallelize_gpt
@@ -490,7 +489,7 @@ def spread_and_loaded(folder, run, layout):
         made.append(model)
         parallelize_gpt(model, parallel)
         give_memory(model, device="cpu")
-        load_weights(found.checkpoint, model)
+        found.load_into(model.state_dict())
 
     peaks = [
         peak_bytes(from_run),

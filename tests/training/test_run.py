@@ -18,7 +18,6 @@ from tests.support.patience import PATIENCE_S
 from tests.support.runs import lines_of, losses_of
 from tests.training.conftest import spoil_gradients
 
-from expertmesh.checkpoints.load import load_weights
 from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
@@ -37,7 +36,7 @@ def weights(config):
     model = GPT(
         run.config.model, dtype=torch.float64 if run.config.train.dtype == "float64" else None
     )
-    load_weights(run.checkpoint, model)
+    run.load_into(model.state_dict())
     return model.state_dict()
 
 
@@ -373,11 +372,11 @@ def test_weights_of_a_damaged_or_other_checkpoint_are_refused(tiny, run_quietly)
     path = run_quietly(config).checkpoint
     other = config.updated({"model.num_layers": 3})
     with pytest.raises(CheckpointError, match="has no tensor layers.2"):
-        load_weights(path, GPT(other.model))
+        load_run(config.train.run_dir).load_into(GPT(other.model).state_dict())
     file = next(path.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_weights(path, GPT(config.model))
+    with pytest.raises(CheckpointError, match="all 1 checkpoints are damaged"):
+        load_run(config.train.run_dir)
 
 
 def test_load_by_hand():
