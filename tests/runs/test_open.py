@@ -109,14 +109,19 @@ WHO_MAY = {
     # who reads tensors of folders: what opens models, what goes on from checkpoints, and what turns files into others
     ("Checkpoint", "HubModel"): {
         *("runs/run_dir.py", "training/state.py", "training/export.py"),
-        *("integrations/hub/convert.py", "integrations/hub/save.py"),
+        *(
+            "integrations/hub/convert.py",
+            "integrations/hub/save.py",
+            "integrations/hub/quantize.py",
+        ),
     },
     # who says in what a trained model computes, beside two that tell what training would
     ("resolve_precision",): {"runs/open.py", "cli/doctor.py", "cli/train.py"},
     ("Precision.of",): {"runs/open.py"},
-    # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval
+    # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of transformers
     ("text_format",): {
-        *("runs/open.py", "api.py", "engine/engine.py", "integrations/evaluation.py")
+        *("runs/open.py", "api.py", "engine/engine.py"),
+        *("integrations/evaluation.py", "integrations/transformers/decoder.py"),
     },
     ("told_by_files",): {"runs/open.py"},
     ("spread_for_inference",): {"runs/open.py"},
