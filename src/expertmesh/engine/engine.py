@@ -354,7 +354,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Answer one prompt, and give the answer so far after each of its tokens; closing the iterator aborts it.
+        """Answer one prompt, and give the answer so far after each step that gave it tokens; closing the iterator aborts it.
 
         The text so far never takes back what was given: what may be the beginning of a stop string is held back.
 
