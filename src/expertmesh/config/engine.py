@@ -39,8 +39,8 @@ class EngineConfig(Config):
     """Whether steps on a CPU are compiled, in the background; none: of a large model with a C++ compiler, not in deterministic mode."""
     expert_slots: int | None = Field(default=None, gt=0)
     """Of a folder that is opened: experts of each layer on the device at a time, the others stay in the files; none: all of them."""
-    expert_fetch_ahead: bool = True
-    """Whether the experts that the next layer will ask for are copied while one computes; counts with expert_slots alone."""
+    expert_fetch_ahead: bool | None = None
+    """Whether the experts that the next layer may ask for are copied while one computes, with expert_slots; none: not on a CPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

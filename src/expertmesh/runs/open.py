@@ -183,11 +183,11 @@ class Slots:
 
     Attributes:
         count: experts of each layer that are there at a time.
-        fetch_ahead: whether a layer has the next one's experts fetched.
+        fetch_ahead: whether a layer has the next one's experts fetched; None: unless a CPU computes, which would do the copying, too.
     """
 
     count: int
-    fetch_ahead: bool = True
+    fetch_ahead: bool | None = None
 
 
 def _open_empty(

@@ -18,7 +18,7 @@ def put_slots(
     source: TensorSource,
     *,
     num_slots: int,
-    fetch_ahead: bool,
+    fetch_ahead: bool | None,
     device: torch.device,
 ) -> None:
     """Put slots where a model has routed experts, which then take memory on no device but for these.
@@ -27,7 +27,7 @@ def put_slots(
         model: on the meta device.
         source: of its weights.
         num_slots: of each layer.
-        fetch_ahead: whether a layer has the next one's experts fetched.
+        fetch_ahead: whether a layer has the next one's experts fetched; None: unless the device is a CPU.
         device: of the slots.
 
     Raises:
@@ -53,7 +53,7 @@ def put_slots(
         )
         setattr(layer, "experts", paged)  # noqa: B010 - a module of another class
         made.append((layer, paged))
-    if not fetch_ahead:
+    if not (device.type != "cpu" if fetch_ahead is None else fetch_ahead):
         return
     for (_, paged), (layer, later) in zip(made, made[1:], strict=False):
         paged.ahead = layer.router, layer.top_k, later
