@@ -227,7 +227,9 @@ def test_every_parameter_is_counted(moe):
         memory = costs.each or costs.alone
         whole = 2 * alone.alone.weights_bytes - (saved if one is of_muon else 0)
         assert memory.gradients_bytes == alone.alone.weights_bytes // parts
-        assert memory.optimizer_bytes == whole // parts
+        # a parameter that ranks cannot halve, a single scale, counts whole on one of them
+        odd = 8 * sum(p.numel() % parts for p in model.parameters())
+        assert whole // parts <= memory.optimizer_bytes <= whole // parts + odd
 
 
 @pytest.mark.parametrize("positions", ["rotary", "untied"])
