@@ -9,7 +9,8 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -248,14 +249,11 @@ class CompiledForward:
         return logits_RV[:R], ids_of_layers
 
     def compile_all(self) -> None:
-        """Compile every kind of step now, and wait for it.
-
-        Raises:
-            Exception: whatever a compiler may raise.
-        """
-        for kind in _KINDS:
-            if kind not in self._graphs and (kind != "few" or self._most_few > 1):
-                self._graphs[kind] = self._compiled(kind)
+        """Compile every kind of step now, and wait for it; where that fails, `problem` says why."""
+        with self._going_on():
+            for kind in _KINDS:
+                if kind not in self._graphs and (kind != "few" or self._most_few > 1):
+                    self._graphs[kind] = self._compiled(kind)
 
     def _ask_for(self, kind: str) -> None:
         """Compile a kind in the background once enough steps have wanted it; one at a time."""
@@ -269,11 +267,15 @@ class CompiledForward:
 
     def _work(self, kind: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # each thread of Python has its own number
-        try:
+        with self._going_on():
             self._graphs[kind] = self._compiled(kind)
-        except (
-            Exception
-        ) as error:  # a compiler has many ways to fail, and the caller another way to go
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """What cannot be compiled is a problem, and no error: a compiler has many ways to fail, and the engine another way to go."""
+        try:
+            yield
+        except Exception as error:
             self.problem = str(error).strip().partition("\n")[0] or type(error).__name__
             _log.warning("the engine computes without compiled pieces: %s", self.problem)
 
