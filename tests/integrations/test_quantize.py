@@ -255,13 +255,13 @@ def test_a_report_says_bytes_and_what_they_cost(tmp_path, capsys):
 
 @pytest.mark.parametrize("most_bytes", [1 << 30, 0])
 @pytest.mark.parametrize("source", ["run", "own", "hub"])
-def test_experts_are_rounded_for_a_text(place, tmp_path, monkeypatch, source, most_bytes):
+def test_experts_are_rounded_for_a_text(place, tmp_path, source, most_bytes):
     """The first layer's experts, which see the same tokens as those of the source, give what is nearer to them."""
-    monkeypatch.setattr("expertmesh.runs.calibration.MOST_BYTES", most_bytes)
     text = tmp_path / "text.txt"
     words = "def main os import return lambda except while self"
     text.write_text(" ".join(random.choice(words.split()) for _ in range(4000)))
-    quantize(place / source, tmp_path / "made", format="int4", calibration=text)
+    given = {"calibration": text, "calibration_bytes": most_bytes}
+    quantize(place / source, tmp_path / "made", format="int4", **given)
     opened = open_model(place / source)
     ids = torch.tensor([opened.text.tokenizer.encode(text.read_text()).ids[:512]]).view(8, 64)
     found = []

@@ -1,12 +1,51 @@
-"""What callers hand to the engine, checked before anything is computed: prompts and weights."""
+"""What callers hand to the engine, checked before anything is computed: models, prompts and weights."""
 
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import Tensor
 
+from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.request import is_number
 from expertmesh.errors import ConfigError
+from expertmesh.models.decoder import EncoderDecoder
+
+
+def why_not(model: Any) -> str | None:
+    """Why the engine cannot serve a model, in a line; None: it can."""
+    wanted = ("end_ids", "vocab_size", "max_seq_len", "device", "config")
+    has_all = all(hasattr(model, name) for name in wanted) and hasattr(model.config, "moe")
+    if not has_all or isinstance(model, EncoderDecoder):
+        return (
+            f"model is a {type(model).__name__}: the engine serves a GPT; give one, as em.load does"
+        )
+    if not any(model.config.experts_per_layer()):
+        return None
+    bound = model.config.moe.max_capacity_factor
+    if bound is not None:
+        return f"max_capacity_factor={bound}: experts drop tokens by what else is in a step; serve a model without a bound"
+    if model.config.moe.router == "expert_choice":
+        return "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve another router"
+    return None
+
+
+def check_model(model: Any, config: EngineConfig) -> None:
+    """Raise ConfigError unless the engine can serve the model."""
+    if problem := why_not(model):
+        raise ConfigError(problem)
+    check_mode(model)
+    if config.deterministic and not model.config.batch_invariant:
+        raise ConfigError(
+            "deterministic=True: the model computes by the order of its batch; build it with batch_invariant=True"
+        )
+
+
+def check_mode(model: Any) -> None:
+    """Raise ConfigError where the model is in training mode."""
+    if model.training:
+        raise ConfigError(
+            "the model is in training mode: the engine would drop and draw; call model.eval()"
+        )
 
 
 def token_ids_of(prompt: Any, *, what: str = "prompt") -> list[Any]:

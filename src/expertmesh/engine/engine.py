@@ -15,6 +15,8 @@ from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.blocks import BlockPool
 from expertmesh.engine.checks import (
     check_ids,
+    check_mode,
+    check_model,
     check_state,
     check_text,
     prompts_of,
@@ -29,7 +31,6 @@ from expertmesh.engine.runner import Runner, StepResult
 from expertmesh.engine.scheduler import Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
-from expertmesh.models.decoder import EncoderDecoder
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
@@ -147,7 +148,7 @@ class Engine:
                         "is for a folder; this is a model",
                         "move the model with model.to(...)",
                     )
-        _check_model(model, self.config)
+        check_model(model, self.config)
         self.model, self.tokenizer = model, tokenizer
         if text is None and tokenizer is not None:
             text = text_format(tokenizer, model=model)
@@ -290,7 +291,7 @@ class Engine:
         Raises:
             ConfigError: the model is in training mode.
         """
-        _check_mode(self.model)
+        check_mode(self.model)
         step = self._scheduler.schedule()
         if not step.chunks:
             return []
@@ -589,39 +590,3 @@ def _opened(
         slots = Slots(config.expert_slots, config.expert_fetch_ahead)
     opened = open_model(run, device=config.device, dtype=dtype, slots=slots)
     return opened.model, opened.text
-
-
-def why_not(model: Any) -> str | None:
-    """Why the engine cannot serve a model, in a line; None: it can."""
-    wanted = ("end_ids", "vocab_size", "max_seq_len", "device", "config")
-    has_all = all(hasattr(model, name) for name in wanted) and hasattr(model.config, "moe")
-    if not has_all or isinstance(model, EncoderDecoder):
-        return (
-            f"model is a {type(model).__name__}: the engine serves a GPT; give one, as em.load does"
-        )
-    if not any(model.config.experts_per_layer()):
-        return None
-    bound = model.config.moe.max_capacity_factor
-    if bound is not None:
-        return f"max_capacity_factor={bound}: experts drop tokens by what else is in a step; serve a model without a bound"
-    if model.config.moe.router == "expert_choice":
-        return "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve another router"
-    return None
-
-
-def _check_model(model: Any, config: EngineConfig) -> None:
-    """Raise ConfigError unless the engine can serve the model."""
-    if problem := why_not(model):
-        raise ConfigError(problem)
-    _check_mode(model)
-    if config.deterministic and not model.config.batch_invariant:
-        raise ConfigError(
-            "deterministic=True: the model computes by the order of its batch; build it with batch_invariant=True"
-        )
-
-
-def _check_mode(model: Any) -> None:
-    if model.training:
-        raise ConfigError(
-            "the model is in training mode: the engine would drop and draw; call model.eval()"
-        )

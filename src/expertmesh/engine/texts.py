@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from expertmesh.engine.checks import check_text
-from expertmesh.engine.engine import Engine, why_not
+from expertmesh.engine.checks import check_text, why_not
+from expertmesh.engine.engine import Engine
 from expertmesh.engine.lockstep import Lockstep, check_ids
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.request import SamplingParams

@@ -20,17 +20,20 @@ from expertmesh.runs.open import LoadedModel
 TOKENS = 1 << 15
 """Of the text, at most."""
 MOST_BYTES = 4 << 30
-"""Of the mean products of all experts; where they take more, only mean squares are kept."""
+"""Of the mean products of all experts, unless told otherwise."""
 _FEW = 16
 """Tokens by which the mean of all experts counts beside those of one, which may have seen none."""
 
 
-def importance_of(opened: LoadedModel, text: Path) -> Mapping[str, Tensor]:
+def importance_of(
+    opened: LoadedModel, text: Path, *, most_bytes: int = MOST_BYTES
+) -> Mapping[str, Tensor]:
     """The mean squares of what the columns of the experts are multiplied by, or the mean products of all pairs of columns.
 
     Args:
         opened: the model.
         text: a file of text, of the kind that the model will read.
+        most_bytes: that the mean products of all experts may take; where they take more, mean squares are kept.
 
     Returns:
         (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.
@@ -56,7 +59,7 @@ def importance_of(opened: LoadedModel, text: Path) -> Mapping[str, Tensor]:
         )
     layers = {n: m for n, m in opened.model.named_modules() if isinstance(m, GroupedExperts)}
     sizes = [m.w_in.shape for m in layers.values()]
-    pairs = sum(4 * E * (D * D + F * F) for E, _, F, D in sizes) <= MOST_BYTES
+    pairs = sum(4 * E * (D * D + F * F) for E, _, F, D in sizes) <= most_bytes
     seen: dict[str, _Seen] = {}
     hooks = []
     for name, module in layers.items():

@@ -29,7 +29,7 @@ from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.ops.quantized.pack import to_words
 from expertmesh.ops.quantized.rounding import Format, rounded
 from expertmesh.runs.arithmetic import read_arithmetic
-from expertmesh.runs.calibration import importance_of
+from expertmesh.runs.calibration import MOST_BYTES, importance_of
 from expertmesh.runs.open import find_model, open_model
 from expertmesh.runs.quantized import REPORT
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
@@ -103,6 +103,7 @@ def quantize(
     layers: str = "experts",
     dtype: torch.dtype | None = None,
     calibration: str | Path | None = None,
+    calibration_bytes: int = MOST_BYTES,
 ) -> Quantized:
     """Quantise a model.
 
@@ -115,6 +116,7 @@ def quantize(
         dtype: of all other tensors, of the scales and of the products; None: that of a hub folder, and what a run computes in.
         calibration: a file of text such as the model will read: scales of int4 and int8 are chosen for what its tokens multiply; None:
             for the numbers alone.
+        calibration_bytes: of memory for what is kept of that text; with less, later columns do not make up for the errors of earlier ones.
 
     Returns:
         What was made.
@@ -148,7 +150,10 @@ def quantize(
     if calibration is not None:
         if format == "fp8":
             raise ConfigError("calibration", calibration, "changes nothing in fp8", "leave it out")
-        plan = plan._replace(importance=importance_of(open_model(run), expanded(calibration)))
+        importance = importance_of(
+            open_model(run), expanded(calibration), most_bytes=calibration_bytes
+        )
+        plan = plan._replace(importance=importance)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with naming(target, partial):
         partial.mkdir(parents=True)
