@@ -3,7 +3,8 @@
     .venv/bin/python tools/same_loss.py REVISION            every case, REVISION against the working tree
     .venv/bin/python tools/same_loss.py REVISION --cases fp32 bf16
 
-Losses, gradient norms and evaluations are compared as the numbers of metrics.jsonl, which are exact; times are left out.
+Losses, gradient norms and evaluations are compared as the numbers of metrics.jsonl, which are exact; times are left out, and
+what only one of the two revisions writes is named.
 """
 
 import argparse
@@ -93,6 +94,23 @@ def losses(tree: Path, corpus: Path, ranks: int, options: list[str]) -> list[dic
         return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
+Lines = list[dict[str, float]]
+
+
+def in_common(before: Lines, after: Lines) -> tuple[Lines, Lines, list[str]]:
+    """Both with the names that both have, and the names that only one has; the loss must be in both."""
+    left_out = {name for line in before for name in line} ^ {
+        name for line in after for name in line
+    }
+    if "loss" in left_out:
+        raise SystemExit("one of the two has no loss")
+    before, after = (
+        [{k: v for k, v in line.items() if k not in left_out} for line in lines]
+        for lines in (before, after)
+    )
+    return before, after, sorted(left_out)
+
+
 def main() -> int:
     """Compare; the exit status is the number of cases that differ."""
     parser = argparse.ArgumentParser(
@@ -116,10 +134,12 @@ def main() -> int:
                 ranks, options = CASES[name]
                 before = losses(old, corpus, ranks, options)
                 after = losses(ROOT, corpus, ranks, options)
+                before, after, left_out = in_common(before, after)
                 if same := before == after:
                     said = f"equal, last loss {after[-1]['loss']!r}"
                 else:
                     said = f"DIFFERENT: {[(a, b) for a, b in zip(before, after, strict=False) if a != b][:1]}"
+                said += f"; only one has {', '.join(left_out)}" if left_out else ""
                 different += not same
                 print(f"{name:20} {said}", flush=True)
         finally:
