@@ -3,11 +3,13 @@
     python -m benchmarks.serve /tmp/peers/models/m-bf16
 
 The same requests go to an engine in this process and to a server process, in turns. The clients run in this process; the CPU
-time that they take is subtracted from the server's seconds, as it is not the server's.
+time that they take is subtracted from the server's seconds, as it is not the server's. On a machine that others use, too, only
+the ratio of CPU times means something: all that the server's process takes, its event loop included, beside what the engine's takes.
 """
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
 from pathlib import Path
@@ -18,6 +20,12 @@ from expertmesh.config.load import LoadConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.serve.load import bodies, drive, table
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def alone(engine: Engine, requests: list[dict]) -> tuple[int, float]:
@@ -41,27 +49,35 @@ def main() -> None:
     load = LoadConfig(num_requests=options.num_requests, concurrency=options.concurrency)
     engine = Engine(options.folder)
     facts = {"vocab_size": engine.model.vocab_size, "max_len": engine.max_len}
-    ratios = []
+    ratios, cpu_ratios = [], []
     with served(options.folder, is_forked=False) as server:
         for number in range(options.rounds + 1):
             requests = list(bodies(load.updated({"seed": number}), **facts))
+            own_cpu = time.process_time()
             tokens, seconds = alone(engine, requests)
-            cpu = time.process_time()
+            own_cpu = time.process_time() - own_cpu
+            cpu, server_cpu = time.process_time(), cpu_of(server.process.pid)
             outcomes, wall = asyncio.run(drive(server.address, load, requests))
             cpu = time.process_time() - cpu
+            server_cpu = cpu_of(server.process.pid) - server_cpu
             served_tokens = sum(one.num_tokens for one in outcomes)
             assert served_tokens == tokens, "both must answer all"
             if number == 0:
                 continue  # warms up both
             own, through = tokens / seconds, tokens / (wall - cpu)
             ratios.append(through / own)
+            cpu_ratios.append(own_cpu / server_cpu)
             print(
                 f"round {number}: engine {own:.1f} tokens/s, through the server {through:.1f} (clients' {cpu:.1f} s of {wall:.1f} s "
-                f"subtracted; with them {tokens / wall:.1f}), ratio {ratios[-1]:.3f}",
+                f"subtracted; with them {tokens / wall:.1f}), ratio {ratios[-1]:.3f}; "
+                f"CPU {own_cpu:.2f} s alone, {server_cpu:.2f} s served, ratio {cpu_ratios[-1]:.3f}",
                 flush=True,
             )
             print(table(outcomes, wall), flush=True)
-    print(f"ratio, median of {len(ratios)} rounds: {statistics.median(ratios):.3f}")
+    medians = [statistics.median(found) for found in (ratios, cpu_ratios)]
+    print(
+        f"medians of {len(ratios)} rounds: by the clock {medians[0]:.3f}, by CPU time {medians[1]:.3f}"
+    )
 
 
 if __name__ == "__main__":
