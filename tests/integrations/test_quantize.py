@@ -16,6 +16,7 @@ from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, quantize
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.runs.calibration import importance_of
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import train_tokenizer
@@ -273,3 +274,14 @@ def test_experts_are_rounded_for_a_text(place, tmp_path, source, most_bytes):
     exact, plain, made = found
     share = (made - exact).square().mean() / (plain - exact).square().mean()
     assert share < (0.7 if most_bytes else 1)
+
+
+@pytest.mark.parametrize("source", ["run", "hub"])
+def test_squares_are_the_products_of_a_column_with_itself(place, tmp_path, source):
+    """In FP32, also where the model computes under autocast."""
+    text = tmp_path / "text.txt"
+    text.write_text("def main os import return lambda " * 200)
+    opened = open_model(place / source)
+    squares, products = (importance_of(opened, text, most_bytes=most) for most in (0, 1 << 30))
+    for name, found in products.items():
+        assert torch.allclose(found.diagonal(dim1=1, dim2=2), squares[name], rtol=1e-4)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_
+from expertmesh.ops.dtypes import without_autocast
 from expertmesh.runs.open import LoadedModel
 
 TOKENS = 1 << 15
@@ -89,8 +90,11 @@ class _Seen:
         self.of_x, self.of_a = (torch.zeros(E, *[size] * (2 if pairs else 1)) for size in (D, F))
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """What a forward of the experts is given."""
-        x_TD, ids_TK, weights_TK = args[:3]
+        """What a forward of the experts is given; sums are FP32, whatever the model computes in."""
+        with without_autocast(args[0].device):
+            self._add(*args[:3])
+
+    def _add(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         one = self.experts.weights().slices()[0]
         for e in ids_TK.unique().tolist():
             if e >= len(self.count_E):
