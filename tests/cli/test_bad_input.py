@@ -85,7 +85,7 @@ COMMAND_LINE = {
         "--data.seq-len", "65", "at most --model.max-seq-len, 64", "lower it"
     ),
     "micro-batch that does not divide": wrong_value(
-        "--train.micro-batch-size", "3", "must divide batch_size, 8", "divisor"
+        "--train.micro-batch-size", "3", "must divide --train.batch-size, 8", "divisor"
     ),
     "warm-up longer than the run": wrong_value(
         "--optim.warmup-steps", "9", "at most the steps of the schedule, 2", "lower it"

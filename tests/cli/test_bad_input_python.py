@@ -294,7 +294,7 @@ MODEL = {
         lambda: written_ids(model(), [[1] * 16]), ["16 tokens", "max_seq_len=16", "shorten"]
     ),
     "negative temperature": Mistake(
-        lambda: SamplingParams(temperature=-1.0), ["temperature=-1.0", "at least 0", "choose"]
+        lambda: SamplingParams(temperature=-1.0), ["temperature=-1.0", "at least 0", "use 0"]
     ),
     "no tokenizer": Mistake(
         lambda: em.generate(model(), None, "a"),
@@ -319,7 +319,7 @@ MODEL = {
     },
     "no token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=0),
-        ["max_tokens=0: must be at least 1", "choose another"],
+        ["max_tokens=0: must be at least 1", "ask for a token or more"],
     ),
     "half a token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=2.5),

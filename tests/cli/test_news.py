@@ -78,9 +78,7 @@ def test_every_long_part_says_how_far_it_is(place, threshold):
         r"checked [0-9.]+ of [0-9.]+ MB of tokens",
         r"evaluated \d+ of \d+ validation samples",
         r"counted for the baseline: [0-9.]+ of [0-9.]+ MB of text",
-        r"written \d of 3 tokens of each sample",
-        r"written \d+ of [56]\d tokens of each sample",
-        r"written for the page \d+ of \d+ tokens",
+        r"written \d of \d samples",
     ):
         assert any(re.fullmatch(pattern, line) for line in lines), pattern
     assert max(len(line) for line in lines) < COLUMNS

@@ -135,4 +135,5 @@ def test_the_set_is_small_and_covers_everything():
     launched = set()
     for file in folder.glob("*.py"):
         launched |= set(re.findall(r"\blaunch\(\s*(_\w+),", file.read_text()))
-    assert built == launched
+    # the product with quantised experts is built for every target in test_quantized_kernels.py
+    assert built == launched - {"_quantized_product"}

@@ -128,7 +128,14 @@ def choice_cases(
         f"choose-{label}",
         topk._choose,
         {**pointers, "weights_ptr": _NUMBER, "scores_ptr": _NUMBER},
-        {**rule, "GROUPS": groups, "LIMIT": groups // 2 or 1, "G": groups, "S": lanes // groups},
+        {
+            **rule,
+            "GROUPS": groups,
+            "LIMIT": groups // 2 or 1,
+            "BEST": 2,
+            "G": groups,
+            "S": lanes // groups,
+        },
         {"noise_ptr": extras, "bias_ptr": extras},
     )
     yield RoutingCase(

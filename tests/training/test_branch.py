@@ -67,7 +67,7 @@ WRONG = [
     ({"model.dim": 16}, "model.dim=16: the run in .* has 32"),
     ({"train.branch_from": "nowhere"}, "branch_from=nowhere: does not exist"),
     ({"train.init_from": "x"}, "branch_from=.*: conflicts with train.init_from"),
-    ({"train.keep_every": 3}, "keep_every=3: must be a multiple of checkpoint_every, 2"),
+    ({"train.keep_every": 3}, "keep_every=3: must be a multiple of train.checkpoint_every, 2"),
 ]  # fmt: skip
 
 

@@ -30,7 +30,8 @@ def steps_in(path):
     return [int(one.name[-8:]) for one in list_checkpoints(RunDir(path).checkpoints)]
 
 
-def test_the_list(runs, capsys):
+def test_the_list(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # wide enough for any folder of the tests
     assert main(["runs", str(runs)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "recipe", "steps"]

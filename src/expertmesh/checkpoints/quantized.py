@@ -339,5 +339,8 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     """The values of a folder's config.json where its weights are quantised; else None."""
     if not (folder / "config.json").is_file():
         return None
-    values = read_json(folder / "config.json")
+    try:
+        values = read_json(folder / "config.json")
+    except ConfigError:  # said by whoever reads it as what it is
+        return None
     return values if values.get(KEY) else None

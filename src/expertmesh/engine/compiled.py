@@ -78,8 +78,9 @@ class _TracedContext:
         v_Thd: Tensor,
         *,
         arithmetic: Any,
-        rule: ScoreRule = PLAIN,
+        rule: ScoreRule | None = None,
     ) -> Tensor:
+        rule = PLAIN if rule is None else rule
         words = rule.sinks_H, rule.window, rule.softcap, rule.chunk, layer_index
         y: Tensor = torch.ops.expertmesh.attend(q_THd, k_Thd, v_Thd, *words)
         return y

@@ -110,9 +110,10 @@ class PagedContext:
         v_Thd: Tensor,
         *,
         arithmetic: RowArithmetic,
-        rule: ScoreRule = PLAIN,
+        rule: ScoreRule | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`; each sequence by itself, so that none sees how many others there are."""
+        rule = PLAIN if rule is None else rule
         k_all, v_all = self.cache.k[layer_index], self.cache.v[layer_index]
         k_all.index_copy_(0, self.places_T, k_Thd.to(k_all.dtype))
         if v_all.data_ptr() != k_all.data_ptr():

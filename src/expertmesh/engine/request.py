@@ -136,6 +136,7 @@ class _Rule:
     highest: float
     optional: bool = False
     is_open: bool = False  # whether `lowest` itself is refused
+    fix: str = "choose another"
 
     def check(self, name: str, value: object) -> None:
         """Raise ConfigError unless the value is of the kind and in the range."""
@@ -150,23 +151,26 @@ class _Rule:
         inside = self.lowest < number if self.is_open else self.lowest <= number
         if not (inside and number <= self.highest):  # NaN is in no range
             low = f"{'above' if self.is_open else 'at least'} {self.lowest:g}"
-            high = "" if self.highest == float("inf") else f" and at most {self.highest:g}"
-            raise ConfigError(name, repr(value), f"must be {low}{high}", "choose another")
+            most = "2^63 - 1" if self.highest == _LARGEST else f"{self.highest:g}"
+            high = "" if self.highest == float("inf") else f" and at most {most}"
+            raise ConfigError(name, repr(value), f"must be {low}{high}", self.fix)
 
 
 _SEVERAL = "stop", "stop_token_ids", "logit_bias"
 _MOST = 3.0e38
+_LARGEST = 2**63 - 1
+_ALL = "leave it out to keep all tokens"
 _RULES = {
-    "temperature": _Rule(float, 0.0, _MOST),
-    "top_k": _Rule(int, 1, 2**63 - 1, optional=True),
-    "top_p": _Rule(float, 0.0, 1.0, optional=True, is_open=True),
+    "temperature": _Rule(float, 0.0, _MOST, fix="use 0 for the most likely token"),
+    "top_k": _Rule(int, 1, _LARGEST, optional=True, fix=_ALL),
+    "top_p": _Rule(float, 0.0, 1.0, optional=True, is_open=True, fix=_ALL),
     "min_p": _Rule(float, 0.0, 1.0),
     "presence_penalty": _Rule(float, -2.0, 2.0),
     "frequency_penalty": _Rule(float, -2.0, 2.0),
     "repetition_penalty": _Rule(float, 0.0, _MOST, is_open=True),
     "n": _Rule(int, 1, 1024),
-    "seed": _Rule(int, 0, 2**63 - 1, optional=True),
-    "max_tokens": _Rule(int, 1, float("inf"), optional=True),
+    "seed": _Rule(int, 0, _LARGEST, optional=True),
+    "max_tokens": _Rule(int, 1, float("inf"), optional=True, fix="ask for a token or more"),
     "min_tokens": _Rule(int, 0, float("inf")),
     "logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),
     "prompt_logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from expertmesh.config.latent import RopeScalingConfig
 from expertmesh.models.layers import RMSNorm
 from expertmesh.moe.dense_parts import Linear
-from expertmesh.ops.attention.scores import PLAIN, ScoreRule
+from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
@@ -41,7 +41,7 @@ class AttentionContext(Protocol):
         v_Thd: Tensor,
         *,
         arithmetic: RowArithmetic,
-        rule: ScoreRule = PLAIN,
+        rule: ScoreRule | None = None,
     ) -> Tensor:
         """Keep the keys and values of these tokens, and let the queries look at what they may see.
 
@@ -51,7 +51,7 @@ class AttentionContext(Protocol):
             k_Thd: (T, heads, head_dim) rotated keys; heads divides H.
             v_Thd: (T, heads, head_dim) values.
             arithmetic: the operations of the module in its mode.
-            rule: the window, the cap and the sinks of the layer.
+            rule: the window, the cap and the sinks of the layer; None: it has none.
 
         Returns:
             (T, H * head_dim), or the same as (B, S, H * head_dim).
@@ -128,7 +128,7 @@ class DenseContext:
         v_Thd: Tensor,
         *,
         arithmetic: RowArithmetic,
-        rule: ScoreRule = PLAIN,
+        rule: ScoreRule | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         S, head_dim = self.visible.num_queries, q_THd.shape[-1]

@@ -41,7 +41,7 @@ class RowArithmetic:
         cos_and_sin: the cosines and sines of FP32 or FP64 angles.
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), in x's type.
         norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; gives None where it does not serve.
-        attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=PLAIN); see `expertmesh.ops.attention.dense.attention`.
+        attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`.
         mlp: the feed-forward block that every token passes, (T, D) -> (T, D).
     """
 

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from expertmesh.ops.attention import blockwise, masked, short
 from expertmesh.ops.attention.scores import (
-    PLAIN,
     ScoreRule,
     as_mask,
     attention_by_products,
@@ -15,7 +14,7 @@ from expertmesh.ops.attention.visible import Visible
 
 
 def attention(
-    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule = PLAIN
+    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule | None = None
 ) -> Tensor:
     """Softmax attention with scale 1 / sqrt(d); bits may depend on the batch.
 
@@ -30,10 +29,11 @@ def attention(
         (B, H, S, d) in the type of q; differentiable.
     """
     L, device = k_BHLd.shape[2], k_BHLd.device
-    visible = in_window(visible, rule, num_keys=L, device=device)
-    if not rule.is_plain:
-        seen = as_mask(visible, num_keys=L, device=device)
-        return attention_by_products(q_BHSd, k_BHLd, v_BHLd, seen, rule)
+    if rule is not None:
+        visible = in_window(visible, rule, num_keys=L, device=device)
+        if not rule.is_plain:
+            seen = as_mask(visible, num_keys=L, device=device)
+            return attention_by_products(q_BHSd, k_BHLd, v_BHLd, seen, rule)
     mask = visible.mask
     # One new token may look at everything so far, so it needs no mask at all.
     # By a branch: with dynamic shapes the condition is a symbol, which the operator refuses.

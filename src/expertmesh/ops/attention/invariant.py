@@ -30,7 +30,7 @@ BLOCK_KEYS = 64
 
 
 def attention(
-    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule = PLAIN
+    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule | None = None
 ) -> Tensor:
     """Softmax attention with scale 1 / sqrt(d), in FP32 (FP64 for FP64) inside.
 
@@ -46,6 +46,7 @@ def attention(
     """
     B, _, S, _ = q_BHSd.shape
     L, device = k_BHLd.shape[2], q_BHSd.device
+    rule = PLAIN if rule is None else rule
     visible = in_window(visible, rule, num_keys=L, device=device)
     mask = as_mask(visible, num_keys=L, device=device)[:, 0].expand(B, S, L)
     first_B = visible.first_B
