@@ -10,6 +10,7 @@ from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import loading
 from expertmesh.config.base import launched_rank
+from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
 if TYPE_CHECKING:
@@ -24,10 +25,63 @@ def add_place(parser: OptionParser) -> None:
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
     parser.add_argument(
         "--es-degree",
+        "--parallel.es-degree",
         type=int,
         metavar="N",
         help="under torchrun: slices of each expert over the processes (as many as these, where they fit)",
     )
+
+
+_HELP = {
+    "tp_degree": "under torchrun: neighbouring processes that share sequences, each with a part of heads, cache and dense layers (1)",
+    "ep_degree": "under torchrun: parts of the experts over the processes (as many as these, where they fit)",
+    "es_degree": "under torchrun: slices of each expert over the processes (what ep-degree leaves)",
+}
+
+
+def add_ranks(parser: OptionParser, *names: str) -> None:
+    """The options of how ranks share a model that an engine serves.
+
+    Args:
+        parser: of the verb.
+        names: of the degrees.
+    """
+    for name in names:
+        flag = f"--parallel.{name.replace('_', '-')}"
+        parser.add_argument(flag, dest=name, type=int, metavar="N", help=_HELP[name])
+    parser.add_argument(
+        "--parallel.timeout-s",
+        dest="timeout_s",
+        type=float,
+        metavar="X",
+        help="under torchrun: seconds after which a process that does not answer is lost (300)",
+    )
+
+
+def shared_by(options: Any) -> dict[str, Any]:
+    """What the options of `add_ranks` say, as `ParallelConfig` takes it."""
+    names = ("tp_degree", "ep_degree", "es_degree", "timeout_s")
+    given = {name: getattr(options, name, None) for name in names}
+    found = {name: value for name, value in given.items() if value is not None}
+    return found | ({"ep_degree": (found["ep_degree"],)} if "ep_degree" in found else {})
+
+
+def check_several(options: Any) -> None:
+    """Raise ConfigError where an option of several processes stands before one.
+
+    Args:
+        options: of the verb.
+    """
+    if launched_rank()[1] > 1:
+        return
+    for name, value in shared_by(options).items():
+        shown = value[0] if isinstance(value, tuple) else value
+        raise ConfigError(
+            f"parallel.{name}",
+            shown,
+            "is about several processes, and this is one",
+            "leave it out, or start with torchrun --nproc-per-node N -m expertmesh",
+        )
 
 
 @contextmanager
@@ -54,6 +108,8 @@ def open_decoder(
             f"--es-degree {options.es_degree}: cuts experts over several processes, and this is one; leave it out, or start"
             " with torchrun --nproc-per-node N -m expertmesh"
         )
+    check_several(options)
+    given = shared_by(options)
     with ExitStack() as stack:
         with loading():
             from expertmesh.parallel.ranks import Ranks, open_ranks
@@ -63,21 +119,33 @@ def open_decoder(
             with said_once():
                 found = find_model(options.run)
                 device = device_of(found, options.device)
+                shares = ParallelConfig(**given) if given.keys() - {"es_degree"} else None
             ranks = Ranks()
             if not is_alone:
                 timeout_s = _PATIENCE_S if is_asked else found.config.parallel.timeout_s
+                if shares is not None:
+                    timeout_s = shares.timeout_s
                 ranks = stack.enter_context(
                     open_ranks(device_type=device.type, timeout_s=timeout_s)
                 )
             count = getattr(options, "expert_slots", None)
-            slots = None if count is None else Slots(count)
-            place = {"ranks": ranks, "es_degree": options.es_degree, "slots": slots}
-            opened = open_model(found, device=options.device, for_autocast=True, **place)
+            place: dict[str, Any] = {
+                "ranks": ranks,
+                "slots": None if count is None else Slots(count),
+            }
+            place |= {"device": options.device, "for_autocast": True}
+            if shares is not None:
+                from expertmesh.engine.parallel import open_shared
+
+                opened = open_shared(found, shares, **place)
+            else:
+                opened = open_model(found, es_degree=options.es_degree, **place)
             ranks.each(lambda: opened.decoder)  # a family that writes no text says so here
-            precision = opened.precision
-            stack.enter_context(
-                threads_of_calls(opened.model, precision, num_rows=num_rows, ranks=ranks)
-            )
+            if shares is None:
+                threads = threads_of_calls(
+                    opened.model, opened.precision, num_rows=num_rows, ranks=ranks
+                )
+                stack.enter_context(threads)
         if ranks.is_leader:
             yield opened
             return

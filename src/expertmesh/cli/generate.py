@@ -2,12 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import add_place, open_decoder
+from expertmesh.cli.decoding import add_place, add_ranks, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import told_of_data
@@ -19,6 +19,7 @@ from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError, command
 
 if TYPE_CHECKING:
+    from expertmesh.engine.engine import Engine
     from expertmesh.runs.open import LoadedModel
 
 _EXAMPLES = """\
@@ -32,6 +33,7 @@ examples:
   expertmesh generate models/Qwen3-30B-A3B "import os"   # a folder as the hub has it
   expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
   torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts cut over 8 GPUs
+  torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   # attention, too
 """
 
 _TEMPERATURE = 0.8
@@ -70,12 +72,37 @@ def run(argv: list[str]) -> int:
             opened = stack.enter_context(
                 open_decoder(options, num_rows=num_rows, is_asked=options.interactive)
             )
-        _generate(options, opened.ranks.first(lambda: prompts), opened)
+        if opened.shared is None:
+            _generate(options, opened.ranks.first(lambda: prompts), opened)
+        else:
+            _generate_together(options, prompts, opened)
     return 0
 
 
-def _generate(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None:
-    """Continue texts; all ranks have the same."""
+def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None:
+    """Continue texts on ranks that share the model: the first one has the texts, the others follow it."""
+    from expertmesh.engine.engine import Engine
+
+    text = opened.text
+    with opened.precision.autocast():
+        engine = Engine(
+            opened.decoder,
+            text.tokenizer,
+            end_ids=text.end_ids,
+            max_sequences=options.batch_size,
+            parallel=opened.shared,
+        )
+        if not engine.leads:
+            engine.follow()
+            return
+        with closing(engine):
+            _generate(options, prompts, opened, engine)
+
+
+def _generate(
+    options: Any, prompts: list[Asked], opened: "LoadedModel", engine: "Engine | None" = None
+) -> None:
+    """Continue texts; all ranks have the same, or the first one has an engine that the others follow."""
     model, ranks = opened.decoder, opened.ranks
     import torch
 
@@ -111,7 +138,7 @@ def _generate(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None
         return prompt_ids(text, prompt, start=not options.no_start)
 
     def answer(prompt: list[int], shown: str = "") -> str:
-        pieces = stream_text(model, prompt, params, text=text)
+        pieces = stream_text(model, prompt, params, text=text, by=engine)
         said = [next(pieces, "")]
         # Only now, so that a failure prints its line alone.
         _write(shown + said[0])
@@ -130,11 +157,12 @@ def _generate(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None
             print(f"note: {_FORGETS.format(limit)}", file=sys.stderr)
         return [*kept, {"role": "assistant", "content": answer(ids)}]
 
+    ask: Callable[..., Any] = ranks.first if engine is None else lambda function: function()
     with torch.no_grad(), opened.precision.autocast():
         if options.interactive:
             turns: list[dict[str, str]] = []
             asking = _asked()
-            while prompt := ranks.first(lambda: next(asking, None)):
+            while prompt := ask(lambda: next(asking, None)):
                 try:
                     if options.chat:
                         turns = converse(turns, prompt)
@@ -153,6 +181,7 @@ def _generate(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None
                     params,
                     text=text,
                     batch_size=options.batch_size,
+                    by=engine,
                     told=progress.at,
                 )
                 progress.finish()
@@ -269,6 +298,7 @@ def _parser() -> OptionParser:
         "--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)"
     )
     add_place(parser)
+    add_ranks(parser, "tp_degree", "ep_degree")
     parser.add_argument(
         "--expert-slots",
         type=int,

@@ -11,6 +11,7 @@ from typing import NoReturn
 from expertmesh.config.base import (
     is_first_on_host,
     is_launched,
+    launched_rank,
     launcher_error_file,
     ranks_on_host,
 )
@@ -38,6 +39,21 @@ def said_once() -> Iterator[None]:
         yield
     except (ConfigError, CheckpointError) as error:
         if is_first_on_host():
+            raise
+        raise PeerError(text_of(error)) from error
+
+
+@contextmanager
+def said_by_first() -> Iterator[None]:
+    """As `said_once`, over several hosts: mistakes that all ranks find alike are said by rank 0.
+
+    Raises:
+        PeerError: on the others, with the same words.
+    """
+    try:
+        yield
+    except (ConfigError, CheckpointError) as error:
+        if launched_rank()[0] == 0:
             raise
         raise PeerError(text_of(error)) from error
 

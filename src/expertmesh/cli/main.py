@@ -64,7 +64,7 @@ _HELP = {
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
 """What each verb does, given its words, and a line of help."""
 
-VERBS_OF_ALL_RANKS = ("train", "generate", "translate", "doctor", "bench")
+VERBS_OF_ALL_RANKS = ("train", "generate", "serve", "translate", "doctor", "bench")
 """Under torchrun every process runs these; all else is for the first one alone."""
 
 

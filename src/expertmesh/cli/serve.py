@@ -1,26 +1,36 @@
 """`expertmesh serve DIR`: a model behind OpenAI's interface, and a page that shows its experts."""
 
 import logging
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from expertmesh.cli.decoding import add_ranks, check_several, shared_by
 from expertmesh.cli.flags import OptionParser, listed
+from expertmesh.cli.launched import said_by_first, said_once
 from expertmesh.cli.news import loading, told_of_data
-from expertmesh.config.base import expanded
+from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
+from expertmesh.config.run import ParallelConfig
 from expertmesh.config.server import ServerConfig
 from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.engine.engine import Engine
 
 _EXAMPLES = """\
 examples:
   expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
   expertmesh serve models/Qwen3-30B-A3B --port 8001 --dtype bfloat16 --max-sequences 128
   expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
+  torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
   curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
 """
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -39,14 +49,20 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule, the model is no decoder, or the extra is not installed.
         CheckpointError: the folder has no usable weights or tokenizer.
     """
-    options = _parser().parse_args(argv)
-    server = ServerConfig(**options_of(ServerConfig, options))
-    engine_config = EngineConfig(**options_of(EngineConfig, options))
-    if any(find_spec(name) is None for name in _NEEDED):
-        raise ConfigError(
-            "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
-        )
-    keys = keys_of(server.api_key_file)
+    with said_once():
+        options = _parser().parse_args(argv)
+        server = ServerConfig(**options_of(ServerConfig, options))
+        engine_config = EngineConfig(**options_of(EngineConfig, options))
+        check_several(options)
+        parallel = ParallelConfig(**shared_by(options)) if launched_rank()[1] > 1 else None
+        if any(find_spec(name) is None for name in _NEEDED):
+            raise ConfigError(
+                "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
+            )
+        keys = keys_of(server.api_key_file)
+    if launched_rank()[0] > 0:
+        assert parallel is not None
+        return _follow(options.run, engine_config, parallel)
     logging.raiseExceptions = False  # a disk that is full for the log is no reason to fail
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
@@ -54,13 +70,13 @@ def run(argv: list[str]) -> int:
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     with told_of_data(), loading():
         from expertmesh import __version__
-        from expertmesh.engine.engine import Engine
         from expertmesh.serve.app import ServerApp
         from expertmesh.serve.server import bind, serve
 
         place = bind(server)  # before the weights are read: a port that is taken is said at once
+        stack = ExitStack()
         try:
-            engine = Engine(options.run, config=engine_config)
+            engine = stack.enter_context(_open_engine(options.run, engine_config, parallel))
         except BaseException:
             place.close()
             raise
@@ -73,7 +89,41 @@ def run(argv: list[str]) -> int:
             f"serving {name} at {address} (the page), {address}/v1 (OpenAI's interface)", flush=True
         )
 
-    return serve(app, place, told)
+    with stack:
+        code = serve(app, place, told)
+        engine.close()
+        engine.check_ranks()
+    return code
+
+
+@contextmanager
+def _open_engine(
+    run: str, config: EngineConfig, parallel: ParallelConfig | None
+) -> "Iterator[Engine]":
+    """The engine of this process, or this rank's part of it."""
+    from expertmesh.engine.engine import Engine
+
+    if parallel is None:
+        yield Engine(run, config=config)
+        return
+    from expertmesh.parallel.ranks import open_ranks
+    from expertmesh.runs.open import device_of, find_model
+
+    with said_once():
+        device = device_of(find_model(run), config.device)
+    with open_ranks(device_type=device.type, timeout_s=parallel.timeout_s), said_by_first():
+        engine = Engine(run, config=config, parallel=parallel)
+        with closing(engine):
+            yield engine
+
+
+def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:
+    """Compute what the first rank is asked, until it ends; signals are for that one alone."""
+    with _open_engine(run, config, parallel) as engine:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        engine.follow()
+    return 0
 
 
 def _parser() -> OptionParser:
@@ -85,6 +135,7 @@ def _parser() -> OptionParser:
     parser.add_run(what="run directory, or a folder of the hub")
     for config in (ServerConfig, EngineConfig):
         add_options(parser, config)
+    add_ranks(parser, "tp_degree", "ep_degree", "es_degree")
     return parser
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.comm.group import Pending, RankGroup
+from expertmesh.comm.group import Pending, RankGroup, wait_for
 from expertmesh.comm.in_flight import InFlight
 
 # Newer versions of torch have new names for the same functions, and warn of the old ones.
@@ -141,3 +141,49 @@ def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
         return total, start_all_reduce(total, group, where=where)
 
     return InFlight(x, summed, lambda grad: summed(grad, f"{where}, backward")).finish()
+
+
+def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] | None:
+    """The equally shaped tensors of all ranks, on the first of them; None on the others. Not seen by autograd.
+
+    Args:
+        x: contiguous, any dtype.
+        group: of n ranks, n > 1.
+        where: for the byte counter and for errors.
+
+    Raises:
+        CollectiveError: a rank is gone or late.
+    """
+    parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == 0 else None
+    wait_for(
+        group.start(
+            "gather",
+            where,
+            x.nbytes if group.rank else 0,
+            lambda pg: dist.gather(x, parts, group=pg, group_dst=0, async_op=True),
+        )
+    )
+    return parts
+
+
+def broadcast_(x: Tensor, group: RankGroup, *, where: str) -> None:
+    """Let all ranks have the tensor of the first one, in place. Not seen by autograd.
+
+    Args:
+        x: contiguous, equal in shape and dtype on all ranks.
+        group: of n ranks.
+        where: for the byte counter and for errors.
+
+    Raises:
+        CollectiveError: a rank is gone or late.
+    """
+    if group.size == 1:
+        return
+    wait_for(
+        group.start(
+            "broadcast",
+            where,
+            x.nbytes if group.rank == 0 else 0,
+            lambda pg: dist.broadcast(x, group_src=0, group=pg, async_op=True),
+        )
+    )

@@ -297,3 +297,55 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
         return 0.0
     step = num_bytes / num_ranks / link.bytes_per_s + link.latency_s
     return (num_ranks - 1) * step
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """What one rank sends for one layer with experts when the ranks of an engine exchange tokens of a step.
+
+    Attributes:
+        messages: to other ranks, out and home.
+        num_bytes: of all of them.
+        across_bytes: of those to ranks that do not have the same tokens.
+    """
+
+    messages: int
+    num_bytes: int
+    across_bytes: int
+
+
+def coordinated_exchange(
+    num_ranks: int,
+    *,
+    tp_degree: int,
+    is_split: bool,
+    num_tokens: int,
+    dim: int,
+    top_k: int,
+    element_bytes: int,
+) -> ExchangeCost:
+    """Coordinated all-to-all (DeepSpeed-MoE, arXiv 2201.05596, 5.3): p / L ranks out and home, then L ranks.
+
+    Args:
+        num_ranks: p.
+        tp_degree: L, ranks with the same tokens.
+        is_split: whether these have the same experts, so that each sends its part of the tokens.
+        num_tokens: of the group that has most.
+        dim: D.
+        top_k: K; a weight and an id of 4 bytes each travel out with every token.
+        element_bytes: of a number of a token.
+    """
+    column, each = num_ranks // tp_degree, num_tokens
+    if is_split:
+        each = -(-num_tokens // tp_degree)
+    home = each * dim * element_bytes
+    across = (column - 1) * (home + each * 8 * top_k + home)
+    return ExchangeCost(2 * (column - 1) + tp_degree - 1, across + (tp_degree - 1) * home, across)
+
+
+def wide_exchange(
+    num_ranks: int, *, num_tokens: int, dim: int, top_k: int, element_bytes: int
+) -> ExchangeCost:
+    """The same where every rank sends its tokens to all others, those with the same tokens, too."""
+    sizes = {"num_tokens": num_tokens, "dim": dim, "top_k": top_k, "element_bytes": element_bytes}
+    return coordinated_exchange(num_ranks, tp_degree=1, is_split=False, **sizes)

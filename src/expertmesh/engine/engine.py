@@ -1,5 +1,6 @@
 """The engine: requests in, answers out; continuous batching over a paged key-value cache."""
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
+from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.blocks import BlockPool
 from expertmesh.engine.checks import (
     check_ids,
@@ -24,8 +26,16 @@ from expertmesh.engine.checks import (
 )
 from expertmesh.engine.compiled import CompiledForward, is_large, why_not_compiled
 from expertmesh.engine.drafts import PromptLookup
+from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.output import Logprob, RequestOutput
+from expertmesh.engine.parallel import (
+    EngineRanks,
+    RankedRunner,
+    as_parallel,
+    open_shared,
+    share,
+)
 from expertmesh.engine.request import Request, SamplingParams, Sequence, State
 from expertmesh.engine.runner import Runner, StepResult
 from expertmesh.engine.scheduler import Scheduler, Step
@@ -34,6 +44,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.parallel.serving import as_plain, world_of
 from expertmesh.runs.open import Slots, find_model, open_model
 from expertmesh.runs.paged import paged_layers
 from expertmesh.text.format import TextFormat, text_format
@@ -96,6 +107,9 @@ class Engine:
         tokenizer: of a GPT that is given; None: prompts are token ids, and answers have no text.
         end_ids: tokens that end an answer, beside those of the model and of its text.
         config: options; None: the default ones.
+        parallel: how the ranks that torchrun started share the model: a `ParallelConfig` or its options (`tp_degree`, `ep_degree`,
+            `es_degree`, `timeout_s`), the same on all ranks; rank 0 then takes requests, and the others `follow`. A model that is given is
+            cut in place, and must be the same on all ranks. None: this process alone.
         **options: fields of `EngineConfig`, instead of `config`.
 
     Raises:
@@ -122,6 +136,7 @@ class Engine:
         *,
         end_ids: Seq[int] = (),
         config: EngineConfig | None = None,
+        parallel: ParallelConfig | Mapping[str, Any] | EngineRanks | None = None,
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -136,8 +151,10 @@ class Engine:
                 raise ConfigError(f"{what} is a {type(value).__name__}; give a {kind.__name__}")
         self.config = EngineConfig(**options) if config is None else config
         text = None
+        self._ranks = parallel if isinstance(parallel, EngineRanks) else None
+        told = None if parallel is None or self._ranks else as_parallel(parallel)
         if isinstance(model, str | Path):
-            model, text = _opened(model, tokenizer, self.config)
+            model, text, self._ranks = _opened(model, tokenizer, self.config, told)
             tokenizer = text.tokenizer
         else:
             for name in ("device", "dtype", "expert_slots", "implementation"):
@@ -149,6 +166,17 @@ class Engine:
                         "move the model with model.to(...)",
                     )
         check_model(model, self.config)
+        if told is not None and self._ranks is None:
+            self._ranks = share(model, told, world_of(told, device_type=model.device.type))
+            as_plain(model)
+        ranks = self._ranks
+        if ranks is not None and self.config.deterministic and not ranks.degrees.is_whole:
+            raise ConfigError(
+                "deterministic",
+                True,
+                "needs whole products, and tp_degree or es_degree above 1 cuts them",
+                "use ep_degree alone",
+            )
         self.model, self.tokenizer = model, tokenizer
         if text is None and tokenizer is not None:
             text = text_format(tokenizer, model=model)
@@ -163,6 +191,7 @@ class Engine:
         try:
             cache = PagedCache(
                 model.config,
+                num_parts=1 if ranks is None else ranks.degrees.tp,
                 num_blocks=num_blocks,
                 block_size=self.config.block_size,
                 device=device,
@@ -175,15 +204,27 @@ class Engine:
                 f"the device has no memory for as many blocks of {self.config.block_size} tokens",
                 "use fewer",
             ) from error
-        self._runner = Runner(model, cache, self._compiled_forward())
-        self._scheduler = Scheduler(
-            BlockPool(num_blocks, block_size=self.config.block_size),
-            token_budget=self.config.token_budget,
-            max_sequences=self.config.max_sequences,
-            reuses_prefixes=self.config.prefix_caching,
-            num_guesses=self.config.num_draft_tokens,
-            guess=self._guess if self.config.num_draft_tokens else None,
-        )
+        groups = 1 if ranks is None else ranks.degrees.num_groups
+        schedulers = [
+            Scheduler(
+                BlockPool(num_blocks, block_size=self.config.block_size),
+                token_budget=self.config.token_budget,
+                max_sequences=-(-self.config.max_sequences // groups),
+                reuses_prefixes=self.config.prefix_caching,
+                num_guesses=self.config.num_draft_tokens,
+                guess=self._guess if self.config.num_draft_tokens else None,
+            )
+            for _ in range(groups)
+        ]
+        self._runner: Runner
+        self._scheduler: Scheduler | GroupScheduler
+        if ranks is None:
+            self._runner = Runner(model, cache, self._compiled_forward())
+            (self._scheduler,) = schedulers
+        else:
+            self._runner = RankedRunner(model, cache, ranks)
+            self._scheduler = GroupScheduler(schedulers)
+            atexit.register(self.close)
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, _Answer] = {}
         self._arrivals = self._steps = self._prompt_tokens = self._generated = 0
@@ -202,18 +243,47 @@ class Engine:
             return self.config.num_blocks
         size, model = self.config.block_size, self.model.config
         block_bytes = model.num_layers * model.cache_numbers * size * dtype.itemsize
+        if self._ranks is not None and not model.is_latent:
+            block_bytes = -(-block_bytes // self._ranks.degrees.tp)
         most = self.config.max_sequences * -(-self.max_len // size)
         return max(1, min(most, self.config.cache_bytes // block_bytes))
 
     @property
     def num_tokens_held(self) -> int:
-        """Tokens that the cache has room for."""
-        return self._scheduler.pool.num_blocks * self.config.block_size
+        """Tokens of one sequence that the cache has room for."""
+        return self._scheduler.pools[0].num_blocks * self.config.block_size
 
     def warm_up(self) -> None:
         """Compile now what would be compiled in the background (`compile` in `EngineConfig`), and wait for it; else do nothing."""
         if self._runner.compiled is not None:
             self._runner.compiled.compile_all()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process takes requests: alone, or as rank 0."""
+        return self._ranks is None or self._ranks.leads
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """On all ranks but the first: compute this rank's part of what rank 0 is asked, until it ends.
+
+        Raises:
+            ConfigError: this is no such rank.
+            CollectiveError: a rank is gone or late.
+        """
+        if self.leads or not isinstance(self._runner, RankedRunner):
+            raise ConfigError("follow() is for the ranks behind the first; give this one requests")
+        self._runner.follow()
+
+    def close(self) -> None:
+        """Over ranks: let the others end. May be called again; on one process it does nothing."""
+        if isinstance(self._runner, RankedRunner):
+            self._runner.close()
+
+    def check_ranks(self) -> None:
+        """Raise CollectiveError where other ranks have been lost since, as signs of life tell between steps; without ranks never."""
+        if isinstance(self._runner, RankedRunner):
+            self._runner.check_together()
 
     @property
     def has_work(self) -> bool:
@@ -240,6 +310,8 @@ class Engine:
         Raises:
             ConfigError: a value breaks a rule, or the request could never run; no other request is touched.
         """
+        if not self.leads:
+            raise ConfigError("requests go to rank 0; call follow() on this one")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
@@ -382,6 +454,10 @@ class Engine:
         Raises:
             ConfigError: a name or a shape that the model has not; then nothing is changed.
         """
+        if state and self._ranks is not None:
+            raise ConfigError(
+                "update_weights over ranks: each has a part of every tensor; make another engine"
+            )
         own = self.model.state_dict()
         check_state(state, own)
         for name, tensor in state.items():
@@ -390,13 +466,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for a log or metrics."""
-        scheduler, pool = self._scheduler, self._scheduler.pool
+        scheduler, pools = self._scheduler, self._scheduler.pools
         return EngineStats(
             len(scheduler.running),
             len(scheduler.waiting),
-            pool.num_blocks,
-            pool.num_used,
-            pool.num_cached,
+            sum(pool.num_blocks for pool in pools),
+            sum(pool.num_used for pool in pools),
+            sum(pool.num_cached for pool in pools),
             self._steps,
             self._prompt_tokens,
             self._generated,
@@ -409,7 +485,7 @@ class Engine:
 
     def expert_load(self) -> list[list[int]]:
         """Tokens that each expert has served so far, layer by layer of those with experts."""
-        return [load[:-1].tolist() for load in self._runner.expert_load]
+        return [load[:-1] for load in self._runner.loads()]
 
     def expert_paging(self) -> list[PagingCounts]:
         """What the slots of each layer have seen so far; empty where all experts are on the device."""
@@ -565,19 +641,29 @@ class Engine:
 
 
 def _opened(
-    path: str | Path, tokenizer: Tokenizer | None, config: EngineConfig
-) -> tuple[Any, TextFormat]:
-    """The model of a folder, and what text is to it."""
+    path: str | Path,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+    parallel: ParallelConfig | None,
+) -> tuple[Any, TextFormat, EngineRanks | None]:
+    """The model of a folder, what text is to it, and the ranks that share it."""
     if tokenizer is not None:
         raise ConfigError("tokenizer: the folder has its own; leave it out")
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     if config.implementation == "transformers":
+        if parallel is not None:
+            raise ConfigError(
+                "implementation",
+                "transformers",
+                "is served by one process",
+                "leave parallel out, or open the model as our GPT",
+            )
         # by name, since the doors to other libraries lie above the engine and are imported by those who use them only
         door = import_module("expertmesh.integrations.transformers.decoder")
         opened_there: tuple[Any, TextFormat] = door.open_decoder(
             path, device=config.device, dtype=dtype
         )
-        return opened_there
+        return *opened_there, None
     run = find_model(path)
     if not run.family.generates_text:
         raise ConfigError(
@@ -588,5 +674,8 @@ def _opened(
     slots = None
     if config.expert_slots is not None:
         slots = Slots(config.expert_slots, config.expert_fetch_ahead)
+    if parallel is not None:
+        opened = open_shared(run, parallel, device=config.device, dtype=dtype, slots=slots)
+        return opened.model, opened.text, opened.shared
     opened = open_model(run, device=config.device, dtype=dtype, slots=slots)
-    return opened.model, opened.text
+    return opened.model, opened.text, None

@@ -23,19 +23,22 @@ class PagedCache:
         block_size: tokens of a block.
         device: of the cache.
         dtype: of keys and values: the type that the model computes in.
+        num_parts: ranks that share the heads; latent attention has one, which each of them keeps.
     """
 
     def __init__(
         self,
         config: Any,
         *,
+        num_parts: int = 1,
         num_blocks: int,
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.block_size = block_size
-        shape = (config.num_layers, num_blocks * block_size, config.cache_heads, config.cache_size)
+        heads = config.cache_heads if config.is_latent else config.cache_heads // num_parts
+        shape = (config.num_layers, num_blocks * block_size, heads, config.cache_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         # latent attention keeps one vector per token, which is key and value
         self.v = self.k if config.is_latent else torch.zeros_like(self.k)

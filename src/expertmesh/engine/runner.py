@@ -1,6 +1,7 @@
 """One step on this device: tokens into the model, logits out, tokens drawn."""
 
 from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,48 @@ class StepResult:
     experts: list[tuple[Chunk, Tensor]]
 
 
+@dataclass(frozen=True)
+class BatchChunk:
+    """Tokens of one sequence, as numbers.
+
+    Attributes:
+        ids: the tokens.
+        start: place of the first of them in the sequence.
+        blocks: the sequence's block table.
+    """
+
+    ids: Seq[int]
+    start: int
+    blocks: Seq[int]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """All that the device computes in a step, as numbers.
+
+    Attributes:
+        chunks: whose tokens lie one after the other.
+        rows: places among these tokens whose logits somebody waits for.
+        copies: (from, to) blocks that are copied before anything is written.
+    """
+
+    chunks: tuple[BatchChunk, ...]
+    rows: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+def batch_of(step: Step) -> tuple[StepBatch, list[Row]]:
+    """What a step computes, and who waits for which of its rows."""
+    chunks, rows, first = [], [], 0
+    for chunk in step.chunks:
+        sequence, stop = chunk.sequence, chunk.start + chunk.count
+        ids = sequence.token_ids[chunk.start : stop]
+        chunks.append(BatchChunk(ids, chunk.start, sequence.blocks))
+        rows += _rows(chunk, first)
+        first += chunk.count
+    return StepBatch(tuple(chunks), tuple(row.token for row in rows), step.copies), rows
+
+
 class Runner:
     """The model and its cache.
 
@@ -77,40 +120,36 @@ class Runner:
     @torch.no_grad()
     def run(self, step: Step) -> StepResult:
         """Compute a step. Synchronises with the device once."""
-        self.cache.copy(step.copies)
+        batch, rows = batch_of(step)
+        logits_RV, ids_of_layers = self.compute(batch)
+        self._count(ids_of_layers)
+        experts, first = [], 0
+        for chunk in step.chunks:
+            if chunk.sequence.request.params.return_routed_experts:
+                experts.append((chunk, experts_of(ids_of_layers, first, chunk.count)))
+            first += chunk.count
+        return self._result(logits_RV, rows, experts)
+
+    def compute(self, batch: StepBatch) -> tuple[Tensor, list[Tensor]]:
+        """Logits (R, V) of a step's rows, and (T, K) expert ids of each layer that has experts."""
+        self.cache.copy(batch.copies)
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
         spans: list[Span] = []
-        rows: list[Row] = []
-        for chunk in step.chunks:
-            sequence, stop = chunk.sequence, chunk.start + chunk.count
-            first = len(ids)
-            ids += sequence.token_ids[chunk.start : stop]
-            positions += range(chunk.start, stop)
-            places += self.cache.places(sequence.blocks, chunk.start, stop)
+        for one in batch.chunks:
+            first, count, cache = len(ids), len(one.ids), self.cache
+            stop = one.start + count
+            ids += one.ids
+            positions += range(one.start, stop)
+            places += cache.places(one.blocks, one.start, stop)
             spans.append(
-                span_of(
-                    sequence.blocks,
-                    first=first,
-                    start=chunk.start,
-                    count=chunk.count,
-                    cache=self.cache,
-                )
+                span_of(one.blocks, first=first, start=one.start, count=count, cache=cache)
             )
-            rows += _rows(chunk, first)
         context = PagedContext(
             self.cache, self._tensor(positions), self._tensor(places), tuple(spans)
         )
-        rows_R = self._tensor([row.token for row in rows])
-        logits_RV, ids_of_layers = self._forward(self._tensor(ids), context, rows_R)
-        self._count(ids_of_layers)
-        experts = [
-            (chunk, _experts_of(ids_of_layers, span.first, span.count))
-            for chunk, span in zip(step.chunks, spans, strict=True)
-            if chunk.sequence.request.params.return_routed_experts
-        ]
-        return self._result(logits_RV, rows, experts)
+        return self._forward(self._tensor(ids), context, self._tensor(list(batch.rows)))
 
     def _forward(
         self, ids_T: Tensor, context: PagedContext, rows_R: Tensor
@@ -132,6 +171,10 @@ class Runner:
         for load, ids_TK in zip(self.expert_load, ids_of_layers, strict=True):
             ids = ids_TK.flatten()
             load.scatter_add_(0, ids, load.new_ones(()).expand_as(ids))
+
+    def loads(self) -> list[list[int]]:
+        """`expert_load` on the host."""
+        return [load.tolist() for load in self.expert_load]
 
     def _result(
         self, logits_RV: Tensor, rows: list[Row], experts: list[tuple[Chunk, Tensor]]
@@ -250,7 +293,7 @@ def _rows(chunk: Chunk, first: int) -> list[Row]:
     return rows
 
 
-def _experts_of(ids_of_layers: list[Tensor], first: int, count: int) -> Tensor:
+def experts_of(ids_of_layers: list[Tensor], first: int, count: int) -> Tensor:
     """(count, layers, most K) expert ids of some tokens; where a layer has fewer choices, -1 fills up."""
     layers = [ids_TK[first : first + count] for ids_TK in ids_of_layers]
     if not layers:

@@ -88,6 +88,11 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
 
+    @property
+    def pools(self) -> list[BlockPool]:
+        """The blocks, as of several groups."""
+        return [self.pool]
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens of a sequence take."""
         return -(-num_tokens // self.pool.block_size)

@@ -39,6 +39,7 @@ def continue_prompts(
     *,
     text: TextFormat | None = None,
     batch_size: int = 32,
+    by: Engine | None = None,
     told: Callable[[int], None] | None = None,
 ) -> list[RequestOutput]:
     """Continue several prompts. Sets the model to evaluation mode while it computes.
@@ -49,6 +50,7 @@ def continue_prompts(
         params: for all; prompt i draws with seed + i.
         text: see `writer`.
         batch_size: prompts that are continued together; each draws the same numbers whatever it is.
+        by: the engine that answers, of this model; None: one that is made.
         told: called with the number of finished answers.
 
     Returns:
@@ -62,14 +64,20 @@ def continue_prompts(
     check_ids(model, prompts, what="prompt")
     each = [_of(params, place) for place in range(len(prompts))]
     with evaluating(model):
-        outputs = writer(model, text, batch_size=batch_size).generate(prompts, each, told=told)
+        answering = by or writer(model, text, batch_size=batch_size)
+        outputs = answering.generate(prompts, each, told=told)
     for output in outputs:
         _check(output)
     return outputs
 
 
 def stream_text(
-    model: Any, prompt: Sequence[int], params: SamplingParams, *, text: TextFormat
+    model: Any,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    text: TextFormat,
+    by: Engine | None = None,
 ) -> Iterator[str]:
     """Continue one prompt.
 
@@ -78,6 +86,7 @@ def stream_text(
         prompt: token ids, not empty.
         params: how.
         text: of the model.
+        by: see `continue_prompts`.
 
     Returns:
         Iterator of the pieces of the continuation, none of them empty, cut between characters.
@@ -88,7 +97,7 @@ def stream_text(
     """
     check_ids(model, [prompt], what="prompt")
     with evaluating(model):
-        outputs = writer(model, text, batch_size=1).stream(prompt, params)
+        outputs = (by or writer(model, text, batch_size=1)).stream(prompt, params)
     return _pieces(model, outputs)
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.comm.group import wait_for
+from expertmesh.comm.collectives import broadcast_
 from expertmesh.comm.world import World
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
@@ -76,14 +75,7 @@ def first_chooses(model: object) -> Callable[[Tensor], Tensor]:
 
     def as_first(choices: Tensor) -> Tensor:
         choices = choices.contiguous()
-        wait_for(
-            group.start(
-                "broadcast",
-                "the chosen tokens",
-                choices.nbytes if group.rank == 0 else 0,
-                lambda pg: dist.broadcast(choices, group_src=0, group=pg, async_op=True),
-            )
-        )
+        broadcast_(choices, group, where="the chosen tokens")
         return choices
 
     return as_first

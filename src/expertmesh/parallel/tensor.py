@@ -31,7 +31,7 @@ from expertmesh.ops.dtypes import autocast_dtype
 TensorPlan = Mapping[str, ParallelStyle]
 """Styles by name of module, `layers.*.attention`; * stands for anything between two dots."""
 
-_MLP_CUT = {"w_in": 1, "w_out": 1, "b_in": 1}
+MLP_CUT = {"w_in": 1, "w_out": 1, "b_in": 1}
 
 
 def tensor_group(world: World, tp_degree: int) -> RankGroup:
@@ -119,7 +119,7 @@ class Stored(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in [name for name, _ in module.named_parameters()]:
-            _distribute(module, name, device_mesh, self.cut.get(name))
+            distribute(module, name, device_mesh, self.cut.get(name))
         return module
 
 
@@ -188,7 +188,7 @@ class Sliced(ParallelStyle):
 
 def sliced_mlp(group: RankGroup, *, where: str) -> Sliced:
     """The style of a `DenseMLP`: cut along its hidden size."""
-    return Sliced(group, _MLP_CUT, once=frozenset({"b_out"}), where=where)
+    return Sliced(group, MLP_CUT, once=frozenset({"b_out"}), where=where)
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: TensorPlan) -> None:
@@ -253,7 +253,7 @@ def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
         if isinstance(module, MoELayer):
             mlps = [(f"{name}.{own}", own) for own in ("shared_experts", "residual_mlp")]
             cuts |= {
-                path: _MLP_CUT
+                path: MLP_CUT
                 for path, own in mlps
                 if getattr(module, own) is not None and path not in cuts
             }
@@ -261,10 +261,11 @@ def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
         parameters = dict(model.get_submodule(name.removeprefix(".")).named_parameters())
         for own, axis in cut.items():
             if own in parameters:
-                _check_cut(own, parameters[own], axis, num_ranks=num_ranks)
+                check_cut(own, parameters[own], axis, num_ranks=num_ranks)
 
 
-def _check_cut(path: str, full: Tensor, axis: int, *, num_ranks: int) -> None:
+def check_cut(path: str, full: Tensor, axis: int, *, num_ranks: int) -> None:
+    """Raise ConfigError unless a parameter can be cut into equal parts along an axis."""
     if full.shape[axis] % num_ranks:
         raise ConfigError(
             "tp_degree",
@@ -316,7 +317,7 @@ class _LocalParameters:
         for name, parameter in list(module.named_parameters(recurse=recurse)):
             if isinstance(parameter, DTensor) or parameter in apart:
                 continue
-            owner, leaf = _distribute(module, name, mesh, cut.get(name))
+            owner, leaf = distribute(module, name, mesh, cut.get(name))
             self._owners.append((owner, leaf, name in once))
         module.register_forward_pre_hook(self._show)
         module.register_forward_hook(self._hide, always_call=True)
@@ -344,7 +345,7 @@ def _local_view(parameter: Tensor | None) -> Tensor:
     return parameter.to_local(grad_placements=grads)
 
 
-def _distribute(
+def distribute(
     module: nn.Module, path: str, mesh: DeviceMesh, axis: int | None
 ) -> tuple[nn.Module, str]:
     """Replace a parameter by a DTensor; returns who has it, and its name there."""
@@ -354,7 +355,7 @@ def _distribute(
     part, placement = full.detach(), cast("Placement", Replicate())
     if axis is not None:
         n = mesh.size()
-        _check_cut(path, full, axis, num_ranks=n)
+        check_cut(path, full, axis, num_ranks=n)
         size = full.shape[axis] // n
         part = part.narrow(axis, mesh.get_local_rank() * size, size)
         part, placement = part.clone(memory_format=torch.contiguous_format), Shard(axis)

@@ -4,9 +4,9 @@
 only the weights, by `Run.load_into`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from expertmesh.models.task import Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.parallel.serving import as_plain
 from expertmesh.runs.arithmetic import Arithmetic
 from expertmesh.runs.paged import put_slots
 from expertmesh.runs.precision import Precision, resolve_device, resolve_precision
@@ -46,6 +47,7 @@ class LoadedModel:
         tokenizer: of the folder; None where models of its family read no text.
         precision: what it computes in, and where; of weights in BF16 or FP16 that type.
         ranks: those that have parts of it; all call it alike.
+        shared: where an engine is to serve it over ranks: how they share it, an `EngineRanks`; None: they do not.
     """
 
     run: Run
@@ -54,6 +56,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     precision: Precision
     ranks: Ranks
+    shared: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         """Model and tokenizer."""
@@ -112,6 +115,7 @@ def open_model(
     for_autocast: bool = False,
     is_placed: bool = False,
     slots: "Slots | None" = None,
+    share: Callable[[nn.Module], object] | None = None,
 ) -> LoadedModel:
     """Build the model of a folder and load its weights, whose bytes are compared with their checksums by all ranks together.
 
@@ -127,6 +131,8 @@ def open_model(
             each call, for one token, too: they are kept in that type, with the same results.
         is_placed: spread it over the ranks as its configuration's `parallel` says, as training does; its tokenizer is not read.
         slots: let the experts stay in the files, and copy those that tokens choose; None: all are on the device.
+        share: how the ranks share the model, in the place of `spread_for_inference`: cuts it by `expertmesh.parallel.serving` before it has
+            weights.
 
     Raises:
         ConfigError: this is no such folder, the device or type is not to be had here, or the ranks do not fit its layers.
@@ -170,8 +176,13 @@ def open_model(
             task.builder.check(ranks.size)
             model = task.builder.place(device=used.device, dtype=used.master_dtype, ranks=ranks)
         else:
-            model = _built(task, used, ranks, es_degree=es_degree, for_autocast=for_autocast)
+            spread = share
+            if share is None and ranks.world is not None:
+                spread = partial(spread_for_inference, world=ranks.world, es_degree=es_degree)
+            model = _built(task, used, spread, for_autocast=for_autocast)
         read_into(weights, model.state_dict())
+        if share is not None:
+            as_plain(model)
         return LoadedModel(run, task, model.eval(), tokenizer, used, ranks)
 
     return ranks.each(build)
@@ -248,19 +259,22 @@ def device_of(run: Run, device: str | torch.device | None) -> torch.device:
 
 
 def _built(
-    task: Task, precision: Precision, ranks: Ranks, *, es_degree: int | None, for_autocast: bool
+    task: Task,
+    precision: Precision,
+    spread: Callable[[nn.Module], object] | None,
+    *,
+    for_autocast: bool,
 ) -> nn.Module:
-    """The model with memory, its experts spread over the ranks."""
-    world = ranks.world
+    """The model with memory, spread over the ranks if there are several."""
 
     def prepare(model: nn.Module) -> None:
         if for_autocast:
             _keep_narrow(model, precision)
-        if world is not None:
-            spread_for_inference(model, world, es_degree=es_degree)
+        if spread is not None:
+            spread(model)
 
     device, dtype = precision.device, precision.master_dtype
-    if world is not None:
+    if spread is not None:
         return task.builder.build_spread(prepare, device=device, dtype=dtype)
     model = task.builder.build(device=device, dtype=dtype)
     prepare(model)

@@ -24,6 +24,8 @@ log = logging.getLogger("expertmesh.serve")
 
 _HEADER_BYTES = 2**16
 _LOOK_S = 0.05
+_LAST_WORDS_S = 3.0
+"""When a rank is gone, `/health` says so for so long before the process ends."""
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -62,7 +64,8 @@ def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> 
         told: called with the address when requests are answered.
 
     Returns:
-        0 after a first SIGTERM or SIGINT, when all answers that had begun have ended; 128 and the signal after a second one.
+        0 after a first SIGTERM or SIGINT, when all answers that had begun have ended; 128 and the signal after a second one; 1 when a rank
+        of the engine is gone.
     """
     settings: dict[str, Any] = {
         "http": _Protocol,
@@ -158,7 +161,14 @@ class _Server(uvicorn.Server):
         """Whether to stop: when nothing is being answered any more, or it takes too long."""
         if self._app.gate.is_draining and self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._drain())
+        if self._app.worker.is_lost and not self.code:
+            self.code = 1
+            self._ending = asyncio.get_running_loop().create_task(self._say_last_words())
         return await super().on_tick(counter)
+
+    async def _say_last_words(self) -> None:
+        await asyncio.sleep(_LAST_WORDS_S)
+        self.should_exit = True
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()

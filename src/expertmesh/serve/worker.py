@@ -17,10 +17,12 @@ from typing import Any
 from expertmesh.engine.engine import Engine, EngineStats
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.request import SamplingParams
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CollectiveError, ConfigError
 
 _MOST_FAILURES = 3
 """Steps in a row that may fail before the engine counts as dead."""
+_LOOK_S = 0.5
+"""So often it is looked whether other ranks are there while nobody asks anything."""
 
 log = logging.getLogger("expertmesh.serve")
 
@@ -89,12 +91,14 @@ class EngineWorker:
     Attributes:
         engine: of this thread.
         error: why the engine is dead; None: it lives.
+        is_lost: whether it is dead because a rank is gone, without which nothing goes on.
         num_answers: answers of tickets that have not been closed.
     """
 
     def __init__(self, engine: Engine, observe: Callable[[int, float], None] | None = None) -> None:
         self.engine = engine
         self.error: str | None = None
+        self.is_lost = False
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -148,9 +152,11 @@ class EngineWorker:
     def _take_orders(self) -> None:
         """All orders that are there; where there is no work, the next one is waited for."""
         while True:
+            is_idle = not self.engine.has_work
             try:
-                what, ticket = self._orders.get(block=not self.engine.has_work)
+                what, ticket = self._orders.get(block=is_idle, timeout=_LOOK_S)
             except queue.Empty:
+                self.engine.check_ranks()
                 return
             if what == "stop":
                 self._is_stopping = True
@@ -201,7 +207,8 @@ class EngineWorker:
         log.error("%s", text, exc_info=error)
         tickets = {id(ticket): ticket for ticket, _ in self._tickets.values()}
         names, self._tickets = list(self._tickets), {}
-        if self._failures >= _MOST_FAILURES:
+        self.is_lost = isinstance(error, CollectiveError)
+        if self.is_lost or self._failures >= _MOST_FAILURES:
             self.error = text
         for ticket in tickets.values():
             self._tell(ticket.failed, EngineFailedError(text))

@@ -1,6 +1,7 @@
 """How a GPT is spread over ranks: layer by layer, experts by their own storage, attention and dense layers in slices."""
 
 import math
+from collections.abc import Mapping
 
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import divisors
@@ -11,7 +12,16 @@ from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
+from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
+from expertmesh.parallel.serving import (
+    ServingDegrees,
+    bring_rows_home,
+    serving_degrees,
+    serving_groups,
+    spread_layers,
+)
 from expertmesh.parallel.tensor import (
+    MLP_CUT,
     SharedSequences,
     Sliced,
     Stored,
@@ -56,6 +66,55 @@ def parallelize_gpt(
     return world
 
 
+def spread_gpt_for_engine(
+    model: GPT, config: ParallelConfig, world: World
+) -> tuple[ServingDegrees, ServingGroups, StepSizes]:
+    """Share a GPT among ranks that answer requests together, in place; see `expertmesh.parallel.serving`. Every rank must call.
+
+    Args:
+        model: with the same parameters on all ranks, or on the meta device; `as_plain` is called when it has its weights.
+        config: degrees, see `serving_degrees`.
+        world: the ranks.
+
+    Returns:
+        How they share it, this rank's groups, and the sizes that every step has to set.
+
+    Raises:
+        ConfigError: the degrees do not fit the ranks or the model.
+    """
+    degrees = serving_degrees(
+        config,
+        num_ranks=world.size,
+        num_experts=tuple(n for n in model.config.experts_per_layer() if n),
+        hidden_dim=model.config.moe.hidden_dim,
+    )
+    if degrees.tp > 1:
+        _check_slices(model.config, degrees.tp)
+    groups, sizes = serving_groups(world, degrees), StepSizes()
+    dense: dict[str, Mapping[str, int]] = {}
+    for index, block in enumerate(model.layers):
+        assert isinstance(block, Block)
+        dense[f"layers.{index}.attention"] = _attention_cut(model, index)
+        if block.ffn is not None:
+            dense[f"layers.{index}.ffn"] = MLP_CUT
+        block.attention.num_heads //= degrees.tp
+        block.attention.num_kv_heads //= degrees.tp
+    spread_layers(model, world, degrees, groups, sizes, dense)
+    if world.size > 1:
+        bring_rows_home(model.final_norm, groups, sizes)
+    return degrees, groups, sizes
+
+
+def _attention_cut(model: GPT, index: int) -> dict[str, int]:
+    """Axis along which each parameter of a layer's attention is cut by heads."""
+    inside = f"layers.{index}.attention."
+    return {
+        one.name.removeprefix(inside): one.tensor_axis
+        for one in gpt_spec(model.config).layers[index]
+        if one.name.startswith(inside) and one.tensor_axis is not None
+    }
+
+
 def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
     """Attention by heads, dense layers by their hidden size; the vocabulary's matrices are cut for storage only."""
     # Each rank computes the logits of its own tokens, which are as large as all tokens' logits of a part of the
@@ -64,17 +123,11 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
     plan: dict[str, Sliced | Stored] = {"embedding": table}
     if model.output is not None:
         plan["output"] = table
-    layers = gpt_spec(model.config).layers
     for index, block in enumerate(model.layers):
         assert isinstance(block, Block)
-        inside = f"layers.{index}.attention."
         plan[f"layers.{index}.attention"] = Sliced(
             group,
-            {
-                one.name.removeprefix(inside): one.tensor_axis
-                for one in layers[index]
-                if one.name.startswith(inside) and one.tensor_axis is not None
-            },
+            _attention_cut(model, index),
             dim=1,
             where=f"layer {index}, attention",
         )

@@ -1,0 +1,326 @@
+"""How the ranks of an engine share one model: dense parts cut over tensor groups, experts over all ranks, tokens over the groups.
+
+The p ranks are p / L tensor groups of L neighbours. Each group answers sequences of its own: its ranks have the same tokens, and each a
+part of the heads, of the cache and of dense layers. Experts lie over all ranks, e ways along E and f ways along F; see
+`expertmesh.parallel.experts.coordinated` for how tokens reach them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from expertmesh.comm.collectives import all_gather, gather_to_first
+from expertmesh.comm.group import RankGroup
+from expertmesh.comm.mesh import divisors
+from expertmesh.comm.start import start_group
+from expertmesh.comm.world import World
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import ConfigError, named
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import MoELayer
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.parallel.experts.coordinated import (
+    CoordinatedDispatcher,
+    ServingGroups,
+    StepSizes,
+)
+from expertmesh.parallel.tensor import MLP_CUT, distribute
+
+_OF_ENGINES = ("tp_degree", "ep_degree", "es_degree", "timeout_s", "num_threads", "bind")
+_EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2}
+"""Axis of the hidden size of each parameter of experts."""
+_ADDED_ONCE = ("b_out", "out.bias")
+"""Biases of a sum over slices."""
+
+
+@dataclass(frozen=True)
+class ServingDegrees:
+    """How p ranks share a model.
+
+    Attributes:
+        num_ranks: p.
+        tp: L, ranks of a tensor group.
+        e: parts of the experts.
+        f: slices of each expert's hidden size; e f is p, or p / L: then the ranks of a group have the same experts.
+    """
+
+    num_ranks: int
+    tp: int
+    e: int
+    f: int
+
+    @property
+    def num_groups(self) -> int:
+        """Tensor groups."""
+        return self.num_ranks // self.tp
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a tensor group splits its tokens, because its ranks have the same experts."""
+        return self.tp > 1 and self.e * self.f == self.num_groups
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no product is cut, so that each has the bits of one process."""
+        return self.tp == 1 and self.f == 1
+
+
+def serving_degrees(
+    config: ParallelConfig, *, num_ranks: int, num_experts: tuple[int, ...], hidden_dim: int
+) -> ServingDegrees:
+    """How ranks share a model that an engine serves.
+
+    Args:
+        config: tp_degree, ep_degree and es_degree count. Of the last two one is what the other leaves; without both experts are cut as
+            little as may be.
+        num_ranks: p.
+        num_experts: of each layer that has some.
+        hidden_dim: of an expert.
+
+    Raises:
+        ConfigError: an option has no effect here, or the degrees do not fit.
+    """
+    for name, value in config.model_dump().items():
+        if name not in _OF_ENGINES and value != ParallelConfig.model_fields[name].default:
+            raise ConfigError(
+                f"parallel.{name}", value, "is for training, not for an engine", "leave it out"
+            )
+    tp = config.tp_degree
+    if num_ranks % tp:
+        near = max(d for d in divisors(num_ranks) if d <= tp)
+        raise ConfigError(
+            "parallel.tp_degree", tp, f"must divide the {num_ranks} ranks", f"nearest: {near}"
+        )
+    if not num_experts:
+        for name in ("ep_degree", "es_degree"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"parallel.{name}",
+                    getattr(config, name),
+                    "has no effect in a model without experts",
+                    "leave it out",
+                )
+        return ServingDegrees(num_ranks, tp, 1, 1)
+    if len(config.ep_degree) > 1:
+        raise ConfigError(
+            "parallel.ep_degree", config.ep_degree, "is one number for an engine", "give one"
+        )
+    fits = [
+        (e, f)
+        for total in {num_ranks, num_ranks // tp}
+        for e in divisors(total)
+        for f in (total // e,)
+        if all(n % e == 0 for n in num_experts) and hidden_dim % f == 0
+    ]
+    ep = config.ep_degree[0] if config.ep_degree else None
+    wanted = [(e, f) for e, f in fits if ep in (None, e) and config.es_degree in (None, f)]
+    if not wanted:
+        shown = " and ".join(
+            named(f"parallel.{name}", value)
+            for name, value in (("ep_degree", ep), ("es_degree", config.es_degree))
+            if value is not None
+        )
+        choices = ", ".join(f"{e} x {f}" for e, f in sorted(fits, reverse=True))
+        raise ConfigError(
+            f"{shown or 'experts'} on {num_ranks} ranks: parts of the {min(num_experts)} experts times slices of their hidden_dim "
+            f"{hidden_dim} must make the ranks; {f'use ep_degree x es_degree of {choices}' if choices else 'use fewer ranks'}"
+        )
+    # all ranks' memory for experts before copies of them, then as few slices as may be
+    e, f = max(wanted, key=lambda one: (one[0] * one[1], one[0]))
+    return ServingDegrees(num_ranks, tp, e, f)
+
+
+ONE_PROCESS = "parallel: says how ranks share a model, and this is one process; start several with torchrun, or leave it out"
+
+
+def world_of(config: ParallelConfig, *, device_type: str) -> World:
+    """The ranks of torch's group, which is begun where there is none and torchrun started them.
+
+    Raises:
+        ConfigError: there is one process.
+        CollectiveError: the ranks could not connect.
+    """
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            raise ConfigError(ONE_PROCESS)
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        start_group(backend, timeout_s=config.timeout_s)
+    return World(device_type=device_type, timeout_s=config.timeout_s)
+
+
+def serving_groups(world: World, degrees: ServingDegrees) -> ServingGroups:
+    """The groups of this rank; every rank must ask."""
+    L, p = degrees.tp, degrees.num_ranks
+    rows = [list(range(first, first + L)) for first in range(0, p, L)]
+    columns = [list(range(place, p, L)) for place in range(L)]
+    leaders = [columns[0], *([rank] for rank in range(p) if rank % L)]
+    return ServingGroups(
+        world.everyone(),
+        world.group(columns, name="the ranks that exchange tokens"),
+        world.group(rows, name="the ranks that share tokens"),
+        world.group(leaders, name="the first ranks of all groups"),
+    )
+
+
+def spread_layers(
+    model: nn.Module,
+    world: World,
+    degrees: ServingDegrees,
+    groups: ServingGroups,
+    sizes: StepSizes,
+    dense: Mapping[str, Mapping[str, int]],
+) -> None:
+    """Cut the parameters of a model over ranks, as DTensors, and let its layers exchange what they need to. Every rank must call.
+
+    Args:
+        model: with the same parameters on all ranks, or on the meta device. `as_plain` is called when it has its weights.
+        world: the ranks.
+        degrees: how they share it.
+        groups: of this rank.
+        sizes: of the step that is computed, which whoever calls the model keeps up to date.
+        dense: modules that are cut over a tensor group, and the axis of each of their parameters that is.
+
+    Raises:
+        ConfigError: experts that are not grouped parameters, or have adapters.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+    for layer in layers.values():
+        if not isinstance(layer.experts, GroupedExperts) or layer.experts.adapters is not None:
+            raise ConfigError(
+                f"layer {layer.layer_index}: an engine spreads experts of ours without adapters over ranks; use one process, or"
+                " merge them"
+            )
+    if degrees.tp > 1:
+        mesh = world.mesh((degrees.num_groups, degrees.tp), ("group", "tp"), range(world.size))
+        mlps = {
+            f"{name}.{part}": MLP_CUT
+            for name, layer in layers.items()
+            for part in ("shared_experts", "residual_mlp")
+            if getattr(layer, part) is not None
+        }
+        for name, cut in ({**dense} | mlps).items():
+            _cut_module(model.get_submodule(name), mesh["tp"], groups.row, cut, where=name)
+    for layer in layers.values():
+        _cut_experts(layer, world, degrees)
+        i, _ = _part_of(world.position, degrees)
+        num_local = layer.num_experts // degrees.e
+        if world.size > 1:
+            layer.dispatcher = CoordinatedDispatcher(
+                groups,
+                sizes,
+                num_experts=layer.num_experts,
+                first_expert=i * num_local,
+                num_local=num_local,
+                is_split=degrees.is_split,
+                is_exact=layer.arithmetic.batch_invariant and degrees.is_whole,
+                layer=f"layer {layer.layer_index}",
+            )
+
+
+def _part_of(position: int, degrees: ServingDegrees) -> tuple[int, int]:
+    """Part of the experts, and slice of them, that a rank has."""
+    return divmod(position // degrees.tp if degrees.is_split else position, degrees.f)
+
+
+def _cut_module(
+    module: nn.Module, mesh: DeviceMesh, row: RankGroup, cut: Mapping[str, int], *, where: str
+) -> None:
+    """Let each rank of a tensor group have a slice of a module; its output is the sum of theirs."""
+    for name, _ in list(module.named_parameters()):
+        distribute(module, name, mesh, cut.get(name))
+
+    def summed(module: nn.Module, args: object, y: Tensor) -> Tensor:
+        parts = all_gather(y, row, where=where)
+        return parts.to(accumulate_dtype(y.dtype)).sum(0).to(y.dtype)
+
+    module.register_forward_hook(summed)
+    module.only_first_adds = row.rank > 0  # type: ignore[assignment]
+
+
+def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None:
+    """Let each rank have its part of the experts."""
+    e, f = degrees.e, degrees.f
+    copies = degrees.num_ranks // (e * f)
+    sizes = {"e": e, "f": f, "copy": copies}
+    axes = {name: size for name, size in sizes.items() if size > 1} or {"e": 1}
+    mesh = world.mesh(tuple(axes.values()), tuple(axes), range(world.size))
+    i, j = _part_of(world.position, degrees)
+    for name, full in list(layer.experts.named_parameters()):
+        cut: dict[str, Placement] = {"e": Shard(0)}
+        part = full.detach()
+        part = part.narrow(0, i * (part.shape[0] // e), part.shape[0] // e)
+        if name in _EXPERT_AXES:
+            axis = _EXPERT_AXES[name]
+            cut["f"] = Shard(axis)
+            part = part.narrow(axis, j * (part.shape[axis] // f), part.shape[axis] // f)
+        shard = DTensor.from_local(
+            part.clone(memory_format=torch.contiguous_format),
+            mesh,
+            [cut.get(name, Replicate()) for name in axes],
+            run_check=False,
+        )
+        layer.experts.register_parameter(name, nn.Parameter(shard, requires_grad=False))
+    layer.experts.num_experts = layer.num_experts // e
+    layer.experts.only_first_adds = j > 0  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def as_plain(model: nn.Module) -> None:
+    """Put each rank's parts in the place of the parameters that `spread_layers` cut, once these have their values."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                local = nn.Parameter(parameter.to_local(), requires_grad=False)
+                module.register_parameter(name, local)
+    for module in model.modules():
+        if getattr(module, "only_first_adds", False):
+            for name, parameter in module.named_parameters():
+                if name in _ADDED_ONCE:
+                    parameter.zero_()
+
+
+def bring_rows_home(
+    module: nn.Module, groups: ServingGroups, sizes: StepSizes
+) -> torch.utils.hooks.RemovableHandle:
+    """Let rank 0 go on with the rows of all tensor groups where a module begins, and the others with none.
+
+    Args:
+        module: behind which only rank 0 is asked: the norm before the logits.
+        groups: of this rank.
+        sizes: of the step.
+    """
+
+    def gathered(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x_RD, *rest = args
+        if groups.row.rank > 0:
+            return x_RD[:0], *rest
+        rows = gather_home(x_RD, groups, sizes.rows, where="rows of logits")
+        return x_RD[:0] if rows is None else rows, *rest
+
+    return module.register_forward_pre_hook(gathered)
+
+
+def gather_home(
+    x_RD: Tensor, groups: ServingGroups, counts: list[int], *, where: str
+) -> Tensor | None:
+    """The rows of all tensor groups one after the other on rank 0; None elsewhere. The first rank of each group must call.
+
+    Args:
+        x_RD: of this rank's group.
+        groups: of this rank.
+        counts: rows of each group.
+        where: for errors and the byte counter.
+    """
+    leaders, most = groups.leaders, max(counts)
+    if leaders.size == 1 or most == 0:
+        return x_RD if leaders.rank == 0 else None
+    padded = torch.nn.functional.pad(x_RD, (0, 0, 0, most - len(x_RD))).contiguous()
+    parts = gather_to_first(padded, leaders, where=where)
+    if parts is None:
+        return None
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
