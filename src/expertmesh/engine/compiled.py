@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from expertmesh.config.engine import EngineConfig
+from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import GroupedExperts
@@ -368,3 +370,18 @@ def why_not_compiled(model: Any) -> str:
     if any(getattr(layer.experts, "adapters", None) is not None for layer in layers):
         return "is for experts without adapters"
     return ""
+
+
+def compiled_forward(model: Any, config: EngineConfig) -> CompiledForward | None:
+    """The compiled pass of a model, which nothing has been compiled of yet; None: it goes without.
+
+    Raises:
+        ConfigError: compiling was asked for, and cannot be.
+    """
+    if config.compile is False or model.config.batch_invariant:
+        return None
+    problem = why_not_compiled(model)
+    if problem and config.compile:
+        raise ConfigError("compile", True, problem, "leave it out")
+    wanted = config.compile or is_large(model)
+    return CompiledForward(model) if wanted and not problem else None

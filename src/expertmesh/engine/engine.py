@@ -4,7 +4,6 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +23,28 @@ from expertmesh.engine.checks import (
     prompts_of,
     token_ids_of,
 )
-from expertmesh.engine.compiled import CompiledForward, is_large, why_not_compiled
+from expertmesh.engine.compiled import compiled_forward
 from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache
+from expertmesh.engine.opening import open_served
 from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.engine.parallel import (
     EngineRanks,
     RankedRunner,
     as_parallel,
-    open_shared,
     share,
 )
 from expertmesh.engine.request import Request, SamplingParams, Sequence, State
 from expertmesh.engine.runner import Runner, StepResult
 from expertmesh.engine.scheduler import Scheduler, Step
+from expertmesh.engine.stats import EngineStats
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.parallel.serving import as_plain, world_of
-from expertmesh.runs.open import Slots, find_model, open_model
 from expertmesh.runs.paged import paged_layers
 from expertmesh.text.format import TextFormat, text_format
 
@@ -62,41 +61,6 @@ class _Answer:
     experts: dict[int, Tensor] = field(default_factory=dict)
     error: str | None = None
     lookup: PromptLookup = field(default_factory=PromptLookup)
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine is doing, and has done.
-
-    Attributes:
-        num_running: sequences that hold blocks.
-        num_waiting: sequences that wait.
-        num_blocks: blocks of the cache.
-        num_used_blocks: blocks that sequences hold.
-        num_cached_blocks: blocks that nobody holds, whose prefix is known.
-        num_steps: steps so far.
-        num_prompt_tokens: tokens of prompts that were computed.
-        num_generated_tokens: tokens that were drawn.
-        num_preemptions: sequences that gave their blocks back.
-        prefix_queries: tokens that were looked for in the cache.
-        prefix_hits: tokens that were found.
-        num_draft_tokens: tokens that were guessed.
-        num_accepted_tokens: guesses that were right.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 class Engine:
@@ -154,7 +118,7 @@ class Engine:
         self._ranks = parallel if isinstance(parallel, EngineRanks) else None
         told = None if parallel is None or self._ranks else as_parallel(parallel)
         if isinstance(model, str | Path):
-            model, text, self._ranks = _opened(model, tokenizer, self.config, told)
+            model, text, self._ranks = open_served(model, tokenizer, self.config, told)
             tokenizer = text.tokenizer
         else:
             for name in ("device", "dtype", "expert_slots", "implementation"):
@@ -218,8 +182,9 @@ class Engine:
         ]
         self._runner: Runner
         self._scheduler: Scheduler | GroupScheduler
+        compiled = compiled_forward(model, self.config)
         if ranks is None:
-            self._runner = Runner(model, cache, self._compiled_forward())
+            self._runner = Runner(model, cache, compiled)
             (self._scheduler,) = schedulers
         else:
             self._runner = RankedRunner(model, cache, ranks)
@@ -228,15 +193,6 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, _Answer] = {}
         self._arrivals = self._steps = self._prompt_tokens = self._generated = 0
-
-    def _compiled_forward(self) -> CompiledForward | None:
-        if self.config.compile is False or self.model.config.batch_invariant:
-            return None
-        problem = why_not_compiled(self.model)
-        if problem and self.config.compile:
-            raise ConfigError("compile", True, problem, "leave it out")
-        wanted = self.config.compile or is_large(self.model)
-        return CompiledForward(self.model) if wanted and not problem else None
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
         if self.config.num_blocks is not None:
@@ -638,44 +594,3 @@ class Engine:
         for sequence in request.sequences:
             del self._answers[sequence]
         return outputs
-
-
-def _opened(
-    path: str | Path,
-    tokenizer: Tokenizer | None,
-    config: EngineConfig,
-    parallel: ParallelConfig | None,
-) -> tuple[Any, TextFormat, EngineRanks | None]:
-    """The model of a folder, what text is to it, and the ranks that share it."""
-    if tokenizer is not None:
-        raise ConfigError("tokenizer: the folder has its own; leave it out")
-    dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    if config.implementation == "transformers":
-        if parallel is not None:
-            raise ConfigError(
-                "implementation",
-                "transformers",
-                "is served by one process",
-                "leave parallel out, or open the model as our GPT",
-            )
-        # by name, since the doors to other libraries lie above the engine and are imported by those who use them only
-        door = import_module("expertmesh.integrations.transformers.decoder")
-        opened_there: tuple[Any, TextFormat] = door.open_decoder(
-            path, device=config.device, dtype=dtype
-        )
-        return *opened_there, None
-    run = find_model(path)
-    if not run.family.generates_text:
-        raise ConfigError(
-            f"{path}: is of family {run.family.name}, which writes no text; the engine serves a gpt"
-        )
-    if config.deterministic:
-        run = replace(run, config=run.config.updated({"model.batch_invariant": True}))
-    slots = None
-    if config.expert_slots is not None:
-        slots = Slots(config.expert_slots, config.expert_fetch_ahead)
-    if parallel is not None:
-        opened = open_shared(run, parallel, device=config.device, dtype=dtype, slots=slots)
-        return opened.model, opened.text, opened.shared
-    opened = open_model(run, device=config.device, dtype=dtype, slots=slots)
-    return opened.model, opened.text, None

@@ -33,8 +33,7 @@ from expertmesh.engine.runner import (
 )
 from expertmesh.engine.scheduler import Step
 from expertmesh.errors import CollectiveError, ConfigError, text_of
-from expertmesh.models.gpt.model import GPT
-from expertmesh.models.gpt.parallelize import spread_gpt_for_engine
+from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.row_arithmetic import RowArithmetic
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
 from expertmesh.parallel.ranks import Ranks
@@ -78,11 +77,7 @@ def share(model: Any, config: ParallelConfig, world: World) -> EngineRanks:
     Raises:
         ConfigError: the model is none that ranks can share, or the degrees do not fit.
     """
-    if not isinstance(model, GPT):
-        raise ConfigError(
-            f"parallel: a {type(model).__name__} is served by one process; leave it out, or open the model as our GPT"
-        )
-    degrees, groups, sizes = spread_gpt_for_engine(model, config, world)
+    degrees, groups, sizes = spread_for_engine(model, config, world)
     return EngineRanks(degrees, groups, sizes, world)
 
 

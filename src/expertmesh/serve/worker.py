@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from expertmesh.engine.engine import Engine, EngineStats
+from expertmesh.engine.engine import Engine
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.stats import EngineStats
 from expertmesh.errors import CollectiveError, ConfigError
 
 _MOST_FAILURES = 3

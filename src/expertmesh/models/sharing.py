@@ -1,0 +1,26 @@
+"""Which models the ranks of an engine can share, and who cuts them."""
+
+from typing import Any
+
+from expertmesh.comm.world import World
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import spread_gpt_for_engine
+from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
+from expertmesh.parallel.serving import ServingDegrees
+
+
+def spread_for_engine(
+    model: Any, config: ParallelConfig, world: World
+) -> tuple[ServingDegrees, ServingGroups, StepSizes]:
+    """Cut a model over ranks, in place; see `spread_gpt_for_engine`. Every rank must call.
+
+    Raises:
+        ConfigError: it is of a kind that one process serves, or the degrees do not fit.
+    """
+    if not isinstance(model, GPT):
+        raise ConfigError(
+            f"parallel: a {type(model).__name__} is served by one process; leave it out, or open the model as our GPT"
+        )
+    return spread_gpt_for_engine(model, config, world)
