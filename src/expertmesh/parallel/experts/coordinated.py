@@ -182,9 +182,10 @@ class CoordinatedJourney:
         column = self._way.groups.column
         if column.size == 1:
             return y_RD
-        rows, pending = start_all_to_all(
-            y_RD, None, None, column, where=f"{self._way.layer}, combine"
-        )
+        # sizes of each, though they are the same: on a CPU both directions of a link are then used at once
+        sizes = [len(y_RD) // column.size] * column.size
+        where = f"{self._way.layer}, combine"
+        rows, pending = start_all_to_all(y_RD, sizes, sizes, column, where=where)
         wait_for(pending)
         return _added(rows.unflatten(0, (column.size, -1)))
 
