@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import tyro
 from benchmarks.harness import Clock, checked, circumstances, write_report
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 _now = time.perf_counter
 """Or the CPU time of this process, see `main`."""
@@ -86,6 +88,8 @@ def write_model(path: Path) -> None:
             std = parameter.shape[-1] ** -0.5 * (2.0 if ".gate." in name else 1.0)
             torch.nn.init.normal_(parameter, std=1.0 if "embed" in name else std)
     model.to(torch.bfloat16).save_pretrained(path)
+    words = {"<eos>": 0} | {f"<{i}>": i for i in range(1, VOCAB)}
+    Tokenizer(WordLevel(words, unk_token="<eos>")).save(str(path / "tokenizer.json"))
 
 
 def _ours(path: str, deterministic: bool) -> Contender:

@@ -322,13 +322,11 @@ def _line(prompt: Asked, output: Any) -> str:
 
 def _asked_in(path: Path, text: str) -> list[Asked]:
     """The prompts of a file: its lines, or the objects on them."""
-    lines = list(filter(str.strip, lines_of(text)))
+    lines = [(number, line) for number, line in enumerate(lines_of(text), 1) if line.strip()]
     if path.suffix != ".jsonl":
-        return [*lines]
+        return [line for _, line in lines]
     found: list[Asked] = []
-    for number, line in enumerate(lines_of(text), 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         where = f"--input {path}: line {number}"
         try:
             value = parse_json(line)

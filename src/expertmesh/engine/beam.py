@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.engine.lockstep import NOT_FINITE, check_room, check_sources, pad_right
+from expertmesh.engine.lockstep import check_room, check_sources, pad_right
+from expertmesh.engine.output import NOT_FINITE
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder, evaluating
 from expertmesh.ops.dtypes import accumulate_dtype

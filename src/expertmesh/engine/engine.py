@@ -28,7 +28,7 @@ from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.opening import open_served
-from expertmesh.engine.output import Logprob, RequestOutput
+from expertmesh.engine.output import NOT_FINITE, Logprob, RequestOutput
 from expertmesh.engine.parallel import (
     EngineRanks,
     RankedRunner,
@@ -541,10 +541,7 @@ class Engine:
         num_new = len(sequence.new_ids)
         may_end = num_new > request.params.min_tokens
         if is_broken:
-            answer.error = (
-                f"logits after {len(sequence.token_ids) - 1} tokens are not finite: the weights are damaged, or the compute dtype is "
-                "too small for them; use another checkpoint or float32"
-            )
+            answer.error = NOT_FINITE.format(len(sequence.token_ids) - 1)
             sequence.token_ids.pop()
             self._scheduler.finish(sequence, "error")
         elif token in request.end_ids and may_end:

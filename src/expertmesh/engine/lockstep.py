@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from expertmesh.engine.output import RequestOutput
+from expertmesh.engine.output import NOT_FINITE, RequestOutput
 from expertmesh.engine.request import SamplingParams, is_number
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
@@ -26,10 +26,6 @@ _SERVED = {
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
     "ignore_eos",
 }
-NOT_FINITE = (
-    "logits after {} tokens are not finite: the weights are damaged, or the compute dtype is too small for them; use another "
-    "checkpoint or float32"
-)
 
 
 class Lockstep:

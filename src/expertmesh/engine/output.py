@@ -6,6 +6,12 @@ from torch import Tensor
 
 from expertmesh.engine.request import FinishReason
 
+NOT_FINITE = (
+    "logits after {} tokens are not finite: the weights are damaged, or the compute dtype is too small for them; use another "
+    "checkpoint or float32"
+)
+"""What an answer ends with whose model is broken, after so many tokens."""
+
 
 @dataclass(frozen=True)
 class Logprob:
