@@ -199,8 +199,8 @@ DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_layers_that_predict_further_tokens_are_left_out(hub, tmp_path, more):
-    """GLM-4.5 has one behind its last layer, which config.json counts apart."""
+def test_layers_that_predict_further_tokens_are_left_out(hub, tmp_path, more, caplog):
+    """GLM-4.5 has one behind its last layer, which config.json counts apart. It is said."""
     ahead = {"model.layers.2.eh_proj.weight": torch.zeros(24, 48)}
     values = {"num_nextn_predict_layers": more}
     folder = spoiled(hub["glm4_moe"][0], tmp_path / "ahead", lambda t: t.update(ahead), **values)
@@ -209,7 +209,11 @@ def test_layers_that_predict_further_tokens_are_left_out(hub, tmp_path, more):
             load_pretrained(folder)
         return
     plain = load_pretrained(hub["glm4_moe"][0]).state_dict()
-    for name, tensor in load_pretrained(folder).state_dict().items():
+    assert not caplog.messages
+    found = load_pretrained(folder).state_dict()
+    (line,) = caplog.messages
+    assert "model.layers.2.* predicts a further token, and is left out: 1,152 numbers" in line
+    for name, tensor in found.items():
         assert torch.equal(tensor, plain[name]), name
 
 

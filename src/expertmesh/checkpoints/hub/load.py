@@ -1,6 +1,7 @@
 """A GPT of ours with the weights of a hub checkpoint."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class HubModel:
         self._files = HubFiles(folder)
         found = list(pieces(self.config, hub_family(values).model_type))
         shapes = {piece.theirs: piece.theirs_shape for piece in found}
-        self._files.leave_out(_ahead(values))
+        _leave_out_ahead(self._files, values)
         if self.config.tie_embeddings:
             self._files.tie("model.embed_tokens.weight", "lm_head.weight")
         check_tensors(self._files, shapes)
@@ -144,6 +145,18 @@ def _say_rounded(found: list[Piece], files: HubFiles, tensors: dict[str, Tensor]
             "%s: %s%s rounded from %s to the %s of config.json, as in transformers; keep them by dtype=%s",
             *(files.folder, name, f"{more} are" if more else " is"),
             *(str(dtype).removeprefix("torch.") for dtype in (theirs, ours, theirs)),
+        )
+
+
+def _leave_out_ahead(files: HubFiles, values: dict[str, Any]) -> None:
+    """Forget the layers that predict further tokens, and say so."""
+    beginnings = _ahead(values)
+    found = [e.shape for n, e in files.entries.items() if n.startswith(beginnings)]
+    files.leave_out(beginnings)
+    if found:
+        _log.warning(
+            "%s: %s* predicts a further token, and is left out: %s numbers that are not counted among the model's",
+            *(files.folder, "*, ".join(beginnings), f"{sum(map(math.prod, found)):,}"),
         )
 
 

@@ -49,9 +49,8 @@ def layer_activation_bytes(
             bytes_per_token -= (width + 2 * kv_width) * compute  # nothing keeps the common output
     if config.qk_norm:
         bytes_per_token += width * compute  # the queries before norm and rotation
-    if (
-        config.is_latent
-    ):  # the small vectors and their norms' inputs; heads of keys and values are counted above
+    if config.is_latent:
+        # the small vectors and their norms' inputs; heads of keys and values are counted above
         small = (config.latent.q_lora_rank or 0) + (config.latent.kv_lora_rank or 0)
         bytes_per_token += small * (compute + stream)
     if not num_experts:

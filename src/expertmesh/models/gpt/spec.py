@@ -45,6 +45,22 @@ def _parameters(config: ModelConfig) -> Iterator[Parameter]:
         )
 
 
+def prediction_spec(config: ModelConfig) -> ModelSpec:
+    """The layer behind the last that predicts a further token (DeepSeek-V3, section 2.2), which no GPT of ours has.
+
+    Embedding and output are the model's own, though some files repeat them. Published counts contain it or not.
+
+    Args:
+        config: the model before it, of whose last layer's kind it is.
+    """
+    D, part = config.dim, "prediction"
+    rows = [parameter(f"{name}.weight", "norm", part, model=D) for name in ("enorm", "hnorm")]
+    rows.append(parameter("eh_proj.weight", "matrix", part, model=D, both=2 * D))
+    rows += _layer(config, config.experts_per_layer()[-1])
+    rows.append(parameter("final_norm.weight", "norm", part, model=D))
+    return ModelSpec(tuple(rows), experts_per_token=config.moe.top_k)
+
+
 def _layer(config: ModelConfig, num_experts: int) -> Iterator[Parameter]:
     D = config.dim
     yield parameter("attention_norm.weight", "norm", "norms", model=D, hub="input_layernorm.weight")
