@@ -289,6 +289,19 @@ def test_several_processes_answer_once(
     assert "torchrun" in capsys.readouterr().err
 
 
+def test_ranks_that_share_a_model_say_the_same(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(run_dir), "--greedy", "--max-tokens", "8", PROMPT, "other"]
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    agent, shares = Agent(2, tmp_path), ("--parallel.tp-degree", "2")
+    codes = agent.run(main, [*words, *shares], restarts=0, timeout_s=PATIENCE_S)
+    assert (codes, agent.printed(0), agent.printed(1)) == ([0, 0], expected, "")
+    assert main([*words, *shares]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
 def loaded(run_dir: Path) -> str | list[str]:
     """What a model generates whose experts are spread."""
     with pytest.raises(em.ConfigError, match="spread=True"):
