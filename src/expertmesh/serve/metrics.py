@@ -15,6 +15,11 @@ from expertmesh.serve.worker import Ticket
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 _LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _LOOK_S = 0.05
+_PAGING = {
+    "hits": ("hits", "experts of a step that were in their slots"),
+    "misses": ("misses", "experts of a step that had to be copied"),
+    "bytes": ("bytes_copied", "bytes copied into slots"),
+}
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -117,6 +122,11 @@ class Metrics:
             "num_preemptions": (stats.num_preemptions, "answers that gave their blocks back"),
             "prefix_cache_queries": (stats.prefix_queries, "tokens looked for in the cache"),
             "prefix_cache_hits": (stats.prefix_hits, "tokens found in the cache"),
+            "spec_decode_num_draft_tokens": (stats.num_draft_tokens, "tokens that were guessed"),
+            "spec_decode_num_accepted_tokens": (
+                stats.num_accepted_tokens,
+                "guesses that were right",
+            ),
         }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(f"expertmesh:{name}", text, labels=["model_name"])
@@ -135,3 +145,11 @@ class Metrics:
             for expert, count in enumerate(counts):
                 load.add_metric([self._name, str(layer), str(expert)], count)
         yield load
+        paging = engine.expert_paging()
+        for name, (field, text) in _PAGING.items() if paging else ():
+            family = CounterMetricFamily(
+                f"expertmesh:expert_slot_{name}", text, labels=["model_name", "layer"]
+            )
+            for layer, one in enumerate(paging):
+                family.add_metric([self._name, str(layer)], getattr(one, field))
+            yield family
