@@ -216,3 +216,12 @@ def test_weights_that_are_not_finite_are_an_error(gpt: GPT) -> None:
         gpt.final_norm.weight.fill_(torch.nan)
     with pytest.raises(CheckpointError, match="not finite"):
         written_ids(gpt, [[5]])
+
+
+def test_only_the_engine_guesses():
+    config = em.recipe("gpt-moe-test").model
+    guessing = writer(em.GPT(config, seed=0).eval(), num_draft_tokens=3)
+    assert isinstance(guessing, em.Engine) and guessing.config.num_draft_tokens == 3
+    unpaged = config.updated({"moe.router": "expert_choice", "moe.top_k": 1})
+    with pytest.raises(em.ConfigError, match="num_draft_tokens=3: router=expert_choice"):
+        writer(em.GPT(unpaged, seed=0).eval(), num_draft_tokens=3)

@@ -90,6 +90,7 @@ def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel"
             text.tokenizer,
             end_ids=text.end_ids,
             max_sequences=options.batch_size,
+            num_draft_tokens=options.num_draft_tokens,
             parallel=opened.shared,
         )
         if not engine.leads:
@@ -107,8 +108,9 @@ def _generate(
     import torch
 
     from expertmesh.data.news import Progress
+    from expertmesh.engine.engine import Engine
     from expertmesh.engine.request import SamplingParams
-    from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text
+    from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text, writer
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
 
@@ -129,6 +131,12 @@ def _generate(
         seed=options.seed,
         max_tokens=options.max_tokens,
     )
+
+    if engine is None and options.num_draft_tokens:
+        made = writer(
+            model, text, batch_size=options.batch_size, num_draft_tokens=options.num_draft_tokens
+        )
+        engine = made if isinstance(made, Engine) else None
 
     def asked(prompt: Asked) -> list[int]:
         if not isinstance(prompt, str):
@@ -157,7 +165,8 @@ def _generate(
             print(f"note: {_FORGETS.format(limit)}", file=sys.stderr)
         return [*kept, {"role": "assistant", "content": answer(ids)}]
 
-    ask: Callable[..., Any] = ranks.first if engine is None else lambda function: function()
+    is_alone = opened.shared is not None
+    ask: Callable[..., Any] = (lambda function: function()) if is_alone else ranks.first
     with torch.no_grad(), opened.precision.autocast():
         if options.interactive:
             turns: list[dict[str, str]] = []
@@ -299,6 +308,13 @@ def _parser() -> OptionParser:
     )
     add_place(parser)
     add_ranks(parser, "tp_degree", "ep_degree")
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="guess so many next tokens from what the text said before, and verify them in one step; pays where text repeats (0)",
+    )
     parser.add_argument(
         "--expert-slots",
         type=int,

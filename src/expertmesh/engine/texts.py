@@ -15,7 +15,11 @@ from expertmesh.text.format import TextFormat
 
 
 def writer(
-    model: Any, text: TextFormat | None = None, *, batch_size: int = 32
+    model: Any,
+    text: TextFormat | None = None,
+    *,
+    batch_size: int = 32,
+    num_draft_tokens: int = 0,
 ) -> Engine | Lockstep:
     """What answers prompts with a model in evaluation mode.
 
@@ -23,13 +27,26 @@ def writer(
         model: a `CausalLM`, perhaps spread by `spread_for_inference`; then every rank makes one and asks for the same.
         text: of the model; None: answers have no text.
         batch_size: answers that are computed together.
+        num_draft_tokens: tokens that the engine guesses at a time, see `EngineConfig`.
+
+    Raises:
+        ConfigError: tokens are to be guessed for a model that the engine does not serve.
     """
     tokenizer, ends = (None, ()) if text is None else (text.tokenizer, text.end_ids)
     lockstep = Lockstep(model, tokenizer, end_ids=ends, batch_size=batch_size)
-    if why_not(model) is not None:
+    if problem := why_not(model):
+        if num_draft_tokens:
+            raise ConfigError("num_draft_tokens", num_draft_tokens, problem, "leave it out")
         return lockstep
     # compiling takes longer than most texts, and would change their bits on the way
-    return Engine(model, tokenizer, end_ids=ends, max_sequences=batch_size, compile=False)
+    return Engine(
+        model,
+        tokenizer,
+        end_ids=ends,
+        max_sequences=batch_size,
+        num_draft_tokens=num_draft_tokens,
+        compile=False,
+    )
 
 
 def continue_prompts(
