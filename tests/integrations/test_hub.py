@@ -115,6 +115,42 @@ def test_our_gpt_computes_the_same_logits(hub, name):
     check_logits(ours, model, folder)
 
 
+def gradients_of(model, ids):
+    """Of the sum of all logits, each with a factor of its own, by the names of our GPT or by transformers'."""
+    found = model(ids)
+    logits = found.logits if hasattr(found, "logits") else found.logits_BSV
+    logits.backward(torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits.dtype))
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def by_our_names(model, gradients, target):
+    """Gradients of a model of transformers go through a folder, as weights do."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.zeros_like(p) if gradients[name] is None else gradients[name])
+    model.save_pretrained(target)
+    return load_pretrained(target, dtype=model.dtype).state_dict()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_our_gpt_has_the_same_gradients(hub, name, tmp_path):
+    """Of every parameter, in FP64 as closely as its FP32 norms, angles and routers let transformers say; the balancing bias is none."""
+    folder, model = hub[name]
+    ids = torch.randint(VOCAB, (6, 24))
+    found = gradients_of(load_pretrained(folder, dtype=torch.float64).eval(), ids)
+    wide = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    sides = {"theirs": copy.deepcopy(model), "exact": wide}
+    theirs, exact = (
+        by_our_names(one, gradients_of(one.eval(), ids), tmp_path / what)
+        for what, one in sides.items()
+    )
+    assert found.keys() == exact.keys() - {n for n in exact if n.endswith("expert_bias_E")}
+    for key, gradient in found.items():
+        numerics.assert_two_times(gradient.float(), theirs[key], exact[key].double(), what=key)
+
+
 def halved(folder, model, target):
     """A folder of the hub in BF16, and its model."""
     model = copy.deepcopy(model).to(torch.bfloat16)
