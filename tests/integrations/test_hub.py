@@ -28,6 +28,16 @@ CHANGES = {
     "qwen3_moe": {"decoder_sparse_step": 2, "num_key_value_heads": 1},
     "qwen2_moe": {"decoder_sparse_step": 1, "qkv_bias": True},
     "olmoe": {"num_key_value_heads": 1},
+    "gpt_oss": {
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "deepseek_v2": {
         "topk_method": "group_limited_greedy",
         "n_group": 2,
@@ -81,7 +91,7 @@ def hub(tmp_path_factory):
         model = tiny_model(name, num_experts=4, top_k=2, vocab_size=VOCAB, **changes).eval()
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
-                if tensor.dim() == 1:
+                if tensor.dim() == 1 or key.endswith("bias"):
                     tensor.add_(torch.randn(tensor.shape) * (0.1 if "norm" in key else 0.3))
         folder = tmp_path_factory.mktemp(name) / "hub"
         model.save_pretrained(folder)
@@ -477,7 +487,7 @@ def test_a_converted_tokenizer_ends_texts_by_its_own_token(hub, tmp_path):
 
 
 def test_loading_needs_little_more_than_the_model(hub):
-    for name in ("mixtral", "glm4_moe"):
+    for name in ("mixtral", "glm4_moe", "gpt_oss"):
         folder, _ = hub[name]
         size = sum(
             t.numel() * t.element_size() for t in load_pretrained(folder).state_dict().values()

@@ -96,6 +96,8 @@ REFUSED = {
     "rope_scaling": {"type": "linear", "factor": 2.0},
     "is_causal": False,
     "mlp_bias": True,
+    "swiglu_limit": 5.0,
+    "swiglu_alpha": 1.5,
     "model_type": "llama",
 }
 # what is for training, and is said
@@ -120,6 +122,15 @@ ELSEWHERE = {
         "deepseek_v3": REFUSED,
     }
 }
+ELSEWHERE["attention_bias"]["gpt_oss"] = DONE
+ELSEWHERE["hidden_act"] = {"gpt_oss": REFUSED}
+for of_windows in ("layer_types", "sliding_window"):
+    ELSEWHERE[of_windows] = {"gpt_oss": DONE}
+OF_GPT_OSS = {
+    "attention_bias": False,
+    "layer_types": ["sliding_attention"] * 4,
+    "sliding_window": 9,
+}
 LATENT = ("deepseek_v2", "deepseek_v3")
 # latent attention has sizes of its own; transformers' V2 divides no weights
 for idle in ("head_dim", "num_key_value_heads"):
@@ -142,6 +153,10 @@ def test_every_option_is_done_refused_said_or_idle(name):
             assert model_config(values | {key: 9}) == before, key
         elif (key in DONE and table is None) or table is DONE:
             change = {key: DONE.get(key, True)}
+            if name == "gpt_oss" and key in OF_GPT_OSS:
+                change = {key: OF_GPT_OSS[key]}
+            if name == "gpt_oss" and key == "num_hidden_layers":
+                change["layer_types"] = None
             if key == "norm_topk_prob":
                 change = {key: not values[key]}
             if key in ("topk_group", "n_group", "topk_method") and name == "deepseek_v2":
@@ -157,6 +172,7 @@ def test_every_option_is_done_refused_said_or_idle(name):
             assert after != before, key
             before = model_config(values)
         elif key in REFUSED or table is REFUSED:
+            assert table is None or table is REFUSED
             changed = values | {key: REFUSED.get(key, True)}
             if key == "use_sliding_window":
                 changed |= {"sliding_window": 4096, "max_position_embeddings": 8192}
@@ -198,6 +214,8 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it(name, null):
     for key, value in family.defaults.items():
         if key in ("rope_theta", "partial_rotary_factor"):
             assert value == theirs.rope_parameters[key]
+        elif key == "rope_parameters":
+            assert value.items() <= theirs.rope_parameters.items()
         else:
             assert value == getattr(type(theirs), key), key
         if null and key in (
@@ -211,6 +229,8 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it(name, null):
         if key in ("rope_theta", "partial_rotary_factor"):
             left["rope_parameters"] = {"rope_type": "default"}
         said = {k: v for k, v in full.items() if k != "rope_parameters"} if "rope" in key else full
+        if name == "gpt_oss" and key == "rope_theta":
+            said = said | {"rope_parameters": {"rope_type": "default"}}
         assert model_config(left) == model_config(said | {key: value}), key
 
 
@@ -308,6 +328,7 @@ CHANGED = {
     "group_score": "max",
     "residual": True,
     "bias": True,
+    "router_bias": True,
 }
 
 

@@ -22,7 +22,7 @@ SIZES_F = (1, 5, 8, 11)
 # A single product decides nothing below FP64: where the reference is lucky in it, nothing can be twice as bad.
 SIZES_D_ROUNDED, SIZES_F_ROUNDED = SIZES_D[1:], SIZES_F[1:]
 SIZES_E = (1, 2, 3, 5, 6, 7, 8)
-GATED_AND_NOT = ("swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu")
+GATED_AND_NOT = ("swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu", "clamped_swiglu")
 
 
 # What hypothesis would draw too rarely together, by name.

@@ -145,6 +145,7 @@ FLIPS = {
     "experts": ({}, lambda e: nn.Linear(D, D, dtype=torch.float64), "parameters"),
     "activation": ({}, "geglu", "eval y"),
     "bias": ({}, True, "parameters"),
+    "router_bias": ({}, True, "parameters"),
     "num_shared_experts": ({}, 1, "parameters"),
     "shared_gate": ({"num_shared_experts": 1}, True, "parameters"),
     "shared_hidden_dim": ({"num_shared_experts": 1}, 5, "parameters"),

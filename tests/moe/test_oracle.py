@@ -18,7 +18,7 @@ COSINE_DIM = 3
 
 def make_params(rng, options):
     """Random FP64 parameters under the layer's names."""
-    groups = 2 if options.activation in ("swiglu", "geglu", "reglu") else 1
+    groups = 2 if options.activation in ("swiglu", "geglu", "reglu", "clamped_swiglu") else 1
     n = options.num_experts
     params = {
         "experts.w_in": rng.normal(size=(n, groups, F, D)),

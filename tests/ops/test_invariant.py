@@ -97,7 +97,7 @@ def test_they_are_the_functions_they_stand_for():
             F.rms_norm(x, (10,), x[0], 1e-3),
         ),
     }
-    for name in ("swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"):
+    for name in ("swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu", "clamped_swiglu"):
         h = x.view(6, num_branches(name), -1)
         pairs[name] = (invariant.activate(h, inner_name(name)), activate(h, name))
     for name, (ours, theirs) in pairs.items():

@@ -21,6 +21,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda h: F.relu(h).square(),
+    "clamped_silu": lambda h: h.clamp(max=7) * torch.sigmoid(1.702 * h.clamp(max=7)),
 }
 
 
@@ -64,7 +65,8 @@ def loop_mlp(
     assert w_in is not None and w_out is not None
     h = [F.linear(x, w_in[g], None if b_in is None else b_in[g]) for g in range(w_in.shape[0])]
     if activation in GATED_BY:
-        a = FUNCTIONS[GATED_BY[activation]](h[0]) * h[1]
+        up = h[1].clamp(-7, 7) + 1 if activation == "clamped_swiglu" else h[1]
+        a = FUNCTIONS[GATED_BY[activation]](h[0]) * up
     else:
         a = FUNCTIONS[activation](h[0])
     return F.linear(a, w_out, b_out)

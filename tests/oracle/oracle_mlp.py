@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Array = np.ndarray
-GATED_BY = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+GATED_BY = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "clamped_swiglu": "clamped_silu"}
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -44,10 +44,28 @@ def _relu_slope(z: Array) -> Array:
     return (z > 0).astype(np.float64)
 
 
+def _clamped_silu(z: Array) -> Array:
+    small = np.minimum(z, 7.0)
+    return small * sigmoid(1.702 * small)
+
+
+def _clamped_silu_slope(z: Array) -> Array:
+    s = sigmoid(1.702 * z)
+    return np.where(z <= 7.0, s * (1.0 + 1.702 * z * (1.0 - s)), 0.0)
+
+
+def second_branch(up: Array, activation: str) -> tuple[Array, Array]:
+    """What multiplies act(gate), and its slope."""
+    if activation != "clamped_swiglu":
+        return up, np.ones_like(up)
+    return np.clip(up, -7.0, 7.0) + 1.0, (np.abs(up) <= 7.0).astype(np.float64)
+
+
 FUNCTIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
     "silu": (_silu, _silu_slope),
     "gelu": (_gelu, _gelu_slope),
     "relu": (_relu, _relu_slope),
+    "clamped_silu": (_clamped_silu, _clamped_silu_slope),
     "relu2": (lambda z: _relu(z) ** 2, lambda z: 2.0 * _relu(z)),
 }
 """Name -> (function, derivative)."""
@@ -57,7 +75,7 @@ def activate(h_GF: Array, activation: str) -> Array:
     """(G, F) pre-activations -> (F,): act(gate) * up where gated (index 0 is the gate), else act(h)."""
     if activation in GATED_BY:
         function, _ = FUNCTIONS[GATED_BY[activation]]
-        return function(h_GF[0]) * h_GF[1]
+        return function(h_GF[0]) * second_branch(h_GF[1], activation)[0]
     return FUNCTIONS[activation][0](h_GF[0])
 
 
@@ -65,7 +83,9 @@ def activate_backward(h_GF: Array, da_F: Array, activation: str) -> Array:
     """Gradient of the pre-activations from the gradient of the activation."""
     if activation in GATED_BY:
         function, slope = FUNCTIONS[GATED_BY[activation]]
-        return np.stack([da_F * h_GF[1] * slope(h_GF[0]), da_F * function(h_GF[0])])
+        second, second_slope = second_branch(h_GF[1], activation)
+        d_up = da_F * function(h_GF[0]) * second_slope
+        return np.stack([da_F * second * slope(h_GF[0]), d_up])
     return (da_F * FUNCTIONS[activation][1](h_GF[0]))[None]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.oracle.oracle import weights_backward
 from tests.oracle.oracle_losses import balance_loss_backward, loss_groups, z_loss_backward
-from tests.oracle.oracle_mlp import FUNCTIONS, GATED_BY, MLP, mlp_of, sigmoid
+from tests.oracle.oracle_mlp import FUNCTIONS, GATED_BY, MLP, mlp_of, second_branch, sigmoid
 from tests.oracle.oracle_router import (
     COSINE_EPS,
     MAX_LOG_SCALE,
@@ -142,8 +142,16 @@ class _Rows:
         h = (h if mlp.b_in is None else h + call.operand(mlp.b_in)[:, None]).to(call.low)
         function, slope = FUNCTIONS[GATED_BY.get(mlp.activation, mlp.activation)]
         act, act_slope = h[0].function(function, size=0.0), h[0].function(slope, size=1.0)
-        self.slopes = [act_slope * h[1], act] if mlp.activation in GATED_BY else [act_slope]
-        self.a = (act * h[1] if mlp.activation in GATED_BY else act).to(call.low)
+        self.slopes, self.a = [act_slope], act.to(call.low)
+        if mlp.activation in GATED_BY:
+            up, up_slope = (
+                h[1].function(lambda z, i=i: second_branch(z, mlp.activation)[i], size=1.0)
+                for i in range(2)
+            )
+            plain = mlp.activation != "clamped_swiglu"
+            up = h[1] if plain else up
+            self.slopes = [act_slope * up, act if plain else act * up_slope]
+            self.a = (act * up).to(call.low)
         out = self.a.product("nf,df->nd", self.w_out, mlp.w_out.shape[1])
         self.out = (out if mlp.b_out is None else out + call.operand(mlp.b_out)).to(call.low)
 

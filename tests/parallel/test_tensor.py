@@ -133,7 +133,11 @@ KEPT = {"model.moe.drop_policy": "priority", "model.moe.normalize_weights": "kep
 LOAD = {"model.moe.balance_loss": "importance_load", "model.moe.router_noise": "gaussian"}
 LATENT = {"kv_lora_rank": 6, "q_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
 LATENT = {f"model.latent.{name}": size for name, size in LATENT.items()} | {"model.qk_norm": False}
+OSS = {"out_bias": True, "qkv_bias": True, "sinks": True, "sliding_window": 5, "qk_norm": False}
+OSS |= {"full_attention_every": 2, "activation": "clamped_swiglu", "moe.router_bias": True}
+OSS = {f"model.{name}": value for name, value in OSS.items()}
 TWO = [
+    Case({"tp_degree": 2}, OSS),
     Case({"tp_degree": 2}, LATENT | {"model.latent.v_head_dim": 6}),
     Case({"tp_degree": 2}, GROUPED_QUERY),
     Case({"tp_degree": 2, "route_degree": 1, "zero_stage": 1}, {"train.micro_batch_size": 2}),

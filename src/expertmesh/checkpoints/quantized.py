@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.hub.layout import Piece
+from expertmesh.checkpoints.hub.mxfp4 import KEY, is_mxfp4
 from expertmesh.checkpoints.safetensors import HubFiles, read_json
 from expertmesh.checkpoints.source import Box, Stored, overlap, whole_box
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.ops.quantized.pack import bytes_of_words, from_nibbles, int8_of_bytes
 from expertmesh.ops.quantized.rounding import BLOCK, GROUP_SIZES, Format, Rounded, widened
 
-KEY = "quantization_config"
-"""Of a config.json whose weights are quantised."""
 _BRANCHES = {2: ("gate_proj", "up_proj"), 1: ("up_proj",)}
 _READ = "expertmesh reads int8 per channel, int4 in groups of 32, 64 or 128, and FP8 per block of 128, all symmetric"
 
@@ -305,7 +304,7 @@ class QuantizedModel:
                 continue
             at, theirs = shared
             sizes = [s.stop - s.start for s in piece.ours_at]
-            part = self._wide(piece.theirs)[piece.theirs_at].reshape(sizes)[theirs]
+            part = piece.turned(self._wide(piece.theirs)[piece.theirs_at]).reshape(sizes)[theirs]
             into[at].copy_(part.to(self._plain[ours].dtype))
 
     def _read_expert(self, piece: Piece, into: Tensor, *, is_scale: bool) -> None:
@@ -336,11 +335,11 @@ class QuantizedModel:
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """The values of a folder's config.json where its weights are quantised; else None."""
+    """The values of a folder's config.json where its weights are quantised; None: they are not, or are widened when they are read."""
     if not (folder / "config.json").is_file():
         return None
     try:
         values = read_json(folder / "config.json")
     except ConfigError:  # said by whoever reads it as what it is
         return None
-    return values if values.get(KEY) else None
+    return values if values.get(KEY) and not is_mxfp4(values) else None

@@ -133,7 +133,16 @@ class HubFiles:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor whose memory is the file; not to be written to."""
-        path, dtype, shape, begin = self.entries[name]
+        return self.mapped(self.entries[name])
+
+    def part(self, name: str, at: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor; not to be written to."""
+        return self.tensor(name)[at]
+
+    @staticmethod
+    def mapped(entry: Entry) -> Tensor:
+        """The tensor of an entry, whose memory is the file."""
+        path, dtype, shape, begin = entry
         assert isinstance(dtype, torch.dtype)
         num_bytes = dtype.itemsize * math.prod(shape)
         # of the tensor alone, so that its pages are nobody's when it is gone; copy on write: torch wants memory that it might write to

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from expertmesh.config.base import Config, FieldError
 
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
+Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu", "clamped_swiglu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
 RouterKind = Literal["topk", "cosine", "expert_choice", "hash"]
 RouterNoise = Literal["none", "gumbel", "gaussian", "gumbel_after_first"]
@@ -26,6 +26,8 @@ BalanceLoss = Literal["switch", "gshard", "importance_load", "none"]
 LossScope = Literal["group", "global"]
 Backend = Literal["auto", "triton", "torch", "reference"]
 
+CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
+"""Of clamped_swiglu: the largest gate, which is the largest size of up, too; and the factor inside its sigmoid."""
 GROUP_SCORES = {"top2_sum": 2, "max": 1}
 """How many of its best scores make the score of a group of experts."""
 MOST_FACTOR = 1e6
@@ -103,6 +105,8 @@ class LayerChoices(Config):
     """Weight of the router z-loss."""
     bias: bool = False
     """Biases in the experts."""
+    router_bias: bool = False
+    """Bias on the router's logits, learned with its weight; bias_update_rate has another one, for the choice alone."""
     recompute_h: bool = False
     """Compute the experts' pre-activations again in the backward instead of keeping them: less memory, more time."""
     backend: Backend = "auto"
@@ -357,10 +361,10 @@ def _has_router(router: RouterKind, choices: LayerChoices) -> bool:
 
 NOT_READ_BY: dict[RouterKind, tuple[str, ...]] = {
     "topk": ("cosine_dim",),
-    "cosine": (),
+    "cosine": ("router_bias",),
     "expert_choice": ("cosine_dim", "num_expert_groups", "bias_update_rate"),
     "hash": (
-        *("cosine_dim", "num_expert_groups", "bias_update_rate", "score_function"),
+        *("cosine_dim", "num_expert_groups", "bias_update_rate", "score_function", "router_bias"),
         *("router_noise", "input_jitter", "input_dropout", "logit_temperature"),
         *("balance_loss", "balance_loss_scope", "aux_loss_weight", "z_loss_weight"),
     ),

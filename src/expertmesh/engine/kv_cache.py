@@ -1,7 +1,7 @@
 """Keys and values in blocks, and the attention of a step's tokens over them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,17 +133,21 @@ class PagedContext:
                 k, v = (
                     t.index_select(0, span.places_L).transpose(0, 1)[None] for t in (k_all, v_all)
                 )
-            if span.count == 1 and rule.is_plain and not arithmetic.batch_invariant:
-                first = rule.first_seen(span.num_keys - 1)
-                if first:
-                    k, v = (t[:, :, first:] for t in (k, v))
+            is_one, seen, own = span.count == 1 and not arithmetic.batch_invariant, span.seen, rule
+            if is_one and (first := rule.first_seen(span.num_keys - 1)):
+                k, v = (t[:, :, first:] for t in (k, v))
+                seen, own = (
+                    visible(1, k.shape[2], device=k.device),
+                    replace(rule, window=None, chunk=None),
+                )
+            if is_one and rule.is_plain:
                 parts.append(F.scaled_dot_product_attention(q_T1hGd[span.first], k, v))
             else:
                 q = q_THd.narrow(0, span.first, span.count).transpose(0, 1)[None]
                 if is_plain and not arithmetic.batch_invariant and blockwise.serves(q, k):
                     y = blockwise.causal_attention(q, k, v)
                 else:
-                    y = arithmetic.attention(q, k, v, span.seen, rule)
+                    y = arithmetic.attention(q, k, v, seen, own)
                 parts.append(y[0].transpose(0, 1).view(span.count, *q_T1hGd[0].shape[1:]))
         return torch.cat(parts).flatten(1)
 

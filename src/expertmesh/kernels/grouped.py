@@ -208,6 +208,9 @@ def activate(h, INNER: tl.constexpr):
         return h * sigmoid(h)
     if INNER == "gelu":
         return 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+    if INNER == "clamped_silu":
+        small = tl.where(h > 7.0, 7.0, h)
+        return small * sigmoid(1.702 * small)
     positive = tl.where(h < 0.0, 0.0, h)
     if INNER == "relu":
         return positive
@@ -225,7 +228,26 @@ def slope(h, INNER: tl.constexpr):
         return cdf + h * 0.3989422804014327 * tl.exp(-0.5 * h * h)
     if INNER == "relu":
         return tl.where(h <= 0.0, 0.0, 1.0)
+    if INNER == "clamped_silu":
+        share = sigmoid(1.702 * h)
+        return tl.where(h > 7.0, 0.0, share * (1.0 + 1.702 * h * (1.0 - share)))
     return 2.0 * tl.where(h < 0.0, 0.0, h)
+
+
+@triton.jit
+def second_branch(up, INNER: tl.constexpr):
+    """What multiplies act(gate): up, or clamp(up, -7, 7) + 1, FP32; NaN stays NaN."""
+    if INNER == "clamped_silu":
+        return tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return up
+
+
+@triton.jit
+def second_slope(up, INNER: tl.constexpr):
+    """The derivative of `second_branch` at up, FP32."""
+    if INNER == "clamped_silu":
+        return tl.where(tl.abs(up) > 7.0, 0.0, 1.0)
+    return 1.0
 
 
 @triton.jit

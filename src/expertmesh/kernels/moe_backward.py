@@ -23,6 +23,8 @@ from expertmesh.kernels.grouped import (
     product,
     row_weights,
     rows_from,
+    second_branch,
+    second_slope,
     slope,
     store_branches,
     store_rows,
@@ -81,7 +83,10 @@ def _through_activation(
             places = h_ptr + row[:, None] * F + f[None, :]
             gate = tl.load(places, mask=live[:, None] & (f < F)[None, :], other=0.0).to(tl.float32)
         act = activate(gate, INNER)
-        hidden = act * up if G == 2 else act
+        hidden = act
+        if G == 2:
+            other = second_branch(up, INNER)
+            hidden = act * other
         # columns behind F: grad is 0 there, and so is act of the zeros loaded for H
         partial = tl.sum(grad * hidden, 1)
         if a is not None:
@@ -89,8 +94,8 @@ def _through_activation(
         if d_h is not None:
             grad *= s[:, None]
             if G == 2:
-                d_gate = (grad * up * slope(gate, INNER)).to(dtype)
-                d_up = (grad * act).to(dtype)
+                d_gate = (grad * other * slope(gate, INNER)).to(dtype)
+                d_up = (grad * act * second_slope(up, INNER)).to(dtype)
             else:
                 d_gate = (grad * slope(gate, INNER)).to(dtype)
                 d_up = None
@@ -276,7 +281,7 @@ def hidden_grad(
         h_RH: (R, G * F) from `moe_forward.up`.
         rows: sorted rows, cut in tiles of plan.block_m.
         plan: tile sizes.
-        inner: the point-wise function in the activation: silu, gelu, relu or relu2.
+        inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
         interleaved: whether gate and up alternate in H.
         need_a: whether A' is wanted.
         need_h: whether dH is wanted.

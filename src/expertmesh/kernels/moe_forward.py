@@ -21,6 +21,7 @@ from expertmesh.kernels.grouped import (
     round_pairs,
     row_weights,
     rows_from,
+    second_branch,
     store_branches,
     store_rows,
     tile_place,
@@ -199,7 +200,7 @@ def _store_hidden(
         if a is not None:
             act = activate(gate.to(tl.float32), INNER)
             if G == 2:
-                act *= up.to(tl.float32)
+                act *= second_branch(up.to(tl.float32), INNER)
             store_rows(a, (act * s[:, None]).to(OUT), row, live, first, end, n, F, RAGGED)
 
 
@@ -348,7 +349,7 @@ def up(
         weights_TK: (T, K) routing weights, contiguous.
         rows: sorted rows, cut in tiles of plan.block_m.
         plan: tile sizes.
-        inner: the point-wise function in the activation: silu, gelu, relu or relu2.
+        inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
         store_h: whether H is wanted.
         store_a: whether A' is wanted.
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from expertmesh.config.moe import MoEConfig
 from expertmesh.layout.spec import Parameter, parameter
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu", "clamped_swiglu"})
 
 
 class HasFeedForwards(Protocol):
@@ -71,6 +71,9 @@ def moe(config: HasFeedForwards, num_experts: int) -> Iterator[Parameter]:
         yield parameter(
             "moe.router.proj.weight", "router", "router", expert=E, model=D, hub="mlp.gate.weight"
         )
+        if options.router_bias:
+            name = "moe.router.proj.bias"
+            yield parameter(name, "bias", "router", expert=E, hub="mlp.gate.bias")
     F = options.hidden_dim
     yield from mlp("moe.experts", "experts", config, F, bias=options.bias, num_experts=E)
     if options.num_shared_experts or options.shared_hidden_dim:
@@ -117,8 +120,8 @@ def mlp(
     cut = None if num_experts else "hidden"
     hub = _IN_HUB.get(part)
     branches = ("gate_proj.weight", "up_proj.weight") if G == 2 else ("up_proj.weight",)
-    into = () if hub is None else tuple(hub + branch for branch in branches)
-    out = () if hub is None else (f"{hub}down_proj.weight",)
+    into: tuple[str, ...] = () if hub is None else tuple(hub + branch for branch in branches)
+    out: tuple[str, ...] = () if hub is None else (f"{hub}down_proj.weight",)
     yield parameter(
         f"{name}.w_in", "matrix", part, **lead, branch=G, hidden=F, model=D, cut=cut, hub=into
     )
@@ -134,5 +137,8 @@ def mlp(
         hub=out,
     )
     if bias:
-        yield parameter(f"{name}.b_in", "bias", part, **lead, branch=G, hidden=F, cut=cut)
-        yield parameter(f"{name}.b_out", "bias", part, **lead, model=D)
+        into, out = (
+            tuple(own.replace(".weight", ".bias") for own in names) for names in (into, out)
+        )
+        yield parameter(f"{name}.b_in", "bias", part, **lead, branch=G, hidden=F, cut=cut, hub=into)
+        yield parameter(f"{name}.b_out", "bias", part, **lead, model=D, hub=out)

@@ -226,6 +226,9 @@ class Attention(nn.Module):
         layer_index: which layer of a cache is this one's.
         qk_norm_scope: whether that norm is over each "head", or over all queries (keys) of a token, the "projection".
         qkv_bias: whether queries, keys and values have biases.
+        out_bias: whether the output projection has one.
+        sinks: whether each query head has a learned score without a value; see `ScoreRule`.
+        window: tokens that a token sees at most, itself among them; None: all before it.
         arithmetic: the arithmetic of everything in evaluation.
         device: the device of the parameters.
         dtype: the type of the parameters.
@@ -243,6 +246,9 @@ class Attention(nn.Module):
         layer_index: int,
         qk_norm_scope: Literal["head", "projection"] = "head",
         qkv_bias: bool = False,
+        out_bias: bool = False,
+        sinks: bool = False,
+        window: int | None = None,
         arithmetic: RowArithmetic = ORDINARY,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -252,8 +258,11 @@ class Attention(nn.Module):
         self.layer_index, self.arithmetic = layer_index, arithmetic
         rows = (num_heads + 2 * num_kv_heads) * head_dim
         how: dict[str, Any] = {"arithmetic": arithmetic, "device": device, "dtype": dtype}
+        self.window = window
+        empty = torch.zeros(num_heads, device=device, dtype=dtype) if sinks else None
+        self.sinks = None if empty is None else nn.Parameter(empty)
         self.qkv = Linear(dim, rows, bias=qkv_bias, **how)
-        self.out = Linear(num_heads * head_dim, dim, **how)
+        self.out = Linear(num_heads * head_dim, dim, bias=out_bias, **how)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.norms_heads = qk_norm_scope == "head"
@@ -286,7 +295,10 @@ class Attention(nn.Module):
             for t, norm in ((q_THd, self.q_norm), (k_Thd, self.k_norm))
         )
         arithmetic = self.arithmetic.in_mode(self.training)
-        y = context.attend(self.layer_index, q_THd, k_Thd, v_Thd, arithmetic=arithmetic)
+        call: dict[str, Any] = {"arithmetic": arithmetic}
+        if self.sinks is not None or self.window is not None:
+            call["rule"] = ScoreRule(window=self.window, sinks_H=self.sinks)
+        y = context.attend(self.layer_index, q_THd, k_Thd, v_Thd, **call)
         return self.out(y).view(x_BSD.shape)
 
     def _norm_and_rope(

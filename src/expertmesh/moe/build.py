@@ -27,6 +27,7 @@ def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None
         dim=options.dim,
         num_experts=options.num_experts,
         cosine_dim=options.cosine_dim,
+        router_bias=options.router_bias,
         **_arithmetic(options),
         device=device,
         dtype=accumulate_dtype(dtype or torch.get_default_dtype()),

@@ -93,7 +93,7 @@ class GroupedExperts(nn.Module):
         num_experts: E.
         dim: D.
         hidden_dim: F.
-        activation: swiglu, geglu, reglu, gelu, relu, relu2 or silu.
+        activation: swiglu, geglu, reglu, gelu, relu, relu2, silu or clamped_swiglu.
         bias: whether there are b_in and b_out.
         recompute_h: do not save the pre-activations, compute them again in the backward; the same results to the bit.
         arithmetic: the arithmetic of the operator in evaluation.

@@ -90,6 +90,7 @@ class MoELayer(nn.Module):
             called on its (n, D) rows. They synchronise with the host. None: grouped experts.
         activation: the activation of the experts, the shared experts and the residual MLP.
         bias: whether these have biases.
+        router_bias: whether the router's logits have one, learned like its weight (gpt-oss).
         num_shared_experts: experts that every token passes: one dense MLP of this many times hidden_dim.
         shared_hidden_dim: hidden size of that MLP; None: num_shared_experts * hidden_dim.
         shared_gate: its output times sigmoid(g . x), with a learned g, per token (Qwen2-MoE).

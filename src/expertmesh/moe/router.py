@@ -41,15 +41,16 @@ def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 
 
 class _Projection(Linear):
-    """A router's linear map without bias, in full precision."""
+    """A router's linear map in full precision."""
 
     def forward(self, x: Tensor) -> Tensor:
         arithmetic = self.arithmetic.in_mode(self.training)
-        return arithmetic.router_linear(x, self.weight, backend=self.backend)
+        logits = arithmetic.router_linear(x, self.weight, backend=self.backend)
+        return logits if self.bias is None else logits + self.bias
 
 
 class LinearRouter(_FullPrecisionModule):
-    """logits = W x.
+    """logits = W x, or W x + b.
 
     The weight is FP32 (FP64 in an FP64 layer) whatever the layer's dtype, and stays so under `.to(torch.bfloat16)`
     and `.half()`, because a rounded router weight changes which expert is chosen.
@@ -60,15 +61,16 @@ class LinearRouter(_FullPrecisionModule):
         *,
         dim: int,
         num_experts: int,
+        router_bias: bool = False,
         arithmetic: RowArithmetic = ORDINARY,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         **of_others: Any,
     ) -> None:
-        """Make a router without bias; `dtype` is FP32 or FP64. Options of other routers are not read."""
+        """Make a router; `dtype` is FP32 or FP64. Options of other routers are not read."""
         super().__init__()
-        how: dict[str, Any] = {"arithmetic": arithmetic, "backend": backend}
+        how: dict[str, Any] = {"arithmetic": arithmetic, "backend": backend, "bias": router_bias}
         self.proj = _Projection(dim, num_experts, device=device, dtype=dtype, **how)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -94,6 +96,7 @@ class CosineRouter(_FullPrecisionModule):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        **of_others: Any,
     ) -> None:
         """Make a router that compares in `cosine_dim` dimensions."""
         super().__init__()

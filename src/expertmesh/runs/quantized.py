@@ -42,7 +42,7 @@ def open_quantized(folder: Path, config: Any) -> QuantizedModel:
     state = GPT(config.model, device="meta", dtype=dtype).state_dict()
     tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
     found = (
-        pieces(config.model, hub_family(values).model_type)
+        pieces(config.model, hub_family(values).model_type, one_by_one=True)
         if "model_type" in values
         else own_pieces(tensors)
     )

@@ -15,7 +15,7 @@ from expertmesh.ops.cpu.compiled_passes import CompiledPasses, serves
 
 KINDS = [(name, torch.bfloat16) for name in Activation.__args__]
 KINDS += [(name, torch.float32) for name in ("swiglu", "gelu")]
-KINDS += [("geglu", torch.float16)]
+KINDS += [("geglu", torch.float16), ("clamped_swiglu", torch.float32)]
 
 
 needs_compiler = pytest.mark.usefixtures("cpp_compiler")

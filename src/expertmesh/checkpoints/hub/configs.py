@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 
@@ -141,6 +142,49 @@ def _deepseek3(v: Values) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(v: Values) -> dict[str, Any]:
+    window, every = _windows(v)
+    moe = _moe(v, "num_local_experts", "intermediate_size", normalizes=True)
+    return {
+        "activation": "clamped_swiglu",
+        "qkv_bias": v["attention_bias"],
+        "out_bias": v["attention_bias"],
+        "sinks": True,
+        "sliding_window": window,
+        "full_attention_every": every,
+        "moe": moe
+        | {
+            "score_function": "softmax_after_topk",
+            "bias": True,
+            "router_bias": True,
+        },
+    }
+
+
+def _windows(v: Values) -> tuple[int | None, int | None]:
+    """`sliding_window` and `full_attention_every` of layers of which every n-th sees all, as `layer_types` says.
+
+    Raises:
+        ConfigError: no such n makes them.
+    """
+    layers, window = v["num_hidden_layers"], v["sliding_window"]
+    kinds = v.get("layer_types") or layer_types(layers, 2)
+    if window is None or list(kinds) == ["full_attention"] * layers:
+        return None, None
+    for every in (*range(2, layers + 1), None):
+        if list(kinds) == layer_types(layers, every):
+            return window, every
+    raise ConfigError(
+        f"layer_types={kinds!r}: a GPT of expertmesh has windows in all layers, or in all but every n-th of {layers}; use another model"
+    )
+
+
+def layer_types(num_layers: int, every: int | None) -> list[str]:
+    """Kinds of attention as the hub names them, where every n-th layer sees all."""
+    sees_all = [every is not None and i % every == every - 1 for i in range(num_layers)]
+    return ["full_attention" if whole else "sliding_attention" for whole in sees_all]
+
+
 YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_seq_len",
@@ -263,6 +307,25 @@ _DEFAULTS: dict[str, Values] = {
         "routed_scaling_factor": 2.5,
         "moe_intermediate_size": 2048,
     },
+    "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "router_aux_loss_coef": 0.001,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "glm4_moe": {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -298,6 +361,11 @@ _DEEPSEEK2 = _DEEPSEEK | {
     "norm_topk_prob": (False, None),
 }
 _DEEPSEEK3 = _DEEPSEEK | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)}
+_GPT_OSS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", None),
+    "swiglu_limit": (CLAMP_LIMIT, None),
+    "swiglu_alpha": (CLAMP_SLOPE, None),
+}
 _CAUSAL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True, None)}
 
 _TRAINING_ONLY = {
@@ -333,6 +401,7 @@ FAMILIES = {
         _family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, {}, _if_asked),
         _family("olmoe", "OlmoeForCausalLM", _olmoe, _PLAIN),
         _family("glm4_moe", "Glm4MoeForCausalLM", _glm4, {}),
+        _family("gpt_oss", "GptOssForCausalLM", _gpt_oss, _GPT_OSS),
         _family("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek2, _DEEPSEEK2),
         _family("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek3, _DEEPSEEK3),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
 from expertmesh.checkpoints.hub.layout import Piece, pieces
+from expertmesh.checkpoints.hub.mxfp4 import Mxfp4Files, is_mxfp4
 from expertmesh.checkpoints.safetensors import READABLE, HubFiles, check_tensors, read_json
 from expertmesh.checkpoints.source import Box, Stored, overlap, read_into
 from expertmesh.config.base import expanded, parse_json
@@ -41,8 +42,8 @@ def load_pretrained(
     rank's part of it.
 
     Args:
-        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, DeepSeek-V2
-            or DeepSeek-V3 (Kimi-K2 and Moonlight are such).
+        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, DeepSeek-V2,
+            DeepSeek-V3 (Kimi-K2 and Moonlight are such) or gpt-oss, whose experts may be in MXFP4 and are widened.
         device: of the parameters.
         dtype: of the parameters (the router keeps FP32); None: that of config.json, or of most weights if it says none. Tensors of
             a wider type are rounded to it, as in transformers, and that is said.
@@ -97,7 +98,7 @@ class HubModel:
         values = read_config(folder)
         self.path = folder
         self.config = model_config(values)
-        self._files = HubFiles(folder)
+        self._files = Mxfp4Files(folder) if is_mxfp4(values) else HubFiles(folder)
         found = list(pieces(self.config, hub_family(values).model_type))
         shapes = {piece.theirs: piece.theirs_shape for piece in found}
         _leave_out_ahead(self._files, values)
@@ -125,7 +126,8 @@ class HubModel:
                 continue
             ours, theirs = shared
             sizes = [at.stop - at.start for at in piece.ours_at]
-            part = self._files.tensor(piece.theirs)[piece.theirs_at].reshape(sizes)[theirs]
+            part = piece.turned(self._files.part(piece.theirs, piece.theirs_at))
+            part = part.reshape(sizes)[theirs]
             into[ours].copy_(part if into.dtype == dtype else part.to(dtype))
 
 
@@ -184,8 +186,10 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
         )
     check_only_files(folder, what=str(folder), depth=1)
     values = read_json(folder / "config.json")
-    if not is_quantized and (
-        found := [n for n in ("quantization_config", "compression_config") if values.get(n)]
+    if (
+        not is_quantized
+        and (found := [n for n in ("quantization_config", "compression_config") if values.get(n)])
+        and not is_mxfp4(values)
     ):
         raise ConfigError(
             f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing else; "

@@ -3,8 +3,15 @@
 import logging
 from typing import Any, NamedTuple
 
-from expertmesh.checkpoints.hub.configs import ACTIVATIONS, FAMILIES, YARN, HubFamily
+from expertmesh.checkpoints.hub.configs import (
+    ACTIVATIONS,
+    FAMILIES,
+    YARN,
+    HubFamily,
+    layer_types,
+)
 from expertmesh.config.moe import MoEConfig
+from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import ModelConfig
 
@@ -126,6 +133,21 @@ def _deepseek(c: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(c: ModelConfig) -> dict[str, Any]:
+    every = c.full_attention_every if c.sliding_window else 1
+    return {
+        "num_local_experts": c.moe.num_experts[0],
+        "intermediate_size": c.moe.hidden_dim,
+        "hidden_act": "silu",
+        "attention_bias": c.qkv_bias,
+        "sliding_window": c.sliding_window,
+        "layer_types": layer_types(c.num_layers, every),
+        "swiglu_limit": CLAMP_LIMIT,
+        "swiglu_alpha": CLAMP_SLOPE,
+        "router_aux_loss_coef": loss_coefficient(c),
+    }
+
+
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPORTS = {
     "mixtral": _mixtral,
@@ -133,6 +155,7 @@ _EXPORTS = {
     "qwen2_moe": _qwen2,
     "olmoe": _olmoe,
     "glm4_moe": _glm4,
+    "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }
@@ -146,15 +169,18 @@ def export_family(config: ModelConfig) -> HubFamily:
     """
     moe = config.moe
     is_olmoe = config.qk_norm and config.qk_norm_scope == "projection"
+    is_oss = config.sinks or config.activation == "clamped_swiglu"
     gated = moe.shared_gate and moe.score_function != "sigmoid"
     names, rules = "Mixtral, Qwen3-MoE and GLM-4-MoE have", _rules
     if config.is_latent:
         names, rules = "DeepSeek-V2 and V3 have", _latent_rules
+    elif is_oss:
+        names, rules = "gpt-oss, the one with sinks and clamped_swiglu, has", _gpt_oss_rules
     elif is_olmoe:
         names, rules = "OLMoE, the one with such a qk_norm_scope, has", _olmoe_rules
     elif gated:
         names, rules = "Qwen2-MoE, the one with such a shared_gate, has", _qwen2_rules
-    for rule in rules(config):
+    for rule in [*rules(config), *([] if is_oss else _rules_of_attention(config))]:
         if not rule.holds:
             raise ConfigError(
                 f"model.{rule.name}",
@@ -164,6 +190,8 @@ def export_family(config: ModelConfig) -> HubFamily:
             )
     if config.is_latent:
         return FAMILIES["deepseek_v3" if moe.score_function == "sigmoid" else "deepseek_v2"]
+    if is_oss:
+        return FAMILIES["gpt_oss"]
     if is_olmoe or gated:
         return FAMILIES["olmoe" if is_olmoe else "qwen2_moe"]
     if moe.score_function == "sigmoid" or config.qkv_bias:
@@ -187,6 +215,7 @@ def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[st
             "rope_type": "yarn"
         }
         rope = {name: value for name, value in rope.items() if value not in (None, 0.0)}
+        rope["truncate"] = scaling.truncate
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -199,7 +228,7 @@ def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[st
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "hidden_act": {ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.activation],
+        "hidden_act": {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get(config.activation),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope_base,
@@ -286,6 +315,40 @@ def _latent_rules(config: ModelConfig) -> list[_Rule]:
         _Rule("moe.num_shared_experts", moe.num_shared_experts, moe.num_shared_experts > 0),
         *_rules_of_all(moe),
     ]
+
+
+def _gpt_oss_rules(config: ModelConfig) -> list[_Rule]:
+    """Those of a model with sinks, or with its activation."""
+    moe, every = config.moe, config.full_attention_every
+    return [
+        _Rule("moe.num_experts", moe.num_experts, len(set(moe.num_experts)) == 1),
+        _Rule("activation", config.activation, config.activation == "clamped_swiglu"),
+        _Rule("sinks", config.sinks, config.sinks),
+        _Rule("out_bias", config.out_bias, config.out_bias == config.qkv_bias),
+        _Rule("full_attention_every", every, every is None or every <= config.num_layers),
+        _Rule("qk_norm", config.qk_norm, not config.qk_norm),
+        _Rule("rope_fraction", config.rope_fraction, config.rope_fraction == 1),
+        _Rule("first_dense_layers", config.first_dense_layers, not config.first_dense_layers),
+        _Rule("moe_every", config.moe_every, config.moe_every == 1),
+        _Rule("moe.router", moe.router, moe.router == "topk"),
+        _Rule(
+            *("moe.score_function", moe.score_function),
+            moe.score_function == "softmax_after_topk",
+        ),
+        _Rule("moe.bias", moe.bias, moe.bias),
+        _Rule("moe.router_bias", moe.router_bias, moe.router_bias),
+        _Rule("moe.bias_update_rate", moe.bias_update_rate, not moe.bias_update_rate),
+        _Rule("moe.weight_scale", moe.weight_scale, moe.weight_scale == 1),
+        _Rule("moe.num_expert_groups", moe.num_expert_groups, moe.num_expert_groups == 1),
+        _Rule("moe.num_shared_experts", moe.num_shared_experts, not moe.num_shared_experts),
+        *(rule for rule in _rules_of_all(moe) if rule.name not in ("moe.bias", "moe.router_bias")),
+    ]
+
+
+def _rules_of_attention(config: ModelConfig) -> list[_Rule]:
+    """What gpt-oss alone has."""
+    names = ("out_bias", "sinks", "sliding_window")
+    return [_Rule(name, getattr(config, name), not getattr(config, name)) for name in names]
 
 
 def _olmoe_rules(config: ModelConfig) -> list[_Rule]:
@@ -392,6 +455,7 @@ def _rules_of_all(moe: MoEConfig) -> list[_Rule]:
         _Rule("moe.logit_temperature", moe.logit_temperature, moe.logit_temperature == 1),
         _Rule("moe.residual", moe.residual, not moe.residual),
         _Rule("moe.bias", moe.bias, not moe.bias),
+        _Rule("moe.router_bias", moe.router_bias, not moe.router_bias),
     ]
     capacities = ("eval_capacity_factor", "max_capacity_factor")
     return found + [_Rule(f"moe.{n}", getattr(moe, n), getattr(moe, n) is None) for n in capacities]

@@ -205,7 +205,9 @@ def _planned(
 ) -> _Plan:
     model_type = _hub_type(run)
     found = (
-        own_pieces(weights.tensors) if model_type is None else pieces(_model_of(run), model_type)
+        own_pieces(weights.tensors)
+        if model_type is None
+        else pieces(_model_of(run), model_type, one_by_one=True)
     )
     by_ours = [(ours, list(several)) for ours, several in groupby(found, lambda p: p.ours)]
     rounds: dict[str, Any] = {}
@@ -269,7 +271,7 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
             found = torch.empty(shape, dtype=kept)
             for piece in several:
                 if piece.theirs == name:
-                    part = found[piece.theirs_at]
+                    part = piece.turned(found[piece.theirs_at])
                     part.copy_(tensor[piece.ours_at].reshape(part.shape))
             if name not in plan.rounds:
                 yield found

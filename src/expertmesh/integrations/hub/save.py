@@ -157,7 +157,7 @@ def _value(target: _Target, several: list[Piece], tensor: Tensor) -> Tensor:
     found = torch.empty(target.shape, dtype=target.dtype)
     for piece in several:
         if piece.theirs == target.name:
-            part = found[piece.theirs_at]
+            part = piece.turned(found[piece.theirs_at])
             part.copy_(tensor[piece.ours_at].reshape(part.shape))
     return found
 

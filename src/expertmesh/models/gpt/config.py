@@ -42,6 +42,14 @@ class ModelConfig(Config):
     """What that norm is over: each head, or all queries (and all keys) of a token together, as in OLMoE."""
     qkv_bias: bool = False
     """Biases on queries, keys and values."""
+    out_bias: bool = False
+    """Bias on the output projection of attention."""
+    sinks: bool = False
+    """A learned score per head that takes a share of the softmax and has no value, as in gpt-oss."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """A token sees itself and the tokens before it in a window of so many; none: all before it."""
+    full_attention_every: int | None = Field(default=None, gt=1)
+    """Every n-th layer sees all tokens before, without a window (2: layers 1, 3, 5, ...); none: all layers have the window."""
     tie_embeddings: bool = True
     """One matrix for input embedding and output projection."""
     rope_base: float = Field(default=10000.0, gt=1)
@@ -107,6 +115,12 @@ class ModelConfig(Config):
             return self.latent.qk_head_dim
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer's attention sees at most; None: all before."""
+        every = self.full_attention_every
+        sees_all = every is not None and layer % every == every - 1
+        return None if sees_all else self.sliding_window
+
     def experts_per_layer(self) -> tuple[int, ...]:
         """Number of experts of every layer; 0 where the feed-forward is dense."""
         counts = self.moe.num_experts
@@ -153,7 +167,7 @@ class ModelConfig(Config):
         if self.is_latent:
             for name in (
                 *("num_kv_heads", "head_dim", "qk_norm", "qk_norm_scope", "qkv_bias"),
-                "rope_fraction",
+                *("rope_fraction", "out_bias", "sinks", "sliding_window", "full_attention_every"),
             ):
                 fix = "leave it out, or latent.kv_lora_rank"
                 self.refuse_idle(name, "has no effect with latent attention", fix)
@@ -180,6 +194,9 @@ class ModelConfig(Config):
         if not self.qk_norm:
             fix = "leave it at head, or set qk_norm"
             self.refuse_idle("qk_norm_scope", "has no effect without qk_norm", fix)
+        if self.sliding_window is None:
+            fix = "leave it out, or set sliding_window"
+            self.refuse_idle("full_attention_every", "has no effect without sliding_window", fix)
         turning = size * self.rope_fraction
         self.require(
             turning % 2 == 0,

@@ -58,8 +58,8 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
     Args:
         config: the model.
         seq_len: tokens per sequence (S).
-        causal: count the (S + 1) / 2 keys that a token sees on average; False: all S, as kernels without causal
-            skipping compute and as many published utilisation figures assume.
+        causal: count the (S + 1) / 2 keys that a token sees on average, fewer through a window; False: all S, or all of the window,
+            as kernels without causal skipping compute and as many published utilisation figures assume.
 
     Returns:
         Operations per token; attention is rounded down to a whole number.
@@ -71,14 +71,18 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
     if config.is_latent:
         size = config.head_size + config.latent.v_head_dim
     width = config.num_heads * size
-    attention = 2 * width * seq_len if not causal else width * (seq_len + 1)
+    attention = 0.0
+    for layer in range(config.num_layers):
+        window = min(config.window_of(layer) or seq_len, seq_len)
+        seen = window - window * (window - 1) / (2 * seq_len) if causal else window
+        attention += 2 * width * seen
     # every matrix of attention meets every token once, as training computes it
-    layer = gpt_spec(config).layers[0]
-    matrices = num_elements(p for p in layer if p.part == "attention" and p.role == "matrix")
+    of_layer = gpt_spec(config).layers[0]
+    matrices = num_elements(p for p in of_layer if p.part == "attention" and p.role == "matrix")
 
     return ForwardFlops(
         projections_flops=len(layers) * 2 * matrices,
-        attention_flops=len(layers) * attention,
+        attention_flops=int(attention),
         dense_ffn_flops=(len(layers) - len(moe_layers)) * mlp_flops(config, config.ffn_hidden_dim),
         router_flops=sum(router_flops(config, experts) for experts in moe_layers),
         experts_flops=sum(experts_flops(config, experts) for experts in moe_layers),

@@ -47,6 +47,9 @@ def layer_activation_bytes(
         bytes_per_token += (config.num_heads * seen + kv_width) * compute  # values of their own
         if not config.qk_norm:
             bytes_per_token -= (width + 2 * kv_width) * compute  # nothing keeps the common output
+    if config.sinks:  # by products in FP32: a score's exponential and its share, queries and keys
+        wide = DTYPE_BYTES["float64" if dtype == "float64" else "float32"]
+        bytes_per_token += (2 * config.num_heads * seq_len + width + 2 * kv_width) * wide
     if config.qk_norm:
         bytes_per_token += width * compute  # the queries before norm and rotation
     if config.is_latent:

@@ -128,6 +128,7 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
         plan[f"layers.{index}.attention"] = Sliced(
             group,
             _attention_cut(model, index),
+            once=frozenset({"out.bias"}),
             dim=1,
             where=f"layer {index}, attention",
         )

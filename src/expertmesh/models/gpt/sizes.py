@@ -16,13 +16,17 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
     Args:
         config: of the model.
     """
-    kinds = Counter(config.experts_per_layer())
-    first = {experts: config.experts_per_layer().index(experts) for experts in kinds}
+    of_layers = list(
+        zip(
+            config.experts_per_layer(), map(config.window_of, range(config.num_layers)), strict=True
+        )
+    )
+    kinds = Counter(of_layers)
     layers = gpt_spec(config).layers
     outside = num_elements(layers[None])
     blocks = tuple(
-        _block(config, experts, number, layers[first[experts]])
-        for experts, number in sorted(kinds.items())
+        _block(config, kind[0], number, layers[of_layers.index(kind)], window=kind[1])
+        for kind, number in sorted(kinds.items(), key=lambda of: (of[0][0], of[0][1] or 0))
     )
     dense = [
         num_elements(p for p in layers[layer] if not p.is_expert)
@@ -39,7 +43,12 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
 
 
 def _block(
-    config: ModelConfig, num_experts: int, number: int, layer: tuple[Parameter, ...]
+    config: ModelConfig,
+    num_experts: int,
+    number: int,
+    layer: tuple[Parameter, ...],
+    *,
+    window: int | None,
 ) -> Block:
     moe, head = config.moe, config.head_size
     attention = num_elements(p for p in layer if p.part == "attention" and len(p.shape) > 1)
@@ -65,7 +74,7 @@ def _block(
         kept_width=kept_width,
         cache_width=config.cache_numbers,
         cache_heads=config.cache_heads,
-        window=None,
+        window=window,
         dense_hidden=hidden,
         dense_elements=dense - attention - router,
         num_experts=num_experts,

@@ -76,6 +76,8 @@ def _attention(config: ModelConfig) -> Iterator[Parameter]:
     D, head, part = config.dim, config.head_size, "attention"
     width, keys = config.num_heads * head, config.kv_heads * head
     rows = width + 2 * keys
+    if config.sinks:
+        yield parameter("sinks", "bias", part, heads=config.num_heads, cut="heads", hub="sinks")
     weights, biases = (tuple(f"{x}_proj.{kind}" for x in "qkv") for kind in ("weight", "bias"))
     yield parameter("qkv.weight", "matrix", part, heads=rows, model=D, cut="heads", hub=weights)
     if config.qkv_bias:
@@ -90,6 +92,8 @@ def _attention(config: ModelConfig) -> Iterator[Parameter]:
         is_output=True,
         hub="o_proj.weight",
     )
+    if config.out_bias:
+        yield parameter("out.bias", "bias", part, model=D, hub="o_proj.bias")
     if config.qk_norm:
         whole = config.qk_norm_scope == "projection"
         for x, size in (("q", width), ("k", keys)):

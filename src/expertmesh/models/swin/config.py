@@ -166,7 +166,7 @@ _OF_WEIGHTS = (
 _OF_EXPERTS = (
     "num_experts", "top_k", "router", "score_function", "normalize_weights", "weight_scale", "logit_temperature", "cosine_dim",
     "num_expert_groups", "num_limited_groups", "group_score", "bias_update_rate", "num_shared_experts", "shared_hidden_dim", "shared_gate",
-    "residual",
+    "residual", "router_bias",
 )  # fmt: skip
 
 

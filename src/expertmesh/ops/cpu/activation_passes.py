@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation import inner_name, num_branches
+from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
+from expertmesh.ops.activation import (
+    inner_name,
+    num_branches,
+    pointwise_backward,
+    second_branch,
+    second_branch_backward,
+)
 from expertmesh.ops.cpu import compiled_passes
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -85,7 +92,8 @@ class Passes:
             act = self._sized(self.scratch[0], gate) if narrow else out
             self._pointwise(act.copy_(gate) if narrow else gate, act)
             if up is not None:
-                act.mul_(self._sized(self.scratch[1], up).copy_(up) if narrow else up)
+                up = self._sized(self.scratch[1], up).copy_(up) if narrow else up
+                act.mul_(second_branch(up, inner_name(self.activation)))
             act.mul_(s)
             if narrow:
                 out.copy_(act)
@@ -146,13 +154,16 @@ class Passes:
             torch.mul(act, s, out=out)
             grad.mul_(s)
         else:
-            torch.mul(act, block.up, out=out)
+            inner = inner_name(self.activation)
+            up = second_branch(block.up, inner)
+            torch.mul(act, up, out=out)
             torch.mul(grad, out, out=product)
             torch.sum(product, 1, out=d_s)
             out.mul_(s)
             grad.mul_(s)
             # up is read before d_up is written, which may lie in its place
-            grad, down = torch.mul(grad, block.up, out=product), grad
+            grad, down = torch.mul(grad, up, out=product), grad
+            down = second_branch_backward(down, block.up, inner)
             torch.mul(down, act, out=block.d_up)
         self._pointwise_backward(grad, block.gate, block.d_gate)
 
@@ -192,6 +203,9 @@ class Passes:
             _aten.silu.out(h, out=out)
         elif inner == "gelu":
             _aten.gelu.out(h, out=out)
+        elif inner == "clamped_silu":
+            small = torch.clamp(h, max=CLAMP_LIMIT)
+            torch.sigmoid(small * CLAMP_SLOPE, out=out).mul_(small)
         else:
             torch.clamp_min(h, 0, out=out)
             if inner == "relu2":
@@ -205,6 +219,8 @@ class Passes:
             _aten.gelu_backward.grad_input(grad, h, grad_input=out)
         elif inner == "relu":
             _aten.threshold_backward.grad_input(grad, h, 0, grad_input=out)
+        elif inner == "clamped_silu":
+            out.copy_(pointwise_backward(grad, h, inner))
         else:
             torch.clamp_min(h, 0, out=out)
             out.mul_(grad).mul_(2)

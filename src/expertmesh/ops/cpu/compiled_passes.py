@@ -11,7 +11,14 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_backward
+from expertmesh.ops.activation import (
+    inner_name,
+    num_branches,
+    pointwise,
+    pointwise_backward,
+    second_branch,
+    second_branch_backward,
+)
 from expertmesh.ops.cpu.compiled import DTYPES, Loop, example_values, make_loop
 
 SMALLEST = 1 << 21
@@ -90,9 +97,10 @@ def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
 
 
 def _forward(activation: str, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> Tensor:
+    inner = inner_name(activation)
     gate, *up = h_RH.float().split(out_RF.shape[1], 1)
-    act = _pointwise(gate, inner_name(activation))
-    out = act * up[0] if up else act
+    act = _pointwise(gate, inner)
+    out = act * second_branch(up[0], inner) if up else act
     out_RF.copy_(out * s_R[:, None])
     return s_R.new_zeros(2)  # a compiled function has to return something
 
@@ -110,13 +118,13 @@ def _backward(
     gate, *up = h_RH[rows_W].float().split(out_WF.shape[1], 1)
     d_gate, *d_up = d_branches
     grad, act, s_W1 = grad_WF.float(), _pointwise(gate, inner), s_W[:, None]
-    out = act * up[0] if up else act
+    out = act * second_branch(up[0], inner) if up else act
     d_s_W = (grad * out).sum(1)
     out_WF.copy_(out * s_W1)
     grad = grad * s_W1
     if up:
-        d_up[0].copy_(grad * act)
-        grad = grad * up[0]
+        d_up[0].copy_(second_branch_backward(grad * act, up[0], inner))
+        grad = grad * second_branch(up[0], inner)
     d_gate.copy_(_pointwise_backward(grad, gate, inner))
     return d_s_W
 

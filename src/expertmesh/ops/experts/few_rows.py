@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_
+from expertmesh.ops.activation import (
+    inner_name,
+    num_branches,
+    pointwise,
+    pointwise_,
+    second_branch,
+)
 from expertmesh.ops.cpu import compiled_products
 from expertmesh.ops.cpu.products import (
     goes_to_onednn,
@@ -239,20 +245,20 @@ def _activate(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
     branches, inner, s_R1 = num_branches(activation), inner_name(activation), s_R[:, None]
     if h_RH.dtype == s_R.dtype:
         gate, *up = h_RH.chunk(branches, 1)
-        return _gated(pointwise(gate, inner), up).mul_(s_R1)
+        return _gated(pointwise(gate, inner), up, inner).mul_(s_R1)
     R, hidden_dim = h_RH.shape[0], h_RH.shape[1] // branches
     size = max(1, _BLOCK_ELEMENTS // hidden_dim)
     if size >= R:
         gate, *up = h_RH.chunk(branches, 1)
-        return _gated(pointwise_(gate.to(s_R.dtype), inner), up).mul_(s_R1).to(h_RH.dtype)
+        return _gated(pointwise_(gate.to(s_R.dtype), inner), up, inner).mul_(s_R1).to(h_RH.dtype)
     out_RF = h_RH.new_empty(R, hidden_dim)
     for h, s, out in zip(h_RH.split(size), s_R1.split(size), out_RF.split(size), strict=True):
         gate, *up = h.chunk(branches, 1)
-        out.copy_(_gated(pointwise_(gate.to(s.dtype), inner), up).mul_(s))
+        out.copy_(_gated(pointwise_(gate.to(s.dtype), inner), up, inner).mul_(s))
     return out_RF
 
 
-def _gated(act_RF: Tensor, up: list[Tensor]) -> Tensor:
+def _gated(act_RF: Tensor, up: list[Tensor], inner: str) -> Tensor:
     for branch in up:
-        act_RF.mul_(branch)
+        act_RF.mul_(second_branch(branch.to(act_RF.dtype), inner))
     return act_RF

@@ -45,7 +45,7 @@ def moe_mlp(
         w_out_EDF: (E, D, F) second weights; a list of (E, D, F_i) where w_in is one.
         weights_TK: (T, K) routing weights, of any floating-point type (FP32 as routers give them).
         metadata: from `route_metadata`.
-        activation: swiglu, geglu, reglu, gelu (erf), relu, relu2 or silu.
+        activation: swiglu, geglu, reglu, gelu (erf), relu, relu2, silu or clamped_swiglu (gpt-oss).
         b_in_EGF: (E, G, F) or None; a list of (E, G, F_i) where w_in is one.
         b_out_ED: (E, D) or None.
         recompute_h: save X only and compute H again in the backward: one third of the forward's FLOPs more,

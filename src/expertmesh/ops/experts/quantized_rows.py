@@ -8,7 +8,7 @@ way. Other sizes than those below are not tried: at an odd number of columns the
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation import inner_name, num_branches, pointwise_
+from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
 from expertmesh.ops.dtypes import autocast_dtype, has_products_of
 from expertmesh.ops.experts import quantized_loop
 from expertmesh.ops.experts.call import ExpertsCall
@@ -103,9 +103,10 @@ def _weighted(x_RD: Tensor, s_R1: Tensor, experts: ExpertSlice, rows: dict[int, 
     """The experts' weighted outputs for their rows in turn, (R, D)."""
     h_RH = _multiply(x_RD.to(torch.bfloat16), experts, rows, is_first=True)
     gate, *up = h_RH.float().chunk(num_branches(experts.activation), 1)
-    a_RF = pointwise_(gate, inner_name(experts.activation))
+    inner = inner_name(experts.activation)
+    a_RF = pointwise_(gate, inner)
     for branch in up:
-        a_RF.mul_(branch)
+        a_RF.mul_(second_branch(branch, inner))
     return _multiply(a_RF.mul_(s_R1), experts, rows, is_first=False)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation import inner_name, num_branches, pointwise_
+from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.torch_forward import row_weights
 
@@ -51,9 +51,10 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
         block=block,
     )
     gate, *up = h_RH.chunk(num_branches(experts.activation), 1)
-    a_RF = pointwise_(gate.contiguous(), inner_name(experts.activation))
+    inner = inner_name(experts.activation)
+    a_RF = pointwise_(gate.contiguous(), inner)
     for branch in up:
-        a_RF.mul_(branch)
+        a_RF.mul_(second_branch(branch, inner))
     a_RF.mul_(row_weights(c.weights_TK, maps, num_rows, c.x_TD.dtype)[:, None])
     block = quantized.block_of(experts.format, F, experts.scales_out.shape[-1], each)
     y_RD = quantized.grouped_product(

@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
 from expertmesh.ops import triton_linear
+from expertmesh.ops.activation import second_branch
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
 from expertmesh.ops.plain_call import runs_plainly
@@ -275,9 +277,12 @@ def activate(h_RGF: Tensor, inner: str) -> Tensor:
     gate = h_RGF[:, 0]
     if inner == "silu":
         act = gate / (1.0 + pointwise(-gate, "exp"))
+    elif inner == "clamped_silu":
+        small = gate.clamp(max=CLAMP_LIMIT)
+        act = small / (1.0 + pointwise(-CLAMP_SLOPE * small, "exp"))
     elif inner == "gelu":
         act = 0.5 * gate * (1.0 + pointwise(gate * 0.5**0.5, "erf"))
     else:
         act = gate.clamp_min(0)
         act = act * act if inner == "relu2" else act
-    return act if h_RGF.shape[1] == 1 else act * h_RGF[:, 1]
+    return act if h_RGF.shape[1] == 1 else act * second_branch(h_RGF[:, 1], inner)

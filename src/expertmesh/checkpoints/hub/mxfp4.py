@@ -1,0 +1,93 @@
+"""Experts in MXFP4, as gpt-oss's files have them: read as the BF16 numbers that they stand for, a part at a time.
+
+A matrix NAME (E, K, N) of transformers' is NAME_blocks (E, N, K / 32, 16), two numbers of 4 bits in a byte, and NAME_scales
+(E, N, K / 32), the exponents of two that multiply 32 numbers each, plus 127 (OCP Microscaling Formats, 5.3.3 and 5.4).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.checkpoints.safetensors import Entry, HubFiles
+from expertmesh.checkpoints.source import Box
+from expertmesh.errors import CheckpointError
+
+KEY = "quantization_config"
+"""Of a config.json whose weights are quantised."""
+_BLOCK = 32
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of E2M1 from 0 to 7; 8 to 15 are the same below zero."""
+
+
+def is_mxfp4(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that experts are in MXFP4."""
+    found = values.get(KEY)
+    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
+
+
+class Mxfp4Files(HubFiles):
+    """The tensors of a folder by name, pairs of blocks and scales as the one BF16 matrix that they are.
+
+    Args:
+        folder: see `HubFiles`.
+
+    Raises:
+        ConfigError: see `HubFiles`.
+        CheckpointError: see `HubFiles`; or blocks and scales do not fit each other.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._packed: dict[str, tuple[Entry, Entry]] = {}
+        for name in [n for n in self.entries if n.endswith("_blocks")]:
+            matrix = name.removesuffix("_blocks")
+            scales = self.entries.pop(f"{matrix}_scales", None)
+            blocks = self.entries.pop(name)
+            if scales is None or not _fit(blocks, scales):
+                raise CheckpointError(
+                    f"{folder}: {name} has no {matrix}_scales of uint8, one per 32 numbers, beside it; restore the files from the hub"
+                )
+            E, N, groups, _ = blocks.shape
+            shape = (E, groups * _BLOCK, N)
+            self.entries[matrix] = Entry(blocks.path, torch.bfloat16, shape, blocks.begin)
+            self._packed[matrix] = blocks, scales
+
+    def part(self, name: str, at: Box) -> Tensor:
+        """See `HubFiles.part`; numbers in MXFP4 are widened to BF16, those of the part alone."""
+        if name not in self._packed:
+            return super().part(name, at)
+        experts, columns, rows = at
+        blocks, scales = (self.mapped(entry)[experts, rows] for entry in self._packed[name])
+        return widened(blocks, scales)[..., columns].mT
+
+
+def _fit(blocks: Entry, scales: Entry) -> bool:
+    types = {blocks.dtype, scales.dtype}
+    return (
+        types == {torch.uint8}
+        and len(blocks.shape) == 4
+        and blocks.shape == (*scales.shape, _BLOCK // 2)
+    )
+
+
+def widened(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Numbers in MXFP4 as BF16, exactly; equal to transformers' to the bit.
+
+    Args:
+        blocks: (..., groups, 16) uint8, of each byte the lower four bits first.
+        scales: (..., groups) uint8.
+
+    Returns:
+        (..., groups * 32).
+    """
+    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
+    found = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
+    for half, nibbles in enumerate((blocks & 15, blocks >> 4)):
+        found[..., half] = table[nibbles.int()]
+    found = found.flatten(-2)
+    exponents = scales[..., None].int() - 127
+    torch.ldexp(found, exponents, out=found)
+    return found.flatten(-2)

@@ -1,0 +1,289 @@
+"""What gpt-oss has of its own: sinks, windows in every other layer, biases everywhere, clamped gates, experts in MXFP4."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.oracle import numerics
+from tests.support.hub_models import tiny_model
+from tests.support.memory import peak_bytes
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import expertmesh as em
+from expertmesh.checkpoints.hub.configs import layer_types, model_config
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.on_policy import token_logprobs
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.integrations.hub import load_pretrained
+from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.route_metadata import route_metadata
+
+VOCAB = 300
+PUBLISHED = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "eos_token_id": 200002,
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A tiny model of transformers, whose gates reach the clamp, and its folder."""
+    rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False}
+    rope |= {"original_max_position_embeddings": 32}
+    model = tiny_model(
+        "gpt_oss",
+        num_experts=4,
+        top_k=2,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        rope_parameters=rope,
+        eos_token_id=None,
+    ).eval()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1 or name.endswith("bias"):
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            if name.endswith("gate_up_proj"):
+                tensor.mul_(4)
+    folder = tmp_path_factory.mktemp("gpt_oss") / "hub"
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_those_of_transformers(theirs, dtype):
+    folder, model = theirs
+    ids = torch.randint(VOCAB, (2, 24))
+
+    def with_gradients(one):
+        found = one(ids)
+        logits = found.logits if hasattr(found, "logits") else found.logits_BSV
+        logits.backward(torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits.dtype))
+        return logits.detach()
+
+    eager = copy.deepcopy(model)
+    eager.set_experts_implementation("eager")
+    ours, rival, oracle = (
+        load_pretrained(folder, dtype=dtype),
+        copy.deepcopy(eager).to(dtype),
+        eager.double(),
+    )
+    found = [with_gradients(one) for one in (ours, rival, oracle)]
+    if dtype == torch.float32:
+        numerics.assert_two_times(*found, what="logits")
+    # of embeddings, which all other gradients pass
+    table = [
+        ours.embedding.weight,
+        rival.model.embed_tokens.weight,
+        oracle.model.embed_tokens.weight,
+    ]
+    sinks = [
+        ours.layers[0].attention.sinks,
+        rival.model.layers[0].self_attn.sinks,
+        oracle.model.layers[0].self_attn.sinks,
+    ]
+    if dtype == torch.float32:  # in BF16 another choice of experts decides, not rounding
+        numerics.assert_two_times(*(p.grad for p in table), what="embedding")
+        numerics.assert_two_times(*(p.grad for p in sinks), what="sinks")
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_both_branches_are_clamped(backend):
+    """Values and gradients by the formula, with gates and ups on both sides of 7."""
+    shapes = (9, 6), (3, 2, 5, 6), (3, 6, 5), (9, 2)
+    leaves = [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+    leaves[1] *= 5
+    ids = torch.randint(3, (9, 2))
+    x, w_in, w_out, weights = [leaf.requires_grad_() for leaf in leaves]
+    y = moe_mlp(
+        *leaves[:3], weights, route_metadata(ids, 3), activation="clamped_swiglu", backend=backend
+    )
+    gate, up = torch.einsum("td,egfd->getf", x, w_in)
+    assert all((h > 7).any() and (h < -7).any() for h in (gate, up))
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    a_ETF = (up + 1) * gate * torch.sigmoid(gate * 1.702)
+    y_ETD = torch.einsum("etf,edf->etd", a_ETF, w_out)
+    plain = sum(weights[:, j, None] * y_ETD[ids[:, j], range(9)] for j in range(2))
+    grad = torch.randn_like(y)
+    numerics.assert_close_fp64(y, plain, what="y")
+    ours, expected = (torch.autograd.grad(one, leaves, grad) for one in (y, plain))
+    for name, *pair in zip(("x", "w_in", "w_out", "weights"), ours, expected, strict=True):
+        numerics.assert_close_fp64(*pair, what=name)
+
+
+def test_greedy_tokens_are_those_of_transformers(theirs):
+    """64 tokens behind the window of 8: cold, in chunks, with the prefix kept."""
+    folder, model = theirs
+    ours = load_pretrained(folder, dtype=torch.float64).eval()
+    prompt = list(range(40, 70))
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    engines = [Engine(ours, block_size=8), Engine(ours, token_budget=7, block_size=4)]
+    found = [e.generate([prompt], params)[0] for e in (*engines, engines[0])]
+    assert found[2].num_cached_tokens > 0
+    ids = torch.tensor([prompt])
+    tokens = model.generate(ids, do_sample=False, max_new_tokens=64, pad_token_id=0)
+    assert {one.token_ids for one in found} == {tuple(tokens[0, len(prompt) :].tolist())}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_follow_no_neighbour_and_training_has_them(theirs, dtype):
+    given = load_pretrained(theirs[0], dtype=dtype)
+    model = em.GPT(given.config.model_copy(update={"batch_invariant": True}), dtype=dtype).eval()
+    model.load_state_dict(given.state_dict())
+    prompts = [list(range(5, 30)), [3, 1, 4], list(range(7, 20))]
+    params = SamplingParams(temperature=1.1, seed=2, max_tokens=7, logprobs=0)
+
+    def drawn_by(prompts, **options):
+        found = Engine(model, deterministic=True, **options).generate(prompts, params)
+        return found, [(o.prompt_ids, o.token_ids, o.logprobs) for o in found]
+
+    together, expected = drawn_by(prompts)
+    assert drawn_by(prompts, token_budget=3, block_size=4)[1] == expected
+    assert [one for p in prompts for one in drawn_by([p])[1]] == expected
+    model.train()
+    scores = token_logprobs(model, [[*o.prompt_ids, *o.token_ids] for o in together])
+    for output, found in zip(together, scores, strict=True):
+        drawn = torch.tensor([one.logprob for one in output.logprobs], dtype=found.dtype)
+        assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
+
+
+def packed_folder(folder, target):
+    """The folder with experts in MXFP4, of any bytes, and what transformers makes of them."""
+    tensors, wide = load_file(folder / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        E, K, N = tensors.pop(name).shape
+        blocks = torch.randint(256, (E, N, K // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(118, 124, (E, N, K // 32), dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        wide[name] = convert_moe_packed_tensors(blocks, scales)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": "bfloat16"}
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(tensors | {}, target / "model.safetensors", {"format": "pt"})
+    return tensors, wide
+
+
+def test_mxfp4_is_widened_as_in_transformers(theirs, tmp_path):
+    _, wide = packed_folder(theirs[0], tmp_path / "packed")
+    model = load_pretrained(tmp_path / "packed")
+    for layer, block in enumerate(model.layers):
+        inside = f"model.layers.{layer}.mlp.experts"
+        w_in, w_out = block.moe.experts.w_in, block.moe.experts.w_out
+        assert w_in.dtype == torch.bfloat16
+        for g in range(2):
+            assert torch.equal(w_in[:, g].mT, wide[f"{inside}.gate_up_proj"][..., g::2])
+        assert torch.equal(w_out.mT, wide[f"{inside}.down_proj"])
+    size = sum(t.nbytes for t in model.state_dict().values())
+    assert peak_bytes(lambda: load_pretrained(tmp_path / "packed")) <= 1.1 * size
+
+
+def test_every_byte_and_exponent_is_widened_to_the_bit():
+    from expertmesh.checkpoints.hub.mxfp4 import widened
+
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 16)
+    expected = convert_moe_packed_tensors(blocks, scales).mT
+    ours = widened(blocks, scales)
+    assert torch.equal(ours.view(torch.int16), expected.contiguous().view(torch.int16))
+
+
+def test_blocks_without_scales_are_refused(theirs, tmp_path):
+    tensors, _ = packed_folder(theirs[0], tmp_path / "packed")
+    del tensors["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks has no .*down_proj_scales"):
+        load_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(("layers", "experts", "total"), [(24, 32, 20.91), (36, 128, 116.83)])
+def test_the_published_models_have_their_sizes(layers, experts, total):
+    values = PUBLISHED | {"num_hidden_layers": layers, "num_local_experts": experts}
+    spec = gpt_spec(model_config(values))
+    assert round(spec.num_parameters / 1e9, 2) == total
+    assert spec.num_active / 1e9 == pytest.approx({24: 4.19, 36: 5.7}[layers], rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (layer_types(6, 2), (128, 2)),
+        (layer_types(6, 3), (128, 3)),
+        (layer_types(6, None), (128, None)),
+        (layer_types(6, 1), (None, None)),
+        (["full_attention", *["sliding_attention"] * 5], None),
+    ],
+)
+def test_windows_are_read_layer_by_layer(kinds, expected):
+    values = PUBLISHED | {"num_hidden_layers": 6, "num_local_experts": 4, "layer_types": kinds}
+    if expected is None:
+        with pytest.raises(ConfigError, match="layer_types=.*all but every n-th of 6"):
+            model_config(values)
+        return
+    config = model_config(values)
+    assert (config.sliding_window, config.full_attention_every) == expected
+    windows = [config.window_of(i) for i in range(6)]
+    assert windows == [128 if kind == "sliding_attention" else None for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"full_attention_every": 2}, "full_attention_every.*no effect without sliding_window"),
+        ({"sinks": True, "latent": {"kv_lora_rank": 8}}, "sinks.*latent attention"),
+        ({"moe": {"router": "cosine", "router_bias": True}}, "router_bias.*router=cosine"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig(**options)
+
+
+def test_models_of_the_hub_are_quantised(theirs, tmp_path):
+    from expertmesh.integrations.hub.quantize import quantize
+    from expertmesh.text.tokenizer import train_tokenizer
+
+    folder, model = theirs
+    train_tokenizer(["a few words " * 9], vocab_size=VOCAB).save(str(folder / "tokenizer.json"))
+    ids = torch.randint(VOCAB, (1, 12))
+    with torch.no_grad():
+        plain = model(ids).logits
+        for format in ("int8", "int4", "fp8"):
+            quantize(folder, tmp_path / format, format=format, group_size=32)
+            found = em.load(tmp_path / format).model.eval()(ids).logits_BSV
+            assert found.isfinite().all()
+            if format == "int8":
+                assert (found - plain).norm() < 0.2 * plain.norm()
+
+
+def test_transformers_reads_what_goes_out(theirs, tmp_path):
+    from expertmesh.integrations.hub import convert
+
+    folder, model = theirs
+    convert(folder, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    for name in ("layer_types", "sliding_window", "tie_word_embeddings"):
+        assert getattr(again.config, name) == getattr(model.config, name), name
+    assert again.config.rope_parameters.items() >= model.config.rope_parameters.items()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
