@@ -80,21 +80,24 @@ def run(argv: list[str]) -> int:
         nodes = world.nodes() if not per_node else [r // per_node for r in range(world.size)]
         sizes = [1 << n for n in range(8, 40, 2) if 1 << n <= options.largest_mib * (1 << 20)]
         points = list(measure(world, nodes, sizes))
-        if not ranks.is_leader:
-            return 0
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         topology, network = Topology.of(name, nodes), fit(points, nodes)
+        cluster = None
+        if options.cluster is not None:
+            from expertmesh.cli.machine import with_links, with_spread_steps, write_cluster
+
+            cluster = with_links(options.cluster, network, max(map(nodes.count, nodes)))
+            if device == "cpu" and cluster.software.host_s is not None:
+                cluster = with_spread_steps(cluster, world)
+        if not ranks.is_leader:
+            return 0
         print(table(points))
         print(links(network))
         path = network_path(topology)
         save_network(path, network, [asdict(point) for point in points])
         print(f"kept in {path}")
-        if options.cluster is not None:
-            from expertmesh.cli.machine import with_links, write_cluster
-
-            per = max(map(nodes.count, nodes))
-            found = with_links(options.cluster, network, per)
-            print(f"links in {write_cluster(found, options.cluster)}")
+        if cluster is not None:
+            print(f"links in {write_cluster(cluster, options.cluster)}")
         if target is not None:
             write_whole(target, plot(points))
             print(f"plot in {target}")

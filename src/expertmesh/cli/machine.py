@@ -13,8 +13,9 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.costs.communication import Network
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.rank_layout import RankLayout, Workload
-from expertmesh.costs.step_time import Efficiency, raw_step
+from expertmesh.costs.step_time import Efficiency, efficiency_of, raw_step
 from expertmesh.models.registry import find_family, recipe
+from expertmesh.planner.configured import layout_of
 from expertmesh.planner.fit import fit_rows
 from expertmesh.planner.model import planned_model
 
@@ -198,12 +199,14 @@ def _calibrated(cluster: Cluster, world: "World | None") -> Software:
     return Software(**given, network=1.0, hidden=CPU_USUAL.hidden)
 
 
-def _step_s(config: Any, sequences: int, length: int) -> float:
-    """The median time of a step of a language model with AdamW in FP32."""
+def _step_s(config: Any, sequences: int, length: int, world: "World | None" = None) -> float:
+    """The median time of a step of a language model with AdamW in FP32, of so many sequences on this rank; spread where there is a world."""
     import torch
 
-    task = find_family(config.family).open_task(config)
-    model: nn.Module = task.builder.build(device="cpu", dtype=torch.float32)
+    builder = find_family(config.family).open_task(config).builder
+    model: nn.Module = builder.build(device="cpu", dtype=torch.float32)
+    if world is not None:
+        builder.spread(model, world)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.model.vocab_size, (sequences, length + 1))
     times = []
@@ -216,6 +219,32 @@ def _step_s(config: Any, sequences: int, length: int) -> float:
         optimizer.zero_grad()
         times.append(_cpu_s() - began)
     return median(times[2:])
+
+
+def with_spread_steps(cluster: Cluster, world: "World") -> Cluster:
+    """A measured CPU cluster, what a layer costs the host being that of models that are spread over these ranks. Every rank must call.
+
+    One rank alone has no collectives: their hooks, copies and waits for the slowest rank are a cost of each layer that grows with the ranks.
+
+    Args:
+        cluster: of these ranks, with measured links.
+        world: the ranks.
+    """
+    rows = []
+    for changes, sequences, length in CALIBRATION:
+        lengths = {"model.max_seq_len": length, "data.seq_len": length}
+        batch = {"train.batch_size": sequences * world.size}
+        config = recipe("gpt-moe-test", {**changes, **lengths, **batch})
+        layout = layout_of(config, world.size)
+        assert layout is not None, "whole sequences on each rank"
+        work = Workload(length, precision="float32", stack="eager")
+        raw = raw_step(planned_model(config).sizes, layout, work, cluster)
+        seconds = _step_s(config, sequences, length, world) / _share(cluster.ranks_per_node)
+        rows.append((raw, -_least(world, -seconds)))
+    usual = efficiency_of(cluster, CPU_USUAL)
+    e = fit_rows(rows, usual=usual, bounds={"host_s": CPU_BOUNDS["host_s"]})
+    software = cluster.software.model_copy(update={"host_s": e.host_s})
+    return cluster.model_copy(update={"software": software})
 
 
 def with_links(path: str, network: Network, per_node: int) -> Cluster:
