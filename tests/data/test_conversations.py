@@ -251,7 +251,7 @@ def test_a_prompt_may_not_end_its_own_turn(hub_tokenizer):
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "refuses"),
-        ("{{ strftime_now('%d') }}", "strftime_now"),
+        ("{{ now('%d') }}", "now"),
         ("{% set ns = namespace(_x=1) %}", "_x"),
         ("{{ cycler('a').next() }}", "refuses"),
         ("{% if %}", "is no Jinja"),

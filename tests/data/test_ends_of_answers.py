@@ -102,6 +102,32 @@ def test_every_answer_ends_in_a_token_at_which_generation_stops(
         assert ids[: len(before)] == before
 
 
+HARMONY = (  # gpt-oss: the last answer returns, earlier ones end, and there is a date without a default
+    "<|start|>system<|message|>Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>"
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>{}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_harmony_returns_and_calls(tokenizer):
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|return|>")
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    form = TemplateFormat(tokenizer, HARMONY, {})
+    names = {tokenizer.id_to_token(i) for i in form.ends}
+    assert names == {"<|return|>", "<|call|>"}  # <|end|> goes on: another channel follows
+    before = "<|channel|>final<|message|>"
+    expected = [[f"{before}{text}<|return|>"] for text in ("Yes", "No")]
+    assert learned(tokenizer, form.samples(said(*TALK))) == expected
+    prompt = tokenizer.decode(form.prompt(said(*TALK[:3])["messages"]), skip_special_tokens=False)
+    assert prompt.endswith("Yes<|end|><|start|>user<|message|>So?<|end|><|start|>assistant")
+    assert "Current date: 2025-01-01<|end|>" in prompt
+
+
 @pytest.mark.parametrize("template", [GLM, LATE, CLOSED, BETWEEN, STRICT, PLAIN])
 def test_a_header_is_no_answer_where_the_template_ignores_the_wish_for_one(tokenizer, template):
     """The same is learned and asked for as with a template that hears it."""

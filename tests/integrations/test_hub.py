@@ -28,16 +28,6 @@ CHANGES = {
     "qwen3_moe": {"decoder_sparse_step": 2, "num_key_value_heads": 1},
     "qwen2_moe": {"decoder_sparse_step": 1, "qkv_bias": True},
     "olmoe": {"num_key_value_heads": 1},
-    "gpt_oss": {
-        "num_key_value_heads": 1,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 4.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
-    },
     "deepseek_v2": {
         "topk_method": "group_limited_greedy",
         "n_group": 2,
@@ -75,6 +65,16 @@ CHANGES = {
             "rope_type": "default",
             "rope_theta": 1000.0,
             "partial_rotary_factor": 0.5,
+        },
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
         },
     },
 }

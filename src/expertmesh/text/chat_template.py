@@ -1,11 +1,13 @@
 """Chat templates of the hub: Jinja in jinja2's immutable sandbox, with the few functions that templates expect.
 
 A template is somebody else's program. It gets the messages and nothing else: no clock (templates that ask for the date take
-their own default, so that tokens do not depend on the day), no attributes that begin with an underscore, no classes.
+their own default, so that tokens do not depend on the day, and those without one, gpt-oss's, `DATE`), no attributes that begin with
+an underscore, no classes.
 """
 
 import json
 import re
+from datetime import datetime
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -17,6 +19,9 @@ from jinja2.utils import Namespace
 
 from expertmesh.errors import ConfigError
 
+DATE = datetime(2025, 1, 1)
+"""Today, for templates that write it and have no default."""
+_HAS_DEFAULT = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 _FIRST_SAFE = (3, 1, 6)
 """Older releases have known ways out of the sandbox."""
 
@@ -41,6 +46,8 @@ def compiled(source: str) -> Any:
         "namespace": _PlainNamespace,
         "raise_exception": _refuse,
     }
+    if not _HAS_DEFAULT.search(source):
+        environment.globals["strftime_now"] = DATE.strftime
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
