@@ -1,7 +1,6 @@
 """A user's measurements are added to the fit; what a run costs as it is configured."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,7 @@ from expertmesh.config.cluster import Software
 from expertmesh.costs.communication import Link, Network
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.rank_layout import RankLayout
-from expertmesh.costs.step_time import efficiency_of, raw_step, step_seconds
+from expertmesh.costs.step_time import efficiency_of, step_seconds
 from expertmesh.errors import ConfigError
 from expertmesh.models.registry import recipe
 from expertmesh.planner.configured import as_configured, layout_of
@@ -153,27 +152,16 @@ def test_measured_software_replaces_the_fitted(written):
     assert slow.best.tokens_per_s < em.plan("gpt-moe-1b", cluster="h100x8").best.tokens_per_s
 
 
-def test_what_a_layer_costs_the_host_is_that_of_spread_models(monkeypatch):
+def test_what_a_layer_costs_the_host_is_that_of_spread_models():
     software = Software(dense=0.8, grouped=0.6, network=1, element_bytes=200, host_s=2e-3)
     cluster = find_cluster("cpux2").model_copy(update={"software": software})
     truth = replace(efficiency_of(cluster, machine.CPU_USUAL), host_s=0.018)
-    raws, stepped = [], []
-
-    def counted(sizes, layout, work, where):
-        assert (layout.num_ranks, layout.zero_stage, where) == (2, 3, cluster)
-        raws.append(raw_step(sizes, layout, work, where))
-        return raws[-1]
-
-    def step_s(config, sequences, length, world):
-        assert config.train.batch_size == sequences * world.size
-        stepped.append(step_seconds(raws[-1], truth).total_s)
-        return stepped[-1]
-
-    monkeypatch.setattr(machine, "raw_step", counted)
-    monkeypatch.setattr(machine, "_step_s", step_s)
-    monkeypatch.setattr(machine, "_share", lambda per_node: 1.0)
-    monkeypatch.setattr(machine, "_least", lambda world, value: value)
-    found = with_spread_steps(cluster, SimpleNamespace(size=2)).software
+    rows = []
+    for raw, (config, sequences, _) in machine.spread_models(cluster, 2):
+        assert config.train.batch_size == 2 * sequences
+        assert raw.gathers_s > 0, "weights are gathered from the other rank"
+        rows.append((raw, step_seconds(raw, truth).total_s))
+    assert len(rows) == len(machine.CALIBRATION)
+    found = with_spread_steps(cluster, rows).software
     assert found.host_s == pytest.approx(0.018, rel=0.05)
     assert found.model_copy(update={"host_s": 2e-3}) == software
-    assert len(stepped) == len(machine.CALIBRATION)

@@ -84,11 +84,16 @@ def run(argv: list[str]) -> int:
         topology, network = Topology.of(name, nodes), fit(points, nodes)
         cluster = None
         if options.cluster is not None:
-            from expertmesh.cli.machine import with_links, with_spread_steps, write_cluster
+            from expertmesh.cli.machine import (
+                spread_steps,
+                with_links,
+                with_spread_steps,
+                write_cluster,
+            )
 
             cluster = with_links(options.cluster, network, max(map(nodes.count, nodes)))
             if device == "cpu" and cluster.software.host_s is not None:
-                cluster = with_spread_steps(cluster, world)
+                cluster = with_spread_steps(cluster, spread_steps(cluster, world))
         if not ranks.is_leader:
             return 0
         print(table(points))

@@ -1,7 +1,7 @@
 """A cluster file of the machine that runs: what its ranks reach while all of them compute. `bench comm` fills in its links."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.costs.communication import Network
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.rank_layout import RankLayout, Workload
-from expertmesh.costs.step_time import Efficiency, efficiency_of, raw_step
+from expertmesh.costs.step_time import Efficiency, RawStep, efficiency_of, raw_step
 from expertmesh.models.registry import find_family, recipe
 from expertmesh.planner.configured import layout_of
-from expertmesh.planner.fit import fit_rows
+from expertmesh.planner.fit import Row, fit_rows
 from expertmesh.planner.model import planned_model
 
 if TYPE_CHECKING:
@@ -221,26 +221,47 @@ def _step_s(config: Any, sequences: int, length: int, world: "World | None" = No
     return median(times[2:])
 
 
-def with_spread_steps(cluster: Cluster, world: "World") -> Cluster:
-    """A measured CPU cluster, what a layer costs the host being that of models that are spread over these ranks. Every rank must call.
-
-    One rank alone has no collectives: their hooks, copies and waits for the slowest rank are a cost of each layer that grows with the ranks.
+def spread_steps(cluster: Cluster, world: "World") -> list[Row]:
+    """Steps of the calibration's models spread over these ranks, as `with_spread_steps` takes them. Every rank must call.
 
     Args:
         cluster: of these ranks, with measured links.
         world: the ranks.
     """
     rows = []
+    for raw, (config, sequences, length) in spread_models(cluster, world.size):
+        seconds = _step_s(config, sequences, length, world) / _share(cluster.ranks_per_node)
+        rows.append((raw, -_least(world, -seconds)))
+    return rows
+
+
+def spread_models(
+    cluster: Cluster, num_ranks: int
+) -> Iterator[tuple[RawStep, tuple[Any, int, int]]]:
+    """The calibration's models as so many ranks train them: what is counted, and the configuration, sequences of a rank and their length."""
     for changes, sequences, length in CALIBRATION:
-        lengths = {"model.max_seq_len": length, "data.seq_len": length}
-        batch = {"train.batch_size": sequences * world.size}
-        config = recipe("gpt-moe-test", {**changes, **lengths, **batch})
-        layout = layout_of(config, world.size)
+        sizes = {
+            "model.max_seq_len": length,
+            "data.seq_len": length,
+            "train.batch_size": sequences * num_ranks,
+        }
+        config = recipe("gpt-moe-test", {**changes, **sizes})
+        layout = layout_of(config, num_ranks)
         assert layout is not None, "whole sequences on each rank"
         work = Workload(length, precision="float32", stack="eager")
         raw = raw_step(planned_model(config).sizes, layout, work, cluster)
-        seconds = _step_s(config, sequences, length, world) / _share(cluster.ranks_per_node)
-        rows.append((raw, -_least(world, -seconds)))
+        yield raw, (config, sequences, length)
+
+
+def with_spread_steps(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
+    """A measured CPU cluster, what a layer costs the host being that of spread models.
+
+    One rank alone has no collectives: their hooks, copies and waits for the slowest rank are a cost of each layer that grows with the ranks.
+
+    Args:
+        cluster: of these ranks, with measured links.
+        rows: of `spread_steps`.
+    """
     usual = efficiency_of(cluster, CPU_USUAL)
     e = fit_rows(rows, usual=usual, bounds={"host_s": CPU_BOUNDS["host_s"]})
     software = cluster.software.model_copy(update={"host_s": e.host_s})
