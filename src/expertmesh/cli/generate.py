@@ -20,6 +20,7 @@ from expertmesh.errors import ConfigError, command
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
+    from expertmesh.engine.request import SamplingParams
     from expertmesh.runs.open import LoadedModel
 
 _EXAMPLES = """\
@@ -109,7 +110,6 @@ def _generate(
 
     from expertmesh.data.news import Progress
     from expertmesh.engine.engine import Engine
-    from expertmesh.engine.request import SamplingParams
     from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text, writer
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
@@ -123,15 +123,7 @@ def _generate(
     tokenizer, form = text.tokenizer, text.chat
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
-    temperature = _TEMPERATURE if options.temperature is None else options.temperature
-    params = SamplingParams(
-        temperature=0.0 if options.greedy else temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        max_tokens=options.max_tokens,
-    )
-
+    params = _params(options)
     if engine is None and options.num_draft_tokens:
         made = writer(
             model, text, batch_size=options.batch_size, num_draft_tokens=options.num_draft_tokens
@@ -203,6 +195,20 @@ def _generate(
                 lines = [_line(prompt, one) for prompt, one in zip(prompts, found, strict=True)]
                 with naming(options.output):
                     write_whole(options.output, "".join(lines))
+
+
+def _params(options: Any) -> "SamplingParams":
+    """How tokens are drawn, as the options say."""
+    from expertmesh.engine.request import SamplingParams
+
+    temperature = _TEMPERATURE if options.temperature is None else options.temperature
+    return SamplingParams(
+        temperature=0.0 if options.greedy else temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+    )
 
 
 def _parse(argv: list[str]) -> Any:

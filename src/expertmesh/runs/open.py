@@ -6,7 +6,7 @@ only the weights, by `Run.load_into`.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,12 @@ def open_model(
             task.builder.check(ranks.size)
             model = task.builder.place(device=used.device, dtype=used.master_dtype, ranks=ranks)
         else:
-            spread = share
-            if share is None and ranks.world is not None:
-                spread = partial(spread_for_inference, world=ranks.world, es_degree=es_degree)
+            spread, world = share, ranks.world
+            if share is None and world is not None:
+
+                def spread(model: nn.Module) -> None:
+                    spread_for_inference(model, world, es_degree=es_degree)
+
             model = _built(task, used, spread, for_autocast=for_autocast)
         read_into(weights, model.state_dict())
         if share is not None:
