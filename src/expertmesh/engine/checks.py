@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.engine.request import is_number
+from expertmesh.engine.request import SamplingParams, is_number
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import EncoderDecoder
 
@@ -98,6 +98,17 @@ def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
             raise ConfigError(
                 f"{what}: token id {shown} must be from 0 to {vocab_size - 1}; give ids of this model"
             )
+
+
+def check_asked(ids: list[int], params: SamplingParams, vocab_size: int, *, has_text: bool) -> None:
+    """Raise ConfigError where the ids of a prompt or of its parameters are none of the model's, or text is asked for and there is none."""
+    if not ids:
+        raise ConfigError("prompt='': is empty; give at least one token")
+    check_ids(ids, vocab_size, what="prompt")
+    check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
+    check_ids(params.logit_bias, vocab_size, what="logit_bias")
+    if params.stop and not has_text:
+        raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 
 
 def check_text(prompt: str) -> None:

@@ -52,7 +52,13 @@ def ahead(sequence: Sequence, ids: Seq[int]) -> tuple[Sequence, ...]:
     """
     found = []
     for count in range(1, len(ids) + 1):
-        one = Sequence(sequence.request, sequence.index, state=State.RUNNING, is_guessed=True)
+        one = Sequence(
+            sequence.request,
+            sequence.index,
+            state=State.RUNNING,
+            is_guessed=True,
+            rule=sequence.rule,
+        )
         one.token_ids = [*sequence.token_ids, *ids[:count]]
         one.blocks, one.num_computed = sequence.blocks, len(one.token_ids) - 1
         found.append(one)

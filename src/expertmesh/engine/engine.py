@@ -4,6 +4,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.blocks import BlockPool
 from expertmesh.engine.checks import (
+    check_asked,
     check_ids,
     check_mode,
     check_model,
@@ -25,6 +27,7 @@ from expertmesh.engine.checks import (
 )
 from expertmesh.engine.compiled import compiled_forward
 from expertmesh.engine.drafts import PromptLookup
+from expertmesh.engine.grammar import JsonRules
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.opening import open_served
@@ -272,14 +275,15 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
         ids = self._prompt_ids(prompt)
-        self._check_ids(ids, params)
+        check_asked(ids, params, self.model.vocab_size, has_text=self.tokenizer is not None)
         request_id = str(self._arrivals) if request_id is None else request_id
         if not isinstance(request_id, str):
             raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
         if request_id in self._requests:
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
+        has_schema = params.json_schema is not None
         ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self._end_ids
+            frozenset() if params.ignore_eos and not has_schema else self._end_ids
         )
         request = Request(
             request_id,
@@ -290,12 +294,20 @@ class Engine:
             end_ids=ends,
             seed=draw_seed() if params.seed is None else params.seed,
         )
+        if params.json_schema is not None:
+            for sequence in request.sequences:
+                sequence.rule = self.json_rules.rule(params.json_schema)
         self._scheduler.add(request)
         self._arrivals += 1
         self._requests[request_id] = request
         for sequence in request.sequences:
             self._answers[sequence] = _Answer(AnswerText(self.tokenizer, params.stop))
         return request_id
+
+    @cached_property
+    def json_rules(self) -> JsonRules:
+        """Rules of JSON schemas, from any thread, so that one is compiled beside the steps; ConfigError where there can be none."""
+        return JsonRules(self.tokenizer, vocab_size=self.model.vocab_size, end_ids=self._end_ids)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now, in whatever state it is; one that has ended, or is unknown, is no error.
@@ -455,16 +467,6 @@ class Engine:
         check_text(prompt)
         return self.text.prompt_ids(prompt) if prompt else []
 
-    def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
-        if not ids:
-            raise ConfigError("prompt='': is empty; give at least one token")
-        vocab_size = self.model.vocab_size
-        check_ids(ids, vocab_size, what="prompt")
-        check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
-        check_ids(params.logit_bias, vocab_size, what="logit_bias")
-        if params.stop and self.tokenizer is None:
-            raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
-
     def _room(self, ids: list[int], params: SamplingParams) -> int:
         """Most tokens of an answer."""
         left = self.max_len - len(ids)
@@ -544,7 +546,7 @@ class Engine:
             answer.error = NOT_FINITE.format(len(sequence.token_ids) - 1)
             sequence.token_ids.pop()
             self._scheduler.finish(sequence, "error")
-        elif token in request.end_ids and may_end:
+        elif token in request.end_ids and (may_end or sequence.rule is not None):
             self._scheduler.finish(sequence, "stop")
         else:
             answer.text.feed(token, may_stop=may_end)
@@ -552,6 +554,9 @@ class Engine:
                 self._scheduler.finish(sequence, "stop")
             elif num_new == request.max_tokens:
                 self._scheduler.finish(sequence, "length")
+            elif sequence.rule is not None and (why := sequence.rule.problem(sequence.new_ids)):
+                answer.error = why
+                self._scheduler.finish(sequence, "error")
         if sequence.state is State.FINISHED:
             answer.text.finish()
 

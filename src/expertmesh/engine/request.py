@@ -1,10 +1,11 @@
 """What is asked of the engine: sampling parameters, requests, and the sequences that answer them. Torch-free."""
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from expertmesh.errors import ConfigError
 
@@ -51,6 +52,8 @@ class SamplingParams:
         logprobs: the chosen token's logprob, and those of so many most likely ones; None: none are returned.
         prompt_logprobs: the same of the prompt's tokens.
         return_routed_experts: whether the experts of every token are returned.
+        json_schema: the answer is JSON of this schema, {} for any, unless max_tokens or a stop of the request cuts it; end tokens count
+            whatever `ignore_eos` and `min_tokens` say where nothing else may follow. Needs the extra `json`; None: any text.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -78,6 +81,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_routed_experts: bool = False
+    json_schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Checks the values, and makes tuples of what may be given as one string or a list."""
@@ -96,6 +100,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.json_schema is not None and not isinstance(self.json_schema, Mapping):
+            shown = f"a {type(self.json_schema).__name__}"
+            raise ConfigError("json_schema", shown, "must be a JSON schema", "give a mapping")
         if len(stops) > MOST_STOPS:
             raise ConfigError(
                 "stop", f"{len(stops)} strings", f"at most {MOST_STOPS}", "give fewer"
@@ -177,6 +184,18 @@ _RULES = {
 }
 
 
+class Rule(Protocol):
+    """Which tokens may come next in an answer; see `expertmesh.engine.grammar`."""
+
+    def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Any:
+        """(V,) bool: which may follow some tokens; None: nobody can say."""
+        ...
+
+    def problem(self, ids: Seq[int]) -> str | None:
+        """Why no token can follow; None: one can."""
+        ...
+
+
 class State(Enum):
     """Where a sequence is: `waiting` for room or for its request's prompt, `running` with blocks, or `finished`."""
 
@@ -234,6 +253,7 @@ class Sequence:
         state: see `State`.
         finish_reason: why it ended.
         is_guessed: whether this only stands for the answer after some tokens that are guesses; see `drafts`.
+        rule: says which tokens may come next; None: all.
     """
 
     request: Request
@@ -246,6 +266,7 @@ class Sequence:
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
     is_guessed: bool = False
+    rule: "Rule | None" = None
 
     def __post_init__(self) -> None:
         """Begins with the prompt."""

@@ -238,7 +238,7 @@ class Runner:
                 pairs += [(row, t, times[t]) for t in {*sequence.token_ids}]
             biases += [(row, t) for t in params.logit_bias]
             added += map(float, params.logit_bias.values())
-            if len(sequence.new_ids) < params.min_tokens:
+            if len(sequence.new_ids) < params.min_tokens and sequence.rule is None:
                 banned += [(row, t) for t in sequence.request.end_ids]
         if pairs:
             rows, ids, times_N = (self._tensor(list(t)) for t in zip(*pairs, strict=True))
@@ -256,6 +256,9 @@ class Runner:
         if biases:
             index = tuple(self._tensor([one[i] for one in biases]) for i in range(2))
             logits_RV = logits_RV.double().index_put(index, self._reals(added), accumulate=True)
+        if any(sequence.rule is not None for sequence in sequences):
+            allowed_RV = _allowed(sequences, logits_RV.shape[-1]).to(logits_RV.device)
+            logits_RV = logits_RV.masked_fill(~allowed_RV, -torch.inf)
         if banned:
             index = tuple(self._tensor([one[i] for one in banned]) for i in range(2))
             logits_RV = logits_RV.index_put(index, logits_RV.new_full((), -torch.inf))
@@ -280,6 +283,19 @@ class Runner:
 
     def _reals(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+
+def _allowed(sequences: list[Sequence], vocab_size: int) -> Tensor:
+    """(R, V) bool: the tokens that the rule of each sequence lets come next."""
+    found_RV = torch.ones(len(sequences), vocab_size, dtype=torch.bool)
+    for row_V, sequence in zip(found_RV, sequences, strict=True):
+        if sequence.rule is not None:
+            new = sequence.new_ids
+            may_end = len(new) >= sequence.request.params.min_tokens
+            allowed_V = sequence.rule.allowed(new, may_end=may_end)
+            if allowed_V is not None:
+                row_V.copy_(allowed_V)
+    return found_RV
 
 
 def _rows(chunk: Chunk, first: int) -> list[Row]:

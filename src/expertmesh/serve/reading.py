@@ -9,6 +9,7 @@ from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
+from expertmesh.serve.json_mode import json_schema
 from expertmesh.serve.schema import (
     HARMLESS,
     REFUSED,
@@ -59,7 +60,7 @@ class RequestReader:
         self.text: TextFormat = engine.text
         self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
         self._config, self._name = config, model_name
-        self._held = engine.num_tokens_held
+        self._held, self._engine = engine.num_tokens_held, engine
         added = self.text.tokenizer.get_added_tokens_decoder()
         self._specials = {token.content: i for i, token in added.items() if token.special}
 
@@ -224,7 +225,8 @@ class RequestReader:
         if top_p == 0:  # the most likely token alone
             top_p, top_k = None, 1
         stop = request.stop or ()
-        return SamplingParams(
+        asked_json = json_schema(request.model_extra or {})
+        params = SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=top_k,
             top_p=top_p,
@@ -243,7 +245,15 @@ class RequestReader:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             return_routed_experts=bool(request.return_routed_experts),
+            json_schema=None if asked_json is None else asked_json[1],
         )
+        if asked_json is not None:
+            field, schema = asked_json
+            try:
+                self._engine.json_rules.rule(schema)  # compiled here, not between two steps
+            except ConfigError as error:
+                raise RequestError(400, f"{field}: {error}", param=field) from None
+        return params
 
     def _biases(self, given: dict[str, float]) -> dict[int, float]:
         found = {}

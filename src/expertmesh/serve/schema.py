@@ -40,12 +40,9 @@ REFUSED = {
     "audio": "only text is supported",
     "prediction": "predicted outputs are not supported",
     "web_search_options": "there is no search",
-    "response_format": "answers are free text",
-    "guided_json": "answers are free text",
-    "guided_regex": "answers are free text",
-    "guided_grammar": "answers are free text",
-    "guided_choice": "answers are free text",
-    "structured_outputs": "answers are free text",
+    "guided_regex": "answers are free text, or JSON (response_format)",
+    "guided_grammar": "answers are free text, or JSON (response_format)",
+    "guided_choice": "answers are free text, or JSON (response_format)",
     "use_beam_search": "answers are drawn one by one",
 }
 """Fields that would change an answer and cannot be obeyed, and why. Other unknown fields are passed over."""
@@ -56,7 +53,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "use_beam_search": (False,),
 }

@@ -1,0 +1,183 @@
+"""Answers that are JSON of a schema: which tokens may come next, by llguidance (the extra `json`)."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from importlib.util import find_spec
+from threading import Lock
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.text.stream import TextStream
+
+_MOST_KEPT = 64
+"""Schemas that are kept compiled."""
+_OPTIONS: Any = {
+    "lenient": False,  # a keyword that cannot be kept is refused, not passed over
+    "coerce_one_of": False,
+    # between two parts of a value; without a bound a model could write blanks for ever
+    "whitespace_pattern": r"\n[ ]{0,32}|[ ]?",
+}
+_OWN = "x-guidance"  # llguidance's keyword, which would change these options
+
+
+class JsonRule:
+    """Follows one answer, whatever becomes of it: every call names the tokens so far.
+
+    Args:
+        matcher: llguidance's, at the beginning; this one's from now on.
+        vocab_size: V.
+        end_ids: tokens that end an answer.
+    """
+
+    def __init__(self, matcher: Any, *, vocab_size: int, end_ids: Iterable[int]) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._ends = list(end_ids)
+        self._seen: list[int] = []
+        self._found_V: Tensor | None = None  # behind these
+
+    def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Tensor | None:
+        """Which tokens may follow.
+
+        Args:
+            ids: the answer so far.
+            may_end: False: not an end, where anything else is left.
+
+        Returns:
+            (V,) bool, with at least one that is True; None: the answer has left the schema, as a wrong guess does, and the matcher
+            cannot say.
+        """
+        if not self._follow(ids):
+            return None
+        if self._found_V is None:
+            data = bytearray(self._matcher.compute_bitmask())
+            bits = torch.frombuffer(data, dtype=torch.uint8)[:, None] >> torch.arange(8)
+            self._found_V = (bits & 1).bool().flatten()[: self._vocab_size]
+        found_V = self._found_V
+        if not may_end:
+            others_V = found_V.clone()
+            others_V[self._ends] = False
+            found_V = others_V if others_V.any() else found_V
+        return found_V if found_V.any() else None
+
+    def problem(self, ids: Seq[int]) -> str | None:
+        """Why no token can follow an answer that keeps to the schema; None: one can."""
+        if self.allowed(ids) is not None:
+            return None
+        reason = _line(self._matcher.get_error()) or "no token of this vocabulary goes on"
+        return f"the schema cannot be kept any further ({reason})"
+
+    def _follow(self, ids: Seq[int]) -> bool:
+        """Bring the matcher to the end of some tokens; whether they keep to the schema."""
+        same = 0
+        for old, new in zip(self._seen, ids, strict=False):
+            if old != new:
+                break
+            same += 1
+        if same < len(self._seen):
+            self._matcher.rollback(len(self._seen) - same)
+            del self._seen[same:]
+            self._found_V = None
+        more = list(ids[same:])
+        if more and self._matcher.validate_tokens(more) < len(more):
+            return False
+        if more and not self._matcher.consume_tokens(more):
+            return False
+        if more:
+            self._seen += more
+            self._found_V = None
+        return not self._matcher.is_error()
+
+
+class JsonRules:
+    """Makes the rules of schemas; may be called from any thread.
+
+    Args:
+        tokenizer: of the model; None is refused.
+        vocab_size: V, at least the tokenizer's.
+        end_ids: tokens that end an answer.
+
+    Raises:
+        ConfigError: there is no tokenizer, or llguidance is not installed.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, vocab_size: int, end_ids: Iterable[int]
+    ) -> None:
+        if tokenizer is None:
+            raise ConfigError("json_schema: is about text, and the engine has no tokenizer")
+        if find_spec("llguidance") is None:
+            raise ConfigError(
+                "json_schema: needs llguidance; install it with: pip install 'expertmesh[json]'"
+            )
+        from llguidance import LLTokenizer
+
+        self._vocab_size, self._ends = vocab_size, sorted(end_ids)
+        words: Any = _Words(tokenizer, vocab_size, self._ends)
+        self._tokenizer = LLTokenizer(words, n_vocab=vocab_size, eos_token=self._ends)
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def rule(self, schema: Mapping[str, Any]) -> JsonRule:
+        """The rule of a schema, at the beginning of an answer.
+
+        Raises:
+            ConfigError: it is no schema, or says what cannot be kept.
+        """
+        from llguidance import LLMatcher
+
+        text = _text({name: value for name, value in schema.items() if name != _OWN})
+        with self._lock:
+            matcher = self._kept.pop(text, None)
+            if matcher is None:
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
+                problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
+                matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+                problem = problem or matcher.get_error()
+                if problem:
+                    raise _refused(_line(problem))
+            self._kept[text] = matcher
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+            own = matcher.deep_copy()
+        return JsonRule(own, vocab_size=self._vocab_size, end_ids=self._ends)
+
+
+class _Words:
+    """A tokenizer as llguidance wants it: the bytes of every token."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
+        stream = TextStream(tokenizer)
+        self._tokenizer, self.eos_token_id = tokenizer, end_ids[0]
+        self.tokens = [stream.bytes_of(token_id) for token_id in range(vocab_size)]
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_token_ids = sorted({i for i, one in added if one.special} | {*end_ids})
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except RecursionError:
+        raise _refused("it is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise _refused(_line(str(error))) from None
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(f"json_schema: cannot be kept ({reason}); give another JSON schema")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]

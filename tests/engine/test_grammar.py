@@ -1,0 +1,134 @@
+"""Answers that are JSON of a schema: whatever a random model would rather say, they parse and validate."""
+
+import json
+import sys
+
+import jsonschema
+import pytest
+import torch
+
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.text.tokenizer import train_tokenizer
+
+_NAMES = {"type": "string", "minLength": 1, "maxLength": 5}
+SCHEMAS = {
+    "enum": {"enum": ["red", 7, None, {"a": [1]}]},
+    "record": {
+        "type": "object",
+        "properties": {"name": _NAMES, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    "choice": {"anyOf": [{"const": "a"}, {"type": "array", "items": _NAMES, "maxItems": 2}]},
+    "tree": {
+        "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 1}},
+        "$ref": "#/$defs/node",
+    },
+    "pattern": {"type": "string", "pattern": "^[a-c]{2,4}$"},
+}
+PROMPT = [40, 50, 60]
+
+
+def engine(**options):
+    """A random model with a byte-level vocabulary, some ids of which have no token."""
+    tokenizer = train_tokenizer(['{"name": [true, 12]}\n'] * 20, vocab_size=290)
+    size = tokenizer.get_vocab_size() + 5
+    changes = {"model.vocab_size": size, "model.init_std": 0.3, "model.max_seq_len": 512}
+    changes["model.batch_invariant"] = options.get("deterministic", False)
+    config = RECIPES["gpt-moe-test"]().updated(changes)
+    model = GPT(config.model, dtype=torch.float32, seed=0).eval()
+    return Engine(model, tokenizer, **options)
+
+
+CASES = {
+    "roomy": {},
+    "little room": {"num_blocks": 40, "block_size": 8, "token_budget": 24, "max_sequences": 6},
+    "guesses": {"num_draft_tokens": 3},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_every_answer_validates_unless_it_is_cut(options):
+    made = engine(**options)
+    params = [
+        SamplingParams(json_schema=schema, n=2, seed=seed, temperature=temperature, max_tokens=150)
+        for schema in SCHEMAS.values()
+        for seed, temperature in enumerate((0.0, 0.7, 1.0, 1.5))
+    ]
+    whole = 0
+    outputs = made.generate([PROMPT] * len(params), params)
+    each = [one for one in params for _ in range(2)]
+    for output, one in zip(outputs, each, strict=True):
+        assert output.finish_reason in ("stop", "length"), output.error
+        if output.finish_reason == "stop":
+            jsonschema.validate(json.loads(output.text), one.json_schema)
+            whole += 1
+        else:
+            assert len(output.token_ids) == 150
+    assert whole > len(outputs) // 2
+
+
+def test_batches_and_guesses_change_nothing():
+    params = [SamplingParams(json_schema=s, seed=i) for i, s in enumerate(SCHEMAS.values())]
+    made = engine(deterministic=True, max_len=120)
+    alone = [made.generate([PROMPT], one)[0].token_ids for one in params]
+    guessed = engine(deterministic=True, max_len=120, num_draft_tokens=3)
+    for other in (made, guessed):
+        together = other.generate([PROMPT] * len(params), params)
+        assert [one.token_ids for one in together] == alone
+
+
+def test_those_beside_it_are_as_without_it():
+    free = SamplingParams(seed=3, max_tokens=20)
+    made = engine(deterministic=True)
+    (alone,) = made.generate([PROMPT], free)
+    beside = made.generate([PROMPT, PROMPT], [SamplingParams(json_schema={}, max_tokens=20), free])
+    assert beside[1].token_ids == alone.token_ids
+
+
+def test_a_cut_answer_says_length_and_ends_count_in_any_case():
+    made = engine()
+    text = {"type": "string", "minLength": 50}
+    (cut,) = made.generate([PROMPT], SamplingParams(json_schema=text, max_tokens=5, seed=0))
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
+    params = SamplingParams(
+        json_schema={"const": 1}, ignore_eos=True, min_tokens=30, max_tokens=40, logprobs=1
+    )
+    (short,) = made.generate([PROMPT], params)
+    assert (short.finish_reason, short.text) == ("stop", "1")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "nope"}, "Invalid type"),
+        ({"uniqueItems": True, "type": "array"}, "uniqueItems"),
+        ({"$ref": "https://example.com/s"}, "not present"),
+        ({"type": "string", "pattern": "("}, "regex"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
+        ({"const": {1, 2}}, "not JSON serializable"),
+        ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
+    ],
+)
+def test_a_schema_that_cannot_be_kept_is_one_line(schema, said):
+    made = engine()
+    with pytest.raises(ConfigError, match=said) as caught:
+        made.add(PROMPT, SamplingParams(json_schema=schema))
+    assert "\n" not in str(caught.value) and not made.has_work
+
+
+def test_what_it_needs_is_said(monkeypatch):
+    with pytest.raises(ConfigError, match="must be a JSON schema"):
+        SamplingParams(json_schema="text")
+    bare = Engine(GPT(RECIPES["gpt-moe-test"]().model, seed=0).eval(), num_blocks=8)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        bare.add(PROMPT, SamplingParams(json_schema={}))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"expertmesh\[json\]"):
+        engine().add(PROMPT, SamplingParams(json_schema={}))
