@@ -7,6 +7,7 @@
     .venv/bin/python -m benchmarks.claims rts      # random token selection
     .venv/bin/python -m benchmarks.claims languages --data FOLDER    # translation; lohelp and multi30k below it
     .venv/bin/python -m benchmarks.claims languages-narrow --data FOLDER    # with more tokens per parameter
+    .venv/bin/python -m benchmarks.claims inference    # trains nothing: what the models above cost to generate with
 
 Stop them at any time; the same command goes on.
 """
@@ -16,7 +17,7 @@ import platform
 from pathlib import Path
 
 import torch
-from benchmarks.claims import languages, pages, text
+from benchmarks.claims import inference, languages, pages, text
 from benchmarks.claims.arms import CLAIMS, Arm, Claim
 from benchmarks.claims.runs import Ledger, Runs
 
@@ -27,7 +28,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("claim", choices=[*CLAIMS, *languages.CLAIMS])
+    parser.add_argument("claim", choices=[*CLAIMS, *languages.CLAIMS, "inference"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="that are reported")
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"), help="run directories")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="results")
@@ -39,6 +40,9 @@ def main() -> None:
     )
     parser.add_argument("--page", action="store_true", help="write the page only; train nothing")
     options = parser.parse_args()
+    if options.claim == "inference":
+        inference.main()
+        return
     is_of_text = options.claim in CLAIMS
     claim = {**CLAIMS, **languages.CLAIMS}[options.claim]
     measure, write_page = (
