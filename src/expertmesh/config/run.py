@@ -14,7 +14,7 @@ Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd"]
-StateDtype = Literal["float32", "bfloat16", "int8", "fp16-scaled"]
+StateDtype = Literal["float32", "bfloat16", "int8", "fp16-scaled", "torchao-int8", "torchao-int4"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Resume = Literal["auto", "never", "required"]
 Bind = Literal["auto", "off"]
@@ -78,7 +78,7 @@ class OptimConfig(Config):
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
     state_dtype: StateDtype = "float32"
-    """Moments of large tensors: float32 (the parameters' own), bfloat16, int8 with a scale per block, fp16-scaled with one per tensor, as fairseq's fp16-adam-stats."""
+    """Moments of large tensors: float32 (the parameters' own), bfloat16, int8 with a scale per block, fp16-scaled with one per tensor, as fairseq's fp16-adam-stats; torchao-int8 and torchao-int4 are torchao's AdamW, on one process."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -92,6 +92,13 @@ class OptimConfig(Config):
                 rule = f"has no effect with {named(f'optim.{cause}', getattr(self, cause))}"
                 fix = f"leave it at {usual}, or use {named(f'optim.{cause}', needed)}"
                 self.refuse_idle(name, rule, fix)
+        if self.name == "muon" and self.state_dtype.startswith("torchao"):
+            raise FieldError(
+                "state_dtype",
+                self.state_dtype,
+                f"is an AdamW, and {named('optim.name', 'muon')} is given",
+                f"use int8, or {named('optim.name', 'adamw')}",
+            )
         return self
 
 

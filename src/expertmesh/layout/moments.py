@@ -1,11 +1,12 @@
 """How many bytes an optimiser keeps of a tensor, in each of its types, without torch.
 
 A tensor keeps its moments in FP32 (FP64 in a float64 run), whatever the type, where it has one axis or few elements, and with
-int8 where a cut of the last axis over ranks falls inside a block. The rest has them in the type that is asked for.
+int8 where a cut of the last axis over ranks falls inside a block. Torchao's take all that is large and whole blocks. The rest has them in the type that is asked for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from expertmesh.config.run import StateDtype
 
@@ -15,6 +16,18 @@ BLOCK = 64
 """Neighbours along the last axis that share a scale in int8; fewer where the axis is short."""
 _SMALLEST_BLOCK = 8
 _SCALE_BYTES = 4
+
+
+class _Theirs(NamedTuple):
+    block: int
+    bits: int
+
+
+THEIRS: Mapping[StateDtype, _Theirs] = {
+    "torchao-int8": _Theirs(256, 8),
+    "torchao-int4": _Theirs(128, 4),
+}
+"""Elements of a tensor, in the order of memory, that share a scale in torchao's moments, and bits of each."""
 
 
 def block_size(width: int) -> int:
@@ -42,6 +55,8 @@ def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtyp
         part: of what one rank has of it.
         state_dtype: the type.
     """
+    if theirs := THEIRS.get(state_dtype):
+        return math.prod(part) >= FEWEST_ELEMENTS and math.prod(part) % theirs.block == 0
     if state_dtype == "float32" or len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return False
     is_cut = part[-1] != shape[-1]
@@ -67,6 +82,9 @@ def moment_bytes(
     elements = math.prod(part)
     if not is_compact(shape, part, state_dtype):
         return elements * master
+    if theirs := THEIRS.get(state_dtype):
+        table = 4 * 2**theirs.bits  # what each code stands for
+        return elements * theirs.bits // 8 + _SCALE_BYTES * elements // theirs.block + table
     if state_dtype == "int8":
         blocks = math.prod(part[:-1]) * -(-part[-1] // block_size(shape[-1]))
         return elements + _SCALE_BYTES * blocks

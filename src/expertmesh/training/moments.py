@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.run import StateDtype
-from expertmesh.layout.moments import block_size, is_compact
+from expertmesh.layout.moments import THEIRS, block_size, is_compact
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.parts import laid_out_as
 from expertmesh.training.rounding import Words
@@ -305,6 +305,8 @@ def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code | None:
         parameter: a plain one or a DTensor.
         state_dtype: what is asked for.
     """
+    if state_dtype in THEIRS:
+        return None
     is_wide = parameter.dtype in (torch.float32, torch.float64)
     own = own_part(parameter)
     if not is_wide or not own.is_contiguous():
@@ -312,6 +314,14 @@ def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code | None:
     if not is_compact(parameter.shape, own.shape, state_dtype):
         return None
     return _code(state_dtype, parameter.shape[-1])
+
+
+def is_kept_as(parameter: Tensor, state_dtype: StateDtype) -> bool:
+    """Whether the moments of a parameter are kept in the type that is asked for, ours or torchao's."""
+    if state_dtype in THEIRS:
+        shape = parameter.shape
+        return parameter.is_contiguous() and is_compact(shape, shape, state_dtype)
+    return code_of(parameter, state_dtype) is not None
 
 
 def rows(tensor: Tensor) -> Tensor:

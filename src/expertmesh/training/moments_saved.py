@@ -1,13 +1,16 @@
 """Moments of a checkpoint, read into those of an optimiser, which may be of another type."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.source import TensorSource, read_into, read_whole
+from expertmesh.checkpoints.source import Stored, TensorSource, read_into, read_whole
 from expertmesh.config.run import StateDtype
+from expertmesh.errors import ConfigError
+from expertmesh.layout.moments import THEIRS
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.parts import Place, maxima_over_ranks, place_of
 from expertmesh.training.compact import new_state, state_dtype_of
@@ -20,6 +23,7 @@ from expertmesh.training.moments import (
     rows,
     write_moment,
 )
+from expertmesh.training.theirs import plain_tensors, their_state
 from expertmesh.training.workspace import Workspace
 
 _ADAMW = ("exp_avg", "exp_avg_sq")
@@ -83,11 +87,18 @@ class MomentsReader:
             if not keys:
                 continue
             code = code_of(parameter, wanted[parameter])
+            was = _saved_as(saved, lead, keys[0])
+            now: StateDtype = code.name if code is not None else _theirs_or_plain(wanted[parameter])
+            _check_theirs_stay(was, now)
+            if now in THEIRS:
+                state = their_state(parameter, now)
+                optimizer.state[parameter] = state
+                for key, value in state.items():
+                    self.targets |= {lead + k: t for k, t in plain_tensors(key, value).items()}
+                continue
             state = _new_state(parameter, code, keys)
             if lead + "step" not in saved and "step" in state:
                 state["step"].fill_(step)
-            was = _SAVED_AS.get(saved[lead + keys[0]].dtype, "float32")
-            now: StateDtype = "float32" if code is None else code.name
             if was == now:
                 read = state.items()
             else:
@@ -162,6 +173,29 @@ class MomentsReader:
         part = torch.empty(sizes, dtype=self.source.tensors[name].dtype, device=device)
         self.source.read(name, box, part)
         return part.view(-1, sizes[-1])
+
+
+def _saved_as(saved: Mapping[str, Stored], lead: str, key: str) -> StateDtype:
+    """The type of a saved moment that may be negative: torchao's codes have no sign and no axis of scales but one."""
+    info = saved[lead + key]
+    if info.dtype != torch.uint8:
+        return _SAVED_AS.get(info.dtype, "float32")
+    block = math.prod(info.shape) / max(math.prod(saved[f"{lead}{key}_scale"].shape), 1)
+    return "torchao-int8" if block == THEIRS["torchao-int8"].block else "torchao-int4"
+
+
+def _theirs_or_plain(wanted: StateDtype) -> StateDtype:
+    return wanted if wanted in THEIRS else "float32"
+
+
+def _check_theirs_stay(was: StateDtype, now: StateDtype) -> None:
+    if was != now and (was in THEIRS or now in THEIRS):
+        raise ConfigError(
+            "optim.state_dtype",
+            now,
+            f"the checkpoint has moments of {was}, and torchao's are not converted",
+            f"use {was}",
+        )
 
 
 def _new_state(parameter: nn.Parameter, code: Code | None, keys: tuple[str, ...]) -> State:

@@ -9,13 +9,14 @@ from torch import nn
 
 from expertmesh.config.run import Frozen, OptimConfig, StateDtype
 from expertmesh.errors import ConfigError
-from expertmesh.layout.moments import FEWEST_ELEMENTS
+from expertmesh.layout.moments import FEWEST_ELEMENTS, THEIRS
 from expertmesh.moe.layer import MoELayer
 from expertmesh.training.compact import CompactAdamW
 from expertmesh.training.fused import fused_halves
-from expertmesh.training.moments import code_of
+from expertmesh.training.moments import is_kept_as
 from expertmesh.training.muon import Muon
 from expertmesh.training.roles import DECAYED, parameter_roles
+from expertmesh.training.theirs import TorchaoAdamW, check_theirs
 
 
 def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
@@ -54,8 +55,10 @@ def build_optimizer(
         The optimiser; its learning rate is set before each step by the loop.
 
     Raises:
-        ConfigError: `state_dtype` would change nothing.
+        ConfigError: `state_dtype` would change nothing, or is torchao's and cannot be had here.
     """
+    if config.state_dtype in THEIRS:
+        check_theirs([p for p in model.parameters() if p.requires_grad], config.state_dtype)
     roles, halves = parameter_roles(model), fused_halves(model)
     groups: dict[tuple[bool, bool, StateDtype, Any], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -63,7 +66,7 @@ def build_optimizer(
             # The fused update takes tensors of one mesh at a time.
             mesh = getattr(parameter, "device_mesh", None)
             is_matrix = config.name == "muon" and roles[name] == "matrix"
-            is_few = code_of(parameter, config.state_dtype) is not None
+            is_few = is_kept_as(parameter, config.state_dtype)
             kept: StateDtype = config.state_dtype if is_few else "float32"
             group = roles[name] in DECAYED, is_matrix, kept, mesh
             groups.setdefault(group, []).append((name, parameter))
@@ -101,6 +104,8 @@ def build_optimizer(
             eps=config.eps,
             dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else None,
         )
+    if config.state_dtype in THEIRS:
+        return TorchaoAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
     if is_compact:
         return CompactAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
     return torch.optim.AdamW(params, lr=config.lr, betas=betas, eps=config.eps, fused=True)

@@ -19,6 +19,7 @@ from expertmesh.models.registry import DEFAULT
 from expertmesh.models.task import Data
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.moments_saved import MomentsReader
+from expertmesh.training.theirs import plain_tensors
 
 _RUNS = ("distill.teacher", "train.init_from", "train.branch_from")
 """Options that name the folder of another run."""
@@ -101,7 +102,8 @@ class TrainState:
         found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer.{name}.{key}"] = value
+                for part, tensor in plain_tensors(key, value).items():
+                    found[f"optimizer.{name}.{part}"] = tensor
         return found | _random_states()
 
     def values(self, config: RunConfig, *, recipe: str, data_key: str) -> dict[str, Any]:

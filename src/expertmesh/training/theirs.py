@@ -1,0 +1,158 @@
+"""AdamW of torchao, whose moments take 8 or 4 bits, on one process."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.config.run import StateDtype
+from expertmesh.errors import ConfigError
+from expertmesh.layout.moments import THEIRS
+from expertmesh.training.compact import fused_adamw
+
+_CLASSES: Mapping[StateDtype, str] = {
+    "torchao-int8": "AdamW8bit",
+    "torchao-int4": "AdamW4bit",
+}
+
+
+def check_theirs(parameters: Iterable[nn.Parameter], state_dtype: StateDtype) -> ModuleType:
+    """Torchao's optimisers, where they can take these parameters.
+
+    Args:
+        parameters: those that are learned.
+        state_dtype: torchao-int8 or torchao-int4.
+
+    Raises:
+        ConfigError: torchao is not installed, there are several ranks, a parameter is cut or is FP64.
+    """
+
+    def refusal(rule: str, fix: str) -> ConfigError:
+        return ConfigError("optim.state_dtype", state_dtype, rule, fix)
+
+    ours = "use int8, which is ours and does"
+    spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if spread and torch.distributed.get_world_size() > 1:
+        raise refusal(
+            "works on one process (torchao skips its own FSDP2 tests from torch 2.11 on)", ours
+        )
+    for parameter in parameters:
+        if getattr(parameter, "device_mesh", None) is not None:
+            raise refusal("takes no parameters that FSDP2 spreads", ours)
+        if parameter.dtype == torch.float64:
+            raise refusal("computes in FP32, and this run in float64", "leave it out")
+    try:
+        with _quiet():
+            import torchao.optim
+    except ImportError as error:
+        fix = "install it with: pip install 'expertmesh[torchao]'"
+        if not (
+            isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("torchao")
+        ):
+            fix = f"its import says: {str(error).partition(chr(10))[0]}"
+        raise refusal("needs torchao", fix) from None
+    found: ModuleType = torchao.optim
+    return found
+
+
+class TorchaoAdamW(torch.optim.Optimizer):
+    """Torchao's AdamW of large tensors and torch's fused one of the rest, with one state and one set of groups.
+
+    The first step compiles a loop for each shape, some seconds each on a CPU.
+
+    Args:
+        groups: of named `params`, `weight_decay` and `state_dtype`; with "float32" they are torch's own.
+        lr: of all groups.
+        betas: decays of the moments.
+        eps: of the denominator.
+
+    Raises:
+        ConfigError: see `check_theirs`.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "state_dtype": "float32"})
+        self._connect()
+
+    def _connect(self) -> None:
+        plain = [group for group in self.param_groups if group["state_dtype"] == "float32"]
+        self._plain = fused_adamw(self, plain)
+        self._groups = [g for g in self.param_groups if g["state_dtype"] != "float32"]
+        (kind,) = {group["state_dtype"] for group in self._groups}
+        module = check_theirs([p for group in self._groups for p in group["params"]], kind)
+        keys = "params", "lr", "betas", "eps", "weight_decay"
+        groups = [{key: group[key] for key in keys} for group in self._groups]
+        self._theirs: torch.optim.Optimizer = getattr(module, _CLASSES[kind])(groups)
+        self._theirs.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
+        super().__setstate__(state)
+        self._connect()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again; None: gradients are there.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, theirs in zip(self._groups, self._theirs.param_groups, strict=True):
+            theirs["lr"].fill_(
+                group["lr"]
+            )  # theirs is a tensor, so that a new rate compiles nothing
+        with _quiet():
+            self._theirs.step()
+        if self._plain is not None:
+            self._plain.step()
+        return loss
+
+
+def their_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
+    """A step and moments of zeros as torchao has them."""
+    with _quiet():
+        from torchao.optim.subclass_4bit import OptimState4bit
+        from torchao.optim.subclass_8bit import OptimState8bit
+    kind = OptimState8bit if state_dtype == "torchao-int8" else OptimState4bit
+    block, where = THEIRS[state_dtype].block, parameter.device
+    moments = {
+        key: kind.zeros(parameter.shape, key == "exp_avg", block, where, dtype=parameter.dtype)
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return {"step": torch.tensor(0.0), **moments}
+
+
+def plain_tensors(key: str, value: Tensor) -> dict[str, Tensor]:
+    """What a checkpoint has of an entry of an optimiser's state: codes and scales of torchao's, else the entry itself."""
+    if hasattr(value, "codes"):
+        return {key: value.codes, f"{key}_scale": value.scale}
+    return {key: value}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torchao says of its own libraries and of torch's caches."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

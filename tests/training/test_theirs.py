@@ -1,0 +1,161 @@
+"""Torchao's AdamW behind `--optim.state-dtype`: what it computes and keeps, that runs go on, and where it is refused."""
+
+import builtins
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.oracle.numerics import TWO
+from tests.support.runs import lines_of
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from expertmesh.config.run import OptimConfig
+from expertmesh.errors import ConfigError
+from expertmesh.layout.moments import moment_bytes
+from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.training.optim import build_optimizer, set_learning_rate
+
+TYPES = ("torchao-int8", "torchao-int4")
+
+
+class Two(nn.Module):
+    """A matrix that is large enough, and what is not: a bias, and a matrix that has no whole blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.odd = nn.Linear(64, 64), nn.Linear(65, 67, bias=False)
+
+
+def built(state_dtype, model=None, **options):
+    torch.manual_seed(0)
+    model = model or Two()
+    return model, build_optimizer(model, OptimConfig(state_dtype=state_dtype, **options))
+
+
+def stepped(model, optimizer, steps=2):
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        set_learning_rate(optimizer, 0.01 / (step + 1))
+        optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dtype", TYPES)
+def test_theirs(state_dtype):
+    """The first step is FP32's, rates of the loop reach it, bytes are the formula's, and what is loaded goes on to the bit."""
+    pytest.importorskip("torchao", reason="torchao not installed")
+    (model, optimizer), (plain, fp32) = built(state_dtype), built("float32")
+    before = model.large.weight.detach().clone()
+    stepped(model, optimizer, 1)
+    stepped(plain, fp32, 1)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p - q).abs().max() <= 16 * TWO * torch.finfo(torch.float32).eps
+    for name, p in model.named_parameters():
+        kept = sum(t.nbytes for t in tensors(optimizer.state[p]))
+        each = moment_bytes(p.shape, p.shape, state_dtype)
+        assert kept == 2 * each and (each < p.nbytes) == (name == "large.weight")
+    set_learning_rate(optimizer, 0.0)
+    after = model.large.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.large.weight, after) and not torch.equal(before, after)
+    other, second = built(state_dtype)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(model, optimizer)
+    stepped(other, second)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def tensors(state):
+    for key, value in state.items():
+        if key != "step":
+            names = ("codes", "scale", "qmap")
+            yield from [getattr(value, n) for n in names] if hasattr(value, "codes") else [value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dtype", TYPES)
+def test_a_run_goes_on_to_the_bit_with_the_same_type_only(state_dtype, tiny, tmp_path, run_quietly):
+    pytest.importorskip("torchao", reason="torchao not installed")
+
+    def run_of(folder, steps, **changes):
+        options = {"model.dim": 64, "model.moe.hidden_dim": 32, "optim.schedule_steps": 4}
+        options |= {"train.steps": steps, "train.run_dir": str(tmp_path / folder)}
+        return tiny(**options | {"optim.state_dtype": state_dtype} | changes)
+
+    again = {"train.resume": "required"}
+    run_quietly(run_of("straight", 4))
+    run_quietly(run_of("halves", 2))
+    with pytest.raises(ConfigError, match=f"moments of {state_dtype}, and torchao's are not conv"):
+        run_quietly(run_of("halves", 4, **again | {"optim.state_dtype": "int8"}))
+    run_quietly(run_of("halves", 4, **again))
+    straight, halves = (
+        [line["loss"] for line in lines_of(tmp_path / n)] for n in ("straight", "halves")
+    )
+    assert len(straight) == 4 and straight == halves
+
+
+def test_muon():
+    with pytest.raises(ConfigError, match="state_dtype=torchao-int8: is an AdamW.*use int8"):
+        RECIPES["gpt-moe-test"]().updated(
+            {"optim.name": "muon", "optim.state_dtype": "torchao-int8"}
+        )
+
+
+def double():
+    return Two().double()
+
+
+def spread():
+    model = Two()
+    model.odd.weight.device_mesh = "a mesh"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(double, "in float64; leave it out"), (spread, "no parameters that FSDP2 spreads; use int8")],
+)
+def test_parameters_that_they_do_not_take(make, message):
+    with pytest.raises(ConfigError, match=message):
+        built("torchao-int8", make())
+
+
+def test_several_ranks():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ConfigError, match="works on one process .*; use int8"):
+            built("torchao-int8")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("No module", name="torchao"), r"pip install 'expertmesh\[torchao\]'"),
+        (ImportError("wants another torch\nand more"), "import says: wants another torch$"),
+    ],
+)
+def test_without_torchao(monkeypatch, error, message):
+    usual = builtins.__import__
+
+    def fails(name, *args, **options):
+        if name.startswith("torchao"):
+            raise error
+        return usual(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", fails)
+    with pytest.raises(ConfigError, match=f"state_dtype=torchao-int8: needs torchao; .*{message}"):
+        built("torchao-int8")
+
+
+def test_a_model_without_a_large_tensor():
+    pytest.importorskip("torchao", reason="torchao not installed")
+    with pytest.raises(ConfigError, match="has no effect on this model"):
+        built("torchao-int8", nn.Linear(8, 8))
