@@ -1,15 +1,12 @@
 """Torchao's AdamW behind `--optim.state-dtype`: what it computes and keeps, that runs go on, and where it is refused."""
 
 import builtins
-import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.oracle.numerics import TWO
 from tests.support.runs import lines_of
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
@@ -46,7 +43,7 @@ def stepped(model, optimizer, steps=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", TYPES)
 def test_theirs(state_dtype):
-    """The first step is FP32's, rates of the loop reach it, bytes are the formula's, and what is loaded goes on to the bit."""
+    """The first step is FP32's, rates of the loop reach it and bytes are the formula's."""
     pytest.importorskip("torchao", reason="torchao not installed")
     (model, optimizer), (plain, fp32) = built(state_dtype), built("float32")
     before = model.large.weight.detach().clone()
@@ -62,13 +59,6 @@ def test_theirs(state_dtype):
     after = model.large.weight.detach().clone()
     optimizer.step()
     assert torch.equal(model.large.weight, after) and not torch.equal(before, after)
-    other, second = built(state_dtype)
-    other.load_state_dict(model.state_dict())
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    stepped(model, optimizer)
-    stepped(other, second)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def tensors(state):
@@ -127,12 +117,8 @@ def test_parameters_that_they_do_not_take(make, message):
 
 
 def test_several_ranks():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(ConfigError, match="works on one process .*; use int8"):
-            built("torchao-int8")
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="works on one process .*; use int8"):
+        build_optimizer(Two(), OptimConfig(state_dtype="torchao-int8"), num_ranks=2)
 
 
 @pytest.mark.parametrize(

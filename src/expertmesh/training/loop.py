@@ -258,7 +258,9 @@ class _Trainer:
             family, task, data, precision=precision, ranks=ranks, student=model
         )
         freeze(model, config.train.freeze)
-        optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
+        optimizer = build_optimizer(
+            model, config.optim, compute_dtype=precision.compute_dtype, num_ranks=ranks.size
+        )
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
         self.store = CheckpointStore(

@@ -40,7 +40,11 @@ def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    num_ranks: int = 1,
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, or Muon for the matrices and AdamW for the rest.
 
@@ -50,6 +54,7 @@ def build_optimizer(
         model: parameters that require no gradient are left out.
         config: learning rate, betas, epsilon, momentum and decay.
         compute_dtype: of the model's products; Muon's are BF16 where these are, and on a GPU.
+        num_ranks: of the run.
 
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
@@ -58,7 +63,11 @@ def build_optimizer(
         ConfigError: `state_dtype` would change nothing, or is torchao's and cannot be had here.
     """
     if config.state_dtype in THEIRS:
-        check_theirs([p for p in model.parameters() if p.requires_grad], config.state_dtype)
+        check_theirs(
+            [p for p in model.parameters() if p.requires_grad],
+            config.state_dtype,
+            num_ranks=num_ranks,
+        )
     roles, halves = parameter_roles(model), fused_halves(model)
     groups: dict[tuple[bool, bool, StateDtype, Any], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():

@@ -21,12 +21,15 @@ _CLASSES: Mapping[StateDtype, str] = {
 }
 
 
-def check_theirs(parameters: Iterable[nn.Parameter], state_dtype: StateDtype) -> ModuleType:
+def check_theirs(
+    parameters: Iterable[nn.Parameter], state_dtype: StateDtype, *, num_ranks: int = 1
+) -> ModuleType:
     """Torchao's optimisers, where they can take these parameters.
 
     Args:
         parameters: those that are learned.
         state_dtype: torchao-int8 or torchao-int4.
+        num_ranks: of the run.
 
     Raises:
         ConfigError: torchao is not installed, there are several ranks, a parameter is cut or is FP64.
@@ -36,8 +39,7 @@ def check_theirs(parameters: Iterable[nn.Parameter], state_dtype: StateDtype) ->
         return ConfigError("optim.state_dtype", state_dtype, rule, fix)
 
     ours = "use int8, which is ours and does"
-    spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if spread and torch.distributed.get_world_size() > 1:
+    if num_ranks > 1:
         raise refusal(
             "works on one process (torchao skips its own FSDP2 tests from torch 2.11 on)", ours
         )
