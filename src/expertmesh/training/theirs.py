@@ -142,9 +142,8 @@ def their_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]
 
 def plain_tensors(key: str, value: Tensor) -> dict[str, Tensor]:
     """What a checkpoint has of an entry of an optimiser's state: codes and scales of torchao's, else the entry itself."""
-    if hasattr(value, "codes"):
-        return {key: value.codes, f"{key}_scale": value.scale}
-    return {key: value}
+    codes, scale = (getattr(value, name, None) for name in ("codes", "scale"))
+    return {key: value} if codes is None or scale is None else {key: codes, f"{key}_scale": scale}
 
 
 @contextmanager
