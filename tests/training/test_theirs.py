@@ -1,6 +1,6 @@
 """Torchao's AdamW behind `--optim.state-dtype`: what it computes and keeps, that runs go on, and where it is refused."""
 
-import builtins
+import sys
 
 import pytest
 import torch
@@ -124,21 +124,34 @@ def test_several_ranks():
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ModuleNotFoundError("No module", name="torchao"), r"pip install 'expertmesh\[torchao\]'"),
-        (ImportError("wants another torch\nand more"), "import says: wants another torch$"),
+        (
+            "ModuleNotFoundError('No module', name='torchao')",
+            r"pip install 'expertmesh\[torchao\]'",
+        ),
+        ("ImportError('wants another torch\\nand more')", "import says: wants another torch$"),
     ],
 )
-def test_without_torchao(monkeypatch, error, message):
-    usual = builtins.__import__
-
-    def fails(name, *args, **options):
-        if name.startswith("torchao"):
-            raise error
-        return usual(name, *args, **options)
-
-    monkeypatch.setattr(builtins, "__import__", fails)
+def test_without_torchao(monkeypatch, tmp_path, error, message):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torchao.py").write_text(f"raise {error}\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=f"state_dtype=torchao-int8: needs torchao; .*{message}"):
         built("torchao-int8")
+
+
+def test_without_a_compiler(tmp_path):
+    """Refused before a step, but not where nothing is compiled."""
+    pytest.importorskip("torchao", reason="torchao not installed")
+    inductor, missing = torch._inductor.config, str(tmp_path / "compiler")
+    with inductor.patch({"cpp.cxx": (None, missing)}):
+        with pytest.raises(ConfigError, match="no C\\+\\+ compiler .*compiler.*; install g\\+\\+"):
+            built("torchao-int8")
+        with torch._dynamo.config.patch(disable=True):
+            (model, optimizer), (plain, fp32) = built("torchao-int8"), built("float32")
+            stepped(model, optimizer, 1)
+            stepped(plain, fp32, 1)
+    torch.testing.assert_close(model.large.weight, plain.large.weight)
 
 
 def test_a_model_without_a_large_tensor():

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.layout.moments import THEIRS
+from expertmesh.ops.cpu.compiled import compiler_problem
 from expertmesh.training.compact import fused_adamw
 
 _CLASSES: Mapping[StateDtype, str] = {
@@ -32,7 +33,8 @@ def check_theirs(
         num_ranks: of the run.
 
     Raises:
-        ConfigError: torchao is not installed, there are several ranks, a parameter is cut or is FP64.
+        ConfigError: torchao is not installed, there are several ranks, a parameter is cut or is FP64, or lies on a CPU for which
+            nothing can be compiled.
     """
 
     def refusal(rule: str, fix: str) -> ConfigError:
@@ -43,6 +45,7 @@ def check_theirs(
         raise refusal(
             "works on one process (torchao skips its own FSDP2 tests from torch 2.11 on)", ours
         )
+    parameters = list(parameters)
     for parameter in parameters:
         if getattr(parameter, "device_mesh", None) is not None:
             raise refusal("takes no parameters that FSDP2 spreads", ours)
@@ -58,6 +61,10 @@ def check_theirs(
         ):
             fix = f"its import says: {str(error).partition(chr(10))[0]}"
         raise refusal("needs torchao", fix) from None
+    on_cpu = any(parameter.device.type == "cpu" for parameter in parameters)
+    if on_cpu and (problem := compiler_problem()):
+        fix = f"install g++, or name a compiler in CXX, or {ours}"
+        raise refusal(f"is compiled, and there is no C++ compiler ({problem})", fix)
     found: ModuleType = torchao.optim
     return found
 
@@ -98,6 +105,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         groups = [{key: group[key] for key in keys} for group in self._groups]
         self._theirs: torch.optim.Optimizer = getattr(module, _CLASSES[kind])(groups)
         self._theirs.state = self.state
+        self._has_stepped = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
@@ -116,11 +124,11 @@ class TorchaoAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group, theirs in zip(self._groups, self._theirs.param_groups, strict=True):
-            theirs["lr"].fill_(
-                group["lr"]
-            )  # theirs is a tensor, so that a new rate compiles nothing
-        with _quiet():
+            # theirs is a tensor, so that a new rate compiles nothing
+            theirs["lr"].fill_(group["lr"])
+        with nullcontext() if self._has_stepped else _quiet():
             self._theirs.step()
+        self._has_stepped = True
         if self._plain is not None:
             self._plain.step()
         return loss

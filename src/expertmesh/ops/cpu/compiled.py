@@ -81,6 +81,22 @@ def make_loop(
     return Loop(run)
 
 
+def compiler_problem() -> str:
+    """Why torch.compile finds no C++ compiler, in one line; nothing where it finds one, or is switched off and needs none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its own old parts
+        from torch._dynamo.config import disable
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+    if disable:
+        return ""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error).strip().partition("\n")[0].removesuffix(".")
+    return ""
+
+
 def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers for an example, always the same; the caller's random state stays."""
     generator = torch.Generator("cpu").manual_seed(0)
