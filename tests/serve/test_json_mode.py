@@ -1,10 +1,17 @@
 """JSON mode over HTTP: OpenAI's and vLLM's spellings, streams, and schemas that cannot be kept."""
 
 import json
+import sys
 
 import httpx2
 import jsonschema
 import pytest
+
+from expertmesh.config.server import ServerConfig
+from expertmesh.engine.engine import Engine
+from expertmesh.serve.faults import RequestError
+from expertmesh.serve.reading import RequestReader
+from expertmesh.serve.schema import CompletionRequest
 
 SCHEMA = {
     "type": "object",
@@ -86,3 +93,12 @@ def test_what_cannot_be_kept_is_400_that_names_the_field(server, field, value):
 def test_two_spellings_at_once_are_refused(server):
     found = post(server, {"response_format": STRICT, "guided_json": SCHEMA})
     assert found.status_code == 400 and "beside" in found.json()["error"]["message"]
+
+
+def test_without_llguidance_the_extra_is_named(folder, monkeypatch):
+    reader = RequestReader(Engine(folder), ServerConfig(), "tiny")
+    request = CompletionRequest(prompt="x", guided_json=SCHEMA)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"expertmesh\[json\]") as caught:
+        reader.completion(request)
+    assert (caught.value.status, caught.value.param) == (400, "guided_json")
