@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.hub.layout import Piece
-from expertmesh.checkpoints.hub.mxfp4 import KEY, is_mxfp4
+from expertmesh.checkpoints.hub.mxfp4 import KEY
+from expertmesh.checkpoints.hub.widened import is_widened
 from expertmesh.checkpoints.safetensors import HubFiles, read_json
 from expertmesh.checkpoints.source import Box, Stored, overlap, whole_box
 from expertmesh.errors import CheckpointError, ConfigError
@@ -113,7 +114,7 @@ def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
     method = found.get("quant_method") if isinstance(found, dict) else found
     if method != "compressed-tensors":
         raise ConfigError(
-            f"{where}: {KEY} is of {method!r}, and expertmesh reads compressed-tensors; quantise the model in BF16 with expertmesh quantize"
+            f"{where}: {KEY} is of {method!r}, and expertmesh reads compressed-tensors, fp8 and mxfp4; quantise the model in BF16 with expertmesh quantize"
         )
     groups = found.get("config_groups")
     weights = [g.get("weights") for g in groups.values()] if isinstance(groups, dict) else []
@@ -342,4 +343,4 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
         values = read_json(folder / "config.json")
     except ConfigError:  # said by whoever reads it as what it is
         return None
-    return values if values.get(KEY) and not is_mxfp4(values) else None
+    return values if values.get(KEY) and not is_widened(values) else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
 from expertmesh.checkpoints.hub.layout import Piece, pieces
-from expertmesh.checkpoints.hub.mxfp4 import Mxfp4Files, is_mxfp4
+from expertmesh.checkpoints.hub.widened import hub_files, is_widened
 from expertmesh.checkpoints.safetensors import READABLE, HubFiles, check_tensors, read_json
 from expertmesh.checkpoints.source import Box, Stored, overlap, read_into
 from expertmesh.config.base import expanded, parse_json
@@ -43,7 +43,8 @@ def load_pretrained(
 
     Args:
         folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, DeepSeek-V2,
-            DeepSeek-V3 (Kimi-K2 and Moonlight are such) or gpt-oss, whose experts may be in MXFP4 and are widened.
+            DeepSeek-V3 (Kimi-K2 and Moonlight are such) or gpt-oss. Weights in FP8 with a scale per block and experts in MXFP4 are
+            widened.
         device: of the parameters.
         dtype: of the parameters (the router keeps FP32); None: that of config.json, or of most weights if it says none. Tensors of
             a wider type are rounded to it, as in transformers, and that is said.
@@ -98,7 +99,7 @@ class HubModel:
         values = read_config(folder)
         self.path = folder
         self.config = model_config(values)
-        self._files = Mxfp4Files(folder) if is_mxfp4(values) else HubFiles(folder)
+        self._files = hub_files(folder, values)
         found = list(pieces(self.config, hub_family(values).model_type))
         shapes = {piece.theirs: piece.theirs_shape for piece in found}
         _leave_out_ahead(self._files, values)
@@ -189,7 +190,7 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
     if (
         not is_quantized
         and (found := [n for n in ("quantization_config", "compression_config") if values.get(n)])
-        and not is_mxfp4(values)
+        and not is_widened(values)
     ):
         raise ConfigError(
             f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing else; "

@@ -1,0 +1,104 @@
+"""Weights in FP8 with a scale per block, as files of DeepSeek-V3, Kimi-K2 and Qwen3 have them: widened a part at a time.
+
+A matrix NAME (N, K) is NAME in float8_e4m3fn and NAME_scale_inv (N / rows, K / columns, rounded up) of a block's size, which
+`weight_block_size` of config.json says. A number is its value times the scale of its block.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.checkpoints.hub.mxfp4 import KEY
+from expertmesh.checkpoints.safetensors import READABLE, Entry, HubFiles
+from expertmesh.checkpoints.source import Box, whole_box
+from expertmesh.errors import ConfigError
+
+_BLOCK_SIZE = (128, 128)
+"""Where config.json says none, as in transformers."""
+
+
+def is_fp8(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are in FP8 with scales beside them."""
+    found = values.get(KEY)
+    return isinstance(found, Mapping) and found.get("quant_method") == "fp8"
+
+
+class Fp8Files(HubFiles):
+    """The tensors of a folder by name, an FP8 matrix and its scales as the one matrix that they are.
+
+    Args:
+        folder: see `HubFiles`.
+        values: of its config.json, which `is_fp8`.
+
+    Raises:
+        ConfigError: see `HubFiles`; or blocks have no size, or a matrix no scales that fit; names it.
+        CheckpointError: see `HubFiles`.
+    """
+
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+        self._block_size = _block_size(values, folder)
+        self._scaled: dict[Entry, tuple[Entry, Entry]] = {}
+        for name, matrix in list(self.entries.items()):
+            if matrix.dtype != torch.float8_e4m3fn:
+                continue
+            scales = self.entries.pop(f"{name}_scale_inv", None)
+            if scales is None:
+                raise ConfigError(
+                    f"{folder}: {name} is in FP8 and has no {name}_scale_inv beside it; restore the files from the hub"
+                )
+            sizes = zip(matrix.shape, self._block_size, strict=False)
+            fitting = tuple(-(-size // block) for size, block in sizes)
+            if len(matrix.shape) != 2 or scales.shape != fitting or scales.dtype not in READABLE:
+                kind = str(scales.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"{folder}: {name}_scale_inv is {kind} of shape {scales.shape}, and {name} {matrix.shape} in blocks of "
+                    f"{self._block_size} needs a floating-point type of shape {fitting}; use the config.json of these files"
+                )
+            self.entries[name] = matrix._replace(dtype=torch.bfloat16)
+            self._scaled[self.entries[name]] = matrix, scales
+
+    def tensor(self, name: str) -> Tensor:
+        """See `HubFiles.tensor`; a matrix in FP8 is widened whole."""
+        return self.part(name, whole_box(self.entries[name].shape))
+
+    def part(self, name: str, at: Box) -> Tensor:
+        """See `HubFiles.part`; of a matrix in FP8 the part alone is widened, to FP32."""
+        entry = self.entries[name]
+        if entry not in self._scaled:
+            return self.mapped(entry)[at]
+        matrix, scales = (self.mapped(one) for one in self._scaled[entry])
+        return widened(matrix, scales, self._block_size, at)
+
+
+def _block_size(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
+    found = values[KEY].get("weight_block_size", _BLOCK_SIZE)
+    is_pair = isinstance(found, list | tuple) and len(found) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in found):
+        raise ConfigError(
+            f"{folder}: weight_block_size={found!r} in quantization_config; expertmesh reads FP8 in blocks of rows and columns, as "
+            "[128, 128]; give the model so, or in BF16"
+        )
+    return found[0], found[1]
+
+
+def widened(matrix: Tensor, scales: Tensor, block_size: tuple[int, int], at: Box) -> Tensor:
+    """A part of a matrix in FP8 as numbers, each its value times its block's scale in FP32.
+
+    Args:
+        matrix: (N, K) float8_e4m3fn.
+        scales: (N / rows, K / columns) rounded up, of a floating-point type.
+        block_size: rows and columns of a block; the last ones may be cut.
+        at: of the matrix, which need not begin or end with a block.
+
+    Returns:
+        FP32, of the shape of the part.
+    """
+    rows, columns = (
+        torch.arange(size)[part] // block
+        for size, part, block in zip(matrix.shape, at, block_size, strict=True)
+    )
+    return matrix[at].float().mul_(scales.float()[rows[:, None], columns])
