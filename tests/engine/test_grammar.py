@@ -6,6 +6,8 @@ import sys
 import jsonschema
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import Unigram
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
@@ -34,9 +36,10 @@ SCHEMAS = {
 PROMPT = [40, 50, 60]
 
 
-def engine(**options):
-    """A random model with a byte-level vocabulary, some ids of which have no token."""
-    tokenizer = train_tokenizer(['{"name": [true, 12]}\n'] * 20, vocab_size=290)
+def engine(tokenizer=None, **options):
+    """A random model with a byte-level vocabulary unless one is given, some ids of which have no token."""
+    if tokenizer is None:
+        tokenizer = train_tokenizer(['{"name": [true, 12]}\n'] * 20, vocab_size=290)
     size = tokenizer.get_vocab_size() + 5
     changes = {"model.vocab_size": size, "model.init_std": 0.3, "model.max_seq_len": 512}
     changes["model.batch_invariant"] = options.get("deterministic", False)
@@ -45,11 +48,25 @@ def engine(**options):
     return Engine(model, tokenizer, **options)
 
 
+def unigram():
+    """A tokenizer as SentencePiece's of the hub: blanks are U+2581, other bytes <0x0A>."""
+    words = [f"<0x{byte:02X}>" for byte in range(256)]
+    words += [*' "{}[]:,abcdeglmnrstuf0123456789', "\u2581", '{"', '":', "\u2581true", "\u2581name"]
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((word, -1.0) for word in words)]
+    made = Tokenizer(Unigram(pieces, unk_id=0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["<unk>", "</s>"])
+    return made
+
+
 CASES = {
     "roomy": {},
     "little room": {"num_blocks": 40, "block_size": 8, "token_budget": 24, "max_sequences": 6},
     "guesses": {"num_draft_tokens": 3},
     "deterministic": {"deterministic": True},
+    "SentencePiece": {"tokenizer": unigram(), "end_ids": [1]},
 }
 
 

@@ -24,6 +24,7 @@ _OPTIONS: Any = {
     "whitespace_pattern": r"\n[ ]{0,32}|[ ]?",
 }
 _OWN = "x-guidance"  # llguidance's keyword, which would change these options
+_BEFORE = "\x02"  # no token goes over it
 
 
 class JsonRule:
@@ -160,10 +161,32 @@ class _Words:
         self.tokens = [stream.bytes_of(token_id) for token_id in range(vocab_size)]
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_token_ids = sorted({i for i, one in added if one.special} | {*end_ids})
+        self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
+        """The tokens of a text behind other text: SentencePiece's put a blank before the beginning of one."""
+        before, ids = self._encode(_BEFORE), self._encode(_BEFORE + text)
+        ids = ids[len(before) :]
+        if b"".join(self.tokens[i] for i in ids) == text.encode():
+            return ids
+        return self._longest(text.encode())
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def _longest(self, left: bytes) -> list[int]:
+        """The longest token that a text begins with, then that of the rest; it ends where there is none."""
+        found = []
+        while left:
+            fits = (i for i in range(len(self.tokens)) if i not in self._special)
+            fits = (i for i in fits if self.tokens[i] and left.startswith(self.tokens[i]))
+            best = max(fits, key=lambda i: len(self.tokens[i]), default=None)
+            if best is None:
+                break
+            found.append(best)
+            left = left[len(self.tokens[best]) :]
+        return found
 
 
 def _text(schema: Mapping[str, Any]) -> str:
