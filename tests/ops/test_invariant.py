@@ -35,23 +35,106 @@ def test_a_row_of_a_product_does_not_know_its_place(rows, columns, products, dty
 
 
 def test_where_places_differ_rows_go_one_by_one(monkeypatch):
-    """The trial's verdict is obeyed: with a product that favours odd rows, blocks have one row."""
+    """The trial's verdict is obeyed: with a product that favours odd rows, calls have one row."""
     x, w = torch.randn(5, 32), torch.randn(16, 32)
-    monkeypatch.setattr(invariant, "_rows_are_alike", lambda *shape: False)
-    assert invariant.BlockProduct.of(w).x_block.shape[0] == 1
+    counts = []
+
+    def counting(x, w, b, out):
+        counts.append(len(x))
+        return torch.mm(x, w.T, out=out)
+
+    monkeypatch.setattr(invariant, "_rows_of", lambda *shape: invariant.ONE_BY_ONE)
+    monkeypatch.setattr(invariant, "_product", counting)
     assert torch.equal(invariant.linear(x, w)[3:4], invariant.linear(x[3:4], w))
+    assert counts == [1] * 6
+
+
+SHAPE = (48, 208, False, torch.float32, torch.device("cpu"), 0)
 
 
 def test_the_trial_notices_a_place_that_differs(monkeypatch):
     def favouring(x, w, b, out):
         torch.mm(x, w.T, out=out)
         out[1::2] *= 1 + 1e-6
+        return out
 
-    shape = (48, 208, False, torch.float32, torch.device("cpu"), 0, torch.get_num_threads())
-    fresh = invariant._rows_are_alike.__wrapped__
-    assert isinstance(fresh(*shape), bool)
+    fresh = invariant._rows_of.__wrapped__
+    assert fresh(*SHAPE, torch.get_num_threads()).most >= 1
     monkeypatch.setattr(invariant, "_product", favouring)
-    assert not fresh(*shape)
+    assert fresh(*SHAPE, torch.get_num_threads()) == invariant.ONE_BY_ONE
+
+
+@pytest.mark.parametrize(
+    ("odd", "rows"),
+    [
+        (lambda count: count < 4, invariant.Rows(4, 64)),
+        (lambda count: count == 15, invariant.Rows(16, 64)),
+        (lambda count: count > 16, invariant.Rows(1, 16)),
+        (lambda count: False, invariant.Rows(1, 64)),
+    ],
+)
+def test_the_trial_notices_a_number_of_rows_that_differs(monkeypatch, odd, rows):
+    """As a library does that has other code for few rows."""
+
+    def product(x, w, b, out):
+        torch.sum(x[:, None] * w, -1, out=out)
+        return out.mul_(1 + 1e-6) if odd(len(x)) else out
+
+    monkeypatch.setattr(invariant, "_product", product)
+    assert invariant._rows_of.__wrapped__(*SHAPE, torch.get_num_threads()) == rows
+
+
+def test_the_trial_notices_another_order_of_sums_behind_the_rounding_to_bf16(monkeypatch):
+    """Ordinary numbers would show it in one of 20,000 results."""
+
+    def product(x, w, b, out):
+        terms = (x[:, None].float() * w.float()).unbind(-1)
+        y = torch.zeros(out.shape)
+        for term in terms[::-1] if len(x) == 1 else terms:
+            y += term
+        return out.copy_(y)
+
+    monkeypatch.setattr(invariant, "_product", product)
+    shape = (16, 64, False, torch.bfloat16, torch.device("cpu"), 0, torch.get_num_threads())
+    assert invariant._rows_of.__wrapped__(*shape) == invariant.Rows(2, 64)
+
+
+def test_where_batches_differ_products_go_one_by_one(monkeypatch):
+    def favouring(x, w, bmm=torch.bmm):
+        y = bmm(x, w)
+        return y * (1 + 1e-6) if len(x) == 64 else y
+
+    x, w = torch.randn(70, 3, 32), torch.randn(70, 32, 16)
+    monkeypatch.setattr(torch, "bmm", favouring)
+    monkeypatch.setattr(invariant, "_batched_rows_of", invariant._batched_rows_of.__wrapped__)
+    whole = invariant.batched_product(x, w)
+    assert torch.equal(whole[5:9], invariant.batched_product(x[5:9], w[5:9]))
+    torch.testing.assert_close(whole, x @ w)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 64, 70, 150])
+@pytest.mark.parametrize(
+    "rows",
+    [invariant.Rows(1, 64), invariant.Rows(4, 16), invariant.Rows(16, 64), invariant.ONE_BY_ONE],
+)
+def test_calls_have_rows_that_were_tried(rows, num_rows):
+    calls = list(rows.calls(num_rows))
+    assert [i for part, _ in calls for i in range(num_rows)[part]] == list(range(num_rows))
+    for part, count in calls:
+        assert part.stop - part.start <= count
+        assert count == rows.most or max(rows.least, 1) <= count <= invariant.BLOCK_ROWS
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_a_batched_product_does_not_know_its_batch(dtype):
+    x, w = torch.randn(200, 23, 64).to(dtype), torch.randn(200, 64, 32).to(dtype)
+    whole = invariant.batched_product(x, w)
+    assert_close_fp64(
+        invariant.batched_product(x.double(), w.double()), x.double() @ w.double(), what="product"
+    )
+    for some, rows in ((slice(3, 4), slice(2, 3)), (slice(0, 33), slice(5, 23))):
+        part = invariant.batched_product(x[some, rows].contiguous(), w[some])
+        assert torch.equal(part, whole[some, rows])
 
 
 @pytest.mark.parametrize("dtype", WIDE)
@@ -152,3 +235,4 @@ def test_the_operators_obey_torch_library(bias):
     torch.library.opcheck(
         torch.ops.expertmesh.invariant_pointwise.default, (x, "exp"), test_utils=checks
     )
+    torch.library.opcheck(torch.ops.expertmesh.invariant_row_sum.default, (x,), test_utils=checks)

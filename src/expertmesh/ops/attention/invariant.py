@@ -22,11 +22,12 @@ from expertmesh.ops.attention.scores import (
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.invariant.operators import BlockProduct
 from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_KEYS = 64
 """Keys of one block."""
+_ELEMENTS = 1 << 20
+"""Scores, or keys, of the sequences that are computed at once."""
 
 
 def attention(
@@ -74,72 +75,105 @@ def _plain_attention(
     y_BHSd = torch.empty_like(q_BHSd, memory_format=torch.contiguous_format)
     if q_BHSd.numel() == 0:
         return y_BHSd
-    padded = -(-L // BLOCK_KEYS) * BLOCK_KEYS
-    column_BL = torch.arange(padded, device=q_BHSd.device) + first_B[:, None]
-    inside_BL = column_BL < L
-    column_BL = column_BL.clamp(max=L - 1)
+    num_blocks = -(-L // BLOCK_KEYS)
+    # rows in the order of the queries, so that a block of keys meets a tail of them
+    q_BhRd = q_BHSd.unflatten(1, (heads, group)).transpose(2, 3).flatten(2, 3)
+    y_BhRd = y_BHSd.view(B, heads, group, S, d).transpose(2, 3)
+    sinks_hG = None if sinks_H is None else sinks_H.to(dtype).view(heads, group)
+    rows = min(S * group, invariant.LARGE_BLOCK_ROWS)
+    at_once = max(1, _ELEMENTS // (heads * num_blocks * BLOCK_KEYS * max(rows, d)))
     with without_autocast(q_BHSd.device):
-        for b in range(B):
-            # rows in the order of the queries, so that a block of keys meets a tail of them
-            mask_SL = mask_BSL[b].index_select(1, column_BL[b]) & inside_BL[b]
-            mask_RL = mask_SL.repeat_interleave(group, 0)
-            for head in range(heads):
-                q = q_BHSd[b, head * group : (head + 1) * group].transpose(0, 1)
-                k_Ld = k_BHLd[b, head].index_select(0, column_BL[b]).to(dtype)
-                v_Ld = v_BHLd[b, head].index_select(0, column_BL[b]).to(dtype)
-                q_Rd = q.reshape(S * group, d).to(dtype)
-                sinks_R1 = None
-                if sinks_H is not None:
-                    own = sinks_H[head * group : (head + 1) * group].to(dtype)
-                    sinks_R1 = own.repeat(S)[:, None]
-                y_Rd = _one_head(q_Rd, k_Ld, v_Ld, mask_RL, (L - S, group), sinks_R1, softcap)
-                y = y_Rd.view(S, group, d).transpose(0, 1)
-                y_BHSd[b, head * group : (head + 1) * group].copy_(y)
+        for start in range(0, B, at_once):
+            part = slice(start, start + at_once)
+            y = _some(
+                q_BhRd[part].to(dtype),
+                k_BHLd[part],
+                v_BHLd[part],
+                mask_BSL[part],
+                first_B[part],
+                sinks_hG,
+                softcap,
+            )
+            y_BhRd[part].copy_(y.unflatten(2, (S, group)))
     return y_BHSd
 
 
-def _one_head(
-    q_Rd: Tensor,
-    k_Ld: Tensor,
-    v_Ld: Tensor,
-    mask_RL: Tensor,
-    causal: tuple[int, int],
-    sinks_R1: Tensor | None,
+def _some(
+    q_BhRd: Tensor,
+    k_BhLd: Tensor,
+    v_BhLd: Tensor,
+    mask_BSL: Tensor,
+    first_B: Tensor,
+    sinks_hG: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attention of the queries that share one head of keys; L is a whole number of blocks.
+    """(B, h, R, d) results of queries whose rows are in the order of their positions, a few sequences at a time."""
+    (B, h, R, d), (S, L) = q_BhRd.shape, mask_BSL.shape[1:]
+    group, dtype = R // S, q_BhRd.dtype
+    num_blocks = -(-L // BLOCK_KEYS)
+    column_BL = torch.arange(num_blocks * BLOCK_KEYS, device=q_BhRd.device) + first_B[:, None]
+    inside_BL = column_BL < L
+    column_BL = column_BL.clamp(max=L - 1)
+    mask_BSL = mask_BSL.gather(2, column_BL[:, None].expand(-1, S, -1)) & inside_BL[:, None]
+    more = -d % 16
 
-    `causal` is (keys before the first query, queries per position): query r sees keys up to before + r // per.
-    """
-    (R, d), L = q_Rd.shape, k_Ld.shape[0]
-    before, group = causal
-    starts = range(0, L, BLOCK_KEYS)
-    # earlier queries see nothing of a later block
-    tails = [min(max(start - before, 0) * group, R) for start in starts]
-    s_RL = q_Rd.new_full((R, L), -torch.inf)
-    for start, tail in zip(starts, tails, strict=True):
-        keys = slice(start, start + BLOCK_KEYS)
-        BlockProduct.of(k_Ld[keys].clone()).into(q_Rd[tail:], s_RL[tail:, keys])
-    s_RL.mul_(d**-0.5)
+    def in_blocks(t_BhLd: Tensor) -> Tensor:
+        """(blocks, B * h, keys of a block, d) with d a multiple of 16."""
+        index = column_BL[:, None, :, None].expand(-1, h, -1, d)
+        t = F.pad(t_BhLd.gather(2, index).to(dtype), (0, more))
+        return t.unflatten(2, (num_blocks, BLOCK_KEYS)).permute(2, 0, 1, 3, 4).flatten(1, 2)
+
+    k_nXKd, v_nXKd = in_blocks(k_BhLd).contiguous(), in_blocks(v_BhLd).contiguous()
+    q_XRd = F.pad(q_BhRd, (0, more)).flatten(0, 1)
+    y_BhRd = torch.empty_like(q_BhRd, memory_format=torch.contiguous_format)
+    for start in range(0, R, invariant.LARGE_BLOCK_ROWS):
+        stop = min(start + invariant.LARGE_BLOCK_ROWS, R)
+        # later keys are hidden from all of these
+        seen = min(-(-(L - S + (stop - 1) // group + 1) // BLOCK_KEYS), num_blocks)
+        of_row = torch.arange(start, stop, device=q_BhRd.device)
+        mask = mask_BSL[:, of_row // group, : seen * BLOCK_KEYS].repeat_interleave(h, 0)
+        sinks = None
+        if sinks_hG is not None:
+            sinks = sinks_hG[:, of_row % group].repeat(B, 1)[..., None]
+        y = _rows(q_XRd[:, start:stop], k_nXKd[:seen], v_nXKd[:seen], mask, sinks, softcap, d)
+        y_BhRd[:, :, start:stop] = y[..., :d].unflatten(0, (B, h))
+    return y_BhRd
+
+
+def _rows(
+    q_XRd: Tensor,
+    k_nXKd: Tensor,
+    v_nXKd: Tensor,
+    mask_XRL: Tensor,
+    sinks_XR1: Tensor | None,
+    softcap: float | None,
+    head_dim: int,
+) -> Tensor:
+    """Attention of at most `LARGE_BLOCK_ROWS` rows of each of X heads to n blocks of K keys."""
+    n, X, K, d = k_nXKd.shape
+    R = q_XRd.shape[1]
+    q_YRd = q_XRd.expand(n, X, R, d).flatten(0, 1)
+    s_YRK = invariant.batched_product(q_YRd, k_nXKd.flatten(0, 1).mT)
+    s_XRL = s_YRK.unflatten(0, (n, X)).permute(1, 2, 0, 3).flatten(2) * head_dim**-0.5
     if softcap is not None:
-        s_RL = softcap * invariant.pointwise(s_RL / softcap, "tanh")
-    s_RL.masked_fill_(~mask_RL, -torch.inf)
-    largest = s_RL.amax(1, keepdim=True)
-    if sinks_R1 is not None:
-        largest = torch.maximum(largest, sinks_R1)
+        s_XRL = softcap * invariant.pointwise(s_XRL / softcap, "tanh")
+    s_XRL = s_XRL.masked_fill(~mask_XRL, -torch.inf)
+    largest = s_XRL.amax(2, keepdim=True)
+    if sinks_XR1 is not None:
+        largest = torch.maximum(largest, sinks_XR1)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
-    p_RL = invariant.pointwise(s_RL - largest, "exp")
-    total = q_Rd.new_zeros(R, 1)
-    if sinks_R1 is not None:
-        total += invariant.pointwise(sinks_R1 - largest, "exp")
-    y_Rd = q_Rd.new_zeros(R, d)
-    part = torch.empty_like(y_Rd)
-    for start, tail in zip(starts, tails, strict=True):
-        p = p_RL[tail:, start : start + BLOCK_KEYS]
-        total[tail:] += invariant.row_sum(p)
-        weight = v_Ld[start : start + BLOCK_KEYS].t().contiguous()
-        y_Rd[tail:] += BlockProduct.of(weight).into(p, part[tail:])
-    return torch.where(total > 0, y_Rd / total, 0.0)
+    p_nXRK = invariant.pointwise(s_XRL - largest, "exp").unflatten(2, (n, K)).permute(2, 0, 1, 3)
+    p_nXRK = p_nXRK.contiguous()
+    total = largest.new_zeros(X, R, 1)
+    if sinks_XR1 is not None:
+        total += invariant.pointwise(sinks_XR1 - largest, "exp")
+    y_XRd = q_XRd.new_zeros(X, R, d)
+    y_YRd = invariant.batched_product(p_nXRK.flatten(0, 1), v_nXKd.flatten(0, 1))
+    # block by block, so that what comes behind adds exact zeros
+    for sums, y in zip(invariant.row_sum(p_nXRK), y_YRd.unflatten(0, (n, X)), strict=True):
+        total += sums
+        y_XRd += y
+    return torch.where(total > 0, y_XRd / total, 0.0)
 
 
 _attention = torch.library.custom_op(

@@ -4,6 +4,9 @@ Made for inference: differentiable once, by the backward of the other backends, 
 copy. Without Triton it synchronises with a GPU to read the offsets.
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 from torch import Tensor
 
 from expertmesh.ops.activation import inner_name
@@ -17,7 +20,7 @@ from expertmesh.ops.invariant.operators import BlockProduct
 from expertmesh.ops.permute import sum_rows
 
 _CHUNK_ROWS = 1024
-"""Rows of an expert that go through its steps together: a bound on the memory of FP32 intermediates."""
+"""Rows that go through the steps together: a bound on the memory of FP32 intermediates."""
 
 
 def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
@@ -42,34 +45,57 @@ def forward(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
     experts = call.experts.joined(dtype)
     bounds = maps.offsets_E.tolist()
     y_RD = x_TD.new_empty(bounds[-1], x_TD.shape[1], dtype=dtype)
-    s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
-    for e, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        if first == stop:
-            continue
-        b_in = None if experts.b_in_EGF is None else experts.b_in_EGF[e].flatten().to(dtype)
-        b_out = None if experts.b_out_ED is None else experts.b_out_ED[e]
-        up = BlockProduct.of(experts.w_in(e, dtype), b_in)
-        down = BlockProduct.of(experts.w_out(e, dtype))
-        for start in range(first, stop, _CHUNK_ROWS):
-            rows = slice(start, min(start + _CHUNK_ROWS, stop))
-            x_RD = x_TD.index_select(0, maps.token_of_row_N[rows])
-            a_RF = _hidden(x_RD, up, s_R[rows, None], experts)
-            down.into(a_RF, y_RD[rows])
-            if b_out is not None:
-                y_RD[rows] += s_R[rows, None] * b_out
+    s_R1 = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)[:, None]
+    for pieces in _pieces(bounds):
+        rows = slice(pieces[0][1], pieces[-1][2])
+        _multiply(
+            x_TD.index_select(0, maps.token_of_row_N[rows]), s_R1[rows], experts, pieces, y_RD[rows]
+        )
     y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
     return y_TD.to(x_TD.dtype), _without_rows(call)
+
+
+def _pieces(bounds: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """(expert, first row, row behind the last), together at most `_CHUNK_ROWS` rows at a time."""
+    found: list[tuple[int, int, int]] = []
+    for e, (first, end) in enumerate(pairwise(bounds)):
+        while first < end:
+            began = found[0][1] if found else first
+            stop = min(end, began + _CHUNK_ROWS)
+            found.append((e, first, stop))
+            first = stop
+            if stop == began + _CHUNK_ROWS:
+                yield found
+                found = []
+    if found:
+        yield found
+
+
+def _multiply(
+    x_RD: Tensor,
+    s_R1: Tensor,
+    experts: ExpertSlice,
+    pieces: list[tuple[int, int, int]],
+    y_RD: Tensor,
+) -> None:
+    """Write s * act(x W_in^T + b_in) W_out^T + s b_out of rows in the order of their experts; H is rounded to the type of y."""
+    _, G, F, _ = experts.shape
+    dtype, began = y_RD.dtype, pieces[0][1]
+    h_RH = y_RD.new_empty(x_RD.shape[0], G * F)
+    for e, first, stop in pieces:
+        rows = slice(first - began, stop - began)
+        b_in = None if experts.b_in_EGF is None else experts.b_in_EGF[e].flatten().to(dtype)
+        BlockProduct.of(experts.w_in(e, dtype), b_in).into(x_RD[rows], h_RH[rows])
+    h_RGF = h_RH.to(s_R1.dtype).unflatten(1, (G, F))
+    a_RF = (invariant.activate(h_RGF, inner_name(experts.activation)) * s_R1).to(dtype)
+    for e, first, stop in pieces:
+        rows = slice(first - began, stop - began)
+        BlockProduct.of(experts.w_out(e, dtype)).into(a_RF[rows], y_RD[rows])
+        if experts.b_out_ED is not None:
+            y_RD[rows] += s_R1[rows] * experts.b_out_ED[e]
 
 
 def _without_rows(call: ExpertsCall) -> list[Tensor]:
     """H of every slice with no row, so that the backward computes it again."""
     widths = [G * F for _, G, F, _ in (one.shape for one in call.experts.slices())]
     return [call.x_TD.new_empty(0, width) for width in widths]
-
-
-def _hidden(x_RD: Tensor, up: BlockProduct, s_R1: Tensor, experts: ExpertSlice) -> Tensor:
-    """s * act(H) in FP32 or FP64, from H rounded to the type of the products."""
-    _, G, F, _ = experts.shape
-    h_RH = up.into(x_RD, x_RD.new_empty(x_RD.shape[0], G * F, dtype=up.w_NK.dtype))
-    h_RGF = h_RH.to(s_R1.dtype).unflatten(1, (G, F))
-    return invariant.activate(h_RGF, inner_name(experts.activation)) * s_R1

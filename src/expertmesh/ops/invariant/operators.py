@@ -4,20 +4,21 @@ Ordinary operators do not promise that. A library's matrix product picks its ker
 by the number of rows, and at the edge of a matrix even by the place of a row; a vectorised `exp` may treat the last
 elements of a tensor by other code than the rest. Here
 
-* products run over blocks of `BLOCK_ROWS` rows, so that every call has one shape, of matrices whose sizes are multiples
-  of 16, and only where a trial has shown that all places of a block give equal results: else row by row
+* products run over calls of few rows, of matrices whose sizes are multiples of 16, with so many rows as a trial has shown
+  to give equal results at all places and beside any number of others: else filled up, or row by row
   (on the Triton backend: by our kernel, with tiles that do not depend on the number of rows);
 * `exp` and its like run over pieces of one fixed length, below the size at which PyTorch divides work among threads;
-* sums along a row are a tree of element-wise additions, and everything else is an addition, a product, a quotient, a
-  root or a maximum, each of which is rounded correctly wherever an element lies.
+* sums along a row are PyTorch's of so few elements that no thread shares them, where a trial has shown that a row's is the
+  same beside any others: else a tree of element-wise additions; and everything else is an addition, a product, a
+  quotient, a root or a maximum, each of which is rounded correctly wherever an element lies.
 
 They are slower than the ordinary ones, and differ from them by rounding. `docs/numerics.md` says what is promised.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +32,24 @@ from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, 
 from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_ROWS = 16
-"""Rows of every product: more waste time where few tokens come together, fewer do not fill the vector units."""
+"""Rows among which a product's results are tried out, and most rows of a call but `LARGE_BLOCK_ROWS`."""
+LARGE_BLOCK_ROWS = 64
+"""Rows of a call where there are as many."""
 _ALIGNMENT = 16
 """Elements: narrower edges of a matrix take other code for rows of odd and even number."""
+_BYTES = 64
+"""From one of whose multiples every operand of a product begins: a library may sum in another order elsewhere."""
 _PIECE = 4096
 """Elements: less than the 32768 from which PyTorch divides element-wise work among threads."""
-_TRIALS = 4
+_MOST_SUMMED = 32767
+"""Elements of a call: PyTorch divides more among threads."""
+_MOST_ROWS_SUMMED = 256
+"""Rows of a call: all numbers of them are tried out."""
+_BATCHES = (64, 32, 16, 8, 4, 2, 1)
+"""Matrices of a call of a batched product: all of these are tried out."""
+_TRIALS = 3
+_SHIFT = 5
+"""Places by which the halves of products that cancel are out of step, so that no order of sums undoes itself."""
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "exp": torch.exp,
@@ -47,8 +60,76 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+class Rows(NamedTuple):
+    """How many rows a call of a product may have, so that each row gets the same result in every call.
+
+    Attributes:
+        least: from so many on; fewer are filled up. 0: places differ, and rows go one by one.
+        most: up to `BLOCK_ROWS`, or so many.
+    """
+
+    least: int
+    most: int
+
+    def calls(self, num_rows: int) -> Iterator[tuple[slice, int]]:
+        """Which rows go into a call, and how many it has."""
+        start = 0
+        while start < num_rows:
+            left = num_rows - start
+            size = self.most if left >= self.most else min(left, BLOCK_ROWS) if self.least else 1
+            yield slice(start, start + size), max(size, self.least)
+            start += size
+
+
+ONE_BY_ONE = Rows(0, 1)
+
+
+def _doubled(t: Tensor, sign: int) -> Tensor:
+    """The first half of the last axis, and again in place of the other half, shifted and by a sign.
+
+    The product of rows of sign -1 and columns of sign 1 is 0 but for what the order of its sums rounds: that is seen
+    even where results are rounded to 8 bits.
+    """
+    half = t[..., : t.shape[-1] // 2]
+    return torch.cat([half, sign * half.roll(_SHIFT, -1)], -1)
+
+
+def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor]) -> Rows:
+    """What calls of a product give a row the same result: tried out with ordinary rows, then with rows that cancel.
+
+    Args:
+        product: of rows (M, K), to (M, ...), by columns of `_doubled`.
+        normal: M rows.
+    """
+    least, most = 1, LARGE_BLOCK_ROWS
+    for trial in range(_TRIALS):
+
+        def draw(count: int, cancels: bool = trial > 0) -> Tensor:
+            return _doubled(normal(count), -1) if cancels else normal(count)
+
+        alike = product(draw(1).repeat(BLOCK_ROWS, 1))
+        if not torch.equal(alike, alike[:1].expand_as(alike)):
+            return ONE_BY_ONE
+        x_RK = draw(LARGE_BLOCK_ROWS)
+        blocks = [product(rows) for rows in x_RK.split(BLOCK_ROWS)]
+        if not torch.equal(product(x_RK), torch.cat(blocks)):
+            most = BLOCK_ROWS
+        for count in range(BLOCK_ROWS - 1, least - 1, -1):
+            if not torch.equal(product(x_RK[:count]), blocks[0][:count]):
+                least = count + 1
+                break
+    return Rows(least, most)
+
+
+def _drawing(num: int, like: Tensor) -> Callable[..., Tensor]:
+    """Normal numbers in the type and on the device of a tensor, always the same for a number."""
+    generator = torch.Generator().manual_seed(num)
+    # in FP64, whose sums of narrower numbers would round nothing
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(like)
+
+
 @functools.cache
-def _rows_are_alike(
+def _rows_of(
     num_columns: int,
     num_products: int,
     with_bias: bool,
@@ -56,49 +137,47 @@ def _rows_are_alike(
     device: torch.device,
     misalignment: int,
     num_threads: int,
-) -> bool:
-    """Whether a product of this shape gives a row the same result at every place of a block: tried out once."""
-    generator = torch.Generator().manual_seed(num_columns * 65537 + num_products)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
+) -> Rows:
+    """What calls of a product of this shape may have: tried out once."""
     skipped = misalignment // dtype.itemsize
     w_NK = torch.zeros(num_columns * num_products + skipped, device=device, dtype=dtype)[skipped:]
-    w_NK = w_NK.view(num_columns, num_products).copy_(draw(num_columns, num_products))
-    b_N = draw(num_columns) if with_bias else None
-    y_BN = torch.empty(BLOCK_ROWS, num_columns, device=device, dtype=dtype)
-    for _ in range(_TRIALS):
-        _product(draw(1, num_products).repeat(BLOCK_ROWS, 1), w_NK, b_N, y_BN)
-        if not torch.equal(y_BN, y_BN[:1].expand_as(y_BN)):
-            return False
-    return True
+    draw = _drawing(num_columns * 65537 + num_products, w_NK)
+    w_NK = w_NK.view(num_columns, num_products)
+    w_NK.copy_(_doubled(draw(num_columns, num_products), 1))
+    # as small as what is left of rows that cancel
+    b_N = draw(num_columns) * 2**-20 if with_bias else None
+
+    def product(x_MK: Tensor) -> Tensor:
+        return _product(x_MK, w_NK, b_N, w_NK.new_empty(len(x_MK), num_columns))
+
+    return _tried(product, lambda count: draw(count, num_products))
 
 
-def _product(x: Tensor, w_NK: Tensor, b_N: Tensor | None, out: Tensor) -> None:
+def _product(x: Tensor, w_NK: Tensor, b_N: Tensor | None, out: Tensor) -> Tensor:
     if b_N is None:
-        torch.mm(x, w_NK.T, out=out)
-    else:
-        torch.addmm(b_N, x, w_NK.T, out=out)
+        return torch.mm(x, w_NK.T, out=out)
+    return torch.addmm(b_N, x, w_NK.T, out=out)
+
+
+def _is_aligned(t: Tensor) -> bool:
+    return t.is_contiguous() and t.data_ptr() % _BYTES == 0
 
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """One matrix, ready to be multiplied with rows in blocks of one shape; not seen by autograd.
+    """One matrix, ready to be multiplied with rows in calls of few shapes; not seen by autograd.
 
     Attributes:
         w_NK: (N', K') weight with N and K rounded up to multiples of 16.
         b_N: (N',) bias or None.
         num_columns: N.
-        x_block: (rows of a block, K'), aligned memory that every block is copied to.
-        y_block: (rows of a block, N').
+        rows: of a call.
     """
 
     w_NK: Tensor
     b_N: Tensor | None
     num_columns: int
-    x_block: Tensor
-    y_block: Tensor
+    rows: Rows
 
     @staticmethod
     def of(w_NK: Tensor, b_N: Tensor | None = None) -> "BlockProduct":
@@ -108,27 +187,96 @@ class BlockProduct:
         w_NK = F.pad(w_NK, (0, more_k, 0, more_n)) if more_n or more_k else w_NK.contiguous()
         if b_N is not None:
             b_N = F.pad(b_N, (0, more_n)) if more_n else b_N.contiguous()
-        alike = _rows_are_alike(
+        rows = _rows_of(
             *w_NK.shape,
             b_N is not None,
             w_NK.dtype,
             w_NK.device,
-            w_NK.data_ptr() % 64,
+            w_NK.data_ptr() % _BYTES,
             torch.get_num_threads(),
         )
-        rows = BLOCK_ROWS if alike else 1
-        x_block = w_NK.new_zeros(rows, w_NK.shape[1])
-        return BlockProduct(w_NK, b_N, N, x_block, w_NK.new_empty(rows, w_NK.shape[0]))
+        return BlockProduct(w_NK, b_N, N, rows)
 
     def into(self, x_RK: Tensor, out_RN: Tensor) -> Tensor:
         """Write x W^T + b of rows (R, K) to (R, N), each of any floating-point type, and return it."""
-        size, N, K = self.x_block.shape[0], self.num_columns, x_RK.shape[1]
-        for start in range(0, x_RK.shape[0], size):
-            rows = x_RK[start : start + size]
-            self.x_block[: rows.shape[0], :K].copy_(rows)
-            _product(self.x_block, self.w_NK, self.b_N, self.y_block)
-            out_RN[start : start + size].copy_(self.y_block[: rows.shape[0], :N])
+        N, K = self.w_NK.shape
+        for part, count in self.rows.calls(x_RK.shape[0]):
+            x, out = x_RK[part], out_RN[part]
+            size = x.shape[0]
+            if count > size or x.shape[1] < K or x.dtype != self.w_NK.dtype or not _is_aligned(x):
+                x_block = self.w_NK.new_zeros(count, K)
+                x_block[:size, : x.shape[1]].copy_(x)
+                x = x_block
+            if count == size and out.dtype == x.dtype and out.shape[1] == N and _is_aligned(out):
+                _product(x, self.w_NK, self.b_N, out)
+            else:
+                y = _product(x, self.w_NK, self.b_N, x.new_empty(count, N))
+                out.copy_(y[:size, : self.num_columns])
         return out_RN
+
+
+@functools.cache
+def _batched_rows_of(
+    num_columns: int,
+    num_products: int,
+    is_transposed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int,
+) -> Rows:
+    """What calls of a batched product may have; `ONE_BY_ONE` as well if it matters what else is in the batch."""
+    like = torch.empty(0, device=device, dtype=dtype)
+    draw = _drawing(num_columns * 65537 + num_products, like)
+    w_BKN = _doubled(draw(_BATCHES[0], num_columns, num_products), 1).mT
+    if not is_transposed:
+        w_BKN = w_BKN.contiguous()
+
+    def product(x_MK: Tensor) -> Tensor:
+        x_BMK = x_MK.repeat(len(w_BKN), 1, 1)
+        whole = torch.bmm(x_BMK, w_BKN)
+        are_alike = all(
+            torch.equal(torch.cat(list(map(torch.bmm, x_BMK.split(n), w_BKN.split(n)))), whole)
+            for n in _BATCHES[1:]
+        )
+        return (whole if are_alike else torch.full_like(whole, torch.nan)).transpose(0, 1)
+
+    return _tried(product, lambda count: draw(count, num_products))
+
+
+def batched_product(x_BRK: Tensor, w_BKN: Tensor) -> Tensor:
+    """x w of each of a batch, (B, R, K) and (B, K, N) -> (B, R, N), where a row's result depends on its own matrix alone.
+
+    Args:
+        x_BRK: at most `LARGE_BLOCK_ROWS` rows.
+        w_BKN: of its type; both aligned and with K and N multiples of 16, as their allocator gives them.
+
+    Returns:
+        In their type; not seen by autograd.
+    """
+    (_, R, K), N = x_BRK.shape, w_BKN.shape[2]
+    where = x_BRK.dtype, x_BRK.device, torch.get_num_threads()
+    rows = _batched_rows_of(N, K, w_BKN.stride(2) != 1, *where)
+    if rows == ONE_BY_ONE:
+        out_BRN = x_BRK.new_empty(*x_BRK.shape[:2], N)
+        for x, w, out in zip(x_BRK, w_BKN, out_BRN, strict=True):
+            BlockProduct.of(w.mT).into(x, out)
+        return out_BRN
+    parts = []
+    for part, count in rows.calls(R):
+        x = x_BRK[:, part]
+        x = F.pad(x, (0, 0, 0, count - x.shape[1])) if count > x.shape[1] else x.contiguous()
+        parts.append(_in_batches(x, w_BKN)[:, : part.stop - part.start])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _in_batches(x_BRK: Tensor, w_BKN: Tensor) -> Tensor:
+    parts, left = [], len(x_BRK)
+    for size in _BATCHES:
+        while left >= size:
+            batch = slice(len(x_BRK) - left, len(x_BRK) - left + size)
+            parts.append(torch.bmm(x_BRK[batch], w_BKN[batch]))
+            left -= size
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
@@ -199,12 +347,16 @@ def _plain_pointwise(x: Tensor, name: str) -> Tensor:
     pieces = padded.split(_PIECE) if x.device.type == "cpu" else (padded,)
     for piece in pieces:
         function(piece, out=piece)
+    return padded[:length].view(x.shape)
+
+
+def _own_pointwise(x: Tensor, name: str) -> Tensor:
     # a custom operator may not give out a view of what else it holds
-    return padded[:length].view(x.shape).clone(memory_format=torch.contiguous_format)
+    return _plain_pointwise(x, name).clone(memory_format=torch.contiguous_format)
 
 
 _pointwise = torch.library.custom_op(
-    "expertmesh::invariant_pointwise", _plain_pointwise, mutates_args=()
+    "expertmesh::invariant_pointwise", _own_pointwise, mutates_args=()
 )
 _pointwise.register_fake(lambda x, name: torch.empty_like(x, memory_format=torch.contiguous_format))
 
@@ -235,14 +387,61 @@ def pointwise(x: Tensor, name: str) -> Tensor:
     return y
 
 
-def row_sum(x: Tensor) -> Tensor:
-    """Sum along the last axis, (..., n) -> (..., 1): a tree of additions whose shape n alone decides."""
+@functools.cache
+def _sums_are_alike(
+    length: int, dtype: torch.dtype, device: torch.device, num_threads: int
+) -> bool:
+    """Whether PyTorch's sum gives a row the same result among any others: tried out once."""
+    if device.type != "cpu" or not 0 < length <= _MOST_SUMMED:
+        return False
+    most = _rows_summed(length)
+    x_RK = _drawing(length, torch.empty(0, dtype=dtype))(most, length)
+    alone = torch.cat([row.clone().sum(-1) for row in x_RK.split(1)])
+    return all(
+        torch.equal(x_RK[:count].sum(-1), alone[:count])
+        and torch.equal(x_RK[most - count :].sum(-1), alone[most - count :])
+        for count in range(1, most + 1)
+    )
+
+
+def _rows_summed(length: int) -> int:
+    return min(_MOST_SUMMED // length, _MOST_ROWS_SUMMED)
+
+
+def _tree_sum(x: Tensor) -> Tensor:
     n = x.shape[-1]
     x = F.pad(x, (0, (1 << max(n - 1, 0).bit_length()) - n))
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
     return x
+
+
+def _plain_row_sum(x: Tensor) -> Tensor:
+    n = x.shape[-1]
+    if x.numel() == 0 or not _sums_are_alike(n, x.dtype, x.device, torch.get_num_threads()):
+        return _tree_sum(x).clone(memory_format=torch.contiguous_format)
+    rows = x.reshape(-1, n).contiguous()
+    parts = [part.sum(-1) for part in rows.split(_rows_summed(n))]
+    y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return y.view(*x.shape[:-1], 1)
+
+
+_row_sum = torch.library.custom_op("expertmesh::invariant_row_sum", _plain_row_sum, mutates_args=())
+_row_sum.register_fake(lambda x: x.new_empty(*x.shape[:-1], 1))
+
+
+def _save_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+
+
+_row_sum.register_autograd(lambda ctx, grad: grad.expand(ctx.shape), setup_context=_save_shape)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum along the last axis, (..., n) -> (..., 1), in an order that n alone decides; differentiable."""
+    y: Tensor = (_plain_row_sum if runs_plainly(x) else _row_sum)(x)
+    return y
 
 
 def sigmoid(x: Tensor) -> Tensor:
