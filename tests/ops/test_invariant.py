@@ -85,7 +85,7 @@ def test_the_trial_notices_a_number_of_rows_that_differs(monkeypatch, odd, rows)
 
 
 def test_the_trial_notices_another_order_of_sums_behind_the_rounding_to_bf16(monkeypatch):
-    """Ordinary numbers would show it in one of 20,000 results."""
+    """Ordinary numbers would show it in one of some 20,000 results."""
 
     def product(x, w, b, out):
         terms = (x[:, None].float() * w.float()).unbind(-1)
