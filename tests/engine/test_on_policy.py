@@ -1,5 +1,7 @@
 """Logprobs with gradients have the engine's bits, and the ordinary forward's gradients."""
 
+from statistics import median
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,7 @@ def test_gradients_are_those_of_the_ordinary_forward():
         assert_close_fp64(ours.detach(), plain.detach(), what=f"result {place}")
 
 
+SEEDS = 7
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -67,11 +70,16 @@ def gradients(model, routing):
 @pytest.mark.parametrize("dtype", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "shared", "residual", "pyramid"])
 def test_gradients_are_as_exact_as_those_of_the_ordinary_forward(router, dtype):
-    """The two-times rule over several weights, as one alone may be lucky; experts are those of the oracle in all precisions."""
+    """The two-times rule on medians over several weights; experts are those of the oracle in all precisions.
+
+    Rounding of many tokens adds up in a bias of two numbers, which has one degree of freedom: of its errors one in some weights is ten
+    times the others in either arithmetic, and where its terms cancel nothing is left to divide by. So medians of errors are compared,
+    relative to the parameter's gradients for all weights.
+    """
     moe = ROUTERS[router]
     params = SamplingParams(max_tokens=1, return_routed_experts=True, seed=0)
-    squares = {}
-    for seed in range(4):
+    errors, sizes = {}, {}
+    for seed in range(SEEDS):
         whole = with_weights(seed, torch.float64, moe=moe)
         outputs = Engine(whole).generate(PROMPTS, params)
         routing = [o.routed_experts[: len(o.prompt_ids) - 1] for o in outputs]
@@ -80,13 +88,13 @@ def test_gradients_are_as_exact_as_those_of_the_ordinary_forward(router, dtype):
         plain = gradients(with_weights(seed, dtype, moe=moe), routing)
         assert set(ours) == set(plain) == set(oracle) and len(ours) > 10
         for name, exact in oracle.items():
-            both = squares.setdefault(name, torch.zeros(2, dtype=torch.float64))
-            both += torch.stack(
-                [((one[name] - exact) / magnitude(exact)).square().mean() for one in (ours, plain)]
-            )
-    for name, both in squares.items():
-        mine, others = (both / 4).sqrt().tolist()
-        assert mine <= TWO * others + FLOOR_ULPS * torch.finfo(dtype).eps, name
+            both = [(one[name] - exact).square().mean().sqrt().item() for one in (ours, plain)]
+            errors.setdefault(name, []).append(both)
+            sizes.setdefault(name, []).append(magnitude(exact))
+    for name, pairs in errors.items():
+        mine, others = map(median, zip(*pairs, strict=True))
+        size = float(torch.tensor(sizes[name]).square().mean().sqrt())
+        assert mine <= TWO * others + FLOOR_ULPS * torch.finfo(dtype).eps * size, name
 
 
 ALL_ROUTERS = {name: moe for name, moe in ROUTERS.items() if name != "hash"}
