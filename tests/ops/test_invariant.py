@@ -36,32 +36,38 @@ def test_a_row_of_a_product_does_not_know_its_place(rows, columns, products, dty
 
 def test_where_places_differ_rows_go_one_by_one(monkeypatch):
     """The trial's verdict is obeyed: with a product that favours odd rows, calls have one row."""
-    x, w = torch.randn(5, 32), torch.randn(16, 32)
+    x, w = torch.randn(5, 56), torch.randn(24, 56)  # a shape that no other test tries
     counts = []
 
     def counting(x, w, b, out):
         counts.append(len(x))
-        return torch.mm(x, w.T, out=out)
-
-    monkeypatch.setattr(invariant, "_rows_of", lambda *shape: invariant.ONE_BY_ONE)
-    monkeypatch.setattr(invariant, "_product", counting)
-    assert torch.equal(invariant.linear(x, w)[3:4], invariant.linear(x[3:4], w))
-    assert counts == [1] * 6
-
-
-SHAPE = (48, 208, False, torch.float32, torch.device("cpu"), 0)
-
-
-def test_the_trial_notices_a_place_that_differs(monkeypatch):
-    def favouring(x, w, b, out):
         torch.mm(x, w.T, out=out)
         out[1::2] *= 1 + 1e-6
         return out
 
-    fresh = invariant._rows_of.__wrapped__
-    assert fresh(*SHAPE, torch.get_num_threads()).most >= 1
-    monkeypatch.setattr(invariant, "_product", favouring)
-    assert fresh(*SHAPE, torch.get_num_threads()) == invariant.ONE_BY_ONE
+    monkeypatch.setattr(invariant, "_product", counting)
+    whole = invariant.linear(x, w)
+    counts.clear()
+    assert torch.equal(invariant.linear(x, w)[3:4], invariant.linear(x[3:4], w))
+    assert torch.equal(whole, torch.cat([invariant.linear(row[None], w) for row in x]))
+    assert set(counts) == {1}
+
+
+def tried(product, dtype=torch.float32, columns=48, products=208):
+    """The trial's verdict on a product of rows (M, K) and columns (N, K)."""
+    draw = invariant._drawing(1, torch.empty(0, dtype=dtype))
+    w = invariant._doubled(draw(columns, products), 1)
+    return invariant._tried(lambda x: product(x, w), lambda count: draw(count, products))
+
+
+def test_the_trial_notices_a_place_that_differs():
+    def favouring(x, w):
+        y = x @ w.T
+        y[1::2] *= 1 + 1e-6
+        return y
+
+    assert tried(lambda x, w: x @ w.T).most >= 1
+    assert tried(favouring) == invariant.ONE_BY_ONE
 
 
 @pytest.mark.parametrize(
@@ -73,30 +79,27 @@ def test_the_trial_notices_a_place_that_differs(monkeypatch):
         (lambda count: False, invariant.Rows(1, 64)),
     ],
 )
-def test_the_trial_notices_a_number_of_rows_that_differs(monkeypatch, odd, rows):
+def test_the_trial_notices_a_number_of_rows_that_differs(odd, rows):
     """As a library does that has other code for few rows."""
 
-    def product(x, w, b, out):
-        torch.sum(x[:, None] * w, -1, out=out)
-        return out.mul_(1 + 1e-6) if odd(len(x)) else out
+    def product(x, w):
+        y = torch.cat([(row * w).sum(-1)[None] for row in x])
+        return y * (1 + 1e-6) if odd(len(x)) else y
 
-    monkeypatch.setattr(invariant, "_product", product)
-    assert invariant._rows_of.__wrapped__(*SHAPE, torch.get_num_threads()) == rows
+    assert tried(product) == rows
 
 
-def test_the_trial_notices_another_order_of_sums_behind_the_rounding_to_bf16(monkeypatch):
+def test_the_trial_notices_another_order_of_sums_behind_the_rounding_to_bf16():
     """Ordinary numbers would show it in one of some 20,000 results."""
 
-    def product(x, w, b, out):
+    def product(x, w):
         terms = (x[:, None].float() * w.float()).unbind(-1)
-        y = torch.zeros(out.shape)
+        y = torch.zeros(len(x), len(w))
         for term in terms[::-1] if len(x) == 1 else terms:
             y += term
-        return out.copy_(y)
+        return y.to(x.dtype)
 
-    monkeypatch.setattr(invariant, "_product", product)
-    shape = (16, 64, False, torch.bfloat16, torch.device("cpu"), 0, torch.get_num_threads())
-    assert invariant._rows_of.__wrapped__(*shape) == invariant.Rows(2, 64)
+    assert tried(product, torch.bfloat16, 16, 64) == invariant.Rows(2, 64)
 
 
 def test_where_batches_differ_products_go_one_by_one(monkeypatch):
@@ -104,9 +107,8 @@ def test_where_batches_differ_products_go_one_by_one(monkeypatch):
         y = bmm(x, w)
         return y * (1 + 1e-6) if len(x) == 64 else y
 
-    x, w = torch.randn(70, 3, 32), torch.randn(70, 32, 16)
+    x, w = torch.randn(70, 3, 48), torch.randn(70, 48, 80)  # a shape that no other test tries
     monkeypatch.setattr(torch, "bmm", favouring)
-    monkeypatch.setattr(invariant, "_batched_rows_of", invariant._batched_rows_of.__wrapped__)
     whole = invariant.batched_product(x, w)
     assert torch.equal(whole[5:9], invariant.batched_product(x[5:9], w[5:9]))
     torch.testing.assert_close(whole, x @ w)

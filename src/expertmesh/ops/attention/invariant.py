@@ -152,9 +152,9 @@ def _rows(
     """Attention of at most `LARGE_BLOCK_ROWS` rows of each of X heads to n blocks of K keys."""
     n, X, K, d = k_nXKd.shape
     R = q_XRd.shape[1]
-    q_YRd = q_XRd.expand(n, X, R, d).flatten(0, 1)
-    s_YRK = invariant.batched_product(q_YRd, k_nXKd.flatten(0, 1).mT)
-    s_XRL = s_YRK.unflatten(0, (n, X)).permute(1, 2, 0, 3).flatten(2) * head_dim**-0.5
+    q_ZRd = q_XRd.expand(n, X, R, d).flatten(0, 1)
+    s_ZRK = invariant.batched_product(q_ZRd, k_nXKd.flatten(0, 1).mT)
+    s_XRL = s_ZRK.unflatten(0, (n, X)).permute(1, 2, 0, 3).flatten(2) * head_dim**-0.5
     if softcap is not None:
         s_XRL = softcap * invariant.pointwise(s_XRL / softcap, "tanh")
     s_XRL = s_XRL.masked_fill(~mask_XRL, -torch.inf)
@@ -168,9 +168,9 @@ def _rows(
     if sinks_XR1 is not None:
         total += invariant.pointwise(sinks_XR1 - largest, "exp")
     y_XRd = q_XRd.new_zeros(X, R, d)
-    y_YRd = invariant.batched_product(p_nXRK.flatten(0, 1), v_nXKd.flatten(0, 1))
+    y_ZRd = invariant.batched_product(p_nXRK.flatten(0, 1), v_nXKd.flatten(0, 1))
     # block by block, so that what comes behind adds exact zeros
-    for sums, y in zip(invariant.row_sum(p_nXRK), y_YRd.unflatten(0, (n, X)), strict=True):
+    for sums, y in zip(invariant.row_sum(p_nXRK), y_ZRd.unflatten(0, (n, X)), strict=True):
         total += sums
         y_XRd += y
     return torch.where(total > 0, y_XRd / total, 0.0)
