@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from expertmesh.config.moe_rules import Activation
-from expertmesh.moe.recognize import recognize_activation, recognize_mlp
+from expertmesh.moe.recognize import PROBED, recognize_activation, recognize_mlp
 from expertmesh.ops.activation import activate, num_branches
 
 
@@ -67,8 +67,17 @@ def test_unknown_activations(function):
     assert recognize_activation(function) is None
 
 
+def test_a_clamped_block_is_not_recognized():
+    """It differs from one without the clamp beyond 7 alone, which no probe reaches."""
+    assert set(get_args(Activation)) - set(PROBED) == {"clamped_swiglu"}
+    block = Gated(lambda h: h * torch.sigmoid(1.702 * h), bias=True)
+    with torch.no_grad():
+        block.value.bias += 1
+    assert recognize_mlp(block) is None
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("activation", PROBED)
 def test_blocks(activation, bias):
     branches = num_branches(activation)
     plain = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}.get(activation, activation)
