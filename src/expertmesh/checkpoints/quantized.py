@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.hub.layout import Piece
-from expertmesh.checkpoints.hub.mxfp4 import KEY
 from expertmesh.checkpoints.hub.widened import is_widened
-from expertmesh.checkpoints.safetensors import HubFiles, read_json
+from expertmesh.checkpoints.safetensors import QUANTIZATION, HubFiles, read_json
 from expertmesh.checkpoints.source import Box, Stored, overlap, whole_box
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.ops.quantized.pack import bytes_of_words, from_nibbles, int8_of_bytes
@@ -104,17 +103,17 @@ def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
     """What a config.json says of how its weights are rounded.
 
     Args:
-        values: of the config.json, which has `KEY`.
+        values: of the config.json, which has `QUANTIZATION`.
         where: the folder, for messages.
 
     Raises:
         ConfigError: by another method, or in a way that is not read.
     """
-    found = values[KEY]
+    found = values[QUANTIZATION]
     method = found.get("quant_method") if isinstance(found, dict) else found
     if method != "compressed-tensors":
         raise ConfigError(
-            f"{where}: {KEY} is of {method!r}, and expertmesh reads compressed-tensors, fp8 and mxfp4; quantise the model in BF16 with expertmesh quantize"
+            f"{where}: {QUANTIZATION} is of {method!r}, and expertmesh reads compressed-tensors, fp8 and mxfp4; quantise the model in BF16 with expertmesh quantize"
         )
     groups = found.get("config_groups")
     weights = [g.get("weights") for g in groups.values()] if isinstance(groups, dict) else []
@@ -129,7 +128,7 @@ def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
         if is_plain and kind[:2] == ("float", 8) and w.get("block_structure") == [BLOCK, BLOCK]:
             return Scheme("fp8")
     raise ConfigError(
-        f"{where}: {KEY} has weights in a form that is not read; {_READ}; quantise the model in BF16 with expertmesh quantize"
+        f"{where}: {QUANTIZATION} has weights in a form that is not read; {_READ}; quantise the model in BF16 with expertmesh quantize"
     )
 
 
@@ -343,4 +342,4 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
         values = read_json(folder / "config.json")
     except ConfigError:  # said by whoever reads it as what it is
         return None
-    return values if values.get(KEY) and not is_widened(values) else None
+    return values if values.get(QUANTIZATION) and not is_widened(values) else None

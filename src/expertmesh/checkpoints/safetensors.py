@@ -166,6 +166,16 @@ def _names_of_files(index: Path) -> list[str]:
     return sorted(set(names))
 
 
+QUANTIZATION = "quantization_config"
+"""Key of a config.json whose weights are quantised."""
+
+
+def quant_method(values: Mapping[str, Any]) -> Any:
+    """How a config.json says that its weights are quantised; None: not, or it does not say."""
+    found = values.get(QUANTIZATION)
+    return found.get("quant_method") if isinstance(found, Mapping) else None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that is an object.
 

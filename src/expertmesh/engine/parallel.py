@@ -29,7 +29,7 @@ from expertmesh.engine.runner import (
     StepBatch,
     StepResult,
     batch_of,
-    experts_of,
+    wanted_experts,
 )
 from expertmesh.engine.scheduler import Step
 from expertmesh.errors import CollectiveError, ConfigError, text_of
@@ -337,16 +337,11 @@ class RankedRunner(Runner):
         batches, rows = [batch for batch, _ in made], []
         for _, some in made:
             rows += some
-        wants = [c.sequence.request.params.return_routed_experts for c in step.chunks]
+        wants = any(c.sequence.request.params.return_routed_experts for c in step.chunks)
         with self._together():
-            self._wire.send(self._writer.words(step.parts, batches, experts=any(wants)))
-            logits_RV, all_ids = self._part(batches, wants_experts=any(wants))
-        experts, first = [], 0
-        for chunk, is_wanted in zip(step.chunks, wants, strict=True):
-            if is_wanted:
-                experts.append((chunk, experts_of(all_ids, first, chunk.count)))
-            first += chunk.count
-        return self._result(logits_RV, rows, experts)
+            self._wire.send(self._writer.words(step.parts, batches, experts=wants))
+            logits_RV, all_ids = self._part(batches, wants_experts=wants)
+        return self._result(logits_RV, rows, wanted_experts(step, all_ids))
 
     @torch.no_grad()
     def follow(self) -> None:

@@ -123,12 +123,7 @@ class Runner:
         batch, rows = batch_of(step)
         logits_RV, ids_of_layers = self.compute(batch)
         self._count(ids_of_layers)
-        experts, first = [], 0
-        for chunk in step.chunks:
-            if chunk.sequence.request.params.return_routed_experts:
-                experts.append((chunk, experts_of(ids_of_layers, first, chunk.count)))
-            first += chunk.count
-        return self._result(logits_RV, rows, experts)
+        return self._result(logits_RV, rows, wanted_experts(step, ids_of_layers))
 
     def compute(self, batch: StepBatch) -> tuple[Tensor, list[Tensor]]:
         """Logits (R, V) of a step's rows, and (T, K) expert ids of each layer that has experts."""
@@ -309,7 +304,17 @@ def _rows(chunk: Chunk, first: int) -> list[Row]:
     return rows
 
 
-def experts_of(ids_of_layers: list[Tensor], first: int, count: int) -> Tensor:
+def wanted_experts(step: Step, ids_of_layers: list[Tensor]) -> list[tuple[Chunk, Tensor]]:
+    """The expert ids of the chunks whose requests return them, of those of all tokens of a step."""
+    found, first = [], 0
+    for chunk in step.chunks:
+        if chunk.sequence.request.params.return_routed_experts:
+            found.append((chunk, _experts_of(ids_of_layers, first, chunk.count)))
+        first += chunk.count
+    return found
+
+
+def _experts_of(ids_of_layers: list[Tensor], first: int, count: int) -> Tensor:
     """(count, layers, most K) expert ids of some tokens; where a layer has fewer choices, -1 fills up."""
     layers = [ids_TK[first : first + count] for ids_TK in ids_of_layers]
     if not layers:

@@ -179,10 +179,7 @@ class CompactAdamW(torch.optim.Optimizer):
         Args:
             closure: computes the loss again; None: gradients are there.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = [group for group in self.param_groups if group["state_dtype"] != "float32"]
         found = begin_step(self, groups, *_KEYS)
         grow_scales(
@@ -239,6 +236,14 @@ def _update(one: Compact, words: Words | None, space: Workspace) -> None:
                 space,
                 signed=is_signed(_KEYS[index]),
             )
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What an optimiser's step returns: the loss computed again with gradients; None: there is nothing to compute it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def fused_adamw(

@@ -16,6 +16,7 @@ from expertmesh.training.compact import (
     fused_adamw,
     grow_scales,
     keep_dtypes,
+    loss_of,
     words_of,
 )
 from expertmesh.training.fused import Halves, on_halves, shape_of_one
@@ -151,10 +152,7 @@ class Muon(torch.optim.Optimizer):
         Args:
             closure: computes the loss again; None: gradients are there.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         matrices = [group for group in self.param_groups if group["is_matrix"]]
         compact = [group for group in matrices if group["state_dtype"] != "float32"]
         found = begin_step(self, compact, _MOMENT)

@@ -14,7 +14,7 @@ from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.layout.moments import THEIRS
 from expertmesh.ops.cpu.compiled import compiler_problem
-from expertmesh.training.compact import fused_adamw
+from expertmesh.training.compact import fused_adamw, loss_of
 
 _CLASSES: Mapping[StateDtype, str] = {
     "torchao-int8": "AdamW8bit",
@@ -119,10 +119,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         Args:
             closure: computes the loss again; None: gradients are there.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group, theirs in zip(self._groups, self._theirs.param_groups, strict=True):
             # theirs is a tensor, so that a new rate compiles nothing
             theirs["lr"].fill_(group["lr"])

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.hub.mxfp4 import KEY
-from expertmesh.checkpoints.safetensors import READABLE, Entry, HubFiles
+from expertmesh.checkpoints.safetensors import QUANTIZATION, READABLE, Entry, HubFiles
 from expertmesh.checkpoints.source import Box, whole_box
 from expertmesh.errors import ConfigError
 
@@ -20,18 +19,12 @@ _BLOCK_SIZE = (128, 128)
 """Where config.json says none, as in transformers."""
 
 
-def is_fp8(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that weights are in FP8 with scales beside them."""
-    found = values.get(KEY)
-    return isinstance(found, Mapping) and found.get("quant_method") == "fp8"
-
-
 class Fp8Files(HubFiles):
     """The tensors of a folder by name, an FP8 matrix and its scales as the one matrix that they are.
 
     Args:
         folder: see `HubFiles`.
-        values: of its config.json, which `is_fp8`.
+        values: of its config.json, whose `quant_method` is fp8.
 
     Raises:
         ConfigError: see `HubFiles`; or blocks have no size, or a matrix no scales that fit; names it.
@@ -75,7 +68,7 @@ class Fp8Files(HubFiles):
 
 
 def _block_size(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
-    found = values[KEY].get("weight_block_size", _BLOCK_SIZE)
+    found = values[QUANTIZATION].get("weight_block_size", _BLOCK_SIZE)
     is_pair = isinstance(found, list | tuple) and len(found) == 2
     if not is_pair or not all(type(size) is int and size > 0 for size in found):
         raise ConfigError(

@@ -4,9 +4,7 @@ A matrix NAME (E, K, N) of transformers' is NAME_blocks (E, N, K / 32, 16), two 
 (E, N, K / 32), the exponents of two that multiply 32 numbers each, plus 127 (OCP Microscaling Formats, 5.3.3 and 5.4).
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +13,9 @@ from expertmesh.checkpoints.safetensors import Entry, HubFiles
 from expertmesh.checkpoints.source import Box
 from expertmesh.errors import CheckpointError
 
-KEY = "quantization_config"
-"""Of a config.json whose weights are quantised."""
 _BLOCK = 32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of E2M1 from 0 to 7; 8 to 15 are the same below zero."""
-
-
-def is_mxfp4(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that experts are in MXFP4."""
-    found = values.get(KEY)
-    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
 
 
 class Mxfp4Files(HubFiles):

@@ -16,8 +16,8 @@ from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.configs import FAMILIES, hub_family
 from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, read_config
-from expertmesh.checkpoints.quantized import KEY, Scheme, is_expert, own_pieces
-from expertmesh.checkpoints.safetensors import INDEX, SINGLE, file_header
+from expertmesh.checkpoints.quantized import Scheme, is_expert, own_pieces
+from expertmesh.checkpoints.safetensors import INDEX, QUANTIZATION, SINGLE, file_header
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming
@@ -308,7 +308,7 @@ def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
         if p.theirs.endswith(".weight") and len(p.theirs_shape) == 2
     }
     ignored = sorted(modules - {name.removesuffix(".weight") for name in plan.rounds})
-    more: dict[str, Any] = {KEY: plan.scheme.config(ignored)}
+    more: dict[str, Any] = {QUANTIZATION: plan.scheme.config(ignored)}
     name = str(plan.dtype).removeprefix("torch.")
     model_type = _hub_type(run)
     if run.is_hub:
