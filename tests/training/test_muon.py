@@ -8,6 +8,8 @@ import torch
 from tests.oracle.numerics import assert_close_fp64, assert_differs
 from tests.support.runs import losses_of
 from torch import nn
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeConfig, JetMoeMoE
+from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig
@@ -16,6 +18,7 @@ from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training import muon
+from expertmesh.training.fused import fused_halves
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.roles import parameter_roles
 
@@ -179,6 +182,77 @@ def test_gate_and_up_in_one_are_updated_as_two(is_transposed, is_concatenated):
     expected = [led(*pair) for pair in zip((gate, up, down), grads, strict=True)]
     assert_close_fp64(model.gate_up_proj, fused(*expected[:2]), what="gate and up")
     assert_close_fp64(model.down_proj, turned(expected[2]), what="down")
+
+
+class Gated(nn.Module):
+    """A dense MLP as hubs keep them: one map gives gate and up."""
+
+    def __init__(self, dim, hidden, *, act=None):
+        super().__init__()
+        self.one = nn.Linear(dim, 2 * hidden, bias=False, dtype=torch.float64)
+        self.other = nn.Linear(hidden, dim, bias=False, dtype=torch.float64)
+        if act is not None:
+            self.act = act
+
+
+def phi3_mlp():
+    config = Phi3Config(hidden_size=12, intermediate_size=7, pad_token_id=0)
+    return Phi3MLP(config).double()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Gated(12, 7),
+        Gated(12, 12, act=nn.SiLU()),
+        nn.Sequential(*Gated(12, 7, act=nn.GLU()).children()),
+        phi3_mlp(),
+    ],
+    ids=["no activation", "square", "sequence", "phi3"],
+)
+def test_gate_and_up_in_one_linear_map_are_updated_as_two(module):
+    weights = [p.detach().clone() for p in module.parameters()]
+    grads = [torch.randn_like(w) for w in weights]
+    # the last map of a model is its head
+    optimizer = build_optimizer(nn.ModuleList([module, nn.Linear(3, 3)]), CONFIG)
+    for _ in range(2):
+        for p, g in zip(module.parameters(), grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    fused, taker = module.parameters()
+    halves = zip(weights[0].chunk(2), grads[0].chunk(2), strict=True)
+    expected = torch.cat([update_of_one(w, (g, g)) for w, g in halves])
+    assert_close_fp64(fused, expected, what="gate and up")
+    assert_close_fp64(taker, update_of_one(weights[1], (grads[1],) * 2), what="down")
+
+
+class Attention(nn.Module):
+    """Half as many heads of keys and values as of queries: the shapes of a gated MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(12, 16), nn.Linear(8, 12)
+
+
+def test_maps_of_other_meaning_stay_one():
+    """Three maps in a row, attention, a projection beside a wider one, a list of maps."""
+    for module in (
+        nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 12), nn.ReLU(), nn.Linear(12, 6)),
+        Attention(),
+        Gated(12, 12),
+        nn.ModuleList(Gated(12, 7).children()),
+        nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 6)),
+        gpt(),
+    ):
+        assert fused_halves(module) == {}, module
+
+
+def test_stacks_in_modules_of_their_own_are_seen_beside_each_other():
+    """As JetMoe's experts lie."""
+    config = JetMoeConfig(hidden_size=12, intermediate_size=7, num_local_experts=3)
+    moe = JetMoeMoE(config)
+    assert fused_halves(moe) == {id(moe.input_linear.weight): "rows"}
 
 
 def test_the_numbers_are_those_of_torch():
