@@ -1,12 +1,19 @@
-"""What /metrics says of guesses and of paged experts is what the engine counts."""
+"""What /metrics says is what the engine counts, and what answers had."""
 
 import re
+import urllib.request
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.serve.metrics import Metrics
+from expertmesh.serve.request_metrics import RequestMetrics
+from expertmesh.serve.worker import Ticket
+
+DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
 @pytest.mark.parametrize("slots", [None, 2])
@@ -27,3 +34,74 @@ def test_guesses_and_slots_are_counted(folder, slots):
     assert values("expert_slot_misses") == [one.misses for one in paging]
     assert values("expert_slot_bytes") == [one.bytes_copied for one in paging]
     assert all(one.misses for one in paging)
+
+
+def test_each_answer_counts_once_with_its_times_and_tokens(folder):
+    engine = Engine(folder, max_sequences=2, block_size=4)
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, "tiny")
+    asked = [([1, 2, 3] * 3, 5, 1), ([1, 2, 3] * 3, 2, 3), ([4, 5], 7, 1)]
+    of, ended = {}, []
+    for prompt, most, n in asked:
+        params = SamplingParams(max_tokens=most, n=n, seed=0, ignore_eos=True)
+        of[engine.add(prompt, params)] = metrics.watch(Ticket([prompt], [params]))
+    while engine.has_work:
+        for output in engine.step():
+            of[output.request_id]({output.index: output})
+            ended += [output] if output.finish_reason else []
+
+    def value(name, **labels):
+        return registry.get_sample_value(f"expertmesh:{name}", {"model_name": "tiny"} | labels)
+
+    for name, of_answer in {
+        "request_queue_time_seconds": lambda o: o.timing.admitted - o.timing.added,
+        "request_prefill_time_seconds": lambda o: o.timing.first_token - o.timing.admitted,
+        "request_decode_time_seconds": lambda o: o.timing.last_token - o.timing.first_token,
+        "request_inference_time_seconds": lambda o: o.timing.last_token - o.timing.admitted,
+        "request_prompt_tokens": lambda o: len(o.prompt_ids),
+        "request_generation_tokens": lambda o: len(o.token_ids),
+        "request_prefill_kv_computed_tokens": lambda o: len(o.prompt_ids) - o.num_cached_tokens,
+    }.items():
+        assert value(f"{name}_count") == len(ended) == 5
+        assert value(f"{name}_sum") == pytest.approx(sum(map(of_answer, ended)), rel=1e-9)
+    assert value("time_to_first_token_seconds_count") == 5
+    assert value("e2e_request_latency_seconds_count") == 5
+    assert value("inter_token_latency_seconds_count") == 4 + 3 * 1 + 6
+    assert value("request_max_num_generation_tokens_count") == 3
+    assert value("request_max_num_generation_tokens_sum") == 5 + 2 + 7
+    assert value("request_params_n_sum") == 5
+    assert value("request_params_max_tokens_sum") == 5 + 2 + 7
+    assert value("request_success_total", finished_reason="length") == 5
+    assert value("prompt_tokens_total") == 9 + 3 * 9 + 2
+
+
+def test_tokens_of_prompts_are_computed_or_found(folder):
+    engine = Engine(folder, block_size=4)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    outputs = [engine.generate([1, 2, 3] * 3, params)[0] for _ in range(2)]
+    text, _ = Metrics(engine, "tiny").text()
+    found = re.findall(
+        r'^expertmesh:prompt_tokens_by_source_total.*source="(.*)"} (\S+)$', text, re.M
+    )
+    cached = outputs[1].num_cached_tokens
+    assert cached == 8
+    assert dict(found) == {"local_compute": f"{18 - cached}.0", "local_cache_hit": f"{cached}.0"}
+
+
+def test_the_page_of_documentation_names_what_is_there(server):
+    section = DOCS.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert "--expert-slots" in "".join(rows)
+    named = {
+        name.partition("{")[0]
+        for row in rows
+        if "--expert-slots" not in row
+        for name in re.findall(r"`([a-z0-9_]+(?:\{[a-z_,]+\})?)`", row)
+    }
+    with urllib.request.urlopen(f"{server.address}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    there = set(
+        re.findall(r"^# TYPE (?:expertmesh:)?(\S+) (?:gauge|counter|histogram)", text, re.M)
+    )
+    there = {name for name in there if not name.endswith("_created")}
+    assert named == there

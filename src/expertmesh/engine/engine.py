@@ -1,6 +1,7 @@
 """The engine: requests in, answers out; continuous batching over a paged key-value cache."""
 
 import atexit
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from expertmesh.engine.runner import Runner, StepResult
 from expertmesh.engine.scheduler import Scheduler, Step
 from expertmesh.engine.stats import EngineStats
 from expertmesh.engine.stops import AnswerText
+from expertmesh.engine.timing import Timing, note_begin
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
@@ -64,6 +66,7 @@ class _Answer:
     experts: dict[int, Tensor] = field(default_factory=dict)
     error: str | None = None
     lookup: PromptLookup = field(default_factory=PromptLookup)
+    timing: Timing = field(default_factory=Timing)
 
 
 class Engine:
@@ -335,6 +338,7 @@ class Engine:
         step = self._scheduler.schedule()
         if not step.chunks:
             return []
+        note_begin(step, self._answers, time.perf_counter())
         result = self._runner.run(step)
         self._steps += 1
         self._prompt_tokens += sum(
@@ -496,11 +500,9 @@ class Engine:
         self._scheduler.commit(step, result.tokens)
         for sequence, position, logprob in result.logprobs:
             answer = self._answers.get(sequence)
-            if answer is None:
-                continue
-            if position < sequence.num_prompt:
+            if answer is not None and position < sequence.num_prompt:
                 answer.prompt_logprobs[position] = logprob
-            else:
+            elif answer is not None:
                 answer.logprobs.append(logprob)
         for chunk, ids in result.experts:
             if not chunk.sequence.is_guessed:
@@ -513,9 +515,7 @@ class Engine:
             self._answer(sequence, token, is_broken=sequence in result.broken)
             touched.append(sequence)
             self._accept(sequence, step, result)
-        outputs = []
-        for sequence in touched:
-            outputs.append(self._output(sequence))
+        outputs = [self._output(sequence) for sequence in touched]
         for request in {id(s.request): s.request for s in touched}.values():
             if request.is_finished:
                 self._leave(request)
@@ -540,6 +540,7 @@ class Engine:
         """One more token of an answer."""
         self._generated += 1
         answer, request = self._answers[sequence], sequence.request
+        answer.timing.drew(time.perf_counter())
         num_new = len(sequence.new_ids)
         may_end = num_new > request.params.min_tokens
         if is_broken:
@@ -587,6 +588,7 @@ class Engine:
             prompt_logprobs,
             experts,
             sequence.num_cached or 0,
+            replace(answer.timing),
         )
 
     def _leave(self, request: Request) -> list[RequestOutput]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from expertmesh.engine.request import FinishReason
+from expertmesh.engine.timing import Timing
 
 NOT_FINITE = (
     "logits after {} tokens are not finite: the weights are damaged, or the compute dtype is too small for them; use another "
@@ -44,6 +45,7 @@ class RequestOutput:
         prompt_logprobs: of each prompt token behind the first, where they were asked for; None stands for the first.
         routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer so far but its last token, where asked for.
         num_cached_tokens: prompt tokens that were found in the cache.
+        timing: when it was asked for, admitted and computed; None where nothing waits, and no time is taken.
 
     Example:
         >>> engine = em.Engine(em.GPT(em.recipe("gpt-moe-test").model, seed=0).eval(), num_blocks=8)
@@ -63,3 +65,4 @@ class RequestOutput:
     prompt_logprobs: tuple[Logprob | None, ...] | None = field(default=None, repr=False)
     routed_experts: Tensor | None = field(default=None, repr=False)
     num_cached_tokens: int = 0
+    timing: Timing | None = field(default=None, repr=False, compare=False)

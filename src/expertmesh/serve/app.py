@@ -212,7 +212,7 @@ class ServerApp:
             writer,
             is_stream=bool(request.stream),
             admit=self._admit,
-            watch=self.metrics.watch(ticket),
+            watch=self.metrics.requests.watch(ticket),
         )
 
     def _admit(self, ticket: Ticket) -> None:

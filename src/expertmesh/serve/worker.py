@@ -87,7 +87,7 @@ class EngineWorker:
 
     Args:
         engine: which nobody else uses from now on.
-        observe: called in the event loop with what each step brought, for metrics.
+        observe: called in the event loop with tokens and seconds of each step, for metrics.
 
     Attributes:
         engine: of this thread.
@@ -143,10 +143,11 @@ class EngineWorker:
             try:
                 self._take_orders()
                 if self.engine.has_work:
-                    begin = time.perf_counter()
+                    before, begin = _num_tokens(self.engine), time.perf_counter()
                     outputs = self.engine.step()
+                    seconds = time.perf_counter() - begin
                     self._failures = 0
-                    self._deliver(outputs, time.perf_counter() - begin)
+                    self._deliver(outputs, _num_tokens(self.engine) - before, seconds)
             except Exception as error:  # whatever it is, the others are to be answered
                 self._fail(error)
 
@@ -187,19 +188,21 @@ class EngineWorker:
                 self._tickets.pop(name, None)
             self._tell(ticket.failed, error)
 
-    def _deliver(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
+    def _deliver(self, outputs: Sequence[RequestOutput], num_tokens: int, seconds: float) -> None:
         found = []
         for output in outputs:
             if output.request_id in self._tickets:
                 ticket, first = self._tickets[output.request_id]
                 found.append((ticket, first + output.index, output))
-        self._tell(self._hand_out, found, seconds)
+        self._tell(self._hand_out, found, num_tokens, seconds)
 
-    def _hand_out(self, found: list[tuple[Ticket, int, RequestOutput]], seconds: float) -> None:
+    def _hand_out(
+        self, found: list[tuple[Ticket, int, RequestOutput]], num_tokens: int, seconds: float
+    ) -> None:
         for ticket, index, output in found:
             ticket.told(index, output)
         if self._observe is not None:
-            self._observe(len(found), seconds)
+            self._observe(num_tokens, seconds)
 
     def _fail(self, error: Exception) -> None:
         """A step failed: who waits for it gets an error, and the engine begins anew without them."""
@@ -236,3 +239,9 @@ class EngineWorker:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
+
+
+def _num_tokens(engine: Engine) -> int:
+    """Tokens computed so far, of prompts and answers."""
+    stats = engine.stats()
+    return stats.num_prompt_tokens + stats.num_generated_tokens
