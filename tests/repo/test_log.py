@@ -1,7 +1,9 @@
-"""The log of experiments keeps its form: each entry has a question, a result and a decision, in short lines."""
+"""The log of experiments keeps its form: contents by theme; each entry has a question, a result and a decision, in short lines."""
 
 import re
 from pathlib import Path
+
+from tests.support.pages import anchor_of
 
 LOG = Path(__file__).parents[2] / "docs" / "log.md"
 PARTS = ["**Question.**", "**Result.**", "**Decision.**"]
@@ -38,3 +40,12 @@ def test_no_entry_stands_there_twice():
 
 def test_lines_are_short():
     assert [line for line in LOG.read_text().splitlines() if len(line) > LONGEST_LINE] == []
+
+
+def test_contents_name_every_entry_once():
+    """A new entry gets a line under its theme: `* [Title](#anchor)`, the anchor behind a line break where both are long."""
+    contents = LOG.read_text().partition("\n## ")[0]
+    named = re.findall(r"^\* \[([^\]]+)\]\(#([^)]+)\)", contents, re.MULTILINE)
+    assert sorted(anchor for _, anchor in named) == sorted(map(anchor_of, entries()))
+    titles = {anchor_of(title): title[len("2026-11-25 ") :] for title in entries()}
+    assert all(titles[anchor] == " ".join(text.split()) for text, anchor in named)

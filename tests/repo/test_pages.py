@@ -150,13 +150,31 @@ def test_the_example_of_a_file_of_options(folder):
     assert found.config.data.path == ("books:2", "notes.txt")
 
 
-def test_three_commands_and_twelve_lines():
+def code_of_section(title, kind):
+    section = (ROOT / "README.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)
+    return code.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("title", "kind", "most"),
+    [
+        ("Two commands", "sh", 2),
+        ("Your own text in three commands", "sh", 3),
+        ("The layer in six lines", "python", 6),
+        ("An engine in six lines", "python", 6),
+        ("A server in six lines", "sh", 6),
+    ],
+)
+def test_sections_of_the_readme_are_as_short_as_they_say(title, kind, most):
+    assert 0 < len(code_of_section(title, kind)) <= most
+
+
+def test_the_readme_has_at_most_100_lines_and_six_numbers():
     text = (ROOT / "README.md").read_text()
-    section = text.partition("## Your own text in three commands")[2].partition("\n## ")[0]
-    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
-    assert len(commands.splitlines()) == 3
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(code.splitlines()) <= 12 and code.count("import") == 1
+    assert len(text.splitlines()) <= 100
+    table = text.partition("## Six numbers\n")[2].partition("\n## ")[0]
+    assert len(re.findall(r"^\| ", table, re.MULTILINE)) == 7  # the head is one of them
 
 
 def test_every_page_is_found_from_the_readme():
@@ -164,9 +182,13 @@ def test_every_page_is_found_from_the_readme():
     while to_read:
         page = to_read.pop()
         found.add(page)
-        links = re.findall(r"\]\(([^)#]+\.md)\)", page.read_text())
+        links = re.findall(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)", page.read_text())
         targets = {(page.parent / link).resolve() for link in links if "://" not in link}
         assert all(target.is_file() for target in targets), page
         to_read += targets - found
-    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")}
+    pages = {
+        page
+        for folder in ("", "results", "decisions")
+        for page in (ROOT / "docs" / folder).glob("*.md")
+    }
     assert pages <= found, sorted(p.name for p in pages - found)
