@@ -168,3 +168,49 @@ def test_peft_s_adapters_on_all_linear_maps_of_our_model_learn_and_generate():
     assert model.eval().generate(input_ids=ids, max_new_tokens=2).shape == (2, 11)
     with pytest.raises(ConfigError, match="output_hidden_states: is no argument of a GPT"):
         model(input_ids=ids, output_hidden_states=True)
+
+
+def our_model():
+    sizes = {"vocab_size": 64, "max_seq_len": 32, "dim": 16, "num_layers": 1, "num_heads": 2}
+    gpt = ModelConfig(**sizes, init_std=0.3, moe={"num_experts": (4,), "hidden_dim": 16})
+    return ExpertMeshForCausalLM(ExpertMeshConfig(gpt=gpt, eos_token_id=0, pad_token_id=0))
+
+
+@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
+@pytest.mark.parametrize(
+    "targets", [["experts.w_in"], ["moe.experts.w_out", "moe.experts.w_in"]], ids=len
+)
+def test_target_parameters_on_stacks_of_four_axes_are_refused_with_the_way_that_works(targets, way):
+    model = our_model()
+    config = peft.LoraConfig(r=2, target_modules=["qkv"], target_parameters=targets)
+    refusal = r"experts.w_in has 4 axes.*expertmesh.lora.add\(model.gpt, freeze=False\)"
+    with pytest.raises(ConfigError, match=refusal) as caught:
+        if way == "add_adapter":
+            model.add_adapter(config)
+        else:
+            peft.get_peft_model(model, config)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_both_learn_side_by_side():
+    """peft's on maps, ours on the experts: what the refusal above names."""
+    ids = torch.randint(1, 64, (2, 9))
+    model = our_model()
+    both = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["qkv"]))
+    assert lora.add(model.gpt, rank=2, freeze=False) == 1
+    both(input_ids=ids, labels=ids).loss.backward()
+    learning = {n for n, p in both.named_parameters() if p.requires_grad}
+    assert len(learning) == 2 + 2 * 2 and all("lora_" in n or "adapters" in n for n in learning)
+    assert all(p.grad is not None for p in both.parameters() if p.requires_grad)
+
+
+def test_target_parameters_on_a_stack_of_three_axes_count_and_merge():
+    ids = torch.randint(1, 64, (2, 9))
+    model = our_model().eval()
+    plain = model(input_ids=ids).logits
+    where = {"target_parameters": ["experts.w_out"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **where)).eval()
+    changed = adapted(input_ids=ids).logits
+    numerics.assert_differs(changed, plain, what="logits")
+    merged = adapted.merge_and_unload()(input_ids=ids).logits
+    torch.testing.assert_close(merged, changed)

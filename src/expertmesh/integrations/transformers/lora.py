@@ -10,7 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from expertmesh.errors import ConfigError
+from expertmesh.moe.experts import GroupedExperts
+
+_WRAPPER = "ParamWrapper"
+"""peft's class around a module of whose parameters one is adapted."""
 _LENT = "_expertmesh_adapters"
 
 
@@ -55,7 +61,7 @@ def lend_factors(model: nn.Module, name: str) -> None:
     """
     for module in model.modules():
         wrapper: Any = module
-        if type(module).__name__ == "ParamWrapper" and hasattr(module, "get_delta_factors"):
+        if type(module).__name__ == _WRAPPER and hasattr(module, "get_delta_factors"):
             plain = wrapper._activate_lora
             wrapper._activate_lora = partial(_lent, wrapper, plain, name)
 
@@ -83,3 +89,23 @@ def _while_lent(wrapper: Any, experts: nn.Module, active_adapters: list[str]) ->
         yield
     finally:
         del lent[wrapper.parameter_name]
+
+
+def _refuse_stacks(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Refuse, before peft does without saying what to do, to wrap a stack of experts of ours with more axes than peft knows.
+
+    Raises:
+        ConfigError: it names the parameter.
+    """
+    if type(wrapper).__name__ != _WRAPPER or not isinstance(module, GroupedExperts):
+        return
+    parameter: str = getattr(wrapper, "parameter_name", "")
+    stack = getattr(module, parameter, None)
+    if isinstance(stack, Tensor) and stack.ndim > 3:
+        raise ConfigError(
+            f"target_parameters: experts.{parameter} has {stack.ndim} axes, gate and up apart, and peft adapts stacks of 3; open the "
+            "model again, leave it out, and add adapters on experts by expertmesh.lora.add(model.gpt, freeze=False) after get_peft_model"
+        )
+
+
+register_module_module_registration_hook(_refuse_stacks)
