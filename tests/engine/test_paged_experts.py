@@ -211,10 +211,10 @@ def test_a_model_of_three_times_the_limit_answers(place, tmp_path):
     (folder / "config.json").write_text(json.dumps(values))
     from expertmesh.checkpoints.hub.configs import model_config
     from expertmesh.checkpoints.hub.layout import pieces
-    from expertmesh.checkpoints.safetensors import file_header
+    from expertmesh.checkpoints.safetensors import FileTensor, file_header
 
     shapes = {p.theirs: p.theirs_shape for p in pieces(model_config(values), "mixtral")}
-    tensors = [(name, torch.float32, shape) for name, shape in shapes.items()]
+    tensors = [FileTensor(name, torch.float32, shape) for name, shape in shapes.items()]
     header = file_header(tensors, {"format": "pt"})
     size = sum(4 * torch.Size(shape).numel() for shape in shapes.values())
     with (folder / "model.safetensors").open("wb") as file:

@@ -1,10 +1,14 @@
-"""Safetensors files, read through memory maps: one of them, or shards with an index. Nothing is trusted that was not compared."""
+"""Safetensors files, one of them, or shards with an index: read through memory maps, and written tensor by tensor.
+
+Nothing is trusted that was not compared.
+"""
 
 import json
 import math
+import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.base import parse_json
+from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import CheckpointError, ConfigError
 
 DTYPE_NAMES = {
@@ -33,6 +38,8 @@ _ALIGNMENT = 8
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of a file that is written, unless one tensor is larger."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of weights that are read."""
@@ -276,23 +283,92 @@ def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tupl
         yield name, Entry(path, dtype, shape, start + begin)
 
 
-def file_header(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], texts: Mapping[str, str]
-) -> bytes:
+class FileTensor(NamedTuple):
+    """A tensor as a file is to have it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def file_header(tensors: Iterable[FileTensor], texts: Mapping[str, str]) -> bytes:
     """The header of a safetensors file, its length not included.
 
     Args:
-        tensors: name, dtype and shape of each, in the order of their bytes.
+        tensors: in the order of their bytes.
         texts: plain texts that go with them.
     """
     entries: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + dtype.itemsize * math.prod(shape)
-        entries[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
+    for one in tensors:
+        begin, end = end, end + one.num_bytes
+        entries[one.name] = {
+            "dtype": DTYPE_NAMES[one.dtype],
+            "shape": list(one.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % _ALIGNMENT)
+
+
+def write_file(
+    path: Path, tensors: Sequence[FileTensor], values: Iterator[Tensor], texts: Mapping[str, str]
+) -> None:
+    """Write a safetensors file tensor by tensor, and wait until the disk has it.
+
+    The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of each tensor, and
+    plain texts), then the tensors.
+
+    Args:
+        path: of the file.
+        tensors: what it is to have.
+        values: of these tensors, in their order; as many are taken as there are.
+        texts: plain texts that go with them.
+    """
+    header = file_header(tensors, texts)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for _ in tensors:
+            file.write(tensor_bytes(next(values)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_shards(
+    folder: Path,
+    tensors: Sequence[FileTensor],
+    values: Iterator[Tensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write `model.safetensors`, or files of a size and their index, as `HubFiles` and transformers read them.
+
+    Args:
+        folder: where to.
+        tensors: all of them.
+        values: theirs, in their order; one is held at a time.
+        shard_bytes: most bytes of a file, unless one tensor is larger.
+
+    Returns:
+        Bytes of all tensors.
+    """
+    shards: list[list[FileTensor]] = [[]]
+    for one in tensors:
+        if shards[-1] and sum(t.num_bytes for t in shards[-1]) + one.num_bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(one)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = [SINGLE] if len(shards) == 1 else names
+    for name, shard in zip(names, shards, strict=True):
+        write_file(folder / name, shard, values, {"format": "pt"})
+    total = sum(t.num_bytes for t in tensors)
+    if len(shards) > 1:
+        placed = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return total

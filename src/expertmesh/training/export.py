@@ -1,23 +1,19 @@
 """One safetensors file of a model's weights, from a checkpoint of any number of ranks.
 
-The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of each
-tensor, and plain texts), then the tensors. It is written tensor by tensor, so that memory holds one of them.
+It is written tensor by tensor, so that memory holds one of them.
 """
 
 import json
-import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.manifest import find_damage
-from expertmesh.checkpoints.safetensors import file_header
+from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete
-from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import CheckpointError, ConfigError, command
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.state import read_run_state
@@ -61,21 +57,17 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     checkpoint = find_checkpoint(source)
     state = read_run_state(checkpoint, "step", "config")
     weights = Checkpoint(checkpoint, prefix=_MODEL)
-    tensors = [(name, kept.dtype, kept.shape) for name, kept in sorted(weights.tensors.items())]
+    tensors = [
+        FileTensor(name, kept.dtype, kept.shape) for name, kept in sorted(weights.tensors.items())
+    ]
     texts = {
         "format": "pt",
         "step": str(state["step"]),
         "recipe": str(state.get("recipe", "unknown")),
         "config": json.dumps(state["config"]),
     }
-    header = file_header(tensors, texts)
     with complete(output) as partial:
-        with partial.open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            for name, _, _ in tensors:
-                file.write(tensor_bytes(read_whole(weights, name)))
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(partial, tensors, (read_whole(weights, t.name) for t in tensors), texts)
         _check_output(output, overwrite=overwrite)
     return Exported(checkpoint, int(state["step"]), len(tensors), output.stat().st_size)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -17,14 +16,13 @@ from expertmesh.checkpoints.hub.configs import FAMILIES, hub_family
 from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, read_config
 from expertmesh.checkpoints.quantized import Scheme, is_expert, own_pieces
-from expertmesh.checkpoints.safetensors import INDEX, QUANTIZATION, SINGLE, file_header
+from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming
-from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family
-from expertmesh.integrations.hub.save import SHARD_BYTES, write_rest
+from expertmesh.integrations.hub.save import their_value, write_rest
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.ops.quantized.pack import to_words
 from expertmesh.ops.quantized.rounding import Format, rounded
@@ -54,18 +52,6 @@ class Quantized(NamedTuple):
     report: dict[str, Any]
 
 
-class _Part(NamedTuple):
-    """A tensor of a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
 class _Plan(NamedTuple):
     """What is written, and how.
 
@@ -83,15 +69,15 @@ class _Plan(NamedTuple):
     dtype: torch.dtype
     importance: Mapping[str, Tensor]
 
-    def parts(self, name: str, shape: tuple[int, ...], ours: str) -> list[_Part]:
+    def parts(self, name: str, shape: tuple[int, ...], ours: str) -> list[FileTensor]:
         """The tensors of the files that one matrix becomes."""
         if name in self.rounds:
             module = name.removesuffix("weight")
             rows, columns = shape
             found = self.scheme.parts(rows, columns, self.dtype)
-            return [_Part(module + end, kept.dtype, kept.shape) for end, kept in found.items()]
+            return [FileTensor(module + end, kept.dtype, kept.shape) for end, kept in found.items()]
         is_bias = ours.endswith("expert_bias_E")
-        return [_Part(name, torch.float32 if is_bias else self.dtype, shape)]
+        return [FileTensor(name, torch.float32 if is_bias else self.dtype, shape)]
 
 
 def quantize(
@@ -233,27 +219,7 @@ def _write_weights(weights: TensorSource, plan: _Plan, folder: Path) -> dict[str
         for name, shape in {p.theirs: p.theirs_shape for p in several}.items()
         for part in plan.parts(name, shape, ours)
     ]
-    shards: list[list[_Part]] = [[]]
-    for part in parts:
-        if shards[-1] and sum(p.num_bytes for p in shards[-1]) + part.num_bytes > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(part)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = [SINGLE] if len(shards) == 1 else names
-    values = _values(weights, plan)
-    for name, shard in zip(names, shards, strict=True):
-        header = file_header(shard, {"format": "pt"})
-        with (folder / name).open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            for _ in shard:
-                file.write(tensor_bytes(next(values)))
-            file.flush()
-            os.fsync(file.fileno())
-    total = sum(p.num_bytes for p in parts)
-    if len(shards) > 1:
-        placed = {p.name: n for n, shard in zip(names, shards, strict=True) for p in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": placed}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    total = write_shards(folder, parts, _values(weights, plan))
     before = sum(
         torch.Size(shape).numel() * plan.dtype.itemsize
         for _, several in plan.by_ours
@@ -268,11 +234,7 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
         tensor = read_whole(weights, ours)
         for name, shape in {p.theirs: p.theirs_shape for p in several}.items():
             kept = tensor.dtype if name in plan.rounds else plan.parts(name, shape, ours)[0].dtype
-            found = torch.empty(shape, dtype=kept)
-            for piece in several:
-                if piece.theirs == name:
-                    part = piece.turned(found[piece.theirs_at])
-                    part.copy_(tensor[piece.ours_at].reshape(part.shape))
+            found = their_value(FileTensor(name, kept, shape), several, tensor)
             if name not in plan.rounds:
                 yield found
                 continue

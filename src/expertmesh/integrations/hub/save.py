@@ -4,11 +4,10 @@ import json
 import logging
 import os
 import shutil
-import struct
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,10 @@ from torch import Tensor
 from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.configs import HubFamily
 from expertmesh.checkpoints.hub.layout import Piece, pieces
-from expertmesh.checkpoints.safetensors import INDEX, SINGLE, file_header
+from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
-from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, hub_config, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
@@ -28,20 +26,8 @@ from expertmesh.text.chat import MARKS, OWN_TEMPLATE, TemplateFormat
 from expertmesh.text.format import find_format
 from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer
 
-SHARD_BYTES = 5 * 10**9
-"""Most bytes of a file, unless one tensor is larger."""
 _MODEL = "model."
 _log = logging.getLogger("expertmesh.integrations")
-
-
-class _Target(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def save_pretrained(
@@ -111,35 +97,15 @@ def _write_weights(
         (o, list(g)) for o, g in groupby(pieces(config, family.model_type), lambda p: p.ours)
     ]
     targets = [t for _, several in by_ours for t in _targets(several, dtype)]
-    shards: list[list[_Target]] = [[]]
-    for target in targets:
-        if shards[-1] and sum(t.num_bytes for t in shards[-1]) + target.num_bytes > shard_bytes:
-            shards.append([])
-        shards[-1].append(target)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = [SINGLE] if len(shards) == 1 else names
     values = _values(checkpoint, by_ours, dtype)
-    for name, shard in zip(names, shards, strict=True):
-        header = file_header(shard, {"format": "pt"})
-        with (folder / name).open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            for _ in shard:
-                file.write(tensor_bytes(next(values)))
-            file.flush()
-            os.fsync(file.fileno())
-    if len(shards) > 1:
-        weight_map = {
-            t.name: name for name, shard in zip(names, shards, strict=True) for t in shard
-        }
-        total = sum(t.num_bytes for t in targets)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_shards(folder, targets, values, shard_bytes=shard_bytes)
 
 
-def _targets(several: list[Piece], dtype: torch.dtype) -> list[_Target]:
+def _targets(several: list[Piece], dtype: torch.dtype) -> list[FileTensor]:
     """Their tensors that one of ours becomes, in the order of their first parts."""
     shapes = {piece.theirs: piece.theirs_shape for piece in several}
     is_bias = several[0].ours.endswith("expert_bias_E")
-    return [_Target(n, torch.float32 if is_bias else dtype, s) for n, s in shapes.items()]
+    return [FileTensor(n, torch.float32 if is_bias else dtype, s) for n, s in shapes.items()]
 
 
 def _values(
@@ -149,11 +115,18 @@ def _values(
     for ours, several in by_ours:
         tensor = read_whole(source, ours)
         for target in _targets(several, dtype):
-            yield _value(target, several, tensor)
+            yield their_value(target, several, tensor)
         del tensor  # before the next one is read
 
 
-def _value(target: _Target, several: list[Piece], tensor: Tensor) -> Tensor:
+def their_value(target: FileTensor, several: list[Piece], tensor: Tensor) -> Tensor:
+    """One of the files' tensors, made of parts of one of ours.
+
+    Args:
+        target: what is wanted.
+        several: the parts of ours, of this target and perhaps of others.
+        tensor: ours.
+    """
     found = torch.empty(target.shape, dtype=target.dtype)
     for piece in several:
         if piece.theirs == target.name:
