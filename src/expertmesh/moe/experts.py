@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,14 @@ class DenseMLP(nn.Module):
             b_out_D=self.b_out,
             backend=self.backend,
         )
+
+
+class HasBackend(Protocol):
+    """A module that computes by the operators for experts."""
+
+    arithmetic: RowArithmetic
+    backend: str
+    training: bool
 
 
 class GroupedExperts(nn.Module):
@@ -184,19 +192,12 @@ class GroupedExperts(nn.Module):
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
-        is_invariant = self.arithmetic.in_mode(self.training).batch_invariant
         own = parameters or ExpertParameters(self.weights(), main_grads=self.main_grads)
+        call = call_of_module(self, x_TD, weights_TK, own.weights, expert_ids_TK)
+        if self.adapters is not None:
+            call = call._replace(adapters=self.adapters())
         if self.main_grads is not None and torch.is_grad_enabled():
-            self._check_main_grads(is_invariant)
-        call = ExpertsCall(
-            x_TD,
-            weights_TK,
-            own.weights,
-            self.backend,
-            expert_ids_TK,
-            batch_invariant=is_invariant,
-            adapters=None if self.adapters is None else self.adapters(),
-        )
+            self._check_main_grads(call.batch_invariant)
         with own.context():
             return compute(
                 call,
@@ -224,6 +225,24 @@ class GroupedExperts(nn.Module):
                 "main gradients with adapters (expertmesh.lora): their backward does not add to them; "
                 "freeze the experts, or call accumulate_main_grads(False)"
             )
+
+
+def call_of_module(
+    module: HasBackend, x_TD: Tensor, weights_TK: Tensor, experts: ExpertWeights, ids_TK: Tensor
+) -> ExpertsCall:
+    """What a module of experts asks of the operators.
+
+    Args:
+        module: the experts, of whose mode the arithmetic is.
+        x_TD: (T, D).
+        weights_TK: (T, K).
+        experts: what it computes with.
+        ids_TK: (T, K) slots of the experts.
+    """
+    is_invariant = module.arithmetic.in_mode(module.training).batch_invariant
+    return ExpertsCall(
+        x_TD, weights_TK, experts, module.backend, ids_TK, batch_invariant=is_invariant
+    )
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.expert_slots import ExpertSlots, PagingCounts
-from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.moe.experts import ExpertParameters, GroupedExperts, call_of_module
 from expertmesh.moe.quantized_experts import QuantizedExperts
-from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.route_metadata import check_range
@@ -101,14 +100,7 @@ class PagedExperts(nn.Module):
         else:
             weights = self._in_slots(needed)
         self._fetch_ahead(x_TD)
-        call = ExpertsCall(
-            x_TD,
-            weights_TK,
-            weights,
-            self.backend,
-            expert_ids_TK,
-            batch_invariant=self.arithmetic.in_mode(self.training).batch_invariant,
-        )
+        call = call_of_module(self, x_TD, weights_TK, weights, expert_ids_TK)
         return compute(call, max_rows=max_rows)
 
     def _in_slots(self, needed: list[int]) -> ExpertWeights:

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.moe.experts import ExpertParameters, GroupedExperts, call_of_module
 from expertmesh.ops.experts import quantized_rows
-from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.quantized.pack import for_cpu
@@ -114,14 +113,7 @@ class QuantizedExperts(nn.Module):
     ) -> Tensor:
         """As `GroupedExperts.forward`; for inference alone."""
         own = self.weights() if parameters is None else parameters.weights
-        call = ExpertsCall(
-            x_TD,
-            weights_TK,
-            own,
-            self.backend,
-            expert_ids_TK,
-            batch_invariant=self.arithmetic.in_mode(self.training).batch_invariant,
-        )
+        call = call_of_module(self, x_TD, weights_TK, own, expert_ids_TK)
         return compute(call, max_rows=max_rows)
 
     def weights(self) -> ExpertWeights:
