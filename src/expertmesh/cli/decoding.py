@@ -103,11 +103,6 @@ def open_decoder(
     if getattr(options, "expert_slots", None) is not None and options.expert_slots < 1:
         raise ConfigError("expert_slots", options.expert_slots, "must be at least 1", "use 8")
     is_alone = launched_rank()[1] == 1
-    if is_alone and options.es_degree is not None:
-        raise ConfigError(
-            f"--es-degree {options.es_degree}: cuts experts over several processes, and this is one; leave it out, or start"
-            " with torchrun --nproc-per-node N -m expertmesh"
-        )
     check_several(options)
     given = shared_by(options)
     with ExitStack() as stack:
