@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from expertmesh.config.run import Optimizer, ParallelConfig, StateDtype
 from expertmesh.layout.moments import moment_bytes
-from expertmesh.layout.spec import ModelSpec, Parameter
+from expertmesh.layout.spec import ModelSpec, Parameter, num_elements
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -161,12 +161,12 @@ def rank_memory(
     layers = list(dense.values())
     most = sum(layers) if kept else _most_at_once(layers, 2 if dp_shard > 1 else 1)
     shares, hot = [], 0
-    for index, (layer, num_elements) in enumerate(experts.items()):
+    for index, (layer, elements) in enumerate(experts.items()):
         ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
         slices = parallel.es_degree or W // math.gcd(num_experts[layer], W)
         route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
-        hot += 0 if route == 1 else parallel.shadow_experts * num_elements // num_experts[layer]
-        shares.append(0 if route == W else num_elements // route)
+        hot += 0 if route == 1 else parallel.shadow_experts * elements // num_experts[layer]
+        shares.append(0 if route == W else elements // route)
     return RankMemory(
         parameters_bytes=held * master,
         gradients_bytes=held * master,
@@ -178,29 +178,23 @@ def rank_memory(
 
 
 def memory_by_size(
-    num_parameters: int,
+    spec: ModelSpec,
     *,
-    outside: int,
-    layers: Sequence[int],
     activation_elements: int,
     parallel: ParallelConfig,
     num_ranks: int,
     dtype: str,
-    spec: ModelSpec,
     optimizer: Optimizer = "adamw",
     state_dtype: StateDtype = "float32",
 ) -> tuple[MemoryEstimate, RankMemory | None]:
     """Memory of training a model of which the sizes alone are known.
 
     Args:
-        num_parameters: of the whole model.
-        outside: those outside the layers.
-        layers: those of each layer without its routed experts, in their order.
+        spec: the model's parameters.
         activation_elements: that one micro-batch keeps for the backward pass.
         parallel: degrees that fit the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
-        spec: the model's parameters, for the optimiser's part.
         optimizer: which one.
         state_dtype: of its moments.
 
@@ -209,10 +203,10 @@ def memory_by_size(
     """
     compute = DTYPE_BYTES[dtype]
     master = max(compute, 4)
-    weights = num_parameters * master
+    weights = spec.num_parameters * master
     alone = MemoryEstimate(
         weights_bytes=weights,
-        compute_copy_bytes=num_parameters * compute if compute < master else 0,
+        compute_copy_bytes=spec.num_parameters * compute if compute < master else 0,
         gradients_bytes=weights,
         optimizer_bytes=sum(
             optimizer_bytes(
@@ -226,6 +220,7 @@ def memory_by_size(
         return alone, None
     parts = parallel.dp_shard_degree or num_ranks // parallel.dp_replicate_degree
     part = weights // parts
+    layers = spec.dense_layers
     most = _most_at_once(layers, 2) if parallel.zero_stage == 3 else sum(layers)
     each = RankMemory(
         parameters_bytes=part,
@@ -238,7 +233,7 @@ def memory_by_size(
             optimizer=optimizer,
             state_dtype=state_dtype,
         ).optimizer_bytes,
-        gathered_dense_bytes=(outside + most) * master,
+        gathered_dense_bytes=(num_elements(spec.layers[None]) + most) * master,
         gathered_experts_bytes=0,
     )
     return alone, each

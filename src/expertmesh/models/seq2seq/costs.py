@@ -15,7 +15,6 @@ from expertmesh.costs.flops import (
 )
 from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.run import RunCosts
-from expertmesh.layout.spec import num_elements
 from expertmesh.models.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig
 from expertmesh.models.seq2seq.spec import seq2seq_spec
 
@@ -80,14 +79,11 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
     samples = train.samples_per_pass
     flops = forward_flops(model, source_len=S, target_len=T, batch_size=samples)
     alone, each = memory_by_size(
-        spec.num_parameters,
-        outside=num_elements(spec.layers[None]),
-        layers=spec.dense_layers,
+        spec,
         activation_elements=samples * _activation_elements(model),
         parallel=config.parallel,
         num_ranks=num_ranks,
         dtype=dtype,
-        spec=spec,
         optimizer=config.optim.name,
         state_dtype=config.optim.state_dtype,
     )

@@ -2,7 +2,6 @@
 
 from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.run import RunCosts
-from expertmesh.layout.spec import num_elements
 from expertmesh.models.swin.config import SwinConfig, SwinRunConfig
 from expertmesh.models.swin.spec import swin_spec
 
@@ -62,14 +61,11 @@ def swin_costs(config: SwinRunConfig, *, num_ranks: int, dtype: str) -> RunCosts
     model, train, spec = config.model, config.train, swin_spec(config.model)
     images = train.samples_per_pass
     alone, each = memory_by_size(
-        spec.num_parameters,
-        outside=num_elements(spec.layers[None]),
-        layers=spec.dense_layers,
+        spec,
         activation_elements=images * _activation_elements(model),
         parallel=config.parallel,
         num_ranks=num_ranks,
         dtype=dtype,
-        spec=spec,
         optimizer=config.optim.name,
         state_dtype=config.optim.state_dtype,
     )
