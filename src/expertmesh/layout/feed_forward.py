@@ -1,7 +1,7 @@
 """The parameters of feed-forward layers, dense or with experts, as all families have them."""
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.layout.spec import Parameter, parameter
@@ -96,6 +96,18 @@ _IN_HUB = {
 }
 
 
+_AXES_OF_MLP: Mapping[str, tuple[str, ...]] = {
+    "w_in": ("branch", "hidden", "model"),
+    "w_out": ("model", "hidden"),
+    "b_in": ("branch", "hidden"),
+    "b_out": ("model",),
+}
+MLP_CUT: Mapping[str, int] = {
+    name: axes.index("hidden") for name, axes in _AXES_OF_MLP.items() if "hidden" in axes
+}
+"""Axis of each parameter of a `DenseMLP` along which tensor parallelism cuts it."""
+
+
 def mlp(
     name: str,
     part: str,
@@ -115,30 +127,22 @@ def mlp(
         bias: whether there are biases.
         num_experts: E; 0: it is one network.
     """
-    D, F, G = config.dim, hidden_dim, num_branches(config.activation)
-    lead: dict[str, Any] = {"expert": num_experts} if num_experts else {}
-    cut = None if num_experts else "hidden"
+    G = num_branches(config.activation)
+    sizes = {"expert": num_experts, "branch": G, "hidden": hidden_dim, "model": config.dim}
     hub = _IN_HUB.get(part)
-    branches = ("gate_proj.weight", "up_proj.weight") if G == 2 else ("up_proj.weight",)
-    into: tuple[str, ...] = () if hub is None else tuple(hub + branch for branch in branches)
-    out: tuple[str, ...] = () if hub is None else (f"{hub}down_proj.weight",)
-    yield parameter(
-        f"{name}.w_in", "matrix", part, **lead, branch=G, hidden=F, model=D, cut=cut, hub=into
-    )
-    yield parameter(
-        f"{name}.w_out",
-        "matrix",
-        part,
-        **lead,
-        model=D,
-        hidden=F,
-        cut=cut,
-        is_output=True,
-        hub=out,
-    )
-    if bias:
-        into, out = (
-            tuple(own.replace(".weight", ".bias") for own in names) for names in (into, out)
+    ends = ("gate_proj", "up_proj") if G == 2 else ("up_proj",)
+    for leaf, axes in _AXES_OF_MLP.items():
+        is_bias, is_output = leaf.startswith("b_"), leaf.endswith("_out")
+        if is_bias and not bias:
+            continue
+        kind = "bias" if is_bias else "weight"
+        names = ("down_proj",) if is_output else ends
+        yield parameter(
+            f"{name}.{leaf}",
+            "bias" if is_bias else "matrix",
+            part,
+            **{axis: sizes[axis] for axis in (("expert", *axes) if num_experts else axes)},
+            cut="hidden" if leaf in MLP_CUT and not num_experts else None,
+            is_output=is_output and not is_bias,
+            hub=() if hub is None else tuple(f"{hub}{own}.{kind}" for own in names),
         )
-        yield parameter(f"{name}.b_in", "bias", part, **lead, branch=G, hidden=F, cut=cut, hub=into)
-        yield parameter(f"{name}.b_out", "bias", part, **lead, model=D, hub=out)

@@ -21,6 +21,7 @@ from expertmesh.comm.start import start_group
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
+from expertmesh.layout.feed_forward import MLP_CUT
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -29,7 +30,7 @@ from expertmesh.parallel.experts.coordinated import (
     ServingGroups,
     StepSizes,
 )
-from expertmesh.parallel.tensor import MLP_CUT, distribute
+from expertmesh.parallel.tensor import distribute
 
 _OF_ENGINES = ("tp_degree", "ep_degree", "es_degree", "timeout_s", "num_threads", "bind")
 _EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2}

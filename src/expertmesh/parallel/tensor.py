@@ -25,13 +25,12 @@ from expertmesh.comm.collectives import all_gather, reduce_scatter
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
+from expertmesh.layout.feed_forward import MLP_CUT
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import autocast_dtype
 
 TensorPlan = Mapping[str, ParallelStyle]
 """Styles by name of module, `layers.*.attention`; * stands for anything between two dots."""
-
-MLP_CUT = {"w_in": 1, "w_out": 1, "b_in": 1}
 
 
 def tensor_group(world: World, tp_degree: int) -> RankGroup:

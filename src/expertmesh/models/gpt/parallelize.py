@@ -10,7 +10,6 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
-from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
 from expertmesh.parallel.serving import (
@@ -21,7 +20,6 @@ from expertmesh.parallel.serving import (
     spread_layers,
 )
 from expertmesh.parallel.tensor import (
-    MLP_CUT,
     SharedSequences,
     Sliced,
     Stored,
@@ -94,9 +92,9 @@ def spread_gpt_for_engine(
     dense: dict[str, Mapping[str, int]] = {}
     for index, block in enumerate(model.layers):
         assert isinstance(block, Block)
-        dense[f"layers.{index}.attention"] = _attention_cut(model, index)
-        if block.ffn is not None:
-            dense[f"layers.{index}.ffn"] = MLP_CUT
+        for part in ("attention", "ffn"):
+            if cut := _cut(model, f"layers.{index}.{part}"):
+                dense[f"layers.{index}.{part}"] = cut
         block.attention.num_heads //= degrees.tp
         block.attention.num_kv_heads //= degrees.tp
     spread_layers(model, world, degrees, groups, sizes, dense)
@@ -105,12 +103,12 @@ def spread_gpt_for_engine(
     return degrees, groups, sizes
 
 
-def _attention_cut(model: GPT, index: int) -> dict[str, int]:
-    """Axis along which each parameter of a layer's attention is cut by heads."""
-    inside = f"layers.{index}.attention."
+def _cut(model: GPT, module: str) -> dict[str, int]:
+    """Axis along which each parameter of a module is cut, by its name there; nothing where there is no such module."""
+    inside = f"{module}."
     return {
         one.name.removeprefix(inside): one.tensor_axis
-        for one in gpt_spec(model.config).layers[index]
+        for one in model.spec
         if one.name.startswith(inside) and one.tensor_axis is not None
     }
 
@@ -119,15 +117,17 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
     """Attention by heads, dense layers by their hidden size; the vocabulary's matrices are cut for storage only."""
     # Each rank computes the logits of its own tokens, which are as large as all tokens' logits of a part of the
     # vocabulary, and any loss function serves as it is.
-    table = Stored({"weight": 1}) if model.config.dim % group.size == 0 else Stored({})
-    plan: dict[str, Sliced | Stored] = {"embedding": table}
-    if model.output is not None:
-        plan["output"] = table
+    is_even = model.config.dim % group.size == 0
+    plan: dict[str, Sliced | Stored] = {
+        name: Stored(cut if is_even else {})
+        for name in ("embedding", "output")
+        if (cut := _cut(model, name))
+    }
     for index, block in enumerate(model.layers):
         assert isinstance(block, Block)
         plan[f"layers.{index}.attention"] = Sliced(
             group,
-            _attention_cut(model, index),
+            _cut(model, f"layers.{index}.attention"),
             once=frozenset({"out.bias"}),
             dim=1,
             where=f"layer {index}, attention",
