@@ -1,12 +1,10 @@
 """What every benchmark does the same way: check first, time interleaved, write Markdown and JSON with the circumstances.
 
-The clock is wall time, or CPU time of one thread (`--clock cpu`): on a machine shared with other work only the
-second one means something. On a GPU it is events on the stream ("cuda").
+Times are those of `benchmarks.clock`, on CPUs `--clock wall` or `--clock cpu`.
 """
 
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from benchmarks.clock import Entry, Stopwatch
 from benchmarks.markdown import markdown_table
+
+from benchmarks import clock as clocks
 
 Clock = Literal["wall", "cpu", "cuda"]
 
@@ -84,42 +85,19 @@ def interleaved(
         contenders: at least one.
         rounds: timed rounds.
         warmup: rounds before, not timed.
-        clock: wall time, CPU time of this thread (for runs with one thread), or events on the current CUDA stream.
+        clock: wall time, CPU time of this thread (for runs with one thread), or events on the GPU.
 
     Returns:
         One timing per contender, in their order.
     """
-    if clock == "cpu" and torch.get_num_threads() != 1:
-        raise ValueError("clock is cpu, which counts one thread; use it with --threads 1")
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for number in range(warmup + rounds):
-        first = number % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
-            if contender.slow and number < warmup + rounds - 1:
-                continue
-            contender.prepare(number)
-            elapsed = _seconds(contender.run, clock)
-            if number >= warmup:
-                seconds[contender.name].append(elapsed)
+    stopwatch = Stopwatch("cuda") if clock == "cuda" else Stopwatch(clock=clock)
+    entries = [Entry(c.name, c.prepare, {c.name: c.run}, is_slow=c.slow) for c in contenders]
+    found = clocks.interleaved(entries, stopwatch, rounds=rounds, warmup=warmup)
+    samples = [found[c.name][c.name] for c in contenders]
     return [
-        Timing(name, statistics.median(values), min(values), len(values))
-        for name, values in seconds.items()
+        Timing(c.name, one.median_s, min(one.device_s), len(one.device_s))
+        for c, one in zip(contenders, samples, strict=True)
     ]
-
-
-def _seconds(run: Callable[[], Any], clock: Clock) -> float:
-    if clock == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    now = time.perf_counter if clock == "wall" else time.thread_time
-    began = now()
-    run()
-    return now() - began
 
 
 _CLOCKS = {"wall": "wall", "cpu": "CPU time of one thread", "cuda": "CUDA events"}

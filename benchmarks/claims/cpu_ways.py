@@ -8,12 +8,11 @@ CPU time of one thread, steps in turn on the same batch; first losses are compar
 """
 
 import argparse
-import statistics
-import time
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
+from benchmarks.clock import Entry, Stopwatch, interleaved
 from benchmarks.harness import circumstances
 
 from expertmesh.models.registry import find_family
@@ -51,7 +50,7 @@ WAYS = {"attention": fused_attention, "library": other_library}
 def seconds_of_steps(recipe: str, dtype: str, rounds: int, way: str) -> dict[str, float]:
     """Median CPU seconds of a training step by way."""
     config = RECIPES[recipe]().updated({"train.dtype": dtype, "train.device": "cpu"})
-    steps, losses = {}, {}
+    steps, losses, numbers = {}, {}, {}
     task = find_family(config.family).open_task(config)
     batch = None
     data = task.prepare()
@@ -63,20 +62,22 @@ def seconds_of_steps(recipe: str, dtype: str, rounds: int, way: str) -> dict[str
         steps[own] = partial(
             training_step, task, model, optimizer, precision.scaler(), batch, precision=precision
         )
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(rounds + 1):
-        for own in (True, False) if number % 2 else (False, True):
-            with nullcontext() if own else WAYS[way]():
-                began = time.thread_time()
-                loss = steps[own](step=number).loss
-            if number:
-                seconds[own].append(time.thread_time() - began)
-            else:
-                losses[own] = float(loss)
+    entries = []
+    for own in (True, False):
+        place = ExitStack()
+
+        def begin(number: int, own: bool = own, place: ExitStack = place) -> None:
+            place.enter_context(nullcontext() if own else WAYS[way]())
+            numbers[own] = number
+
+        def run(own: bool = own) -> None:
+            losses.setdefault(own, float(steps[own](step=numbers[own]).loss))
+
+        name = "usual" if own else "other"
+        entries.append(Entry(name, begin, {"step": run}, finish=place.close))
+    found = interleaved(entries, Stopwatch(clock="cpu"), rounds=rounds)
     assert abs(losses[True] - losses[False]) < 0.02, losses
-    return {
-        name: statistics.median(seconds[own]) for name, own in (("usual", True), ("other", False))
-    }
+    return {name: parts["step"].median_s for name, parts in found.items()}
 
 
 def main() -> None:

@@ -10,12 +10,11 @@ python -m benchmarks.claims.lora_door [--tokens 1024] [--rounds 3] [--rank 16]
 import argparse
 import copy
 import itertools
-import random
-import statistics
-import time
+from functools import partial
 
 import peft
 import torch
+from benchmarks.harness import Contender, interleaved
 from tests.support.memory import peak_bytes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -61,11 +60,9 @@ def models(options, dtype, place):
 
 
 def step(model, ids):
-    """Forward and backward; CPU seconds."""
+    """Forward and backward."""
     model.zero_grad(set_to_none=True)
-    began = time.thread_time()
     model(ids, labels=ids).loss.backward()
-    return time.thread_time() - began
 
 
 def main():
@@ -91,11 +88,9 @@ def main():
         )
         if worst > 40 * torch.finfo(dtype).eps:
             raise SystemExit(f"{dtype}: gradients differ by {worst:.1e}")
-        times = {n: [] for n in found}
-        for each in range(options.rounds):
-            for name in random.Random(each).sample(list(found), len(found)):
-                times[name].append(step(found[name], ids))
-        seconds = {n: statistics.median(t) for n, t in times.items()}
+        contenders = [Contender(n, partial(step, m, ids)) for n, m in found.items()]
+        timed = interleaved(contenders, rounds=options.rounds, warmup=0, clock="cpu")
+        seconds = {one.name: one.median_s for one in timed}
         without = peak_bytes(lambda model=base, ids=ids: step(model, ids))
         extra = {
             n: peak_bytes(lambda model=m, ids=ids: step(model, ids)) - without

@@ -4,14 +4,13 @@ python -m benchmarks.claims.transformers_door [--tokens 4096] [--rounds 3] [--na
 """
 
 import argparse
-import statistics
-import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import transformers
-from benchmarks.harness import circumstances, write_report
+from benchmarks.harness import Contender, circumstances, interleaved, write_report
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -43,14 +42,11 @@ def experts_of(name, dim, hidden, dtype):
 
 
 def step(experts, implementation, x, ids, weights, dy):
-    """Forward and backward; output and CPU seconds."""
+    """Forward and backward; the output."""
     experts.config._experts_implementation = implementation
-    for tensor in (x, weights, *experts.parameters()):
-        tensor.grad = None
-    began = time.thread_time()
     y = experts(x, ids, weights)
     y.backward(dy)
-    return y.detach(), time.thread_time() - began
+    return y.detach()
 
 
 def compare(name, dtype, options):
@@ -62,15 +58,19 @@ def compare(name, dtype, options):
     weights = torch.rand(T, K).softmax(-1).to(dtype).requires_grad_()
     dy = torch.randn(T, D, dtype=dtype)
     names = ("expertmesh", "grouped_mm", "eager")
-    results = {n: step(experts, n, x, ids, weights, dy)[0] for n in names}
+
+    def forget(_):
+        for tensor in (x, weights, *experts.parameters()):
+            tensor.grad = None
+
+    runs = {n: partial(step, experts, n, x, ids, weights, dy) for n in names}
+    results = {n: run() for n, run in runs.items()}
     rough = numerics.relative_error(results["expertmesh"], results["grouped_mm"])
     if rough > numerics.relative_error(results["eager"], results["grouped_mm"]) * 4 + 1e-5:
         raise SystemExit(f"{name} {dtype}: results differ by {rough:.1e}")
-    times = {n: [] for n in names}
-    for _ in range(options.rounds):
-        for n in names:
-            times[n].append(step(experts, n, x, ids, weights, dy)[1])
-    return {n: statistics.median(found) for n, found in times.items()}
+    contenders = [Contender(n, run, forget) for n, run in runs.items()]
+    found = interleaved(contenders, rounds=options.rounds, warmup=0, clock="cpu")
+    return {one.name: one.median_s for one in found}
 
 
 def main():

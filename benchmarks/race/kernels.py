@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from benchmarks.clock import Entry, Sample, Stopwatch, interleaved
 from benchmarks.race.check import check
-from benchmarks.race.clock import Entry, Sample, Stopwatch, interleaved
 from benchmarks.race.contenders import Inputs, Racer, WeightSet, ours
 from benchmarks.race.layers import entries, release
 from benchmarks.race.parts import Keep

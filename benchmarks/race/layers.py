@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from benchmarks.clock import Entry, Sample, Stopwatch, interleaved
 from benchmarks.race.check import FAR_OFF, check
-from benchmarks.race.clock import Entry, Sample, Stopwatch, interleaved
 from benchmarks.race.contenders import OURS, Inputs, Racer, WeightSet, field_of
 from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import PHASES, RaceShape, chosen

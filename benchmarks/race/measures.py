@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from benchmarks.clock import Entry, Stopwatch, interleaved
 from benchmarks.harness import circumstances
-from benchmarks.race.clock import Entry, Stopwatch, interleaved
 from benchmarks.race.contenders import Inputs, WeightSet, ours
 from benchmarks.race.layers import release
 from benchmarks.race.parts import Keep

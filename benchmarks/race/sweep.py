@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.race.clock import Entry, Stopwatch, interleaved
+from benchmarks.clock import Entry, Stopwatch, interleaved
 from benchmarks.race.contenders import Inputs, WeightSet, ours
 from benchmarks.race.kernels import Experts, Launched, launches_of, resources
 from benchmarks.race.layers import release

@@ -7,7 +7,8 @@ import torch
 from benchmarks.race.parts import Keep
 from tests.support import stand_ins
 
-from benchmarks.race import check, clock, contenders, layers, properties, shapes, verdicts
+from benchmarks import clock
+from benchmarks.race import check, contenders, layers, properties, shapes, verdicts
 
 
 @pytest.fixture

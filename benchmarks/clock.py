@@ -1,12 +1,19 @@
-"""Time on the device: CUDA events around each part with a cold L2, or wall time where there is no GPU."""
+"""The one clock of all benchmarks, and the order of their rounds.
+
+On a GPU it is CUDA events around each part with a cold L2; elsewhere wall time, or CPU time of one thread: on a machine shared
+with other work only the second one means something.
+"""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
+Clock = Literal["wall", "cpu"]
+"""Of what is computed on CPUs."""
 Part = Callable[[], object]
 
 HEAD_START_CYCLES = 4_000_000
@@ -37,10 +44,21 @@ class Sample:
 
 
 class Stopwatch:
-    """Times parts one after another on one device."""
+    """Times parts one after another on one device.
 
-    def __init__(self, device: str) -> None:
+    Args:
+        device: cpu, cuda or cuda:N.
+        clock: of a CPU.
+
+    Raises:
+        ValueError: clock is cpu, and there are several threads.
+    """
+
+    def __init__(self, device: str = "cpu", clock: Clock = "wall") -> None:
         self.is_cuda, self.cuda = device.startswith("cuda"), torch.cuda
+        if clock == "cpu" and torch.get_num_threads() != 1:
+            raise ValueError("clock is cpu, which counts one thread; use it with --threads 1")
+        self._now = time.perf_counter if clock == "wall" else time.thread_time
         if self.is_cuda:
             size = torch.cuda.get_device_properties(device).L2_cache_size * _FLUSHED_L2
             self._junk = torch.empty(size, dtype=torch.int8, device=device)
@@ -52,7 +70,7 @@ class Stopwatch:
         launch does not count unless the part waits for the device itself. Waits for the device once, at the end.
         """
         if not self.is_cuda:
-            return [self._wall(part) for part in parts]
+            return [self._alone(part) for part in parts]
         marks = []
         for part in parts:
             self.cuda._sleep(HEAD_START_CYCLES)
@@ -72,22 +90,30 @@ class Stopwatch:
         if self.is_cuda:
             torch.cuda.synchronize()
 
-    @staticmethod
-    def _wall(part: Part) -> tuple[float, float]:
-        began = time.perf_counter()
+    def _alone(self, part: Part) -> tuple[float, float]:
+        began = self._now()
         part()
-        seconds = time.perf_counter() - began
+        seconds = self._now() - began
         return seconds, seconds
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something to time: `parts`, by name, in order; before them `prepare(round)` and after them `finish()`, untimed."""
+    """Something to time.
+
+    Attributes:
+        name: as it appears in tables.
+        prepare: what comes before and is not timed (gradients set to None, the next batch); gets the round's number.
+        parts: what is timed, by name, in order.
+        finish: what comes behind them, not timed.
+        is_slow: whether it is timed once, in the last round, without warm-up (baselines that take minutes).
+    """
 
     name: str
     prepare: Callable[[int], object]
     parts: dict[str, Part]
     finish: Callable[[], object] = lambda: None
+    is_slow: bool = False
 
 
 def interleaved(
@@ -114,6 +140,8 @@ def interleaved(
     for number in range(warmup + rounds):
         first = number % len(entries)
         for entry in (*entries[first:], *entries[:first]):
+            if entry.is_slow and number < warmup + rounds - 1:
+                continue
             entry.prepare(number)
             seconds = stopwatch.times(list(entry.parts.values()))
             entry.finish()
