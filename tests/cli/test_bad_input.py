@@ -69,7 +69,6 @@ COMMAND_LINE = {
     "groups that do not divide": wrong_value(
         "--model.moe.num-expert-groups", "3", "must divide", "choose a divisor"
     ),
-    "unknown router": wrong_value("--model.moe.router", "topq", "one of", "did you mean topk?"),
     "option without effect": Mistake(
         training("--model.moe.router", "hash", "--model.moe.input-jitter", "0.1"),
         ["--model.moe.input-jitter 0.1", "no effect with router=hash", "leave it at 0"],
@@ -91,9 +90,6 @@ COMMAND_LINE = {
         "--optim.warmup-steps", "9", "at most the steps of the schedule, 2", "lower it"
     ),
     "two sources of data": wrong_value("--data.dataset", "wiki", "conflicts with", "only one"),
-    "unknown precision": wrong_value(
-        "--train.dtype", "bf16", "must be one of", "did you mean bfloat16?"
-    ),
     "unknown device": wrong_value(
         "--train.device", "tpu", "must be auto, cpu, cuda", "for example"
     ),

@@ -1,5 +1,6 @@
 """Mistakes made from the option classes: every bound, choice and type of every field is refused in one line, before anything is done."""
 
+import os
 import types
 import typing
 
@@ -13,7 +14,13 @@ from expertmesh.models.seq2seq.recipes import RECIPES as TRANSLATIONS
 from expertmesh.models.swin.recipes import RECIPES as IMAGES
 
 RECIPES = {"gpt-moe-test": GPTS, "translate-test": TRANSLATIONS, "swin-test": IMAGES}
-LEAST = 400
+PATHS = (
+    *("--data.path", "--data.encode-with", "--data.cache-dir", "--data.tokenizer"),
+    *("--train.run-dir", "--train.init-from", "--train.branch-from", "--distill.teacher"),
+)
+LATER = ("--data.tokenizer", "--train.branch-from")
+"""Paths that are looked at when other options fit."""
+LEAST = 700
 """Mistakes that are made at least: a walk that lost a section would make fewer."""
 
 
@@ -28,37 +35,72 @@ def leaves(config, prefix=""):
 
 
 def kinds(annotation):
-    """What a value may be, without None: types, and the words of choices."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return {kind for part in typing.get_args(annotation) for kind in kinds(part)}
-    if typing.get_origin(annotation) is typing.Literal:
+    """What a value may be, or one of several, without None: types, and the words of choices."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return kinds(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType, tuple):
+        parts = (part for part in typing.get_args(annotation) if part is not Ellipsis)
+        return {kind for part in parts for kind in kinds(part)}
+    if origin is typing.Literal:
         return {"choice"}
     return set() if annotation is type(None) else {annotation}
 
 
-def wrong_values(field):
+def choices(annotation):
+    """The words of choices inside an annotation."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    return tuple(word for part in typing.get_args(annotation) for word in choices(part))
+
+
+def rules(field):
+    """Bounds of the field, or of each of its values."""
+    yield from field.metadata
+    parts = [field.annotation]
+    for part in parts:  # which grows
+        parts += [one for one in typing.get_args(part) if typing.get_origin(part) is not None]
+        if typing.get_origin(part) is typing.Annotated:
+            for rule in part.__metadata__:
+                yield from getattr(rule, "metadata", (rule,))
+
+
+def wrong_values(option, field):
     """(value, what the message must say) of one field, by its type and bounds."""
     found = kinds(field.annotation)
     if found == {"choice"}:
         yield "zzz", "one of"
+        longest = max(map(str, choices(field.annotation)), key=len)
+        if len(longest) > 3:
+            yield longest[:-2] + longest[-1], f"did you mean {longest}?"
     if found == {bool}:
         yield "maybe", "true or false"
     if found == {int}:
         yield "1.5", "whole number"
+        if not any(isinstance(rule, bounds.Lt | bounds.Le) for rule in rules(field)):
+            for value in (2**63, 10**19, 10**400 - 1):
+                yield str(value), "64 bits"
     if found == {float}:
         for value in ("fast", "nan", "inf", "5%"):
             yield value, "finite number"
     if found & {int, float} and found <= {int, float}:
-        for rule in field.metadata:
+        for rule in rules(field):
             match rule:
                 case bounds.Gt(gt=least):
                     yield f"{least}", f"greater than {least:g}"
                 case bounds.Ge(ge=least):
                     yield f"{least - 1}", f"at least {least:g}"
                 case bounds.Lt(lt=most):
-                    yield f"{most}", f"less than {most:g}"
+                    for value in (most, 9 * 10**19):
+                        yield f"{value}", f"less than {most:g}"
                 case bounds.Le(le=most):
-                    yield f"{most + 1}", f"at most {most:g}"
+                    for value in (most + 1, 1e300 if found == {float} else 10**8):
+                        yield f"{value}", f"at most {most:g}"
+    if option in PATHS:
+        yield "", "empty"
+        if option not in LATER:
+            yield "~nosuchuser/x", "no such user"
+        yield os.fsdecode(b"caf\xe9"), "UTF-8"
 
 
 def mistakes():
@@ -68,7 +110,7 @@ def mistakes():
         for option, field in leaves(type(known[recipe]())):
             if option not in seen:
                 seen.add(option)
-                for value, rule in wrong_values(field):
+                for value, rule in wrong_values(option, field):
                     yield recipe, option, value, rule
 
 
@@ -89,7 +131,9 @@ def test_what_a_field_cannot_be_is_refused_in_one_line(section, tmp_path, monkey
             continue
         code = main(["train", recipe, option, value])
         error = capsys.readouterr().err
-        says = error.startswith("error: ") and all(t in error for t in (option, value, rule, ";"))
+        shown = value.encode(errors="backslashreplace").decode()[:50]  # of a long one the beginning
+        said = (rule, shown, ";") if value.startswith("~") else (option, rule, shown, ";")
+        says = error.startswith("error: ") and all(text in error for text in said)
         if code != 2 or error.count("\n") != 1 or not says:
             wrong.append((option, value, rule, error))
     assert wrong == []

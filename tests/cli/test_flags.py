@@ -199,14 +199,9 @@ def test_dry_run():
             "--optim.lr fast: must be a finite number; for example 0.001",
         ),
         (
-            [RECIPE, "--train.tensorboard", "maybe"],
-            "--train.tensorboard maybe: must be true or false; ",
-        ),
-        (
             [RECIPE, "--train.no-tensorboard", "true"],
             "--train.no-tensorboard takes no value; leave 'true' out",
         ),
-        ([RECIPE, "--train.dtype", "bf16"], "--train.dtype bf16: must be one of auto, "),
         (
             [RECIPE, "--model.moe.num-experts", "8", "--model.moe.top-k", "9"],
             "--model.moe.top-k 9: must be at most the fewest experts of a layer, 8; ",
@@ -216,16 +211,8 @@ def test_dry_run():
             "--parallel.ep-degree 2 2 1: must have one entry, or one per MoE layer (4), has 3; ",
         ),
         (
-            [RECIPE, "--parallel.ep-degree", "0"],
-            "--parallel.ep-degree 0: must be greater than 0; ",
-        ),
-        (
             [RECIPE, "--model.num-layers", "6", "--model.moe.num-experts", "8", "8"],
             "--model.moe.num-experts 8 8: must have one entry, or one per MoE layer (6), has 2; ",
-        ),
-        (
-            [RECIPE, "--model.moe.num-experts", "many"],
-            "--model.moe.num-experts many: must be a whole number; ",
         ),
         (
             [RECIPE, "--model.moe.num-experts", "0"],

@@ -31,26 +31,18 @@ from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 # Changes to the default configuration, the field the message must name, and a word of the rule.
 BROKEN = [
     ({"model.moe.top_k": 9}, "model.moe.top_k=9", "fewest experts of a layer, 8"),
-    ({"model.moe.top_k": 0}, "model.moe.top_k=0", "greater than 0"),
     ({"model.moe.num_experts": (8, 8)}, "model.moe.num_experts=(8, 8)", "one per MoE layer (6)"),
-    ({"model.moe.num_experts": (0,)}, "model.moe.num_experts[0]=0", "greater than 0"),
     (
         {"model.moe.num_experts": (8, 8, 8, 8, 8, 1)},
         "model.moe.top_k=2",
         "fewest experts of a layer, 1",
     ),
-    ({"model.moe.hidden_dim": 0}, "model.moe.hidden_dim=0", "greater than 0"),
-    ({"model.moe.capacity_factor": -1.0}, "model.moe.capacity_factor=-1.0", "greater than 0"),
     ({"model.moe.capacity_factor": float("nan")}, "model.moe.capacity_factor=nan", "finite"),
-    ({"model.moe.eval_capacity_factor": 0}, "model.moe.eval_capacity_factor=0", "greater than 0"),
-    ({"model.moe.min_capacity": -4}, "model.moe.min_capacity=-4", "at least 0"),
     (
         {"model.moe.max_capacity_factor": 1.0, "model.moe.capacity_factor": 2.0},
         "model.moe.max_capacity_factor=1.0",
         "at least capacity_factor, 2.0",
     ),
-    ({"model.moe.routing_group_size": 0}, "model.moe.routing_group_size=0", "greater than 0"),
-    ({"model.moe.num_shared_experts": -1}, "model.moe.num_shared_experts=-1", "at least 0"),
     (
         {"model.moe.num_expert_groups": 3},
         "model.moe.num_expert_groups=3",
@@ -66,20 +58,7 @@ BROKEN = [
         "model.moe.top_k=3",
         "experts in num_limited_groups=1 groups, 2",
     ),
-    ({"model.moe.input_jitter": 1.0}, "model.moe.input_jitter=1.0", "less than 1"),
-    ({"model.moe.input_dropout": 1.5}, "model.moe.input_dropout=1.5", "less than 1"),
-    ({"model.moe.logit_temperature": 0}, "model.moe.logit_temperature=0", "greater than 0"),
-    ({"model.moe.router_noise_std": -1}, "model.moe.router_noise_std=-1", "at least 0"),
-    ({"model.moe.aux_loss_weight": -0.1}, "model.moe.aux_loss_weight=-0.1", "at least 0"),
-    ({"model.moe.z_loss_weight": -0.1}, "model.moe.z_loss_weight=-0.1", "at least 0"),
-    ({"model.moe.bias_update_rate": -1}, "model.moe.bias_update_rate=-1", "at least 0"),
-    ({"model.moe.weight_scale": 0}, "model.moe.weight_scale=0", "greater than 0"),
     ({"model.moe.router": "top_k"}, "model.moe.router=top_k", "did you mean topk?"),
-    (
-        {"model.moe.drop_policy": "last"},
-        "model.moe.drop_policy=last",
-        "first, priority, weight, random",
-    ),
     (
         {"model.moe.router": "expert_choice", "model.moe.score_function": "softmax_after_topk"},
         "model.moe.score_function=softmax_after_topk",
@@ -99,39 +78,24 @@ BROKEN = [
     ({"model.dim": True}, "model.dim=True", "must be a whole number"),
     ({"model.num_kv_heads": False}, "model.num_kv_heads=False", "must be a whole number"),
     ({"optim.lr": True}, "optim.lr=True", "must be a number"),
-    ({"model.activation": "swigul"}, "model.activation=swigul", "did you mean swiglu?"),
     ({"model.num_heads": 3}, "model.num_heads=3", "divide dim, 256"),
     ({"model.num_heads": 256}, "model.num_heads=256", "even head size, this gives 1"),
     ({"model.head_dim": 63}, "model.head_dim=63", "even head size"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads=3", "divide num_heads, 4"),
-    ({"model.num_kv_heads": 0}, "model.num_kv_heads=0", "greater than 0"),
     ({"model.moe_every": 7}, "model.moe_every=7", "at most num_layers, 6"),
     ({"model.vocab_size": 100}, "model.vocab_size=100", "at least 257"),
-    ({"model.dim": -1}, "model.dim=-1", "greater than 0"),
-    ({"model.dim": "wide"}, "model.dim=wide", "whole number"),
     ({"model.dim": 2.5}, "model.dim=2.5", "whole number"),
-    ({"model.rope_base": 1.0}, "model.rope_base=1.0", "greater than 1"),
     ({"data.seq_len": 512}, "data.seq_len=512", "at most model.max_seq_len, 256"),
     ({"data.path": "a", "data.dataset": "b"}, "data.dataset=b", "conflicts with data.path=a"),
-    ({"data.path": ""}, "data.path=''", "not be empty"),
-    ({"data.max_bytes": 0}, "data.max_bytes=0", "greater than 0"),
-    ({"data.validation_fraction": 1.0}, "data.validation_fraction=1.0", "less than 1"),
     (
         {"optim.warmup_steps": 1001},
         "optim.warmup_steps=1001",
         "at most the steps of the schedule, 1000",
     ),
     ({"optim.lr": float("inf")}, "optim.lr=inf", "finite number"),
-    ({"optim.beta2": 1.0}, "optim.beta2=1.0", "less than 1"),
-    ({"optim.schedule": "linear"}, "optim.schedule=linear", "one of cosine, wsd"),
-    ({"train.steps": 0}, "train.steps=0", "greater than 0"),
     ({"train.micro_batch_size": 3}, "train.micro_batch_size=3", "divide train.batch_size, 16"),
-    ({"train.seed": -1}, "train.seed=-1", "at least 0"),
     ({"train.device": "tpu"}, "train.device=tpu", "auto, cpu, cuda or cuda:N"),
-    ({"train.dtype": "bf16"}, "train.dtype=bf16", "did you mean bfloat16?"),
     ({"train.run_dir": " "}, "train.run_dir=''", "not be empty"),
-    ({"train.tensorboard": "maybe"}, "train.tensorboard=maybe", "true or false"),
-    ({"parallel.num_threads": 0}, "parallel.num_threads=0", "greater than 0"),
     (
         {"train.freeze": ("experts", "router"), "model.moe.router": "hash"},
         "train.freeze=('experts', 'router')",
@@ -141,6 +105,13 @@ BROKEN = [
     ({"trian.steps": 1}, "trian.steps=1", "did you mean train.steps?"),
     ({"model.top_k": 1}, "model.top_k=1", "did you mean model.moe.top_k?"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("5", (5,)), (5, (5,)), ([1, 2], (1, 2)), ((), ()), (None, None)]
+)
+def test_a_list_that_may_be_none_takes_one_value(given, kept):
+    assert GPTRunConfig().updated({"model.start_ids": given}).model.start_ids == kept
 
 
 @pytest.mark.parametrize(("changes", "named", "rule"), BROKEN, ids=lambda value: str(value)[:50])

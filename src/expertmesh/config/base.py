@@ -123,11 +123,14 @@ class Config(BaseModel):
         texts = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in _listed(value)]
         if isinstance(value, list | tuple):
             return texts if has_paths else value
-        is_several = get_origin(cls.model_fields[str(info.field_name)].annotation) is tuple
+        kind = cls.model_fields[str(info.field_name)].annotation
+        is_several = get_origin(kind) is tuple
         if is_several and value is None:
             return ()
+        arms = get_args(kind)
+        is_several |= str not in arms and any(get_origin(arm) is tuple for arm in arms)
         is_one = isinstance(texts[0], str) or not isinstance(value, Iterable)
-        return texts if is_several and is_one else texts[0]
+        return texts if is_several and is_one and value is not None else texts[0]
 
     @field_validator("*", mode="before")
     @classmethod
