@@ -1,5 +1,6 @@
 """`expertmesh train RECIPE --section.field value`: every spelling that works, and what each mistake says."""
 
+import os
 import pickle
 from operator import attrgetter
 
@@ -390,3 +391,13 @@ def test_help_fits_the_terminal_and_cuts_no_word(words, width, monkeypatch, caps
             "gpt-moe-demo --train.steps 100 --train.run-dir runs/short --data.path my_texts/"
             in joined
         )
+
+
+def test_help_of_training_ends_in_one_column(monkeypatch, capsys):
+    """tyro, asked to wrap at one column, never does."""
+    from expertmesh.cli.main import main
+
+    monkeypatch.setenv("COLUMNS", "1")
+    assert main(["train", "gpt-moe-test", "--help"]) == 0
+    assert "--train.steps" in capsys.readouterr().out.replace("\n", "")
+    assert os.environ["COLUMNS"] == "1"

@@ -122,7 +122,7 @@ def run(argv: list[str]) -> int:
 
     console = Console(width=shutil.get_terminal_size((WIDTH, 0)).columns)
     for title, look in sections.items():
-        console.print(Styled(title, "bold"))
+        console.print(Styled(title, "bold"), soft_wrap=True)
         for line in lines(look(), console.width):
             text = Styled(line.text)
             text.stylize(_COLOURS[line.mark], *line.place)

@@ -30,6 +30,8 @@ from expertmesh.models.registry import DEFAULT, FAMILIES, find_family
 
 _WIDE = 60
 """Columns in which a whole usage line fits."""
+_LEAST = 20
+"""Columns that options are shown in at least."""
 
 
 _SWITCHES = {"-h": "help", "--help": "help", "--dry-run": "dry-run", "--verbose": "verbose"}
@@ -295,16 +297,23 @@ def print_train_help(
 
     default = without() if recipe is None else _recipe(recipe, recipes)()
     print(_train_help_head(recipe, recipes))
+    columns = get_terminal_size().columns
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(max(columns, _LEAST))  # in one column tyro wraps for ever
     try:
         tyro.cli(
             type(default),
             default=default,
             args=["--help"],
-            prog=f"{'expertmesh ' if get_terminal_size().columns >= _WIDE else ''}train {recipe or 'RECIPE'}",
+            prog=f"{'expertmesh ' if columns >= _WIDE else ''}train {recipe or 'RECIPE'}",
             description="",  # what stands above says it
         )
     except SystemExit:
         return
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
 
 
 def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
