@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve soak translate classify test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
+.PHONY: help install demo serve soak translate classify test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -23,6 +23,7 @@ help:
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make gpu     on a machine with a GPU: ceilings, the kernels' GPU tests, the time of every kernel; gpu-sweep, gpu-peers: the rest"
 	@echo "make check   run the linters, the type checker and the design rules"
+	@echo "make docs    build the site of docs/ into site/, with the reference of the Python API and of the command line"
 	@echo "make bench   run the benchmarks"
 	@echo "make bench-distributed  the layer on 1, 2 and 4 ranks of this machine, beside DeepSpeed's where it is installed"
 	@echo "make format  format the code"
@@ -143,9 +144,17 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/repo
 
+# Fetches the extra `docs` the first time; then it needs no network. Any warning, a link that leads nowhere for instance, is an error.
+SITE ?= site
+docs: $(STAMP)
+	@$(BIN)/python -c "import material, mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(SITE))
+	@echo "Open $(SITE)/index.html"
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python tools/wrap_docs.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.routing_scaling
@@ -156,4 +165,4 @@ bench-distributed: $(STAMP)
 	$(BIN)/python -m benchmarks.distributed_layer
 
 clean:
-	rm -rf .venv .gpu-site .whl .whl-pieces .triton-* build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv site .gpu-site .whl .whl-pieces .triton-* build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis

@@ -3,6 +3,10 @@
 import re
 
 from tests.support.pages import ROOT, anchors_of, links_of, pages
+from tools import wrap_docs
+
+LONGEST_ROW = 240
+"""Of a table, whose rows cannot be wrapped; longer ones are better as a list."""
 
 
 def test_anchors_of_links_are_headings():
@@ -24,3 +28,33 @@ def test_the_index_of_decisions_has_every_title():
         if number != "NNN":
             assert f"[{number}]({page.name}): {title}" in index, page.name
     assert len(re.findall(r"\* \[\d{3}\]", index)) == len(list(folder.glob("[0-9]*.md"))) - 1
+
+
+def test_lines_are_short():
+    """All but docs/results, whose pages programs write; `make format` wraps paragraphs."""
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in wrap_docs.pages()
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > (LONGEST_ROW if line.startswith("|") else wrap_docs.WIDTH)
+    ]
+    assert long == []
+
+
+def test_wrapping_changes_white_space_only_and_no_markup():
+    text = (
+        "* an item " + "of many words " * 12 + "with `a span of code` and - a dash\n"
+        "  [a link](to_a_page.md) " + "after it " * 14 + "\n\n"
+        "| a row | " + "of a table " * 20 + "|\n\n```\n" + "code " * 40 + "\n```\n"
+    )
+    made = wrap_docs.wrap(text)
+    assert made.split() == text.split() and wrap_docs.wrap(made) == made
+    prose = [line for line in made.splitlines() if not line.startswith(("|", "code"))]
+    assert max(map(len, prose)) <= wrap_docs.WIDTH
+    assert all(line.startswith(("* an item", "  ", "```")) for line in prose if line)
+    assert "`a span of code`" in made and "[a link](to_a_page.md)" in made
+    assert not re.search(r"^ *- ", made, re.MULTILINE)
+    assert wrap_docs.wrap(indented := "    code " + "of words " * 20 + "\n") == indented
+    directive = "::: a.name\n    options:\n      members: [" + "one, " * 30 + "two]\n"
+    assert wrap_docs.wrap(directive) == directive
+    assert "\n| a row | of a table" in made and "\ncode code" in made
