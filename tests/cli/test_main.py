@@ -117,3 +117,14 @@ def test_a_reader_that_leaves_early_is_no_error():
             timeout=PATIENCE_S,
         )
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_folder_that_was_removed_is_said(tmp_path, monkeypatch, capsys):
+    """MKL would end the process as torch is loaded."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert front.main(["runs", "."]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the current folder was removed; ") and error.count("\n") == 1

@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if was_closed:
             _check_closed(words)
+        if words and words[0] in VERBS:
+            _check_folder()
         try:
             code = _run(words)
         except SystemExit as stop:  # argparse after --help
@@ -127,6 +129,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _report_error(error, words[0] if words else "")
+
+
+def _check_folder() -> None:
+    """In a folder that is no more MKL ends the process as torch is loaded, and no path leads anywhere."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the current folder was removed; change to another one, or into it again (cd .) if it was made anew"
+        ) from None
 
 
 def _check_closed(words: list[str]) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.layout import fitted
+from expertmesh.config.output_file import output_file
 from expertmesh.errors import ConfigError, command
 
 _EXAMPLES = """\
@@ -126,6 +127,8 @@ def _parser() -> OptionParser:
 def _plan(options: Any) -> int:
     from expertmesh.planner.plan import plan
 
+    if options.page is not None:
+        output_file("page", options.page)  # before anything is computed
     found = plan(
         options.model,
         cluster=options.cluster,

@@ -12,7 +12,7 @@ from typing import Any
 from expertmesh.config.base import FieldError, expanded, shown
 from expertmesh.config.cluster import Cluster, Device, HostLink, LinkSpeed
 from expertmesh.costs.communication import Link, Network
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 _OF_CLUSTER = ("ranks_per_node", "inside", "across", "host")
 _RAIL = 64
@@ -44,12 +44,12 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
     short = re.fullmatch(r"([a-z0-9-]+?)x([0-9]+)", name.lower())
     if short and not Path(name).exists():
         values: dict[str, Any] = {"device": short[1], "num_gpus": int(short[2]), "name": name}
-        where = f"cluster={shown(name)}"
+        where = named("cluster", shown(name))
     elif name.lower() in known_devices() and not Path(name).exists():
         values = {"device": name.lower(), "num_gpus": num_gpus or 1, "name": name}
-        where = f"cluster={shown(name)}"
+        where = named("cluster", shown(name))
     else:
-        values, where = _read(name), f"cluster={shown(name)}"
+        values, where = _read(name), named("cluster", shown(name))
     if num_gpus is not None:
         values["num_gpus"] = num_gpus
     try:
@@ -59,22 +59,23 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
 
 
 def _read(name: str) -> dict[str, Any]:
-    path = expanded(name)
+    path, where = expanded(name), named("cluster", shown(name))
+    if not name.strip():
+        raise ConfigError(
+            "cluster", "''", "must not be empty", "give DEVICExNUMBER, for example h100x64"
+        )
     try:
         found = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         hint = f"give DEVICExNUMBER of {', '.join(known_devices())}, or a file"
         near = difflib.get_close_matches(name.lower().rpartition("x")[0], known_devices(), n=1)
         hint = f"did you mean {near[0]}x...?" if near else hint
-        raise ConfigError(
-            f"cluster={shown(name)}: unknown device, and no such file; {hint}"
-        ) from None
+        raise ConfigError(f"{where}: unknown device, and no such file; {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cluster={shown(name)}: cannot be read ({error}); give a TOML file"
-        ) from None
+        reason = getattr(error, "strerror", None) or "no UTF-8 text"
+        raise ConfigError(f"{where}: cannot be read ({reason}); give a TOML file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster={shown(name)}: is no TOML ({error}); correct it") from None
+        raise ConfigError(f"{where}: is no TOML ({error}); correct it") from None
     return {"name": path.stem, **found}
 
 
