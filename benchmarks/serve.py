@@ -9,23 +9,17 @@ the ratio of CPU times means something: all that the server's process takes, its
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
 from pathlib import Path
 
 from tests.support.serving import served
+from tests.support.soak import cpu_s
 
 from expertmesh.config.load import LoadConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.serve.load import bodies, drive, table
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def alone(engine: Engine, requests: list[dict]) -> tuple[int, float]:
@@ -56,10 +50,10 @@ def main() -> None:
             own_cpu = time.process_time()
             tokens, seconds = alone(engine, requests)
             own_cpu = time.process_time() - own_cpu
-            cpu, server_cpu = time.process_time(), cpu_of(server.process.pid)
+            cpu, server_cpu = time.process_time(), cpu_s(server)
             outcomes, wall = asyncio.run(drive(server.address, load, requests))
             cpu = time.process_time() - cpu
-            server_cpu = cpu_of(server.process.pid) - server_cpu
+            server_cpu = cpu_s(server) - server_cpu
             served_tokens = sum(one.num_tokens for one in outcomes)
             assert served_tokens == tokens, "both must answer all"
             if number == 0:

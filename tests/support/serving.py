@@ -1,6 +1,7 @@
 """Server processes for tests: forked from one that has everything imported, or started as a user starts them."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -55,10 +56,12 @@ class Served:
     Attributes:
         process: of `multiprocessing` or `subprocess`.
         address: http://127.0.0.1:PORT.
+        said: file of its standard output, while it runs.
     """
 
     process: Any
     address: str
+    said: Path
 
     @property
     def port(self) -> int:
@@ -101,7 +104,7 @@ def served(folder, *options, log="/dev/null", is_forked=True):
             with said.open("w") as out, Path(log).open("w") as error:
                 command = [sys.executable, "-m", "expertmesh", *words]
                 process = subprocess.Popen(command, stdout=out, stderr=error)
-        found = Served(process, "")
+        found = Served(process, "", said)
         try:
             end = time.monotonic() + PATIENCE_S
             while not (said.exists() and (match := _ADDRESS.search(said.read_text()))):
@@ -124,6 +127,7 @@ def _child(words, said, log):
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     code = main(words)
     with contextlib.suppress(OSError):
+        sys.stdout.write(f"objects that collections pass over: {gc.get_freeze_count()}\n")
         sys.stdout.flush()
     os._exit(code)
 

@@ -1,6 +1,7 @@
 """Rounds of streaming clients, some of which leave in the middle; `make soak` has long ones."""
 
 import asyncio
+import os
 import random
 import re
 import resource
@@ -23,6 +24,8 @@ class Round:
         rss_bytes: of the server behind it.
         held: blocks, running and waiting answers when all clients were gone.
         client_s: CPU seconds of the clients.
+        server_s: CPU seconds of the server.
+        loop_waited_s: seconds in which the server's event loop could have run, and all cores had other work.
     """
 
     outcomes: list[Outcome]
@@ -30,6 +33,8 @@ class Round:
     rss_bytes: int
     held: float
     client_s: float
+    server_s: float
+    loop_waited_s: float
 
     @property
     def strays(self) -> list[Outcome]:
@@ -51,6 +56,21 @@ def rss(server: Served) -> int:
     """Bytes of memory of the server."""
     text = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", text).group(1)) * 1024
+
+
+def cpu_s(server: Served) -> float:
+    """CPU seconds of the server so far."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def loop_waited_s(server: Served) -> float:
+    """Seconds that its first thread, which has the event loop, has waited for a core so far; 0 where the kernel does not count."""
+    pid = server.process.pid
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 async def _clients(address: str, num: int, seconds: float, share: float, seed: int):
@@ -88,9 +108,11 @@ def soak(
         share: of the requests that are cut by the client.
         seed: of the requests.
     """
+    cpu, waited = cpu_s(server), loop_waited_s(server)
     begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
     outcomes = asyncio.run(_clients(server.address, clients, seconds, share, seed))
     took, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF)
+    cpu, waited = cpu_s(server) - cpu, loop_waited_s(server) - waited
     client_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     (steps,) = numbers(server, "iteration_duration_seconds_count")
     names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
@@ -98,7 +120,7 @@ def soak(
         numbers(server, "iteration_duration_seconds_count")[0] <= steps + 2
     ):
         time.sleep(0.005)  # two steps later nothing may be held
-    return Round(outcomes, took, rss(server), held, client_s)
+    return Round(outcomes, took, rss(server), held, client_s, cpu, waited)
 
 
 def lag_ms(server: Served, share: float = 0.99) -> float:

@@ -1,7 +1,8 @@
 """The engine in a thread of its own, and what the event loop sees of it.
 
-The loop puts orders into a queue; the thread takes them between two steps and gives what a step brought back in one call. An
-answer that nobody has taken yet is replaced by its newer state, so that a slow client holds one answer, not all of its past.
+The loop puts orders into a queue; the thread takes them between two steps and gives what a step brought back in one call. The
+next step begins when the loop has written that out: both would hold Python's lock in turns, and take longer for either. An answer
+that nobody has taken yet is replaced by its newer state, so that a slow client holds one answer, not all of its past.
 """
 
 import asyncio
@@ -88,6 +89,7 @@ class EngineWorker:
     Args:
         engine: which nobody else uses from now on.
         observe: called in the event loop with tokens and seconds of each step, for metrics.
+        writing_s: a step waits no longer for the event loop to write out the last one.
 
     Attributes:
         engine: of this thread.
@@ -96,7 +98,13 @@ class EngineWorker:
         num_answers: answers of tickets that have not been closed.
     """
 
-    def __init__(self, engine: Engine, observe: Callable[[int, float], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        observe: Callable[[int, float], None] | None = None,
+        *,
+        writing_s: float = 0.1,
+    ) -> None:
         self.engine = engine
         self.error: str | None = None
         self.is_lost = False
@@ -107,6 +115,7 @@ class EngineWorker:
         self._numbers = itertools.count()
         self._is_stopping, self._failures = False, 0
         self._observe = observe
+        self._is_written, self._writing_s = threading.Event(), writing_s
         self.num_answers = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -147,7 +156,9 @@ class EngineWorker:
                     outputs = self.engine.step()
                     seconds = time.perf_counter() - begin
                     self._failures = 0
+                    self._is_written.clear()
                     self._deliver(outputs, _num_tokens(self.engine) - before, seconds)
+                    self._is_written.wait(self._writing_s)
             except Exception as error:  # whatever it is, the others are to be answered
                 self._fail(error)
 
@@ -203,6 +214,8 @@ class EngineWorker:
             ticket.told(index, output)
         if self._observe is not None:
             self._observe(num_tokens, seconds)
+        # whom this woke is in the loop's queue already, and writes before this is called
+        asyncio.get_running_loop().call_soon(self._is_written.set)
 
     def _fail(self, error: Exception) -> None:
         """A step failed: who waits for it gets an error, and the engine begins anew without them."""
