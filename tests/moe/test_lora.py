@@ -256,8 +256,8 @@ def test_adapters_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"use_dora": True}, "use_dora=True"),
         ({"target_parameters": ["mlp.gate.weight"]}, "is on no experts"),
         ({"peft_type": "IA3"}, "peft_type='IA3'"),
-        ({"r": 0}, "rank=0: must be a whole number"),
-        ({"lora_alpha": 0}, "alpha=0: must be finite and above 0"),
+        ({"r": 0}, "r=0 in adapter_config.json: must be a number above 0"),
+        ({"lora_alpha": 0}, "lora_alpha=0 in adapter_config.json: must be a number above 0"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
         with pytest.raises(ConfigError, match=words):

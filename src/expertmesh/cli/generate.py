@@ -101,6 +101,23 @@ def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel"
             _generate(options, prompts, opened, engine)
 
 
+def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
+    """An engine for what only an engine does: guessed tokens, an adapter, by its folder; None: nothing of it is asked."""
+    from expertmesh.engine.checks import why_not
+    from expertmesh.engine.engine import Engine
+    from expertmesh.engine.texts import writer
+
+    if not options.num_draft_tokens and options.adapter is None:
+        return None
+    size, guesses = options.batch_size, options.num_draft_tokens
+    made = writer(opened.decoder, opened.text, batch_size=size, num_draft_tokens=guesses)
+    if not isinstance(made, Engine):
+        raise ConfigError(f"--adapter {options.adapter}: {why_not(opened.decoder)}; leave it out")
+    if options.adapter is not None:
+        made.load_adapter(options.adapter, options.adapter)
+    return made
+
+
 def _generate(
     options: Any, prompts: list[Asked], opened: "LoadedModel", engine: "Engine | None" = None
 ) -> None:
@@ -109,8 +126,7 @@ def _generate(
     import torch
 
     from expertmesh.data.news import Progress
-    from expertmesh.engine.engine import Engine
-    from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text, writer
+    from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
 
@@ -124,11 +140,7 @@ def _generate(
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
     params = _params(options)
-    if engine is None and options.num_draft_tokens:
-        made = writer(
-            model, text, batch_size=options.batch_size, num_draft_tokens=options.num_draft_tokens
-        )
-        engine = made if isinstance(made, Engine) else None
+    engine, adapter = engine or _engine(options, opened), options.adapter
 
     def asked(prompt: Asked) -> list[int]:
         if not isinstance(prompt, str):
@@ -138,7 +150,7 @@ def _generate(
         return prompt_ids(text, prompt, start=not options.no_start)
 
     def answer(prompt: list[int], shown: str = "") -> str:
-        pieces = stream_text(model, prompt, params, text=text, by=engine)
+        pieces = stream_text(model, prompt, params, text=text, by=engine, adapter=adapter)
         said = [next(pieces, "")]
         # Only now, so that a failure prints its line alone.
         _write(shown + said[0])
@@ -184,6 +196,7 @@ def _generate(
                     batch_size=options.batch_size,
                     by=engine,
                     told=progress.at,
+                    adapter=adapter,
                 )
                 progress.finish()
             if options.output is None:
@@ -234,6 +247,10 @@ def _parse(argv: list[str]) -> Any:
     if options.chat and options.no_start:
         raise ConfigError(
             "--no-start: has no effect with --chat, where the chat format says what comes first; leave one of them out"
+        )
+    if options.adapter is not None and launched_rank()[1] > 1:
+        raise ConfigError(
+            f"--adapter {options.adapter}: adapters over ranks are not served; start one process, or leave it out"
         )
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(options, name)
@@ -326,6 +343,9 @@ def _parser() -> OptionParser:
         type=int,
         metavar="N",
         help="experts of each layer in memory at a time, for models larger than it; the others stay in the files (all)",
+    )
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", help="answer with a low-rank adapter, as peft saves it"
     )
     return parser
 

@@ -30,6 +30,7 @@ examples:
   expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
   expertmesh serve models/Qwen3-30B-A3B --port 8001 --dtype bfloat16 --max-sequences 128
   expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
+  expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems code=adapters/code   # "model": "poems" in a request
   torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
   curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
 """
@@ -59,6 +60,13 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
             )
+        if parallel is not None and server.adapter:
+            raise ConfigError(
+                "adapter",
+                server.adapter[0],
+                "adapters over ranks are not served",
+                "start one process, or leave it out",
+            )
         keys = keys_of(server.api_key_file)
     if launched_rank()[0] > 0:
         assert parallel is not None
@@ -68,6 +76,11 @@ def run(argv: list[str]) -> int:
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    name = server.model_name or Path(expanded(options.run)).resolve().name
+    if name in server.adapters:
+        raise ConfigError(
+            "adapter", name, "is the name of the model itself", "choose another, or set model_name"
+        )
     with told_of_data(), loading():
         from expertmesh import __version__
         from expertmesh.serve.app import ServerApp
@@ -77,11 +90,13 @@ def run(argv: list[str]) -> int:
         stack = ExitStack()
         try:
             engine = stack.enter_context(_open_engine(options.run, engine_config, parallel))
+            for adapter, folder in server.adapters.items():
+                engine.load_adapter(adapter, folder)
         except BaseException:
+            stack.close()
             place.close()
             raise
     sys.setswitchinterval(_SWITCH_S)
-    name = server.model_name or Path(expanded(options.run)).resolve().name
     app = ServerApp(engine, server, model_name=name, keys=keys, version=__version__)
 
     def told(address: str) -> None:

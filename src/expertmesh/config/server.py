@@ -17,6 +17,8 @@ class ServerConfig(Config):
     """Port to listen on; 0: a free one, which is printed."""
     model_name: str | None = None
     """Name of the model, as clients write it; none: that of the folder."""
+    adapter: tuple[str, ...] = ()
+    """Low-rank adapters as peft saves them, each as NAME=FOLDER; a request chooses one by its field model. None: the model alone."""
     api_key_file: str | None = None
     """File with a key on each line; a client sends one as `Authorization: Bearer KEY`. None: whoever reaches the port is answered."""
     without_key: bool = False
@@ -55,7 +57,28 @@ class ServerConfig(Config):
             "has no effect beside api_key_file",
             "leave one of them out",
         )
+        for one in self.adapter:
+            name, _, folder = one.partition("=")
+            self.require(
+                bool(name and folder),
+                "adapter",
+                "each must be NAME=FOLDER",
+                "write a name, = and a folder of peft's save_pretrained",
+            )
+        names = [one.partition("=")[0] for one in self.adapter]
+        self.require(
+            len(set(names)) == len(names) and self.model_name not in names,
+            "adapter",
+            "names must differ from one another and from model_name",
+            "choose others",
+        )
         return self
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of adapters by name."""
+        parts = (one.partition("=") for one in self.adapter)
+        return {name: folder for name, _, folder in parts}
 
     @property
     def is_local(self) -> bool:

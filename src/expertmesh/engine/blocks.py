@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 ROOT = -1
-"""The prefix before the first block."""
+"""The prefix before the first block of a request without an adapter; with one it is a number below."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,16 @@ class BlockPool:
         sealed = self._prefix_of.get(block)
         return None if sealed is None else sealed[1]
 
-    def match(self, ids: Sequence[int], *, most: int) -> list[int]:
+    def match(self, ids: Sequence[int], *, most: int, root: int = ROOT) -> list[int]:
         """Blocks whose contents are the longest known prefix of some tokens; the caller has yet to `share` them.
 
         Args:
             ids: tokens.
             most: tokens that may be found; only whole blocks are.
+            root: the prefix before the first of them.
         """
         found: list[int] = []
-        parent, size = ROOT, self.block_size
+        parent, size = root, self.block_size
         for start in range(0, min(most, len(ids)) // size * size, size):
             block = self._block_of.get(Prefix(parent, tuple(ids[start : start + size])))
             if block is None:

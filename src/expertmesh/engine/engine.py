@@ -4,10 +4,10 @@ import atexit
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
-from expertmesh.engine.blocks import BlockPool
+from expertmesh.engine.adapters import (
+    OVER_RANKS,
+    Adapters,
+    LoadedAdapter,
+    folders_by_name,
+    why_no_adapters,
+)
+from expertmesh.engine.answers import Answers
+from expertmesh.engine.blocks import ROOT, BlockPool
 from expertmesh.engine.checks import (
     check_asked,
     check_ids,
@@ -27,24 +35,22 @@ from expertmesh.engine.checks import (
     token_ids_of,
 )
 from expertmesh.engine.compiled import compiled_forward
-from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.grammar import JsonRules
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.opening import open_served
-from expertmesh.engine.output import NOT_FINITE, Logprob, RequestOutput
+from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.parallel import (
     EngineRanks,
     RankedRunner,
     as_parallel,
     share,
 )
-from expertmesh.engine.request import Request, SamplingParams, Sequence, State
-from expertmesh.engine.runner import Runner, StepResult
-from expertmesh.engine.scheduler import Scheduler, Step
+from expertmesh.engine.request import Request, SamplingParams
+from expertmesh.engine.runner import Runner
+from expertmesh.engine.scheduler import Scheduler
 from expertmesh.engine.stats import EngineStats
-from expertmesh.engine.stops import AnswerText
-from expertmesh.engine.timing import Timing, note_begin
+from expertmesh.engine.timing import note_begin
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
@@ -54,19 +60,6 @@ from expertmesh.runs.paged import paged_layers
 from expertmesh.text.format import TextFormat, text_format
 
 Prompt = str | Seq[int]
-
-
-@dataclass
-class _Answer:
-    """What is known of a sequence beside what the scheduler needs."""
-
-    text: AnswerText
-    logprobs: list[Logprob] = field(default_factory=list)
-    prompt_logprobs: dict[int, Logprob] = field(default_factory=dict)
-    experts: dict[int, Tensor] = field(default_factory=dict)
-    error: str | None = None
-    lookup: PromptLookup = field(default_factory=PromptLookup)
-    timing: Timing = field(default_factory=Timing)
 
 
 class Engine:
@@ -80,10 +73,12 @@ class Engine:
         parallel: how the ranks that torchrun started share the model: a `ParallelConfig` or its options (`tp_degree`, `ep_degree`,
             `es_degree`, `timeout_s`), the same on all ranks; rank 0 then takes requests, and the others `follow`. A model that is given is
             cut in place, and must be the same on all ranks. None: this process alone.
+        adapters: folders of peft's low-rank adapters by the names by which requests choose them; see `load_adapter`.
         **options: fields of `EngineConfig`, instead of `config`.
 
     Raises:
-        ConfigError: a value breaks a rule, or the model cannot be served.
+        ConfigError: a value breaks a rule, or the model or an adapter cannot be served.
+        CheckpointError: the folder or an adapter has no usable weights.
 
     Example:
         >>> engine = em.Engine(em.GPT(em.recipe("gpt-moe-test").model, seed=0).eval(), num_blocks=8)
@@ -107,6 +102,7 @@ class Engine:
         end_ids: Seq[int] = (),
         config: EngineConfig | None = None,
         parallel: ParallelConfig | Mapping[str, Any] | EngineRanks | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -158,22 +154,8 @@ class Engine:
         self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         num_blocks = self._num_blocks(dtype)
-        try:
-            cache = PagedCache(
-                model.config,
-                num_parts=1 if ranks is None else ranks.degrees.tp,
-                num_blocks=num_blocks,
-                block_size=self.config.block_size,
-                device=device,
-                dtype=dtype,
-            )
-        except RuntimeError as error:  # of the allocator, which says it in several lines
-            raise ConfigError(
-                "num_blocks",
-                num_blocks,
-                f"the device has no memory for as many blocks of {self.config.block_size} tokens",
-                "use fewer",
-            ) from error
+        cache = self._cache(num_blocks, device, dtype)
+        self._answers = Answers(tokenizer)
         groups = 1 if ranks is None else ranks.degrees.num_groups
         schedulers = [
             Scheduler(
@@ -182,7 +164,7 @@ class Engine:
                 max_sequences=-(-self.config.max_sequences // groups),
                 reuses_prefixes=self.config.prefix_caching,
                 num_guesses=self.config.num_draft_tokens,
-                guess=self._guess if self.config.num_draft_tokens else None,
+                guess=self._answers.guess if self.config.num_draft_tokens else None,
             )
             for _ in range(groups)
         ]
@@ -197,8 +179,27 @@ class Engine:
             self._scheduler = GroupScheduler(schedulers)
             atexit.register(self.close)
         self._requests: dict[str, Request] = {}
-        self._answers: dict[Sequence, _Answer] = {}
-        self._arrivals = self._steps = self._prompt_tokens = self._generated = 0
+        self._arrivals = self._steps = self._prompt_tokens = 0
+        for name, folder in folders_by_name(adapters).items():
+            self.load_adapter(name, folder)
+
+    def _cache(self, num_blocks: int, device: torch.device, dtype: torch.dtype) -> PagedCache:
+        try:
+            return PagedCache(
+                self.model.config,
+                num_parts=1 if self._ranks is None else self._ranks.degrees.tp,
+                num_blocks=num_blocks,
+                block_size=self.config.block_size,
+                device=device,
+                dtype=dtype,
+            )
+        except RuntimeError as error:  # of the allocator, which says it in several lines
+            raise ConfigError(
+                "num_blocks",
+                num_blocks,
+                f"the device has no memory for as many blocks of {self.config.block_size} tokens",
+                "use fewer",
+            ) from error
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
         if self.config.num_blocks is not None:
@@ -247,6 +248,77 @@ class Engine:
         if isinstance(self._runner, RankedRunner):
             self._runner.check_together()
 
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Read a low-rank adapter, which requests may choose from now on; those that choose none are as before.
+
+        It is W + s B A on matrices of attention, of dense layers, of shared and of routed experts, as peft saves it for a model of
+        transformers or for `ExpertMeshForCausalLM`, or as `expertmesh.integrations.peft.save_adapters` does. Steps are not compiled
+        from now on.
+
+        Args:
+            name: that no other adapter has.
+            folder: with adapter_config.json and adapter_model.safetensors.
+
+        Raises:
+            ConfigError: the name is taken; the folder holds no adapter, or one that is not served here (DoRA, on the router or the
+                vocabulary, on quantised experts or experts in slots, over ranks, on a model of transformers, ...); names it.
+            CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
+
+        Example:
+            >>> engine = em.Engine("runs/mine", adapters={"poems": "adapters/poems"})
+            >>> engine.load_adapter("code", "adapters/code")
+            >>> engine.generate(["Roses", "def", "Once"], adapter=["poems", "code", None])
+        """
+        if self._runner.adapters is None:
+            self._runner.adapters = self._make_adapters()
+        self._runner.adapters.load(name, folder)
+        self._runner.compiled = None
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            ConfigError: there is no such adapter, or a request that has not ended has it.
+        """
+        one = self._adapter(name)
+        busy = sum(request.root == one.root for request in self._requests.values())
+        if busy:
+            raise ConfigError(
+                "adapter", repr(name), f"{busy} requests have it", "wait for them, or abort them"
+            )
+        assert self._runner.adapters is not None
+        self._runner.adapters.unload(name)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folders of the adapters that are there, by name."""
+        known = self._runner.adapters
+        return {} if known is None else {one.name: one.folder for one in known.all}
+
+    def adapter_requests(self) -> dict[str, int]:
+        """How many requests have chosen each adapter so far."""
+        known = self._runner.adapters
+        return {} if known is None else {one.name: one.num_requests for one in known.all}
+
+    def _adapter(self, name: Any) -> LoadedAdapter:
+        if self._runner.adapters is None:
+            raise ConfigError(
+                "adapter", repr(name)[:60], "this engine has none", "load it first (load_adapter)"
+            )
+        return self._runner.adapters.get(name)
+
+    def _make_adapters(self) -> Adapters:
+        """Room for adapters, where the engine serves any."""
+        problem = OVER_RANKS if self._ranks is not None else why_no_adapters(self.model)
+        if self.config.compile:
+            problem = "compile=True: steps with adapters are not compiled; leave one of them out"
+        elif not problem and self.model.config.batch_invariant and self.model.device.type != "cpu":
+            problem = "deterministic: adapters keep their bits on a CPU only; leave one of them out"
+        if problem:
+            raise ConfigError(problem)
+        device, dtype = self.model.device, self.model.embedding.weight.dtype
+        return Adapters(self.model, autocast_dtype(device) or dtype)
+
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended."""
@@ -258,6 +330,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        adapter: str | None = None,
     ) -> str:
         """Take a request; `step` computes it.
 
@@ -265,6 +338,7 @@ class Engine:
             prompt: text, or token ids, before which nothing is put.
             params: how to answer; None: as `SamplingParams()`.
             request_id: a name that no unfinished request has; None: a number.
+            adapter: name of the adapter that answers; None: the model alone.
 
         Returns:
             The request's id.
@@ -279,6 +353,7 @@ class Engine:
             raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
         ids = self._prompt_ids(prompt)
         check_asked(ids, params, self.model.vocab_size, has_text=self.tokenizer is not None)
+        chosen = None if adapter is None else self._adapter(adapter)
         request_id = str(self._arrivals) if request_id is None else request_id
         if not isinstance(request_id, str):
             raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
@@ -296,15 +371,17 @@ class Engine:
             self._room(ids, params),
             end_ids=ends,
             seed=draw_seed() if params.seed is None else params.seed,
+            root=ROOT if chosen is None else chosen.root,
         )
         if params.json_schema is not None:
             for sequence in request.sequences:
                 sequence.rule = self.json_rules.rule(params.json_schema)
         self._scheduler.add(request)
         self._arrivals += 1
+        if chosen is not None:
+            chosen.num_requests += 1
         self._requests[request_id] = request
-        for sequence in request.sequences:
-            self._answers[sequence] = _Answer(AnswerText(self.tokenizer, params.stop))
+        self._answers.begin(request)
         return request_id
 
     @cached_property
@@ -322,7 +399,8 @@ class Engine:
         if request is None:
             return []
         self._scheduler.abort(request)
-        return self._leave(request)
+        del self._requests[request_id]
+        return self._answers.leave(request)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step.
@@ -338,14 +416,18 @@ class Engine:
         step = self._scheduler.schedule()
         if not step.chunks:
             return []
-        note_begin(step, self._answers, time.perf_counter())
+        note_begin(step, self._answers.known, time.perf_counter())
         result = self._runner.run(step)
         self._steps += 1
         self._prompt_tokens += sum(
             min(c.start + c.count, c.sequence.num_prompt) - min(c.start, c.sequence.num_prompt)
             for c in step.chunks
         )
-        return self._settle(step, result)
+        outputs = self._answers.settle(step, result, self._scheduler)
+        for name in {output.request_id for output in outputs}:
+            if self._requests[name].is_finished:
+                self._answers.leave(self._requests.pop(name))
+        return outputs
 
     def generate(
         self,
@@ -353,6 +435,7 @@ class Engine:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         told: Callable[[int], None] | None = None,
+        adapter: str | Seq[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts and return when all answers have ended; other requests go on meanwhile.
 
@@ -360,6 +443,7 @@ class Engine:
             prompts: texts or lists of token ids; or one of them.
             params: for all, or one for each.
             told: called with the number of finished requests, for a progress bar.
+            adapter: name of the adapter for all, or one for each, None among them.
 
         Returns:
             n answers of the first prompt, then those of the next, and so on.
@@ -377,10 +461,16 @@ class Engine:
             raise ConfigError(
                 f"params: {len(each)} for {len(many)} prompts; give one for each, or one for all"
             )
+        is_one = adapter is None or isinstance(adapter, str) or not isinstance(adapter, Seq)
+        chosen: list[Any] = [adapter] * len(many) if is_one else list(cast(Seq[Any], adapter))
+        if len(chosen) != len(many):
+            raise ConfigError(
+                f"adapter: {len(chosen)} for {len(many)} prompts; give one for each, or one for all"
+            )
         names: list[str] = []
         try:
-            for prompt, one in zip(many, each, strict=True):
-                names.append(self.add(prompt, one))
+            for prompt, one, its_adapter in zip(many, each, chosen, strict=True):
+                names.append(self.add(prompt, one, adapter=its_adapter))
             found: dict[str, dict[int, RequestOutput]] = {name: {} for name in names}
             waiting = set(names)
             while waiting:
@@ -397,7 +487,11 @@ class Engine:
         return [found[name][index] for name in names for index in sorted(found[name])]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt, and give the answer so far after each step that gave it tokens; closing the iterator aborts it.
 
@@ -406,7 +500,7 @@ class Engine:
         Raises:
             ConfigError: as `add`, at once.
         """
-        name = self.add(prompt, params)
+        name = self.add(prompt, params, adapter=adapter)
         return self._streamed(name)
 
     def _streamed(self, name: str) -> Iterator[RequestOutput]:
@@ -447,7 +541,7 @@ class Engine:
             sum(pool.num_cached for pool in pools),
             self._steps,
             self._prompt_tokens,
-            self._generated,
+            self._answers.num_tokens,
             scheduler.counters.preemptions,
             scheduler.counters.prefix_queries,
             scheduler.counters.prefix_hits,
@@ -494,107 +588,3 @@ class Engine:
         if self.max_len < self.model.max_seq_len:
             return f"max_len={self.max_len}"
         return f"the model's max_seq_len={self.max_len}"
-
-    def _settle(self, step: Step, result: StepResult) -> list[RequestOutput]:
-        """Put a step into the books, end what has ended, and say what is new."""
-        self._scheduler.commit(step, result.tokens)
-        for sequence, position, logprob in result.logprobs:
-            answer = self._answers.get(sequence)
-            if answer is not None and position < sequence.num_prompt:
-                answer.prompt_logprobs[position] = logprob
-            elif answer is not None:
-                answer.logprobs.append(logprob)
-        for chunk, ids in result.experts:
-            if not chunk.sequence.is_guessed:
-                places = range(chunk.start, chunk.start + chunk.count)
-                self._answers[chunk.sequence].experts.update(zip(places, ids, strict=True))
-        touched = []
-        for sequence, token in result.tokens.items():
-            if sequence.state is State.FINISHED or sequence.is_guessed:
-                continue
-            self._answer(sequence, token, is_broken=sequence in result.broken)
-            touched.append(sequence)
-            self._accept(sequence, step, result)
-        outputs = [self._output(sequence) for sequence in touched]
-        for request in {id(s.request): s.request for s in touched}.values():
-            if request.is_finished:
-                self._leave(request)
-        return outputs
-
-    def _accept(self, sequence: Sequence, step: Step, result: StepResult) -> None:
-        """The tokens behind guesses that were right."""
-        for one in step.guessed.get(sequence, ()):
-            if not self._scheduler.accept(sequence, one, result.tokens[one]):
-                return
-            answer = self._answers[sequence]
-            answer.logprobs += [logprob for known, _, logprob in result.logprobs if known is one]
-            for chunk, ids in result.experts:
-                if chunk.sequence is one:
-                    answer.experts[chunk.start] = ids[0]
-            self._answer(sequence, result.tokens[one], is_broken=one in result.broken)
-
-    def _guess(self, sequence: Sequence, most: int) -> list[int]:
-        return self._answers[sequence].lookup.guess(sequence.token_ids, most)
-
-    def _answer(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
-        """One more token of an answer."""
-        self._generated += 1
-        answer, request = self._answers[sequence], sequence.request
-        answer.timing.drew(time.perf_counter())
-        num_new = len(sequence.new_ids)
-        may_end = num_new > request.params.min_tokens
-        if is_broken:
-            answer.error = NOT_FINITE.format(len(sequence.token_ids) - 1)
-            sequence.token_ids.pop()
-            self._scheduler.finish(sequence, "error")
-        elif token in request.end_ids and (may_end or sequence.rule is not None):
-            self._scheduler.finish(sequence, "stop")
-        else:
-            answer.text.feed(token, may_stop=may_end)
-            if answer.text.is_stopped:
-                self._scheduler.finish(sequence, "stop")
-            elif num_new == request.max_tokens:
-                self._scheduler.finish(sequence, "length")
-            elif sequence.rule is not None and (why := sequence.rule.problem(sequence.new_ids)):
-                answer.error = why
-                self._scheduler.finish(sequence, "error")
-        if sequence.state is State.FINISHED:
-            answer.text.finish()
-
-    def _output(self, sequence: Sequence) -> RequestOutput:
-        answer, request = self._answers[sequence], sequence.request
-        params = request.params
-        is_finished = sequence.state is State.FINISHED
-        prompt_logprobs = None
-        first = self._answers[request.sequences[0]]
-        if params.prompt_logprobs is not None:
-            prompt_logprobs = tuple(
-                first.prompt_logprobs.get(i) for i in range(sequence.num_prompt)
-            )
-        experts = None
-        if params.return_routed_experts:
-            known = first.experts | answer.experts
-            rows = [known[i] for i in range(len(sequence.token_ids) - 1) if i in known]
-            experts = torch.stack(rows) if rows else None
-        return RequestOutput(
-            request.request_id,
-            sequence.index,
-            request.prompt_ids,
-            tuple(sequence.new_ids),
-            answer.text.text if is_finished else answer.text.settled,
-            sequence.finish_reason,
-            answer.error,
-            None if params.logprobs is None else tuple(answer.logprobs),
-            prompt_logprobs,
-            experts,
-            sequence.num_cached or 0,
-            replace(answer.timing),
-        )
-
-    def _leave(self, request: Request) -> list[RequestOutput]:
-        """Forget a request whose answers have all ended."""
-        outputs = [self._output(sequence) for sequence in request.sequences]
-        del self._requests[request.request_id]
-        for sequence in request.sequences:
-            del self._answers[sequence]
-        return outputs

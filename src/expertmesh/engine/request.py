@@ -216,6 +216,7 @@ class Request:
         max_tokens: most tokens of an answer, settled when the request was taken.
         end_ids: tokens that end an answer, settled then, too.
         seed: of its random numbers.
+        root: number of the prefix before its first token: -1, or that of its adapter, whose keys and values are others.
         sequences: one per answer; the first one computes the prompt, from which the others go on.
     """
 
@@ -226,6 +227,7 @@ class Request:
     max_tokens: int
     end_ids: frozenset[int] = frozenset()
     seed: int = 0
+    root: int = -1
     sequences: list["Sequence"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -271,6 +273,11 @@ class Sequence:
     def __post_init__(self) -> None:
         """Begins with the prompt."""
         self.token_ids = list(self.request.prompt_ids)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Nothing of it is in blocks any more."""
+        self.num_computed, self.prefix = 0, (self.request.root, 0)
 
     @property
     def num_prompt(self) -> int:

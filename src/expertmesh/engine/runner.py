@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.engine.adapters import Adapters
+from expertmesh.engine.blocks import ROOT
 from expertmesh.engine.compiled import CompiledForward
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, span_of
 from expertmesh.engine.output import Logprob
@@ -59,11 +61,13 @@ class BatchChunk:
         ids: the tokens.
         start: place of the first of them in the sequence.
         blocks: the sequence's block table.
+        root: what adapter the sequence has, by the number of the prefix before it; see `LoadedAdapter`.
     """
 
     ids: Seq[int]
     start: int
     blocks: Seq[int]
+    root: int = ROOT
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def batch_of(step: Step) -> tuple[StepBatch, list[Row]]:
     for chunk in step.chunks:
         sequence, stop = chunk.sequence, chunk.start + chunk.count
         ids = sequence.token_ids[chunk.start : stop]
-        chunks.append(BatchChunk(ids, chunk.start, sequence.blocks))
+        chunks.append(BatchChunk(ids, chunk.start, sequence.blocks, sequence.request.root))
         rows += _rows(chunk, first)
         first += chunk.count
     return StepBatch(tuple(chunks), tuple(row.token for row in rows), step.copies), rows
@@ -102,6 +106,7 @@ class Runner:
         compiled: the model's pass in compiled pieces, where it has one; None: it is computed as it is.
 
     Attributes:
+        adapters: that its requests may have; None: it was asked for none.
         expert_load: (E + 1,) int64 of each layer with experts: tokens that they have served so far; the last one stands for none.
     """
 
@@ -109,6 +114,7 @@ class Runner:
         self, model: Any, cache: PagedCache, compiled: CompiledForward | None = None
     ) -> None:
         self.model, self.cache, self.compiled = model, cache, compiled
+        self.adapters: Adapters | None = None
         self._as_first = first_chooses(model)
         self.device = cache.k.device
         self.expert_load = [
@@ -144,7 +150,12 @@ class Runner:
         context = PagedContext(
             self.cache, self._tensor(positions), self._tensor(places), tuple(spans)
         )
-        return self._forward(self._tensor(ids), context, self._tensor(list(batch.rows)))
+        given = self._tensor(ids), context, self._tensor(list(batch.rows))
+        if self.adapters is None:
+            return self._forward(*given)
+        runs = self.adapters.runs([(len(one.ids), one.root) for one in batch.chunks])
+        with self.adapters.on(runs):
+            return self._forward(*given)
 
     def _forward(
         self, ids_T: Tensor, context: PagedContext, rows_R: Tensor

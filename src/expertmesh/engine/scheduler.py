@@ -8,7 +8,7 @@ nothing is lost, and the oldest one always goes on, so that none starves.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from expertmesh.engine.blocks import ROOT, BlockPool
+from expertmesh.engine.blocks import BlockPool
 from expertmesh.engine.drafts import ahead
 from expertmesh.engine.request import FinishReason, Request, Sequence, State
 from expertmesh.errors import ConfigError
@@ -164,6 +164,8 @@ class Scheduler:
         for one in (one for several in guessed.values() for one in several):
             chunks.append(Chunk(one, one.num_computed, 1, (one,)))
         self.counters.preemptions += len(preempted)
+        # tokens with one adapter lie together
+        chunks.sort(key=lambda chunk: chunk.sequence.request.root)
         return Step(tuple(chunks), tuple(copies), tuple(preempted), guessed)
 
     def commit(self, step: Step, tokens: dict[Sequence, int]) -> None:
@@ -267,7 +269,7 @@ class Scheduler:
             count = min(budget, len(sequence.token_ids) - sequence.num_computed)
             if not self._has_room(sequence, count):
                 self.pool.release_all(sequence.blocks)
-                sequence.num_computed, sequence.prefix = 0, (ROOT, 0)
+                sequence.begin_anew()
                 return
             if sequence.num_cached is None:
                 sequence.num_cached = sequence.num_computed
@@ -286,7 +288,7 @@ class Scheduler:
         if not self.reuses_prefixes or wants_all:
             return
         self.counters.prefix_queries += len(ids)
-        blocks = self.pool.match(ids, most=len(ids) - 1)
+        blocks = self.pool.match(ids, most=len(ids) - 1, root=sequence.request.root)
         for block in blocks:
             self.pool.share(block)
         sequence.blocks = blocks
@@ -322,7 +324,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.pool.release_all(sequence.blocks)
-        sequence.num_computed, sequence.prefix = 0, (ROOT, 0)
+        sequence.begin_anew()
         sequence.state = State.WAITING
         self.waiting.append(sequence)
 

@@ -58,6 +58,7 @@ def continue_prompts(
     batch_size: int = 32,
     by: Engine | None = None,
     told: Callable[[int], None] | None = None,
+    adapter: str | None = None,
 ) -> list[RequestOutput]:
     """Continue several prompts. Sets the model to evaluation mode while it computes.
 
@@ -69,6 +70,7 @@ def continue_prompts(
         batch_size: prompts that are continued together; each draws the same numbers whatever it is.
         by: the engine that answers, of this model; None: one that is made.
         told: called with the number of finished answers.
+        adapter: of that engine, that answers; None: the model alone.
 
     Returns:
         One answer for each prompt, in their order.
@@ -82,7 +84,8 @@ def continue_prompts(
     each = [_of(params, place) for place in range(len(prompts))]
     with evaluating(model):
         answering = by or writer(model, text, batch_size=batch_size)
-        outputs = answering.generate(prompts, each, told=told)
+        chosen: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        outputs = answering.generate(prompts, each, told=told, **chosen)
     for output in outputs:
         _check(output)
     return outputs
@@ -95,6 +98,7 @@ def stream_text(
     *,
     text: TextFormat,
     by: Engine | None = None,
+    adapter: str | None = None,
 ) -> Iterator[str]:
     """Continue one prompt.
 
@@ -104,6 +108,7 @@ def stream_text(
         params: how.
         text: of the model.
         by: see `continue_prompts`.
+        adapter: see there.
 
     Returns:
         Iterator of the pieces of the continuation, none of them empty, cut between characters.
@@ -114,7 +119,8 @@ def stream_text(
     """
     check_ids(model, [prompt], what="prompt")
     with evaluating(model):
-        outputs = (by or writer(model, text, batch_size=1)).stream(prompt, params)
+        chosen: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        outputs = (by or writer(model, text, batch_size=1)).stream(prompt, params, **chosen)
     return _pieces(model, outputs)
 
 

@@ -6,20 +6,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from expertmesh import lora
-from expertmesh.config.base import expanded, parse_json
+from expertmesh.checkpoints.adapters import (
+    CONFIG,
+    IN_HUB,
+    WEIGHTS,
+    AdapterFiles,
+    read_adapter_files,
+)
+from expertmesh.config.base import expanded
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.adapters import Adapter
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-_THEIRS = {"w_in": "gate_up_proj", "w_out": "down_proj"}
 _SHARED = "shared_over_experts"
 _PREFIX = "base_model.model.model."
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -75,7 +78,7 @@ def save_adapters(model: GPT, folder: str | Path) -> None:
         "r": rank,
         "lora_alpha": scaling * rank,
         "target_modules": [],
-        "target_parameters": [f"mlp.experts.{_THEIRS[name]}" for name in targets],
+        "target_parameters": [f"mlp.experts.{IN_HUB[name]}" for name in targets],
         "bias": "none",
         "lora_dropout": 0.0,
     }
@@ -97,22 +100,16 @@ def load_adapters(model: GPT, folder: str | Path) -> int:
         CheckpointError: a tensor is missing, extra or of another shape; names it.
     """
     folder = expanded(folder)
-    values = _read_config(folder)
-    targets = [_ours(name) for name in values.get("target_parameters") or []]
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            shared = (file.metadata() or {}).get(_SHARED) == str(True)
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError):
-        raise CheckpointError(
-            f"{folder / WEIGHTS}: is missing or unreadable; restore it, or save the adapters again"
-        ) from None
+    files = read_adapter_files(folder)
+    _check_plain(files)
+    targets = files.target_parameters()
+    values, shared = files.values, files.metadata.get(_SHARED) == str(True)
     learned = [(p, p.requires_grad) for p in model.parameters()]
     count = lora.add(
         model, rank=values["r"], alpha=values["lora_alpha"], targets=targets, shared=shared, seed=0
     )
     try:
-        _fill(lora.adapters(model), tensors, targets, folder)
+        _fill(lora.adapters(model), files.tensors, targets, folder)
     except BaseException:  # half of the adapters are none
         lora.remove(model)
         for parameter, requires_grad in learned:
@@ -147,31 +144,12 @@ def _fill(
         )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        values = parse_json((folder / CONFIG).read_bytes())
-        kind, _, _ = (values[name] for name in ("peft_type", "r", "lora_alpha"))
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{folder}: has no readable {CONFIG}; give a folder of peft's save_pretrained or of save_adapters"
-        ) from None
-    if kind != "LORA":
-        raise ConfigError(f"{folder}: peft_type={kind!r}: only LORA is known; train such adapters")
+def _check_plain(files: AdapterFiles) -> None:
     for name, allowed in _PLAIN.items():
-        if values.get(name, allowed[0]) not in allowed:
+        if files.values.get(name, allowed[0]) not in allowed:
             raise ConfigError(
-                f"{folder}: {name}={values[name]!r}: adapters of expertmesh have only {allowed[0]!r}; train them without"
+                f"{files.folder}: {name}={files.values[name]!r}: adapters of expertmesh have only {allowed[0]!r}; train them without"
             )
-    return dict(values)
-
-
-def _ours(theirs: str) -> str:
-    for ours, name in _THEIRS.items():
-        if theirs.endswith(f"experts.{name}"):
-            return ours
-    raise ConfigError(
-        f"target_parameters={theirs}: is on no experts; adapters of expertmesh are on {' and '.join(_THEIRS.values())}"
-    )
 
 
 def _theirs(name: str, targets: list[str]) -> str:

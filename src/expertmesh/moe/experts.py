@@ -12,13 +12,16 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.adapters import ExpertAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+
+OfRows = Callable[[], tuple[AdapterRun, ...]]
+"""Which tokens of the present call have an adapter of their own; whoever calls the model keeps it up to date."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class DenseMLP(nn.Module):
         super().__init__()
         branches = num_branches(activation)
         self.activation = activation
+        self.of_rows: OfRows | None = None
         self.arithmetic, self.backend = arithmetic, backend
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -81,6 +85,7 @@ class DenseMLP(nn.Module):
             b_in_GF=self.b_in,
             b_out_D=self.b_out,
             backend=self.backend,
+            runs=() if self.of_rows is None else self.of_rows(),
         )
 
 
@@ -131,6 +136,7 @@ class GroupedExperts(nn.Module):
         self.recompute_h, self.arithmetic = recompute_h, arithmetic
         self.main_grads: WeightGradients | None = None
         self.adapters: ExpertAdapters | None = None
+        self.of_rows: OfRows | None = None
         self.compute_device: torch.device | None = None  # where it is not the parameters'
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -196,6 +202,8 @@ class GroupedExperts(nn.Module):
         call = call_of_module(self, x_TD, weights_TK, own.weights, expert_ids_TK)
         if self.adapters is not None:
             call = call._replace(adapters=self.adapters())
+        if self.of_rows is not None:
+            call = call._replace(runs=self.of_rows())
         if self.main_grads is not None and torch.is_grad_enabled():
             self._check_main_grads(call.batch_invariant)
         with own.context():

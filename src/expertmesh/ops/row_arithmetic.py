@@ -7,6 +7,7 @@ by `arithmetic.in_mode(self.training)`, since training is by the ordinary way al
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from expertmesh.ops.attention import dense as dense_attention
 from expertmesh.ops.attention import invariant as invariant_attention
 from expertmesh.ops.cpu import norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
-from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.invariant import operators as invariant
@@ -42,7 +43,7 @@ class RowArithmetic:
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), in x's type.
         norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; gives None where it does not serve.
         attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`.
-        mlp: the feed-forward block that every token passes, (T, D) -> (T, D).
+        mlp: the feed-forward block that every token passes, (T, D) -> (T, D), with the adapters of `runs`.
     """
 
     batch_invariant: bool
@@ -105,13 +106,17 @@ def _mlp(
     b_in_GF: Tensor | None = None,
     b_out_D: Tensor | None = None,
     backend: str = "auto",
+    runs: tuple[AdapterRun, ...] = (),
 ) -> Tensor:
+    if runs:
+        given: dict[str, Any] = {"b_in_GF": b_in_GF, "b_out_D": b_out_D, "activation": activation}
+        return _of_one_expert(x_TD, w_in_GFD, w_out_DF, **given, backend=backend, runs=runs)
     b_in = None if b_in_GF is None else b_in_GF.flatten()
     h_TGF = F.linear(x_TD, w_in_GFD.flatten(0, 1), b_in).unflatten(-1, w_in_GFD.shape[:2])
     return F.linear(activate(h_TGF, activation), w_out_DF, b_out_D)
 
 
-def _invariant_mlp(
+def _of_one_expert(
     x_TD: Tensor,
     w_in_GFD: Tensor,
     w_out_DF: Tensor,
@@ -120,6 +125,8 @@ def _invariant_mlp(
     b_in_GF: Tensor | None = None,
     b_out_D: Tensor | None = None,
     backend: str = "auto",
+    batch_invariant: bool = False,
+    runs: tuple[AdapterRun, ...] = (),
 ) -> Tensor:
     """As `_mlp`: the experts of a layer that has one, which all tokens pass with weight 1."""
     experts = ExpertWeights.of(
@@ -132,7 +139,8 @@ def _invariant_mlp(
     T, device = x_TD.shape[0], x_TD.device
     ids_TK = torch.zeros(T, 1, dtype=torch.int64, device=device)
     ones_TK = torch.ones(T, 1, dtype=accumulate_dtype(x_TD.dtype), device=device)
-    return compute(ExpertsCall(x_TD, ones_TK, experts, backend, ids_TK, batch_invariant=True))
+    call = ExpertsCall(x_TD, ones_TK, experts, backend, ids_TK, batch_invariant=batch_invariant)
+    return compute(call._replace(runs=runs))
 
 
 def _invariant_router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tensor:
@@ -173,6 +181,6 @@ BATCH_INVARIANT = RowArithmetic(
     rms_norm=invariant.rms_norm,
     norm_and_rope=_nothing,
     attention=invariant_attention.attention,
-    mlp=_invariant_mlp,
+    mlp=partial(_of_one_expert, batch_invariant=True),
 )
 """An order of sums that the width of a row alone decides: see `docs/numerics.md`, section 6."""

@@ -141,13 +141,13 @@ class ServerApp:
         return Response(text, headers={"content-type": kind})
 
     async def models(self) -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """The model that is served, and its adapters."""
+        cards = [self._card(name) for name in self.reader.model_names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model: str) -> Response:
-        """One model."""
-        self.reader.check_model(model)
-        return JSONResponse(self._card())
+        """One model or adapter."""
+        return JSONResponse(self._card(self.reader.adapter_of(model) or self.model_name))
 
     async def tokenizer_info(self) -> Response:
         """Special tokens and the chat template, as lm-evaluation-harness asks for them."""
@@ -175,7 +175,7 @@ class ServerApp:
 
     async def detokenize(self, request: DetokenizeRequest) -> Response:
         """Tokens as text."""
-        self.reader.check_model(request.model)
+        self.reader.adapter_of(request.model)
         self.reader.check_ids(request.tokens, "tokens")
         decode = self.reader.text.tokenizer.decode
         text = await self._aside(lambda: decode(request.tokens, skip_special_tokens=False))
@@ -196,10 +196,10 @@ class ServerApp:
     ) -> Answer:
         as_ids = bool(request.return_tokens_as_token_ids)
         options = request.stream_options
-        ticket = Ticket(job.prompts, job.params)
+        ticket = Ticket(job.prompts, job.params, job.adapter)
         writer = Writer(
             job,
-            self.model_name,
+            job.adapter or self.model_name,
             TokenTexts(self.reader.text.tokenizer, as_ids=as_ids),
             wants_logprobs=wants_logprobs,
             wants_ids=bool(request.return_token_ids),
@@ -244,14 +244,15 @@ class ServerApp:
         except ConfigError as error:
             raise RequestError(400, str(error), param=error.option) from None
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
+        parent = {} if name == self.model_name else {"parent": self.model_name}
         return {
-            "id": self.model_name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "expertmesh",
             "max_model_len": self.reader.max_len,
-        }
+        } | parent
 
 
 async def _on_fault(_: Request, error: Exception) -> Response:

@@ -54,7 +54,8 @@ _CARD = _object(
         "created": _COUNT,
         "owned_by": _TEXT,
         "max_model_len": _COUNT,
-    }
+    },
+    {"parent": _TEXT},
 )
 _EXTRAS = {"token_ids": _list(_COUNT), "routed_experts": _TEXT}
 _ENDS = {"enum": ["stop", "length"]}

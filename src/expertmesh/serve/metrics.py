@@ -129,6 +129,15 @@ class Metrics:
             for expert, count in enumerate(counts):
                 load.add_metric([self._name, str(layer), str(expert)], count)
         yield load
+        asked = CounterMetricFamily(
+            "expertmesh:adapter_requests",
+            "requests that have chosen an adapter",
+            labels=["model_name", "adapter"],
+        )
+        for adapter, count in engine.adapter_requests().items():
+            asked.add_metric([self._name, adapter], count)
+        if engine.adapters:
+            yield asked
         paging = engine.expert_paging()
         for name, (field, text) in _PAGING.items() if paging else ():
             family = CounterMetricFamily(

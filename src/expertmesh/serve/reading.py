@@ -38,12 +38,14 @@ class Job:
         shown: text of each prompt, where it is asked for again.
         params: of each.
         drops_token: whether the one token that is computed is not wanted: only the prompt is.
+        adapter: that answers; None: the model alone.
     """
 
     prompts: Sequence[Sequence[int]]
     shown: Sequence[str]
     params: Sequence[SamplingParams]
     drops_token: bool = False
+    adapter: str | None = None
 
 
 class RequestReader:
@@ -72,16 +74,31 @@ class RequestReader:
             not isinstance(form, OwnFormat) or self.text.tokenizer.token_to_id(MARKS[0]) is not None
         )
 
-    def check_model(self, name: str | None) -> None:
-        """Raise RequestError unless the name is the model's, or none is given."""
-        if name is not None and name != self._name:
+    @property
+    def model_names(self) -> list[str]:
+        """What requests may ask for: the model, then its adapters."""
+        return [self._name, *self._engine.adapters]
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter of that name; None: it is the model's, or none is given.
+
+        Raises:
+            RequestError: it is neither.
+        """
+        if name is None or name == self._name:
+            return None
+        known = self.model_names
+        if name not in known:
             shown = name if len(name) < 60 else name[:57] + "..."
+            has = ", ".join(map(repr, known))
+            has = has if len(has) < 200 else f"{self._name!r} and {len(known) - 1} adapters"
             raise RequestError(
                 404,
-                f"model: there is no {shown!r}; this server has {self._name!r}",
+                f"model: there is no {shown!r}; this server has {has}",
                 param="model",
                 code="model_not_found",
             )
+        return name
 
     def completion(self, request: CompletionRequest) -> Job:
         """A text to continue.
@@ -111,7 +128,7 @@ class RequestReader:
             )
             for ids in prompts
         ]
-        return Job(prompts, shown, params, wanted == 0)
+        return Job(prompts, shown, params, wanted == 0, self.adapter_of(request.model))
 
     def chat(self, request: ChatRequest) -> Job:
         """A conversation to answer.
@@ -133,7 +150,7 @@ class RequestReader:
         params = self._params(
             request, ids, most, logprobs=(count or 0) if request.logprobs else None
         )
-        return Job([ids], [], [params], wanted == 0)
+        return Job([ids], [], [params], wanted == 0, self.adapter_of(request.model))
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation.
@@ -170,9 +187,9 @@ class RequestReader:
         The name of a special token alone is that token, as programs ask for its id; inside a text it is text, as everywhere.
 
         Raises:
-            RequestError: see `chat_ids`, `check_model`.
+            RequestError: see `chat_ids`, `adapter_of`.
         """
-        self.check_model(request.model)
+        self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
             return self.chat_ids(request.messages)
         if request.add_special_tokens is False and request.prompt in self._specials:
@@ -190,7 +207,7 @@ class RequestReader:
             )
 
     def _check(self, request: Sampling) -> None:
-        self.check_model(request.model)
+        self.adapter_of(request.model)
         for name, value in (request.model_extra or {}).items():
             if name in REFUSED and value is not None and value not in HARMLESS.get(name, ()):
                 if name == "best_of" and value == (request.n or 1):

@@ -40,11 +40,13 @@ class Ticket:
     Attributes:
         prompts: token ids of each.
         params: of all.
+        adapter: that answers; None: the model alone.
         num_answers: of all prompts together.
     """
 
     prompts: Sequence[Sequence[int]]
     params: Sequence[SamplingParams]
+    adapter: str | None = None
     _news: dict[int, RequestOutput] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
@@ -189,7 +191,7 @@ class EngineWorker:
         try:
             for prompt, params in zip(ticket.prompts, ticket.params, strict=True):
                 name = f"server-{next(self._numbers)}"
-                self.engine.add(prompt, params, request_id=name)
+                self.engine.add(prompt, params, request_id=name, adapter=ticket.adapter)
                 ticket._names.append(name)
                 self._tickets[name] = ticket, index
                 index += params.n

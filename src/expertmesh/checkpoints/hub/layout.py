@@ -75,6 +75,11 @@ def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) ->
             yield _whole(f"{inside}expert_bias_E", theirs, (E,))
 
 
+def spellings(name: str) -> set[str]:
+    """A name of the spec's `hub` as the modules of transformers have it, and as the files of all families do."""
+    return {name, *(_renamed(name, model_type) for model_type in _RENAMED)}
+
+
 def _renamed(name: str, model_type: str) -> str:
     for ours, theirs in _RENAMED.get(model_type, ()):
         name = name.replace(ours, theirs)

@@ -1,20 +1,29 @@
 """The experts with low-rank adapters: our grouped products with the adapters' own between them.
 
-Neither W + s B A nor the gradient of W is made, so an adapted layer costs the adapters' own products and memory.
+Neither W + s B A nor the gradient of W is made, so an adapted layer costs the adapters' own products and memory. Where tokens have
+different adapters the experts' own products are those of all tokens together, and each adapter is added to the rows of its tokens.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate
 from expertmesh.ops.experts.adapted_linear import adapted_linear
-from expertmesh.ops.experts.call import ExpertsCall, LowRank
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
 from expertmesh.ops.experts.grouped_linear import grouped_linear
+from expertmesh.ops.experts.invariant import forward_of_runs as invariant_forward
 from expertmesh.ops.experts.weighted_activation import weighted_activation
 from expertmesh.ops.permute import combine, permute
+from expertmesh.ops.route_metadata import RouteMetadata
+
+Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""((R, K) rows in the order of their experts, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with adapted matrices."""
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
@@ -23,25 +32,45 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     Raises:
         ConfigError: there are adapters of another number of experts.
     """
-    metadata, backend = call.maps, call.backend
-    assert metadata is not None and call.adapters is not None
+    assert call.maps is not None and call.adapters is not None
     for adapter in call.adapters:
         if adapter is not None and not adapter.is_shared:
             _check(adapter, call.experts.num_experts)
+    how: dict[str, Any] = {"offsets_E": call.maps.offsets_E, "backend": call.backend}
+    on_in, on_out = (partial(_times, adapter, **how) for adapter in call.adapters)
+    return _between(call, on_in, on_out)
+
+
+def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
+    """The same where tokens have different adapters, or none: (T, D), not differentiable; does not synchronise."""
+    assert call.maps is not None
+    if call.batch_invariant:
+        return invariant_forward(call)
+    rows = [_rows_of(run, call.maps, call.weights_TK.shape[1]) for run in call.runs]
+    how: dict[str, Any] = {"offsets_E": call.maps.offsets_E, "backend": call.backend}
+    on_in, on_out = (
+        partial(_times_of_runs, list(zip(rows, each, strict=True)), **how)
+        for each in ([run.on_in for run in call.runs], [run.on_out for run in call.runs])
+    )
+    return _between(call, on_in, on_out)
+
+
+def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
+    """(T, D): what `moe_mlp` computes, with the products that are given."""
+    metadata, backend = call.maps, call.backend
+    assert metadata is not None
     one = call.experts.joined(call.x_TD.dtype)
     x_RD = permute(call.x_TD, metadata, backend=backend)
-    how: dict[str, Any] = {"offsets_E": metadata.offsets_E, "backend": backend}
-    on_in, on_out = call.adapters
     bias = None if one.b_in_EGF is None else one.b_in_EGF.flatten(1)
-    h_RN = _times(on_in, x_RD, one.w_in_EGFD.flatten(1, 2), bias, **how)
+    h_RN = on_in(x_RD, one.w_in_EGFD.flatten(1, 2), bias)
     s_R = call.weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
     if one.b_out_ED is None:
         a_RF = weighted_activation(h_RN, s_R, activation=one.activation)
-        y_RD = _times(on_out, a_RF, one.w_out_EDF, None, **how)
+        y_RD = on_out(a_RF, one.w_out_EDF, None)
     else:
         _, G, width, _ = one.shape
         a_RF = activate(h_RN.unflatten(1, (G, width)), one.activation)
-        y_RD = _times(on_out, a_RF, one.w_out_EDF, one.b_out_ED, **how)
+        y_RD = on_out(a_RF, one.w_out_EDF, one.b_out_ED)
         y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
     return combine(y_RD, metadata, call.weights_TK.shape[1], backend=backend)
 
@@ -75,3 +104,38 @@ def _times(
     y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
     low_Rr = F.linear(x_RK, a[0])
     return y_RN + F.linear(low_Rr, b[0] * adapter.scaling)
+
+
+class _Rows(NamedTuple):
+    """Rows of a run's tokens, in the order of all rows, and where those of each expert begin among them."""
+
+    index_n: Tensor
+    offsets_E: Tensor
+
+
+def _rows_of(run: AdapterRun, maps: RouteMetadata, top_k: int) -> _Rows:
+    index_n = maps.row_of_slot_N[run.first * top_k : run.stop * top_k].sort().values
+    offsets_E = torch.searchsorted(index_n, maps.offsets_E, out_int32=True)
+    # slots without an expert lie behind all rows: their products are zeros, wherever these are added
+    return _Rows(index_n.clamp(max=max(len(maps.token_of_row_N) - 1, 0)), offsets_E)
+
+
+def _times_of_runs(
+    runs: list[tuple[_Rows, LowRank | None]],
+    x_RK: Tensor,
+    w_ENK: Tensor,
+    b_EN: Tensor | None,
+    *,
+    offsets_E: Tensor,
+    backend: str,
+) -> Tensor:
+    """As `_times`, each run's rows with its own adapter."""
+    y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
+    for rows, adapter in runs:
+        if adapter is None or not len(rows.index_n):
+            continue
+        a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+        low_nr = grouped_linear(x_RK[rows.index_n], a, rows.offsets_E, backend=backend)
+        more_nN = grouped_linear(low_nr * adapter.scaling, b, rows.offsets_E, backend=backend)
+        y_RN.index_add_(0, rows.index_n, more_nN)
+    return y_RN

@@ -57,7 +57,7 @@ def _has_few_rows(c: ExpertsCall) -> bool:
     return (
         c.maps is None
         and c.ids_TK is not None
-        and c.adapters is None
+        and not c.has_adapters
         and not c.batch_invariant
         and experts.is_whole
         and len(experts.b_in) == 0
@@ -123,6 +123,9 @@ _BY_TRITON = partial(call.backward, triton_backend.backward)
 BACKENDS: dict[str, Backend] = {
     "few_rows": Backend(_has_few_rows, _few_rows),
     "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
+    "adapter_runs": Backend(
+        lambda c: c.maps is not None and bool(c.runs), adapters.forward_of_runs
+    ),
     "adapters": Backend(lambda c: c.maps is not None and c.adapters is not None, adapters.forward),
     "reference": Backend(
         lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True

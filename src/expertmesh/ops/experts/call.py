@@ -36,6 +36,22 @@ class LowRank(NamedTuple):
     is_shared: bool
 
 
+class AdapterRun(NamedTuple):
+    """Tokens one after the other whose experts have an adapter that others have not.
+
+    Attributes:
+        first: the first of them.
+        stop: the one behind the last.
+        on_in: what is added to w_in, for each expert; None: nothing.
+        on_out: what is added to w_out.
+    """
+
+    first: int
+    stop: int
+    on_in: LowRank | None
+    on_out: LowRank | None
+
+
 class ExpertsCall(NamedTuple):
     """What the experts compute: tokens and their routing weights beside the experts' weights.
 
@@ -47,7 +63,8 @@ class ExpertsCall(NamedTuple):
         ids_TK: (T, K) slots of the experts, until there are `maps`.
         maps: the order of the rows; None: a backend that needs none is still looked for.
         batch_invariant: whether a row's result has to be the same to the bit in every batch.
-        adapters: what is added to w_in and to w_out; None: no adapters at all.
+        adapters: what is added to w_in and to w_out for all tokens; None: no adapters at all.
+        runs: tokens that have adapters of their own, in their order, in the place of `adapters`; for inference alone.
     """
 
     x_TD: Tensor
@@ -58,6 +75,12 @@ class ExpertsCall(NamedTuple):
     maps: RouteMetadata | None = None
     batch_invariant: bool = False
     adapters: tuple[LowRank | None, LowRank | None] | None = None
+    runs: tuple[AdapterRun, ...] = ()
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether anything is added to the experts' matrices."""
+        return self.adapters is not None or bool(self.runs)
 
     @property
     def differentiable(self) -> list[Tensor]:

@@ -4,15 +4,16 @@ Made for inference: differentiable once, by the backward of the other backends, 
 copy. Without Triton it synchronises with a GPU to read the offsets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from expertmesh.ops.activation import inner_name
 from expertmesh.ops.dtypes import gemm_dtype
 from expertmesh.ops.experts import triton_backend
-from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.torch_forward import row_weights
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant
@@ -39,6 +40,11 @@ def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Ten
 
 def forward(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
     """y (T, D), one expert after the other, its rows in blocks of one shape; and H without rows."""
+    return forward_of_runs(call), _without_rows(call)
+
+
+def forward_of_runs(call: ExpertsCall) -> Tensor:
+    """y (T, D) of the same, with the adapters that tokens have; rows of those that have none get the bits of `forward`."""
     x_TD, weights_TK, maps = call.x_TD, call.weights_TK, call.maps
     assert maps is not None
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
@@ -46,13 +52,63 @@ def forward(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
     bounds = maps.offsets_E.tolist()
     y_RD = x_TD.new_empty(bounds[-1], x_TD.shape[1], dtype=dtype)
     s_R1 = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)[:, None]
+    run_of_T = _run_of_tokens(call)
+    on_in, on_out = [run.on_in for run in call.runs], [run.on_out for run in call.runs]
     for pieces in _pieces(bounds):
         rows = slice(pieces[0][1], pieces[-1][2])
+        tokens = maps.token_of_row_N[rows]
+        run_of_R = None if run_of_T is None else run_of_T[tokens]
         _multiply(
-            x_TD.index_select(0, maps.token_of_row_N[rows]), s_R1[rows], experts, pieces, y_RD[rows]
+            x_TD.index_select(0, tokens),
+            s_R1[rows],
+            experts,
+            pieces,
+            y_RD[rows],
+            on_in=_LowRanks(on_in, run_of_R),
+            on_out=_LowRanks(on_out, run_of_R),
         )
     y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
-    return y_TD.to(x_TD.dtype), _without_rows(call)
+    return y_TD.to(x_TD.dtype)
+
+
+def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
+    """(T,) the number of each token's run, -1 without one; None: there are no runs."""
+    if not call.runs:
+        return None
+    run_of_T = torch.full((len(call.x_TD),), -1, device=call.x_TD.device)
+    for number, run in enumerate(call.runs):
+        run_of_T[run.first : run.stop] = number
+    return run_of_T
+
+
+class _LowRanks:
+    """What adapters add to products of rows that may have different ones.
+
+    Args:
+        of_runs: the adapter of each run.
+        run_of_R: the run of each row, -1 without one; None: no row has any.
+    """
+
+    def __init__(self, of_runs: Sequence[LowRank | None], run_of_R: Tensor | None) -> None:
+        self._of_runs, self._run_of_R = of_runs, run_of_R
+
+    def add(self, expert: int, rows: slice, x_RK: Tensor, y_RN: Tensor) -> None:
+        """Add to the products of one expert's rows; each row's sum is its own."""
+        if self._run_of_R is None:
+            return
+        run_of_n, x, y = self._run_of_R[rows], x_RK[rows], y_RN[rows]
+        for number in run_of_n.unique().tolist():
+            adapter = None if number < 0 else self._of_runs[number]
+            if adapter is None:
+                continue
+            at = (run_of_n == number).nonzero()[:, 0]
+            a_rK, b_Nr = (factor[expert].to(y.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+            own = x.index_select(0, at)
+            low_nr = BlockProduct.of(a_rK).into(own, y.new_empty(len(at), len(a_rK)))
+            more_nN = BlockProduct.of(b_Nr).into(
+                low_nr * adapter.scaling, y.new_empty(len(at), len(b_Nr))
+            )
+            y[at] = y[at] + more_nN
 
 
 def _pieces(bounds: list[int]) -> Iterator[list[tuple[int, int, int]]]:
@@ -77,6 +133,9 @@ def _multiply(
     experts: ExpertSlice,
     pieces: list[tuple[int, int, int]],
     y_RD: Tensor,
+    *,
+    on_in: _LowRanks,
+    on_out: _LowRanks,
 ) -> None:
     """Write s * act(x W_in^T + b_in) W_out^T + s b_out of rows in the order of their experts; H is rounded to the type of y."""
     _, G, F, _ = experts.shape
@@ -86,11 +145,13 @@ def _multiply(
         rows = slice(first - began, stop - began)
         b_in = None if experts.b_in_EGF is None else experts.b_in_EGF[e].flatten().to(dtype)
         BlockProduct.of(experts.w_in(e, dtype), b_in).into(x_RD[rows], h_RH[rows])
+        on_in.add(e, rows, x_RD, h_RH)
     h_RGF = h_RH.to(s_R1.dtype).unflatten(1, (G, F))
     a_RF = (invariant.activate(h_RGF, inner_name(experts.activation)) * s_R1).to(dtype)
     for e, first, stop in pieces:
         rows = slice(first - began, stop - began)
         BlockProduct.of(experts.w_out(e, dtype)).into(a_RF[rows], y_RD[rows])
+        on_out.add(e, rows, a_RF, y_RD)
         if experts.b_out_ED is not None:
             y_RD[rows] += s_R1[rows] * experts.b_out_ED[e]
 

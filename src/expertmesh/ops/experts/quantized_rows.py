@@ -30,7 +30,7 @@ def serves(c: ExpertsCall) -> bool:
     w = c.experts
     if c.maps is not None or c.ids_TK is None or w.format not in _COLUMNS:
         return False
-    if c.adapters is not None or c.batch_invariant or not w.is_whole or w.b_in:
+    if c.has_adapters or c.batch_invariant or not w.is_whole or w.b_in:
         return False
     if w.b_out is not None or c.backend not in ("auto", "torch") or c.x_TD.dim() != 2:
         return False

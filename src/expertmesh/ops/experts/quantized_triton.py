@@ -20,7 +20,7 @@ def serves(c: ExpertsCall) -> bool:
         and w.is_whole
         and not w.b_in
         and w.b_out is None
-        and c.adapters is None
+        and not c.has_adapters
         and not c.batch_invariant
         and not (torch.is_grad_enabled() and (c.x_TD.requires_grad or c.weights_TK.requires_grad))
     )

@@ -1,0 +1,234 @@
+"""Low-rank adapters of an engine, of which each request may have one: W + s B A for its tokens, W for those beside them.
+
+The products with W are those of all tokens of a step. Tokens with one adapter lie together in a step (`Scheduler.schedule`), and
+s (x A^T) B^T is added to theirs, by the arithmetic of the module: in deterministic mode a token has the same bits alone and beside others.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.checkpoints.adapters import Factors, read_adapter_files, read_factors
+from expertmesh.engine.blocks import ROOT
+from expertmesh.errors import ConfigError
+from expertmesh.moe.dense_parts import Linear
+from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.experts import DenseMLP, GroupedExperts
+from expertmesh.moe.layer import MoELayer
+from expertmesh.ops.experts.call import AdapterRun, LowRank
+
+OVER_RANKS = "adapters over ranks are not served; use one process"
+_RANK = 16
+"""Ranks are filled up to a multiple of it: products that keep a row's bits take no others without a copy."""
+
+
+def folders_by_name(adapters: Any) -> Mapping[str, Any]:
+    """What a caller gives as adapters; None: there are none.
+
+    Raises:
+        ConfigError: it is nothing of the kind.
+    """
+    if adapters is None or isinstance(adapters, Mapping):
+        return adapters or {}
+    raise ConfigError(
+        f"adapters is a {type(adapters).__name__}; give folders by name, as in {{'name': 'folder'}}"
+    )
+
+
+def why_no_adapters(model: Any) -> str | None:
+    """Why none are served on a model, in a line; None: they are."""
+    if not hasattr(model, "spec"):
+        return (
+            f"adapters on a {type(model).__name__} are not served, only on a GPT of ours; open the folder without"
+            " implementation=transformers"
+        )
+    layers = (module for module in model.modules() if isinstance(module, MoELayer))
+    if all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
+        return None
+    return OVER_RANKS
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """One adapter.
+
+    Attributes:
+        name: as requests say.
+        folder: that it was read from.
+        root: number of the prefix before the tokens of its requests; below `ROOT`, and never used twice.
+        of_module: what it adds to the matrices of each module, by path: of a linear map to its one, of experts to w_in and w_out.
+        num_bytes: of its factors.
+        num_requests: that had it, so far.
+    """
+
+    name: str
+    folder: Path
+    root: int
+    of_module: dict[str, dict[str, LowRank]]
+    num_bytes: int = 0
+    num_requests: int = field(default=0)
+
+
+class Run(NamedTuple):
+    """Tokens of a step, one after the other, with one adapter."""
+
+    first: int
+    stop: int
+    adapter: LoadedAdapter
+
+
+class Adapters:
+    """The adapters of a model, by name.
+
+    Args:
+        model: a GPT on this process.
+        dtype: of the factors.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+        self._known: dict[str, LoadedAdapter] = {}
+        self._roots = itertools.count(ROOT - 1, -1)
+        self._runs: tuple[Run, ...] = ()
+        self._is_attached = False
+
+    @property
+    def all(self) -> list[LoadedAdapter]:
+        """Those that are there, in the order in which they came."""
+        return list(self._known.values())
+
+    def get(self, name: Any) -> LoadedAdapter:
+        """One by its name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if isinstance(name, str) and name in self._known:
+            return self._known[name]
+        shown = repr(name) if len(repr(name)) < 60 else f"a {type(name).__name__}"
+        known = ", ".join(map(repr, self._known)) or "none"
+        raise ConfigError(
+            "adapter", shown, f"there is no such adapter (there are: {known})", "load it first"
+        )
+
+    def load(self, name: Any, folder: str | Path) -> None:
+        """Read a folder of peft's.
+
+        Raises:
+            ConfigError: the name is taken or none, or the folder holds what the engine does not serve; names it.
+            CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError("adapter", repr(name), "must be a name", "give a string")
+        if name in self._known:
+            raise ConfigError("adapter", repr(name), "is there already", "unload it first")
+        if not isinstance(folder, str | Path):
+            raise ConfigError(
+                f"adapter {name!r}: folder is a {type(folder).__name__}; give a path of peft's save_pretrained"
+            )
+        files = read_adapter_files(folder)
+        found = read_factors(files, self._model.config, multiple=_RANK)
+        of_module: dict[str, dict[str, LowRank]] = {}
+        for parameter, factors in found.items():
+            path, _, which = parameter.rpartition(".")
+            self._check(path, files.folder)
+            of_module.setdefault(path, {})[which] = self._low_rank(factors)
+        if not self._is_attached:
+            self._attach()
+        loaded = LoadedAdapter(name, files.folder, next(self._roots), of_module)
+        each = (one for both in of_module.values() for one in both.values())
+        loaded.num_bytes = sum(one.a_ErK.nbytes + one.b_ENr.nbytes for one in each)
+        self._known[name] = loaded
+
+    def unload(self, name: Any) -> None:
+        """Forget one, which no request has any more.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        del self._known[self.get(name).name]
+
+    def runs(self, chunks: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+        """Runs of tokens with one adapter.
+
+        Args:
+            chunks: number of tokens and root of each chunk of a step.
+        """
+        by_root = {one.root: one for one in self._known.values()}
+        found: list[Run] = []
+        first = 0
+        for count, root in chunks:
+            stop = first + count
+            if root != ROOT:
+                last = found[-1] if found else None
+                if last is not None and last.stop == first and last.adapter.root == root:
+                    found[-1] = last._replace(stop=stop)
+                else:
+                    found.append(Run(first, stop, by_root[root]))
+            first = stop
+        return tuple(found)
+
+    @contextmanager
+    def on(self, runs: tuple[Run, ...]) -> Iterator[None]:
+        """While a step is computed: which of its tokens have which adapter."""
+        self._runs = runs
+        try:
+            yield
+        finally:
+            self._runs = ()
+
+    def _check(self, path: str, folder: Path) -> None:
+        """Raise ConfigError where a module that has an adapter is none of those that take one."""
+        module = self._model.get_submodule(path)
+        if not isinstance(module, Linear | DenseMLP | GroupedExperts):
+            kind = type(module).__name__
+            raise ConfigError(
+                f"{folder}: has an adapter on {path}, a {kind}: quantised experts and experts in slots take none; open the model with all"
+                " its experts as they were trained, or train the adapter on attention alone"
+            )
+        if isinstance(module, GroupedExperts) and module.adapters is not None:
+            raise ConfigError(
+                f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
+            )
+
+    def _low_rank(self, factors: Factors) -> LowRank:
+        a, b = (factor.to(self._model.device, self._dtype) for factor in factors)
+        return LowRank(a, b, 1.0, False)
+
+    def _attach(self) -> None:
+        """Let the modules ask what the tokens of a step have; without adapters among them they compute as before."""
+        self._is_attached = True
+        for path, module in self._model.named_modules():
+            if isinstance(module, Linear):
+                module.register_forward_hook(partial(self._add_to, path))
+            elif isinstance(module, DenseMLP | GroupedExperts):
+                module.of_rows = partial(self._of_rows, path)
+
+    def _of_rows(self, path: str) -> tuple[AdapterRun, ...]:
+        found = []
+        for first, stop, adapter in self._runs:
+            own = adapter.of_module.get(path, {})
+            if own:
+                found.append(AdapterRun(first, stop, own.get("w_in"), own.get("w_out")))
+        return tuple(found)
+
+    def _add_to(self, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+        """Add to the output of a linear map, in place."""
+        if not self._runs:
+            return
+        assert isinstance(module, Linear)
+        linear = module.arithmetic.in_mode(module.training).linear
+        x_TK, y_TN = args[0].flatten(0, -2), y.view(-1, y.shape[-1])
+        for first, stop, adapter in self._runs:
+            own = adapter.of_module.get(path)
+            if own is not None:
+                a_ErK, b_ENr, *_ = own["weight"]
+                low_nr = linear(x_TK[first:stop], a_ErK[0], backend=module.backend)
+                y_TN[first:stop] += linear(low_nr, b_ENr[0], backend=module.backend)

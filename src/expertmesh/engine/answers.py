@@ -1,0 +1,169 @@
+"""What is said of answers: texts, logprobs, experts and ends, step by step, from what a step drew."""
+
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from expertmesh.engine.drafts import PromptLookup
+from expertmesh.engine.groups import GroupScheduler
+from expertmesh.engine.output import NOT_FINITE, Logprob, RequestOutput
+from expertmesh.engine.request import Request, Sequence, State
+from expertmesh.engine.runner import StepResult
+from expertmesh.engine.scheduler import Scheduler, Step
+from expertmesh.engine.stops import AnswerText
+from expertmesh.engine.timing import Timing
+
+
+@dataclass
+class _Answer:
+    """What is known of a sequence beside what the scheduler needs."""
+
+    text: AnswerText
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: dict[int, Logprob] = field(default_factory=dict)
+    experts: dict[int, Tensor] = field(default_factory=dict)
+    error: str | None = None
+    lookup: PromptLookup = field(default_factory=PromptLookup)
+    timing: Timing = field(default_factory=Timing)
+
+
+class Answers:
+    """The answers of requests that have not ended.
+
+    Args:
+        tokenizer: of the model; None: answers have no text.
+
+    Attributes:
+        known: what is known of each sequence.
+        num_tokens: that all answers have got so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.known: dict[Sequence, _Answer] = {}
+        self.num_tokens = 0
+
+    def begin(self, request: Request) -> None:
+        """Take a request's answers."""
+        for sequence in request.sequences:
+            text = AnswerText(self._tokenizer, request.params.stop)
+            self.known[sequence] = _Answer(text)
+
+    def guess(self, sequence: Sequence, most: int) -> list[int]:
+        """Tokens, at most so many, that may come next."""
+        return self.known[sequence].lookup.guess(sequence.token_ids, most)
+
+    def settle(
+        self, step: Step, result: StepResult, scheduler: Scheduler | GroupScheduler
+    ) -> list[RequestOutput]:
+        """Put a step into the books, end what has ended, and say what is new."""
+        scheduler.commit(step, result.tokens)
+        for sequence, position, logprob in result.logprobs:
+            answer = self.known.get(sequence)
+            if answer is not None and position < sequence.num_prompt:
+                answer.prompt_logprobs[position] = logprob
+            elif answer is not None:
+                answer.logprobs.append(logprob)
+        for chunk, ids in result.experts:
+            if not chunk.sequence.is_guessed:
+                places = range(chunk.start, chunk.start + chunk.count)
+                self.known[chunk.sequence].experts.update(zip(places, ids, strict=True))
+        touched = []
+        for sequence, token in result.tokens.items():
+            if sequence.state is State.FINISHED or sequence.is_guessed:
+                continue
+            self._answer(sequence, token, scheduler, is_broken=sequence in result.broken)
+            touched.append(sequence)
+            self._accept(sequence, step, result, scheduler)
+        return [self._output(sequence) for sequence in touched]
+
+    def _accept(
+        self,
+        sequence: Sequence,
+        step: Step,
+        result: StepResult,
+        scheduler: Scheduler | GroupScheduler,
+    ) -> None:
+        """The tokens behind guesses that were right."""
+        for one in step.guessed.get(sequence, ()):
+            if not scheduler.accept(sequence, one, result.tokens[one]):
+                return
+            answer = self.known[sequence]
+            answer.logprobs += [logprob for known, _, logprob in result.logprobs if known is one]
+            for chunk, ids in result.experts:
+                if chunk.sequence is one:
+                    answer.experts[chunk.start] = ids[0]
+            token = result.tokens[one]
+            self._answer(sequence, token, scheduler, is_broken=one in result.broken)
+
+    def _answer(
+        self,
+        sequence: Sequence,
+        token: int,
+        scheduler: Scheduler | GroupScheduler,
+        *,
+        is_broken: bool,
+    ) -> None:
+        """One more token of an answer."""
+        self.num_tokens += 1
+        answer, request = self.known[sequence], sequence.request
+        answer.timing.drew(time.perf_counter())
+        num_new = len(sequence.new_ids)
+        may_end = num_new > request.params.min_tokens
+        if is_broken:
+            answer.error = NOT_FINITE.format(len(sequence.token_ids) - 1)
+            sequence.token_ids.pop()
+            scheduler.finish(sequence, "error")
+        elif token in request.end_ids and (may_end or sequence.rule is not None):
+            scheduler.finish(sequence, "stop")
+        else:
+            answer.text.feed(token, may_stop=may_end)
+            if answer.text.is_stopped:
+                scheduler.finish(sequence, "stop")
+            elif num_new == request.max_tokens:
+                scheduler.finish(sequence, "length")
+            elif sequence.rule is not None and (why := sequence.rule.problem(sequence.new_ids)):
+                answer.error = why
+                scheduler.finish(sequence, "error")
+        if sequence.state is State.FINISHED:
+            answer.text.finish()
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
+        answer, request = self.known[sequence], sequence.request
+        params = request.params
+        is_finished = sequence.state is State.FINISHED
+        prompt_logprobs = None
+        first = self.known[request.sequences[0]]
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = tuple(
+                first.prompt_logprobs.get(i) for i in range(sequence.num_prompt)
+            )
+        experts = None
+        if params.return_routed_experts:
+            known = first.experts | answer.experts
+            rows = [known[i] for i in range(len(sequence.token_ids) - 1) if i in known]
+            experts = torch.stack(rows) if rows else None
+        return RequestOutput(
+            request.request_id,
+            sequence.index,
+            request.prompt_ids,
+            tuple(sequence.new_ids),
+            answer.text.text if is_finished else answer.text.settled,
+            sequence.finish_reason,
+            answer.error,
+            None if params.logprobs is None else tuple(answer.logprobs),
+            prompt_logprobs,
+            experts,
+            sequence.num_cached or 0,
+            replace(answer.timing),
+        )
+
+    def leave(self, request: Request) -> list[RequestOutput]:
+        """The answers of a request, which is forgotten."""
+        outputs = [self._output(sequence) for sequence in request.sequences]
+        for sequence in request.sequences:
+            del self.known[sequence]
+        return outputs

@@ -1,0 +1,275 @@
+"""Adapters of requests: tokens, logprobs and bits are those of a model that has the one adapter, or none, whatever is beside it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.engine.test_engine import ARRANGEMENTS, GREEDY, PROMPTS, gpt
+from tests.oracle.numerics import assert_close_fp64
+from tests.support.adapters import ATTENTION, EXPERTS, make_adapter, merged
+
+from expertmesh import lora
+from expertmesh.checkpoints.adapters import WEIGHTS
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.integrations.peft import save_adapters
+from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.model import GPT
+
+WHO = ["a", None, "b", "a", "a", None]
+"""The adapter of each of PROMPTS."""
+SCORED = SamplingParams(temperature=0, max_tokens=9, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two adapters: on attention and experts, and of another rank on some of both."""
+    place, config = tmp_path_factory.mktemp("adapters"), gpt().config
+    a = make_adapter(place / "a", config, seed=1)
+    only = {"modules": ("v_proj", "q_proj"), "parameters": EXPERTS[1:]}
+    return {"a": a, "b": make_adapter(place / "b", config, seed=2, rank=3, alpha=2, **only)}
+
+
+def engine_of(model, folders, **options):
+    return Engine(model, adapters=folders, **options)
+
+
+def merged_with(model, folders, name):
+    """The model with an adapter in its weights."""
+    if name is None:
+        return model
+    engine = Engine(gpt(), adapters=folders)
+    return merged(model, engine._runner.adapters.get(name).of_module)
+
+
+def assert_same(found, expected):
+    assert found.token_ids == expected.token_ids
+    pairs = zip(found.logprobs, expected.logprobs, strict=True)
+    ours, theirs = zip(*((a.logprob, b.logprob) for a, b in pairs), strict=True)
+    ours, theirs = (torch.tensor(one, dtype=torch.float64) for one in (ours, theirs))
+    assert_close_fp64(ours, theirs, what="logprobs")
+
+
+OPTIONS = {
+    **ARRANGEMENTS,
+    "guesses": {"num_draft_tokens": 3},
+    "roomy": {},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_mixed_requests_are_those_of_merged_models(folders, options):
+    model = gpt()
+    found = engine_of(model, folders, **options).generate(PROMPTS, SCORED, adapter=WHO)
+    for name in (None, "a", "b"):
+        alone = Engine(merged_with(model, folders, name))
+        for prompt, who, answer in zip(PROMPTS, WHO, found, strict=True):
+            if who == name:
+                assert_same(answer, alone.generate(prompt, SCORED)[0])
+    texts = {answer.token_ids for answer in found}
+    assert len(texts) == len(PROMPTS)  # the adapters say something
+
+
+ROUTERS = {
+    "shared and residual": {"num_shared_experts": 1, "residual": True, "top_k": 1},
+    "biased": {"bias": True},
+    "pyramid": {"num_experts": (2, 4)},
+}
+
+
+@pytest.mark.parametrize("moe", ROUTERS.values(), ids=ROUTERS)
+def test_layers_of_every_kind_take_them(tmp_path, moe):
+    model = gpt(moe=moe)
+    folder = make_adapter(tmp_path / "a", model.config, seed=1)
+    engine = Engine(model, adapters={"a": folder})
+    found = engine.generate(PROMPTS[:3], SCORED, adapter=["a", None, "a"])
+    whole = Engine(merged(model, engine._runner.adapters.get("a").of_module))
+    for answer, prompt in zip(found[::2], PROMPTS[:3:2], strict=True):
+        assert_same(answer, whole.generate(prompt, SCORED)[0])
+    assert_same(found[1], Engine(model).generate(PROMPTS[1], SCORED)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("moe", [{}, {"bias": True, "num_shared_experts": 1}], ids=["", "shared"])
+def test_deterministic_bits_do_not_depend_on_neighbours(tmp_path, dtype, moe):
+    model = gpt(dtype, moe=moe, batch_invariant=True)
+    folders = {
+        "a": make_adapter(tmp_path / "a", model.config, seed=1),
+        "b": make_adapter(tmp_path / "b", model.config, seed=2, rank=17, parameters=EXPERTS[:1]),
+    }
+
+    def bits(outputs):
+        return [(o.token_ids, tuple(one.logprob for one in o.logprobs)) for o in outputs]
+
+    alone = []
+    for prompt, who in zip(PROMPTS, WHO, strict=True):
+        own = {} if who is None else {who: folders[who]}
+        engine = Engine(model, deterministic=True, adapters=own)
+        alone += bits(engine.generate(prompt, SCORED, adapter=who))
+    for options in ARRANGEMENTS.values():
+        engine = Engine(model, deterministic=True, adapters=folders, **options)
+        assert bits(engine.generate(PROMPTS, SCORED, adapter=WHO)) == alone
+        turned = engine.generate(PROMPTS[::-1], SCORED, adapter=WHO[::-1])
+        assert bits(turned)[::-1] == alone
+
+
+def test_prefixes_are_of_one_adapter_and_an_unloaded_one_leaves_none(folders, tmp_path):
+    engine = engine_of(gpt(), folders, block_size=2)
+    prompt = PROMPTS[3]
+
+    def cached(who):
+        return engine.generate(prompt, GREEDY, adapter=who)[0].num_cached_tokens
+
+    assert [cached(who) for who in ("a", "b", None)] == [0, 0, 0]
+    assert [cached(who) for who in ("a", "b", None)] == [24, 24, 24]
+    engine.unload_adapter("a")
+    engine.load_adapter("a", make_adapter(tmp_path / "a", engine.model.config, seed=9))
+    assert cached("a") == 0 and cached("b") == 24
+    assert engine.adapter_requests() == {"b": 3, "a": 1}
+    assert sorted(engine.adapters) == ["a", "b"]
+
+
+def test_several_answers_and_streams(folders):
+    engine = engine_of(gpt(), folders, block_size=2)
+    params = SamplingParams(n=3, seed=5, max_tokens=6)
+    many = engine.generate(PROMPTS[3], params, adapter="a")
+    again = Engine(merged_with(gpt(), folders, "a")).generate(PROMPTS[3], params)
+    assert [one.token_ids for one in many] == [one.token_ids for one in again]
+    *_, last = engine.stream(PROMPTS[3], GREEDY, adapter="a")
+    expected = engine.generate(PROMPTS[3], GREEDY, adapter="a")[0]
+    assert last.token_ids == expected.token_ids != engine.generate(PROMPTS[3], GREEDY)[0].token_ids
+
+
+def test_our_own_adapters_and_the_model_itself_stay_as_they_were(tmp_path):
+    """Those of `lora.add`, learned or not, are served as they computed; the model does without them outside of a step."""
+    trained = gpt()
+    lora.add(trained, rank=2, alpha=8, seed=0)
+    with torch.no_grad():
+        for adapter in lora.adapters(trained).values():
+            adapter.b.normal_(std=0.3, generator=torch.Generator().manual_seed(3))
+    save_adapters(trained, tmp_path / "ours")
+    model, ids = gpt(), torch.tensor([PROMPTS[3]])
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with torch.no_grad():
+        logits = model(ids).logits_BSV
+    engine = Engine(model, adapters={"ours": tmp_path / "ours"})
+    found = engine.generate(PROMPTS, SCORED, adapter="ours")
+    for answer, expected in zip(found, Engine(trained).generate(PROMPTS, SCORED), strict=True):
+        assert_same(answer, expected)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits_BSV, logits)
+    assert all(torch.equal(model.state_dict()[name], one) for name, one in before.items())
+    assert model.state_dict().keys() == before.keys()
+
+
+def test_a_request_that_goes_on_keeps_its_adapter(folders):
+    engine = engine_of(gpt(), folders)
+    engine.add(PROMPTS[0], GREEDY, adapter="a")
+    engine.step()
+    with pytest.raises(ConfigError, match=r"adapter='a': 1 requests have it; wait for them"):
+        engine.unload_adapter("a")
+    while engine.has_work:
+        engine.step()
+    engine.unload_adapter("a")
+    with pytest.raises(ConfigError, match=r"no such adapter \(there are: 'b'\)"):
+        engine.add(PROMPTS[0], GREEDY, adapter="a")
+
+
+def change(tensors, values):
+    """Change a folder's tensors and options by functions, or not."""
+
+    def done(folder):
+        if tensors is not None:
+            found = load_file(folder / WEIGHTS)
+            wanted = tensors(found) or found
+            save_file({name: one.clone() for name, one in wanted.items()}, folder / WEIGHTS)
+        if values is not None:
+            path = folder / "adapter_config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return done
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+WRONG = {
+    "no folder": (lambda folder: [one.unlink() for one in folder.iterdir()], "no readable adapter"),
+    "no tensors": (lambda folder: (folder / WEIGHTS).unlink(), "missing or unreadable"),
+    "cut": (lambda folder: (folder / WEIGHTS).write_bytes(b"12345"), "missing or unreadable"),
+    "DoRA": (change(None, {"use_dora": True}), "use_dora=True: is not served"),
+    "bias": (change(None, {"bias": "all"}), "bias='all': is not served"),
+    "PiSSA": (change(None, {"init_lora_weights": "pissa"}), "init_lora_weights='pissa'"),
+    "kind": (change(None, {"peft_type": "IA3"}), "peft_type='IA3': only LORA"),
+    "rank": (change(None, {"r": 4}), "has shape .* and must have .* by r=4 in adapter_config.json"),
+    "no rank": (change(None, {"r": 0}), "r=0 in adapter_config.json: must be a number above 0"),
+    "scaling": (change(None, {"lora_alpha": "x"}), "lora_alpha='x'"),
+    "router": (
+        change(None, {"target_parameters": ["mlp.gate.weight"]}),
+        "target_parameters=mlp.gate.weight: is on no experts",
+    ),
+    "half": (change(lambda t: t.pop(Q) is None and None, None), "has no tensor .*lora_A.weight"),
+    "not finite": (change(lambda t: t[Q].fill_(torch.nan) is None, None), "is not finite"),
+    "other width": (change(lambda t: t | {Q: torch.ones(2, 30)}, None), r"\(2, 30\) and must"),
+    "other layers": (
+        change(lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}, None),
+        "layers.7.* which this model has not",
+    ),
+    "vocabulary": (
+        change(
+            lambda t: {k.replace("self_attn.q_proj", "mlp.gate"): v for k, v in t.items()}, None
+        ),
+        "mlp.gate, which takes none here",
+    ),
+    "no factor": (change(lambda t: t | {"x.lora_magnitude": t[Q]}, None), "x.lora_magnitude that"),
+    "none": (
+        change(lambda t: {"x.lora_A.weight": t[Q], "x.lora_B.weight": t[Q]}, None),
+        " x, which",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "line"), WRONG.values(), ids=WRONG)
+def test_a_wrong_folder_is_named_and_nothing_is_loaded(folders, tmp_path, spoil, line):
+    model = gpt()
+    folder = make_adapter(tmp_path / "wrong", model.config, seed=1)
+    spoil(folder)
+    engine = engine_of(model, {"b": folders["b"]})
+    with pytest.raises((ConfigError, CheckpointError), match=line) as caught:
+        engine.load_adapter("wrong", folder)
+    assert str(caught.value).count("\n") == 0 and list(engine.adapters) == ["b"]
+    (answer,) = engine.generate(PROMPTS[0], GREEDY)
+    assert answer.token_ids == Engine(model).generate(PROMPTS[0], GREEDY)[0].token_ids
+
+
+def test_names_and_engines_that_take_none(folders):
+    engine = Engine(gpt())
+    for ask in (
+        lambda: engine.add(PROMPTS[0], adapter="a"),
+        lambda: engine.unload_adapter("a"),
+        lambda: engine.load_adapter("", folders["a"]),
+        lambda: engine.load_adapter("a", 3),
+        lambda: Engine(gpt(), adapters=[folders["a"]]),
+        lambda: Engine(gpt(torch.float32), adapters=folders, compile=True),
+        lambda: engine_of(gpt(), folders).load_adapter("a", folders["b"]),
+        lambda: engine_of(gpt(), folders).add(PROMPTS[0], adapter=3),
+        lambda: engine_of(gpt(), folders).generate(PROMPTS, adapter=["a"]),
+    ):
+        with pytest.raises(ConfigError, match=r"adapters?\b"):
+            ask()
+    has_own = gpt()
+    lora.add(has_own, seed=0)
+    with pytest.raises(ConfigError, match="has adapters already; merge or remove them"):
+        engine_of(has_own, folders)
+
+
+def test_dense_models_take_them_on_attention(tmp_path):
+    sizes = {"vocab_size": 64, "max_seq_len": 64, "dim": 24, "num_layers": 2, "num_heads": 4}
+    config = ModelConfig(**sizes, init_std=0.3, moe={"num_experts": ()})
+    model = GPT(config, dtype=torch.float64, seed=1).eval()
+    folder = make_adapter(tmp_path / "a", model.config, seed=1, modules=ATTENTION, parameters=())
+    engine = Engine(model, adapters={"a": folder})
+    found = engine.generate(PROMPTS[:2], SCORED, adapter=["a", None])
+    whole = merged(model, engine._runner.adapters.get("a").of_module)
+    assert_same(found[0], Engine(whole).generate(PROMPTS[0], SCORED)[0])
+    assert_same(found[1], Engine(model).generate(PROMPTS[1], SCORED)[0])

@@ -1,0 +1,110 @@
+"""Adapters behind the server's door and the verb: chosen by name, listed, counted, and refused in a line."""
+
+import httpx2
+import openai
+import pytest
+from tests.support.adapters import make_adapter
+from tests.support.serving import events, served
+
+import expertmesh as em
+from expertmesh.cli.main import main
+
+PROMPT = "def main("
+ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory):
+    config = em.Engine(folder).model.config
+    place = tmp_path_factory.mktemp("adapters")
+    return {
+        "poems": str(make_adapter(place / "poems", config, seed=1)),
+        "code": str(make_adapter(place / "code", config, seed=2, modules=("v_proj",))),
+    }
+
+
+@pytest.fixture(scope="module")
+def address(folder, adapters):
+    words = [f"{name}={place}" for name, place in adapters.items()]
+    with served(folder, "--adapter", words[0], "--adapter", words[1]) as found:
+        yield found.address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def text_of(engine, adapter):
+    params = em.SamplingParams(temperature=0, max_tokens=8)
+    return engine.generate(PROMPT, params, adapter=adapter)[0].text
+
+
+def test_a_request_chooses_by_its_model(client, address, folder, adapters):
+    engine = em.Engine(folder, adapters=adapters)
+    cards = client.models.list().data
+    assert [(card.id, getattr(card, "parent", None)) for card in cards] == [
+        ("tiny", None),
+        ("poems", "tiny"),
+        ("code", "tiny"),
+    ]
+    assert client.models.retrieve("poems").parent == "tiny"
+    texts = {}
+    for name in ("poems", "tiny", "code", "poems"):
+        found = client.completions.create(model=name, **ASKED)
+        adapter = None if name == "tiny" else name
+        assert (found.model, found.choices[0].text) == (name, text_of(engine, adapter))
+        texts[name] = found.choices[0].text
+    assert len(set(texts.values())) == 3
+    said = [{"role": "user", "content": PROMPT}]
+    whole = client.chat.completions.create(model="poems", messages=said, max_tokens=4, seed=1)
+    with httpx2.stream(
+        "POST",
+        f"{address}/v1/chat/completions",
+        json={"model": "poems", "messages": said, "max_tokens": 4, "seed": 1, "stream": True},
+    ) as answer:
+        found, is_whole = events(list(answer.iter_lines()))
+    assert is_whole and {one["model"] for one in found} == {"poems"}
+    pieces = "".join(one["choices"][0]["delta"].get("content", "") for one in found)
+    assert pieces == whole.choices[0].message.content
+    counted = httpx2.get(f"{address}/metrics").text
+    assert 'expertmesh:adapter_requests_total{adapter="poems",model_name="tiny"} 4.0' in counted
+    assert 'expertmesh:adapter_requests_total{adapter="code",model_name="tiny"} 1.0' in counted
+
+
+def test_an_unknown_name_is_404(client):
+    line = "there is no 'songs'; this server has 'tiny', 'poems', 'code'"
+    with pytest.raises(openai.NotFoundError, match=line):
+        client.completions.create(model="songs", **ASKED)
+    with pytest.raises(openai.NotFoundError, match=line):
+        client.models.retrieve("songs")
+
+
+def test_wrong_adapters_of_the_server_are_one_line(folder, adapters, tmp_path, capsys):
+    poems = adapters["poems"]
+    for words, said in (
+        (["poems"], "--adapter poems: each must be NAME=FOLDER; write a name"),
+        ([f"={poems}"], "each must be NAME=FOLDER"),
+        ([f"a={poems}", f"a={poems}"], ": names must differ"),
+        ([f"tiny={poems}"], "--adapter tiny: is the name of the model itself"),
+        ([f"a={tmp_path}"], "has no readable adapter_config.json"),
+    ):
+        assert main(["serve", str(folder), "--port", "0", "--adapter", *words]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1, error
+
+
+def test_the_verb_answers_with_one(folder, adapters, tmp_path, capsys):
+    engine = em.Engine(folder, adapters=adapters)
+    words = [str(folder), "--greedy", "--max-tokens", "8"]
+    for name, place in adapters.items():
+        assert main(["generate", *words, "--adapter", place, PROMPT]) == 0
+        assert capsys.readouterr().out == PROMPT + text_of(engine, name) + "\n"
+    (tmp_path / "asked.txt").write_text(f"{PROMPT}\nimport os\n")
+    many = ["--input", str(tmp_path / "asked.txt"), "--adapter", adapters["code"]]
+    assert main(["generate", *words, *many]) == 0
+    assert PROMPT + text_of(engine, "code") in capsys.readouterr().out
+    assert main(["generate", *words, "--adapter", str(tmp_path), PROMPT]) == 2
+    error = capsys.readouterr().err
+    assert "has no readable adapter_config.json" in error and error.count("\n") == 1
