@@ -148,7 +148,7 @@ check: $(STAMP)
 SITE ?= site
 docs: $(STAMP)
 	@$(BIN)/python -c "import material, mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
-	@$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(SITE))
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(SITE))
 	@echo "Open $(SITE)/index.html"
 
 format: $(STAMP)
