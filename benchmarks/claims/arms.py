@@ -3,11 +3,14 @@
 Shapes are chosen for a CPU core: 0.15 to 0.3 million active parameters, so that 100 tokens for each of them are minutes.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import RunConfig
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.recipes import dense_twin
 
@@ -30,6 +33,33 @@ SMALL = {
 }
 """Of all arms, over the recipe gpt-moe-demo."""
 
+_MULTIPLE = 16
+
+
+def wider(config: ModelConfig, times: float) -> ModelConfig:
+    """The same model, all widths times a number."""
+    moe = config.moe
+    if moe.num_experts:
+        moe = moe.model_copy(update={"hidden_dim": round(moe.hidden_dim * times)})
+    changed = {
+        "dim": round(config.dim * times),
+        "num_heads": round(config.num_heads * times),
+        "ffn_hidden_dim": round(config.ffn_hidden_dim * times),
+        "vocab_size": config.vocab_size * max(int(times), 1) if times > 3 else config.vocab_size,
+        "moe": moe,
+    }
+    return config.model_copy(update=changed)
+
+
+def dense_of(config: ModelConfig) -> ModelConfig:
+    """The dense model of as many operations per token: layers, residual MLPs and routers count."""
+    moe, widths = config.moe, 0.0
+    for experts in config.experts_per_layer():
+        widths += moe.top_k * moe.hidden_dim + experts / 3 if experts else config.ffn_hidden_dim
+        widths += config.ffn_hidden_dim if experts and moe.residual else 0
+    hidden = math.ceil(widths / config.num_layers / _MULTIPLE) * _MULTIPLE
+    return config.model_copy(update={"ffn_hidden_dim": hidden, "moe": MoEConfig(num_experts=())})
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -39,6 +69,7 @@ class Arm:
         name: in tables.
         changes: to the small model, by dotted name.
         is_dense: the dense twin of what the changes say.
+        dense_width: the dense model of as many operations as what the changes say, its widths times this number.
         lr: peak rate that the sweep begins with.
         teacher: arm whose finished run of the same seed teaches this one.
         until: share of the steps in which it does.
@@ -49,6 +80,7 @@ class Arm:
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     is_dense: bool = False
+    dense_width: float | None = None
     lr: float = 4e-3
     teacher: str | None = None
     until: float = 1.0
@@ -59,6 +91,10 @@ class Arm:
         """The arm's run with a few more changes; seed, steps and folder are to come."""
         values = {**SMALL, "optim.lr": self.lr, **self.changes, **(changes or {})}
         config = RECIPES["gpt-moe-demo"]().updated(values)
+        if self.dense_width is not None:
+            assert isinstance(config, GPTRunConfig)
+            model = wider(dense_of(config.model), self.dense_width)
+            return config.model_copy(update={"model": model})
         return dense_twin(config) if self.is_dense else config
 
 
@@ -117,6 +153,14 @@ def _wider(times: int, dim: int) -> Arm:
     return Arm(f"dense, {times} x", _MANY | shape, is_dense=True, lr=3e-3)
 
 
+def _dense_ladder(changes: Mapping[str, Any], lr: float) -> tuple[Arm, ...]:
+    """Dense models of the operations of a mixture and of about twice as many."""
+    return (
+        Arm("dense, 1 x", changes, dense_width=1.0, lr=lr),
+        Arm("dense, 2 x", changes, dense_width=1.5, lr=lr),
+    )
+
+
 CLAIMS = {
     claim.name: claim
     for claim in (
@@ -136,7 +180,7 @@ CLAIMS = {
             tokens_per_parameter=100,
             parts=(20, 14, 10, 7, 5, 4),
             ladder=("MoE", "dense"),
-            single=("dense, 2 x", "dense, 4 x", "dense, 8 x"),
+            single=("dense, 4 x", "dense, 8 x"),
         ),
         Claim(
             name="moe-muon",
@@ -170,6 +214,7 @@ CLAIMS = {
                     },
                 ),
                 Arm("MoE-16", _PYRAMID | {"model.moe.num_experts": (16,)}),
+                *_dense_ladder(_RESIDUAL, lr=4e-3),
             ),
             base="MoE-16",
             tokens_per_parameter=50,
@@ -204,6 +249,7 @@ CLAIMS = {
                     rate_of="student alone",
                 ),
                 Arm("teacher", _TEACHER, lr=6e-3, rate_of="student alone"),
+                *_dense_ladder(_STUDENT, lr=12e-3),
             ),
             base="student alone",
             tokens_per_parameter=13,

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.claims.arms import CLAIMS
+from benchmarks.claims.arms import CLAIMS, dense_of, wider
 from benchmarks.claims.einsum_gpt import EinsumGPT
 from benchmarks.harness import Contender, checked, circumstances, interleaved, write_report
 from benchmarks.markdown import markdown_table
 
 import expertmesh as em
-from expertmesh.config.moe import MoEConfig
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.planner.serve import Serving, serve_plan
@@ -36,32 +35,6 @@ FAMILIES = {
 }
 """Arms of each claim whose shapes are timed; the first is also run on plain PyTorch, and stands over the dense ladder."""
 ON_PYTORCH = " on plain PyTorch"
-_MULTIPLE = 16
-
-
-def wider(config: ModelConfig, times: float) -> ModelConfig:
-    """The same model, all widths times a number."""
-    moe = config.moe
-    if moe.num_experts:
-        moe = moe.model_copy(update={"hidden_dim": round(moe.hidden_dim * times)})
-    changed = {
-        "dim": round(config.dim * times),
-        "num_heads": round(config.num_heads * times),
-        "ffn_hidden_dim": round(config.ffn_hidden_dim * times),
-        "vocab_size": config.vocab_size * max(int(times), 1) if times > 3 else config.vocab_size,
-        "moe": moe,
-    }
-    return config.model_copy(update=changed)
-
-
-def dense_of(config: ModelConfig) -> ModelConfig:
-    """The dense model of as many operations per token: layers, residual MLPs and routers count."""
-    moe, widths = config.moe, 0.0
-    for experts in config.experts_per_layer():
-        widths += moe.top_k * moe.hidden_dim + experts / 3 if experts else config.ffn_hidden_dim
-        widths += config.ffn_hidden_dim if experts and moe.residual else 0
-    hidden = math.ceil(widths / config.num_layers / _MULTIPLE) * _MULTIPLE
-    return config.model_copy(update={"ffn_hidden_dim": hidden, "moe": MoEConfig(num_experts=())})
 
 
 def shapes(claim: str, times: float) -> dict[str, ModelConfig]:
@@ -206,7 +179,7 @@ def losses(claim: str) -> dict[str, float]:
     if claim == "moe":  # the ladder is that of the page
         by_name["dense, 1 x"] = by_name["dense"]
         return by_name
-    return {name: loss for name, loss in by_name.items() if not name.startswith("dense")}
+    return by_name
 
 
 def break_even(own_s: float, ladder: list[tuple[float, float]]) -> str:
