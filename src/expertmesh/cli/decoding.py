@@ -58,6 +58,28 @@ def add_ranks(parser: OptionParser, *names: str) -> None:
     )
 
 
+def add_eplb(parser: OptionParser) -> None:
+    """The options of where experts lie over ranks, which `serve` has with the engine's others."""
+    parser.add_argument(
+        "--enable-eplb",
+        action="store_true",
+        default=None,
+        help="under torchrun with --parallel options: let experts lie where their counted load wants them",
+    )
+    for name, text in (
+        ("num-redundant-experts", "with --enable-eplb: copies of hot experts in each layer (0)"),
+        ("eplb-step-interval", "with --enable-eplb: steps between two looks at the load (3000)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+
+
+def eplb_of(options: Any) -> dict[str, Any]:
+    """What the options of `add_eplb` say, as fields of `EngineConfig`."""
+    names = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
+    given = {name: getattr(options, name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def shared_by(options: Any) -> dict[str, Any]:
     """What the options of `add_ranks` say, as `ParallelConfig` takes it."""
     names = ("tp_degree", "ep_degree", "es_degree", "timeout_s")

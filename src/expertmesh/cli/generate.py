@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import add_place, add_ranks, open_decoder
+from expertmesh.cli.decoding import add_eplb, add_place, add_ranks, eplb_of, open_decoder, shared_by
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import told_of_data
@@ -93,6 +93,7 @@ def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel"
             max_sequences=options.batch_size,
             num_draft_tokens=options.num_draft_tokens,
             parallel=opened.shared,
+            **eplb_of(options),
         )
         if not engine.leads:
             engine.follow()
@@ -248,6 +249,10 @@ def _parse(argv: list[str]) -> Any:
         raise ConfigError(
             "--no-start: has no effect with --chat, where the chat format says what comes first; leave one of them out"
         )
+    if eplb_of(options) and not shared_by(options).keys() - {"es_degree"}:
+        raise ConfigError(
+            "--enable-eplb: is about processes that share a model by --parallel options; start them with torchrun, or leave it out"
+        )
     if options.adapter is not None and launched_rank()[1] > 1:
         raise ConfigError(
             f"--adapter {options.adapter}: adapters over ranks are not served; start one process, or leave it out"
@@ -331,6 +336,7 @@ def _parser() -> OptionParser:
     )
     add_place(parser)
     add_ranks(parser, "tp_degree", "ep_degree")
+    add_eplb(parser)
     parser.add_argument(
         "--num-draft-tokens",
         type=int,

@@ -41,9 +41,20 @@ class EngineConfig(Config):
     """Of a folder that is opened: experts of each layer on the device at a time, the others stay in the files; none: all of them."""
     expert_fetch_ahead: bool | None = None
     """Whether the experts that the next layer may ask for are copied while one computes, with expert_slots; none: not on a CPU."""
+    enable_eplb: bool = False
+    """Over ranks: whether experts lie where their counted load wants them, moved while serving (DeepSeek's EPLB)."""
+    num_redundant_experts: int = Field(default=0, ge=0)
+    """With enable_eplb: copies of hot experts in each layer, beside one of each expert."""
+    eplb_step_interval: int = Field(default=3000, gt=0)
+    """With enable_eplb: steps between two looks at the load."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for name in ("num_redundant_experts", "eplb_step_interval"):
+            if not self.enable_eplb:
+                self.refuse_idle(
+                    name, "has no effect without enable_eplb", "leave it out, or set enable_eplb"
+                )
         self.require(
             not (self.deterministic and self.compile),
             "compile",

@@ -11,6 +11,7 @@ from expertmesh.costs.communication import (
     ring_seconds,
     travel_time,
 )
+from expertmesh.costs.placement import hottest
 
 ROWS_OF_A_PART = 40
 """Each part of the tokens costs an expert as much as so many rows more, whose weights are read and whose gradient is added:
@@ -90,12 +91,6 @@ class StepTime:
         n = self.num_parts
         hidden = (n - 1) / n * min(self.products_s, self.travel_s)
         return self.products_s + self.travel_s - hidden + self.weights_s
-
-
-def hottest(shares: tuple[float, ...], number: int) -> tuple[int, ...]:
-    """The experts with most rows, ascending; of equals those that come first."""
-    by_rows = sorted(range(len(shares)), key=lambda e: (-shares[e], e))
-    return tuple(sorted(by_rows[:number]))
 
 
 def _rows(

@@ -29,8 +29,15 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def check_model(model: Any, config: EngineConfig) -> None:
-    """Raise ConfigError unless the engine can serve the model."""
+def check_model(model: Any, config: EngineConfig, *, is_alone: bool = True) -> None:
+    """Raise ConfigError unless the engine can serve the model, on one process or over ranks."""
+    if is_alone and config.enable_eplb:
+        raise ConfigError(
+            "enable_eplb",
+            True,
+            "is about several processes, and this is one",
+            "leave it out, or start several with torchrun and parallel=",
+        )
     if problem := why_not(model):
         raise ConfigError(problem)
     check_mode(model)

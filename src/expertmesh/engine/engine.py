@@ -1,6 +1,7 @@
 """The engine: requests in, answers out; continuous batching over a paged key-value cache."""
 
 import atexit
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -55,6 +56,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.parallel.placement import PlacementCounts
 from expertmesh.parallel.serving import as_plain, world_of
 from expertmesh.runs.paged import paged_layers
 from expertmesh.text.format import TextFormat, text_format
@@ -131,7 +133,7 @@ class Engine:
                         "is for a folder; this is a model",
                         "move the model with model.to(...)",
                     )
-        check_model(model, self.config)
+        check_model(model, self.config, is_alone=told is None and self._ranks is None)
         if told is not None and self._ranks is None:
             self._ranks = share(model, told, world_of(told, device_type=model.device.type))
             as_plain(model)
@@ -175,7 +177,7 @@ class Engine:
             self._runner = Runner(model, cache, compiled)
             (self._scheduler,) = schedulers
         else:
-            self._runner = RankedRunner(model, cache, ranks)
+            self._runner = RankedRunner(model, cache, ranks, self.config)
             self._scheduler = GroupScheduler(schedulers)
             atexit.register(self.close)
         self._requests: dict[str, Request] = {}
@@ -552,6 +554,12 @@ class Engine:
     def expert_load(self) -> list[list[int]]:
         """Tokens that each expert has served so far, layer by layer of those with experts."""
         return [load[:-1] for load in self._runner.loads()]
+
+    def expert_placement(self) -> PlacementCounts | None:
+        """What became of the placement of experts over ranks so far; None without `enable_eplb`."""
+        runner = self._runner
+        placed = runner.placed if isinstance(runner, RankedRunner) else None
+        return None if placed is None else copy.deepcopy(placed.counts)
 
     def expert_paging(self) -> list[PagingCounts]:
         """What the slots of each layer have seen so far; empty where all experts are on the device."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from expertmesh.comm.collectives import all_reduce, broadcast_
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
+from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.groups import JointStep
 from expertmesh.engine.kv_cache import PagedCache
@@ -36,6 +37,7 @@ from expertmesh.errors import CollectiveError, ConfigError, text_of
 from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.row_arithmetic import RowArithmetic
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
+from expertmesh.parallel.placement import PlacedExperts
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.serving import ONE_PROCESS, ServingDegrees, gather_home, world_of
 from expertmesh.runs.open import LoadedModel, device_of, open_model
@@ -43,7 +45,7 @@ from expertmesh.runs.run_dir import Run
 
 _WORDS = 512
 """Of a message; a longer one has a second part."""
-_STEP, _ALIVE, _LOAD, _STOP = range(4)
+_STEP, _ALIVE, _LOAD, _STOP, _PLACE = range(5)
 _BEATS = 8
 """Signs of life within the time after which a collective fails."""
 _MOST_BEAT_S = 10.0
@@ -280,14 +282,29 @@ class RankedRunner(Runner):
         model: of which each rank has its part.
         cache: of this rank's heads, for the sequences of its group.
         ranks: the ranks.
+        config: of the engine.
 
     Attributes:
         lost: why the ranks are no longer together; None: they are.
+        placed: the experts with slots for copies; None: each is where it was cut to.
     """
 
-    def __init__(self, model: Any, cache: PagedCache, ranks: EngineRanks) -> None:
+    def __init__(
+        self, model: Any, cache: PagedCache, ranks: EngineRanks, config: EngineConfig
+    ) -> None:
         super().__init__(model, cache)
         self.ranks = ranks
+        self.placed: PlacedExperts | None = None
+        if config.enable_eplb:
+            self.placed = PlacedExperts(
+                model,
+                ranks.degrees,
+                ranks.groups.everyone,
+                nodes=ranks.world.nodes(),
+                num_redundant=config.num_redundant_experts,
+            )
+        self._interval, self._steps = config.eplb_step_interval, 0
+        self._before: list[list[int]] = [[0] * len(one) for one in self.expert_load]
         self.lost: CollectiveError | None = None
         self._wire = Wire(ranks.groups.everyone)
         self._writer, self._reader = StepWriter(), StepReader()
@@ -339,6 +356,10 @@ class RankedRunner(Runner):
             rows += some
         wants = any(c.sequence.request.params.return_routed_experts for c in step.chunks)
         with self._together():
+            if self.placed is not None and self._steps and self._steps % self._interval == 0:
+                self._wire.send([_PLACE])
+                self._place()
+            self._steps += 1
             self._wire.send(self._writer.words(step.parts, batches, experts=wants))
             logits_RV, all_ids = self._part(batches, wants_experts=wants)
         return self._result(logits_RV, rows, wanted_experts(step, all_ids))
@@ -360,6 +381,19 @@ class RankedRunner(Runner):
                 self._part(batches, wants_experts=experts)
             elif words[0] == _LOAD:
                 self._sum_load()
+            elif words[0] == _PLACE:
+                self._place()
+
+    def _place(self) -> None:
+        """Move experts to where the load since the last time wants them."""
+        assert self.placed is not None
+        self._sum_load()
+        new = [
+            [now - before for now, before in zip(own, known, strict=True)]
+            for own, known in zip(self._load, self._before, strict=True)
+        ]
+        self._before = self._load
+        self.placed.rebalance([one[:-1] for one in new])
 
     def _part(
         self, batches: list[StepBatch], *, wants_experts: bool

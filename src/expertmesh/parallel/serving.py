@@ -208,7 +208,7 @@ def spread_layers(
             _cut_module(model.get_submodule(name), mesh["tp"], groups.row, cut, where=name)
     for layer in layers.values():
         _cut_experts(layer, world, degrees)
-        i, _ = _part_of(world.position, degrees)
+        i, _ = part_of(world.position, degrees)
         num_local = layer.num_experts // degrees.e
         if world.size > 1:
             layer.dispatcher = CoordinatedDispatcher(
@@ -223,7 +223,7 @@ def spread_layers(
             )
 
 
-def _part_of(position: int, degrees: ServingDegrees) -> tuple[int, int]:
+def part_of(position: int, degrees: ServingDegrees) -> tuple[int, int]:
     """Part of the experts, and slice of them, that a rank has."""
     return divmod(position // degrees.tp if degrees.is_split else position, degrees.f)
 
@@ -250,7 +250,7 @@ def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None
     sizes = {"e": e, "f": f, "copy": copies}
     axes = {name: size for name, size in sizes.items() if size > 1} or {"e": 1}
     mesh = world.mesh(tuple(axes.values()), tuple(axes), range(world.size))
-    i, j = _part_of(world.position, degrees)
+    i, j = part_of(world.position, degrees)
     for name, full in list(layer.experts.named_parameters()):
         cut: dict[str, Placement] = {"e": Shard(0)}
         part = full.detach()

@@ -138,6 +138,7 @@ class Metrics:
             asked.add_metric([self._name, adapter], count)
         if engine.adapters:
             yield asked
+        yield from self._placement()
         paging = engine.expert_paging()
         for name, (field, text) in _PAGING.items() if paging else ():
             family = CounterMetricFamily(
@@ -146,3 +147,32 @@ class Metrics:
             for layer, one in enumerate(paging):
                 family.add_metric([self._name, str(layer)], getattr(one, field))
             yield family
+
+    def _placement(self) -> Iterator[Metric]:
+        """How even the load of ranks was where experts lay, and is where they lie now."""
+        counts = self._engine.expert_placement()
+        if counts is None:
+            return
+        rebalances = CounterMetricFamily(
+            "expertmesh:eplb_rebalances",
+            "times that experts were placed by load",
+            labels=["model_name"],
+        )
+        rebalances.add_metric([self._name], counts.num_rebalances)
+        yield rebalances
+        moved = CounterMetricFamily(
+            "expertmesh:eplb_moved_experts",
+            "experts that came to a rank without them",
+            labels=["model_name"],
+        )
+        moved.add_metric([self._name], counts.num_moved)
+        yield moved
+        balance = GaugeMetricFamily(
+            "expertmesh:eplb_balance",
+            "mean load of a rank by the largest, of the last interval",
+            labels=["model_name", "layer", "when"],
+        )
+        for when, values in (("before", counts.before), ("after", counts.after)):
+            for layer, value in enumerate(values):
+                balance.add_metric([self._name, str(layer), when], value)
+        yield balance

@@ -18,7 +18,9 @@ from expertmesh.comm.all_to_all.flat import start_all_to_all
 from expertmesh.comm.collectives import all_gather, start_all_gather
 from expertmesh.comm.group import Pending, RankGroup, wait_for
 from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
+from expertmesh.costs.placement import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
+from expertmesh.moe.experts import ExpertParameters, GroupedExperts
 from expertmesh.moe.phases import phase
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 from expertmesh.ops.permute import sum_rows
@@ -60,6 +62,37 @@ class ServingGroups:
 
 
 @dataclass(frozen=True)
+class SlotTables:
+    """Where the copies of experts lie, on the device.
+
+    Attributes:
+        slot_EC: (E + 1, C) the slots of each expert, over and over; in the last row none.
+        copies_E: (E + 1,) how many there are.
+    """
+
+    slot_EC: Tensor
+    copies_E: Tensor
+
+    @classmethod
+    def of(cls, placement: Placement, *, device: torch.device) -> "SlotTables":
+        """The tables of a placement."""
+        slots, none = placement.slots_of, len(placement.experts)
+        most = max(map(len, slots))
+        rows = [[own[i % len(own)] for i in range(most)] for own in slots]
+        return cls(
+            torch.tensor([*rows, [none] * most], device=device),
+            torch.tensor([*map(len, slots), 1], device=device),
+        )
+
+    def slots(self, ids_TK: Tensor) -> Tensor:
+        """(T, K) slots for choices of experts: the tokens, which all ranks have in this order, go to the copies in turn."""
+        ids_TK = ids_TK.long()
+        number_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None]
+        slots_TK: Tensor = self.slot_EC[ids_TK, number_T1 % self.copies_E[ids_TK]]
+        return slots_TK
+
+
+@dataclass(frozen=True)
 class CoordinatedDispatcher:
     """Sends tokens as above. A `TokenDispatcher`.
 
@@ -67,12 +100,13 @@ class CoordinatedDispatcher:
         groups: of this rank.
         sizes: of the step that is computed.
         num_experts: E.
-        first_expert: global id of the first expert that this rank computes, perhaps a slice of it.
-        num_local: experts that it computes.
+        first_expert: global id of the first expert that this rank computes, perhaps a slice of it; with tables its first slot.
+        num_local: experts that it computes, or slots.
         is_split: whether the ranks of a column hold all experts: a tensor group then splits its tokens, each rank sends its part, and they
             gather the sums. Else every rank of the group sends all of its tokens, and their sums are added.
         is_exact: whether each choice travels home by itself, so that sums have the bits of one process.
         layer: name for errors and the byte counter.
+        tables: where copies of experts lie; None: each expert is where it was cut to.
     """
 
     groups: ServingGroups
@@ -83,6 +117,7 @@ class CoordinatedDispatcher:
     is_split: bool
     is_exact: bool
     layer: str
+    tables: SlotTables | None = None
 
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> "CoordinatedJourney":
         """Send tokens out.
@@ -152,7 +187,8 @@ class CoordinatedJourney:
             if self._out is not None:
                 tokens = _unpacked(self._out.flatten(0, 1), self._padded)
             tokens = self._here(tokens)
-        y_RD = apply_experts(experts, tokens)
+        parameters = _of_type(experts, tokens.x_TD.dtype) if way.is_exact else None
+        y_RD = apply_experts(experts, tokens, parameters)
         with phase("combine"):
             y_TD = self._home(y_RD)
             if way.groups.row.size > 1:
@@ -164,7 +200,10 @@ class CoordinatedJourney:
     def _here(self, tokens: Dispatched) -> Dispatched:
         """Tokens with ids counted from this rank's first expert; choices of other ranks' experts are none here."""
         way = self._way
-        local_TK = tokens.expert_ids_TK - way.first_expert
+        ids_TK = tokens.expert_ids_TK
+        if way.tables is not None:
+            ids_TK = way.tables.slots(ids_TK)
+        local_TK = ids_TK - way.first_expert
         is_own_TK = (local_TK >= 0) & (local_TK < way.num_local)
         local_TK = torch.where(is_own_TK, local_TK, way.num_local)
         tokens = replace(tokens, expert_ids_TK=local_TK, weights_TK=tokens.weights_TK * is_own_TK)
@@ -188,6 +227,13 @@ class CoordinatedJourney:
         rows, pending = start_all_to_all(y_RD, sizes, sizes, column, where=where)
         wait_for(pending)
         return _added(rows.unflatten(0, (column.size, -1)))
+
+
+def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
+    """The experts' parameters in the type of their tokens, where a CPU without products of their own type takes another; else None."""
+    if not isinstance(experts, GroupedExperts) or experts.w_in.dtype == dtype:
+        return None
+    return ExpertParameters(experts.weights().to(dtype))
 
 
 def _added(parts_PTD: Tensor) -> Tensor:

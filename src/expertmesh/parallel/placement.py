@@ -1,0 +1,208 @@
+"""Copies of hot experts on the ranks of an engine: slots for them, tables of who has what, and experts on their way to new slots.
+
+A choice of an expert goes to its copies in turn, by the place of its token among those that the ranks exchange, which all of them know:
+no message is added. Where experts lie follows from the counted loads (`expertmesh.costs.placement`), which every rank has, so that all
+compute the same placement and only weights travel, layer by layer, straight from a rank that has an expert to one that lacks it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.comm.all_to_all.flat import start_all_to_all
+from expertmesh.comm.group import RankGroup, wait_for
+from expertmesh.costs.placement import Placement, in_order, placed
+from expertmesh.errors import ConfigError
+from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher, SlotTables
+from expertmesh.parallel.serving import ServingDegrees, part_of
+
+
+@dataclass
+class PlacementCounts:
+    """What became of placements so far.
+
+    Attributes:
+        num_rebalances: times that the loads were looked at.
+        num_moved: experts that came to a rank which had none of their copies, in all layers.
+        before: of each layer with experts, mean load of a rank by the largest, of what was counted last, where experts lay then.
+        after: the same load where they lie now.
+    """
+
+    num_rebalances: int
+    num_moved: int
+    before: list[float]
+    after: list[float]
+
+
+class PlacedExperts:
+    """The experts of a model whose parts the ranks have, with slots for copies. Every rank makes one.
+
+    Args:
+        model: cut by `spread_layers`, its parts as plain parameters.
+        degrees: how.
+        everyone: all ranks.
+        nodes: the node of each rank.
+        num_redundant: slots of a layer beside one for each expert.
+
+    Raises:
+        ConfigError: the model has no experts on ranks, or the parts of the experts have no equal number of slots, or too many.
+
+    Attributes:
+        counts: what became of placements.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        degrees: ServingDegrees,
+        everyone: RankGroup,
+        *,
+        nodes: Sequence[int],
+        num_redundant: int,
+    ) -> None:
+        self._degrees, self._everyone = degrees, everyone
+        self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        parts = degrees.e
+        if not self._layers or parts == 1:
+            raise ConfigError(
+                "enable_eplb",
+                True,
+                "has no effect where each rank has all experts",
+                "leave it out, or let ep_degree be above 1",
+            )
+        for layer in self._layers:
+            total = layer.num_experts + num_redundant
+            if total % parts or num_redundant > layer.num_experts * (parts - 1):
+                near = num_redundant + -total % parts
+                fits = near <= layer.num_experts * (parts - 1)
+                raise ConfigError(
+                    "num_redundant_experts",
+                    num_redundant,
+                    f"the {layer.num_experts} experts and their copies must fill equal slots of {parts} parts, each part one copy at most",
+                    f"use {near if fits else layer.num_experts * (parts - 1)}",
+                )
+        self._num_redundant = num_redundant
+        self._num_nodes = _equal_nodes([nodes[_position(i, degrees)] for i in range(parts)])
+        self._placements = [in_order(layer.num_experts, parts) for layer in self._layers]
+        even = [[1] * layer.num_experts for layer in self._layers]
+        for number, (layer, loads) in enumerate(zip(self._layers, even, strict=True)):
+            self._put(number, layer, self._wanted(layer, loads))
+        ones = [1.0] * len(self._layers)
+        self.counts = PlacementCounts(0, 0, ones, list(ones))
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of each layer with experts."""
+        return list(self._placements)
+
+    def rebalance(self, loads: Sequence[Sequence[int]]) -> None:
+        """Let experts lie where loads want them; every rank must call, with the same.
+
+        Args:
+            loads: of the experts of each layer, counted since the last time.
+
+        Raises:
+            CollectiveError: a rank is gone or late.
+        """
+        counts = self.counts
+        counts.num_rebalances += 1
+        for number, (layer, own) in enumerate(zip(self._layers, loads, strict=True)):
+            old = self._placements[number]
+            counts.before[number] = old.balance(own)
+            new = self._wanted(layer, own)
+            if new.balance(own) > counts.before[number]:
+                counts.num_moved += self._put(number, layer, new)
+            counts.after[number] = self._placements[number].balance(own)
+
+    def _wanted(self, layer: MoELayer, loads: Sequence[int]) -> Placement:
+        return placed(
+            loads,
+            num_slots=layer.num_experts + self._num_redundant,
+            num_ranks=self._degrees.e,
+            num_nodes=self._num_nodes,
+            num_groups=layer.options.num_expert_groups,
+        )
+
+    @torch.no_grad()
+    def _put(self, number: int, layer: MoELayer, new: Placement) -> int:
+        """Bring a layer's experts where a placement has them; returns how many came to a part that lacked them."""
+        old = self._placements[number]
+        wants = [
+            sorted(set(new.of_rank(part)) - set(old.of_rank(part))) for part in range(new.num_ranks)
+        ]
+        own, _ = part_of(self._everyone.rank, self._degrees)
+        for name, parameter in list(layer.experts.named_parameters()):
+            found = self._moved(parameter.detach(), old, new, wants, where=f"{name}, placement")
+            layer.experts.register_parameter(name, nn.Parameter(found, requires_grad=False))
+        size = new.slots_per_rank
+        layer.experts.num_experts = size
+        assert isinstance(layer.dispatcher, CoordinatedDispatcher)
+        device = next(layer.experts.parameters()).device
+        layer.dispatcher = replace(
+            layer.dispatcher,
+            first_expert=own * size,
+            num_local=size,
+            tables=SlotTables.of(new, device=device),
+        )
+        self._placements[number] = new
+        return sum(map(len, wants))
+
+    def _moved(
+        self,
+        parameter: Tensor,
+        old: Placement,
+        new: Placement,
+        wants: list[list[int]],
+        *,
+        where: str,
+    ) -> Tensor:
+        """This rank's part (slots, ...) of a parameter under a new placement."""
+        own, _ = part_of(self._everyone.rank, self._degrees)
+        here = {expert: slot for slot, expert in enumerate(old.of_rank(own))}
+        rows = {expert: parameter[slot] for expert, slot in here.items()}
+        if any(wants):
+            giver = {e: slots[0] // old.slots_per_rank for e, slots in enumerate(old.slots_of)}
+            gives, takes = [], []
+            for rank in range(self._everyone.size):
+                part, _ = part_of(rank, self._degrees)
+                is_twin = rank == self._twin(part)
+                gives.append([e for e in wants[part] if is_twin and giver[e] == own])
+                takes.append([e for e in wants[own] if is_twin and giver[e] == part])
+            sent = [here[expert] for each in gives for expert in each]
+            arrived, pending = start_all_to_all(
+                parameter[sent],
+                list(map(len, gives)),
+                list(map(len, takes)),
+                self._everyone,
+                where=where,
+            )
+            wait_for(pending)
+            names = [expert for each in takes for expert in each]
+            rows |= dict(zip(names, arrived, strict=True))
+        return torch.stack([rows[expert] for expert in new.of_rank(own)])
+
+    def _twin(self, part: int) -> int:
+        """The rank that has the same slice of another part of the experts, and this one's place in its group."""
+        d, rank = self._degrees, self._everyone.rank
+        own, _ = part_of(rank, d)
+        step = d.f * (d.tp if d.is_split else 1)
+        return rank + (part - own) * step
+
+
+def _position(part: int, degrees: ServingDegrees) -> int:
+    """The first rank that has a part of the experts."""
+    return part * degrees.f * (degrees.tp if degrees.is_split else 1)
+
+
+def _equal_nodes(nodes: list[int]) -> int:
+    """How many nodes the parts of the experts lie on, where each has as many, one node behind the other; else 1."""
+    count = len(set(nodes))
+    size = len(nodes) // count
+    if len(nodes) % count or any(
+        len(set(nodes[i * size : (i + 1) * size])) > 1 for i in range(count)
+    ):
+        return 1
+    return count
