@@ -1,8 +1,8 @@
 """`make soak`: 200 streaming clients for a minute, three times, a third of which leave in the middle.
 
-A round before these fills the cache: every block of it has been written, and its memory counts as there. From then on nothing
-may grow: the memory behind the last round is at most 5 % above that before the first. How late the event loop is depends on who
-else uses the cores; so that is said beside it.
+A round before these brings what comes with the first requests: code that is loaded late, buffers, stacks of threads. From then on
+nothing may grow: the memory behind the last round is at most 5 % above that before the first. How late the event loop is depends
+on who else uses the cores; so that is said beside it.
 """
 
 import argparse
