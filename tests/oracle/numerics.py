@@ -221,6 +221,46 @@ def assert_two_times(
     )
 
 
+def assert_two_times_rms(
+    ours: Sequence[Tensor],
+    same_precision_reference: Sequence[Tensor],
+    oracle: Sequence[Array],
+    *,
+    what: str,
+    dtype: torch.dtype,
+) -> None:
+    """Assert rms(ours - oracle) <= 2 * rms(plain PyTorch in the same precision - oracle) + eps / 2 over draws.
+
+    Of many numbers, which one is farthest off is a matter of luck; their root mean square is not. Every tensor is divided by the root
+    mean square of its oracle first, so that draws count alike.
+
+    Args:
+        ours: the tensor under test, of each draw, and of each layer where they are pooled.
+        same_precision_reference: plain PyTorch's results, in the same order.
+        oracle: the FP64 results.
+        what: named in the message.
+        dtype: precision whose eps scales the floor.
+
+    Raises:
+        AssertionError: too far off, not finite where the oracle is, or shapes differ.
+    """
+    found, reference = (
+        _relative_rms(values, oracle) for values in (ours, same_precision_reference)
+    )
+    allowed = TWO * reference + torch.finfo(dtype).eps / 2
+    assert found <= allowed, (
+        f"{what}: root mean square error {found:.3e} of the values', allowed {allowed:.3e} (twice plain PyTorch's in {dtype})"
+    )
+
+
+def _relative_rms(values: Sequence[Tensor], oracles: Sequence[Array]) -> float:
+    """The root mean square of all errors, those of each tensor over the root mean square of its oracle."""
+    pairs = list(zip(values, oracles, strict=True))
+    scales = [max(np.sqrt(np.square(as_fp64(exact)).mean()), SMALLEST_SCALE) for _, exact in pairs]
+    relative = [errors(*pair) / scale for pair, scale in zip(pairs, scales, strict=True)]
+    return float(np.sqrt(np.square(np.concatenate([one.ravel() for one in relative])).mean()))
+
+
 def assert_close_fp64(ours: Array, oracle: Array, *, what: str, scale: float | None = None) -> None:
     """Assert that two FP64 results agree to 1e-10 of the largest oracle value.
 

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.oracle.numerics import assert_two_times, rounding_bound, sums_of_product
+from tests.oracle.numerics import (
+    assert_two_times,
+    assert_two_times_rms,
+    rounding_bound,
+    sums_of_product,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, COLUMNS = 8, 32
@@ -69,3 +74,16 @@ def test_the_bound_is_that_of_the_paper_or_the_certain_one():
         sums = sums_of_product(ones[:, :length], ones[:, :length].T)
         bound = rounding_bound(sums, sums.sizes, torch.float64)
         assert bound == pytest.approx(factor * unit * length)
+
+
+def test_the_rule_of_root_mean_squares_hears_a_fault_and_no_lottery():
+    """Errors of draws are pooled, each beside the size of its own values; one number that is far off does not decide, a factor does."""
+    exact = [torch.randn(9, 30, dtype=torch.float64) * 10.0**scale for scale in (-3, 0, 3)]
+    noise = [torch.randn_like(one) * 1e-5 * one.square().mean().sqrt() for one in exact]
+    ours, theirs = ([a + b * f for a, b in zip(exact, noise, strict=True)] for f in (1.9, -1.0))
+    ours[0][0, 0] = exact[0][0, 0] + 5 * noise[0][0, 0]
+    how = {"what": "draws", "dtype": torch.float32}
+    assert_two_times_rms(ours, theirs, exact, **how)
+    for fault in (ours[0] * 1.005, ours[0] + 3 * noise[0], ours[0] * torch.nan, ours[0][:8]):
+        with pytest.raises(AssertionError, match="draws: root mean square|shapes differ"):
+            assert_two_times_rms([fault, *ours[1:]], theirs, exact, **how)

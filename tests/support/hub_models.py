@@ -111,7 +111,7 @@ MODELS = {
 }
 
 
-def tiny_model(name, *, num_experts=E, top_k=K, dtype=torch.float32, **changes):
+def tiny_model(name, *, num_experts=E, top_k=K, dtype=torch.float32, seed=5, **changes):
     """A whole model of one family with random weights that make well-separated choices."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     given = _COMMON | MODELS[name] | dict.fromkeys(counts, num_experts) | changes
@@ -119,7 +119,7 @@ def tiny_model(name, *, num_experts=E, top_k=K, dtype=torch.float32, **changes):
     given = {k: v for k, v in given.items() if hasattr(known, k) or k == "attn_implementation"}
     config = CONFIG_MAPPING[name](**given, num_experts_per_tok=top_k)
     model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
