@@ -1,14 +1,22 @@
 """Windows, caps, sinks and grouped queries against one query at a time in FP64, in dense and paged attention, both arithmetics."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from tests.oracle.numerics import as_fp64, assert_close_fp64, assert_two_times
+from tests.oracle.numerics import (
+    as_fp64,
+    assert_close_fp64,
+    assert_two_times,
+    assert_two_times_rms,
+)
+from tests.support.memory import peak_bytes
 
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, span_of
 from expertmesh.models.attention import DenseContext
-from expertmesh.ops.attention import blockwise
-from expertmesh.ops.attention.scores import PLAIN, ScoreRule
+from expertmesh.ops.attention import blockwise, query_blocks
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule, as_mask, in_window
 from expertmesh.ops.attention.visible import visible
 from expertmesh.ops.row_arithmetic import BATCH_INVARIANT, ORDINARY
 
@@ -45,6 +53,22 @@ def oracle(q, k, v, rule):
             total = e.sum() + sum(np.exp(one - max([*s, one])) for one in sink)
             y[i, head] = e / total @ v[first : at + 1, of_key]
     return y
+
+
+def by_products(q, k, v, rule):
+    """The same by plain PyTorch, all scores at once, in FP32 from operands of any type; differentiable."""
+    (S, heads, size), (L, of_keys, _) = q.shape, k.shape
+    q, k, v = (t.double() if t.dtype == torch.float64 else t.float() for t in (q, k, v))
+    k, v = (t.repeat_interleave(heads // of_keys, 1) for t in (k, v))
+    s = torch.einsum("shd,lhd->hsl", q, k) * size**-0.5
+    if rule.softcap is not None:
+        s = rule.softcap * torch.tanh(s / rule.softcap)
+    place = torch.arange(L) - torch.arange(L - S, L)[:, None]
+    hidden = (place > 0) | (place <= -(rule.window or L))
+    s = s.masked_fill(hidden, -torch.inf)
+    if rule.sinks_H is not None:
+        s = torch.cat((s, rule.sinks_H.to(s.dtype)[:, None, None].expand(-1, S, 1)), 2)
+    return torch.einsum("hsl,lhd->shd", s.softmax(2)[..., :L], v)
 
 
 def draw(S, L, dtype):
@@ -102,7 +126,7 @@ def test_rounding_is_no_worse_than_that_of_plain_products(rule, arithmetic, dtyp
     for S, L in SIZES:
         q, k, v = draw(S, L, dtype)
         expected = oracle(q, k, v, rule)
-        plain = dense(q, k, v, ScoreRule(rule.window, rule.softcap or 1e9, rule.sinks_H), ORDINARY)
+        plain = by_products(q, k, v, rule).to(dtype)
         for found in (
             dense(q, k, v, rule, arithmetic),
             paged(q, k, v, rule, arithmetic, list(range(3, 3 + -(-L // 4)))),
@@ -151,3 +175,115 @@ def test_blocks_of_queries_are_attention_too(S, L):
     )
     expected = oracle(*(t[0].transpose(0, 1) for t in (q, k, v)), PLAIN)
     assert_two_times(found, plain[0].transpose(0, 1), expected, what=f"{S} of {L}")
+
+
+LARGE = ScoreRule(window=40, softcap=2.0, sinks_H=SINKS)
+CASES = {
+    "sinks": (1, 200, 200, RULES["sinks"], None),
+    "window": (2, 130, 300, LARGE, None),
+    "chunks": (1, 200, 200, ScoreRule(chunk=50, sinks_H=SINKS), None),
+    "padding": (3, 100, 100, LARGE, "padding"),
+    "documents": (2, 100, 100, RULES["sinks"], "documents"),
+}
+
+
+def called(S, L, rule, kind, B):
+    """Operands of a batch, and what they see."""
+    torch.manual_seed(S + L)
+    q, k, v = (
+        torch.randn(B, heads, n, d, dtype=torch.float64, requires_grad=True)
+        for heads, n in ((H, S), (h, L), (h, L))
+    )
+    sinks = rule.sinks_H.clone().requires_grad_()
+    masks = {}
+    if kind == "padding":
+        masks["is_token_BL"] = torch.arange(L) >= torch.tensor([[0], [7], [70]])
+    if kind == "documents":
+        masks["document_BS"] = torch.arange(S).expand(B, S) // torch.tensor([[30], [64]])
+    return [q, k, v, sinks], visible(S, L, device=q.device, **masks)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("scores", [1, 20_000, 1 << 30])
+def test_blocks_give_what_all_scores_at_once_give(case, scores, threshold):
+    """In FP64, forward and backward: blocks of some queries of one key head, of more heads, and one for all."""
+    B, S, L, rule, kind = case
+    threshold(query_blocks, "BLOCK_SCORES", scores)
+    operands, seen = called(S, L, rule, kind, B)
+    q, k, v, sinks = operands
+    mask = as_mask(in_window(seen, rule, num_keys=L, device=q.device), num_keys=L, device=q.device)
+    s = q @ k.repeat_interleave(H // h, 1).mT * d**-0.5
+    s = s if rule.softcap is None else rule.softcap * torch.tanh(s / rule.softcap)
+    s = torch.cat((s.masked_fill(~mask, -torch.inf), sinks[:, None, None].expand(B, H, S, 1)), 3)
+    plain = s.softmax(3)[..., :L] @ v.repeat_interleave(H // h, 1)
+    grad = torch.randn_like(plain)
+    y = query_blocks.attention(q, k, v, seen, replace(rule, sinks_H=sinks))
+    assert_close_fp64(y, plain, what="y")
+    found, expected = (torch.autograd.grad(one, operands, grad) for one in (y, plain))
+    for name, *pair in zip("qkvs", found, expected, strict=True):
+        assert_close_fp64(*pair, what=name)
+    with torch.no_grad():
+        again = query_blocks.attention(q, k, v, seen, replace(rule, sinks_H=sinks))
+    assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_of_blocks_are_as_exact_as_plain_ones(dtype, threshold):
+    threshold(query_blocks, "BLOCK_SCORES", 20_000)
+    S, L = 100, 150
+    draws = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        wide = [torch.randn(n, heads, d) for n, heads in ((S, H), (L, h), (L, h))]
+        wide, grad = [t.to(dtype) for t in (*wide, SINKS)], torch.randn(S, H, d).to(dtype)
+        sides = []
+        for run, this in ((dense, dtype), (by_products, dtype), (by_products, torch.float64)):
+            leaves = [t.to(this).requires_grad_() for t in wide]
+            rule = replace(LARGE, sinks_H=leaves[3])
+            more = [ORDINARY] if run is dense else []
+            y = run(*leaves[:3], rule, *more).to(this)
+            sides.append([y.detach(), *torch.autograd.grad(y, leaves, grad.to(this))])
+        draws.append(sides)
+    for i, what in enumerate(("y", "q", "k", "v", "sinks")):
+        ours, plain, exact = ([sides[side][i] for sides in draws] for side in range(3))
+        assert_two_times_rms(ours, plain, exact, what=what, dtype=dtype)
+
+
+def test_memory_is_that_of_a_block_of_scores(threshold):
+    """Forward and backward, 2,048 queries and keys: all scores of six heads would be 100 MB in FP32."""
+    threshold(query_blocks, "BLOCK_SCORES", 1 << 16)
+    S = 2048
+    q, k, v = (torch.randn(1, n, S, d, requires_grad=True) for n in (H, h, h))
+    seen = visible(S, S, device=q.device)
+    rule = ScoreRule(sinks_H=SINKS.float())
+
+    def step():
+        query_blocks.attention(q, k, v, seen, rule).sum().backward()
+
+    inputs = sum(t.nbytes for t in (q, k, v))
+    block = query_blocks.BLOCK_QUERIES * (H // h) * S * 4
+    assert peak_bytes(step) < 6 * inputs + 6 * block < 0.2 * H * S * S * 4
+
+
+def test_a_compiled_model_calls_the_same_operator():
+    q, k, v = (t.transpose(0, 1)[None] for t in draw(9, 9, torch.float32))
+    sinks = SINKS.float()
+
+    def run(q, k, v, sinks):
+        seen = visible(9, 9, device=q.device)
+        return query_blocks.attention(q, k, v, seen, ScoreRule(window=4, sinks_H=sinks)).sum()
+
+    leaves = [t.contiguous().requires_grad_() for t in (q, k, v, sinks)]
+    both = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        y = function(*leaves)
+        both.append([y.detach(), *torch.autograd.grad(y, leaves)])
+    assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+def test_what_operators_promise_to_pytorch_is_true():
+    q, k, v = (
+        t.transpose(0, 1)[None].contiguous().requires_grad_() for t in draw(5, 7, torch.float32)
+    )
+    arguments = (q, k, v, SINKS.float().requires_grad_(), None, True, 4, None, 2.0)
+    torch.library.opcheck(torch.ops.expertmesh.score_attention, arguments)

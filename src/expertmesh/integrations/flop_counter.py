@@ -19,6 +19,7 @@ import torch
 import torch.utils.flop_counter
 
 # These make the operators.
+import expertmesh.ops.attention.query_blocks
 import expertmesh.ops.experts.adapted_linear
 import expertmesh.ops.experts.grouped_linear
 import expertmesh.ops.experts.operator
@@ -89,3 +90,17 @@ def _router_gradients(
     _grad: Shape, x_TD: Shape, w_ED: Shape, need_x: bool, need_w: bool, **_: Any
 ) -> int:
     return (need_x + need_w) * 2 * x_TD[0] * prod(w_ED)
+
+
+@_count(_OPERATORS.score_attention)
+def _score_attention(q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any) -> int:
+    """As PyTorch counts attention: all pairs, whether seen or not."""
+    return 2 * prod(q_BHSd[:3]) * k_BhLd[2] * (q_BHSd[3] + v_BhLd[3])
+
+
+@_count(_OPERATORS.score_attention_backward)
+def _score_attention_backward(
+    _grad: Shape, _totals: Shape, q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any
+) -> int:
+    """Scores once more, two products with values, two with queries and keys."""
+    return 2 * prod(q_BHSd[:3]) * k_BhLd[2] * (3 * q_BHSd[3] + 2 * v_BhLd[3])

@@ -23,7 +23,9 @@ from expertmesh.config.base import expanded
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.transformers.register import apply, is_experts, is_packed
 from expertmesh.models.attention import AttentionContext
-from expertmesh.ops.attention.scores import ScoreRule, attention_by_products
+from expertmesh.ops.attention import query_blocks
+from expertmesh.ops.attention.scores import ScoreRule
+from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.row_arithmetic import ORDINARY
 from expertmesh.runs.precision import resolve_device
 from expertmesh.text.format import TextFormat, hub_start, text_format
@@ -338,7 +340,8 @@ def _attend(
             mask = mask & (at > at[:, None] - sliding_window)
         rule = ScoreRule(softcap=softcap, sinks_H=s_aux)
         q = query * (scale * d**0.5)
-        y = attention_by_products(q, key, value, mask, rule)
+        seen = Visible(T, is_causal=False, mask=mask.expand(1, 1, T, T))
+        y = query_blocks.attention(q, key, value, seen, rule)
         return y.transpose(1, 2), None
     size = max(d, values)
     q_THd = q_THd * (scale * size**0.5)

@@ -3,13 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.attention import blockwise, masked, short
-from expertmesh.ops.attention.scores import (
-    ScoreRule,
-    as_mask,
-    attention_by_products,
-    in_window,
-)
+from expertmesh.ops.attention import blockwise, masked, query_blocks, short
+from expertmesh.ops.attention.scores import ScoreRule, in_window
 from expertmesh.ops.attention.visible import Visible
 
 
@@ -30,10 +25,9 @@ def attention(
     """
     L, device = k_BHLd.shape[2], k_BHLd.device
     if rule is not None:
-        visible = in_window(visible, rule, num_keys=L, device=device)
         if not rule.is_plain:
-            seen = as_mask(visible, num_keys=L, device=device)
-            return attention_by_products(q_BHSd, k_BHLd, v_BHLd, seen, rule)
+            return query_blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible, rule)
+        visible = in_window(visible, rule, num_keys=L, device=device)
     mask = visible.mask
     # One new token may look at everything so far, so it needs no mask at all.
     # By a branch: with dynamic shapes the condition is a symbol, which the operator refuses.

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.ops.attention import query_blocks
 from expertmesh.ops.attention.scores import (
     PLAIN,
     ScoreRule,
     as_mask,
-    attention_by_products,
     in_window,
 )
 from expertmesh.ops.attention.visible import Visible
@@ -206,7 +206,8 @@ def _backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor | None, ...]:
                 q, k, v, attn_mask=mask, enable_gqa=q.shape[1] > k.shape[1]
             )
         else:
-            y = attention_by_products(q, k, v, mask, rule)
+            seen = Visible(q.shape[2], mask=mask)  # the window is in it
+            y = query_blocks.attention(q, k, v, seen, rule)
         wanted = [t for t, needed in zip(own, needs, strict=True) if needed]
         found = iter(torch.autograd.grad(y, wanted, grad_BHSd))
     return *(next(found) if needed else None for needed in needs), None, None, None

@@ -1,13 +1,11 @@
-"""What attention makes of its scores beside the softmax: a window, a soft cap, sinks; and attention by products, which does all of it."""
+"""What attention makes of its scores beside the softmax: a window, a soft cap, sinks."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from expertmesh.ops.attention.visible import Visible
-from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 
 
 @dataclass(frozen=True)
@@ -79,40 +77,3 @@ def as_mask(visible: Visible, *, num_keys: int, device: torch.device) -> Tensor:
         return torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=device)
     keys_L = torch.arange(num_keys, device=device)
     return (keys_L <= keys_L[num_keys - visible.num_queries :, None])[None, None]
-
-
-def attention_by_products(
-    q_BHSd: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, mask: Tensor, rule: ScoreRule
-) -> Tensor:
-    """softmax(rule(q k^T / sqrt(d)), where the mask is True) v, all in FP32 (FP64 for FP64); differentiable.
-
-    Args:
-        q_BHSd: (B, H, S, d) queries.
-        k_BhLd: (B, h, L, d) keys; h divides H.
-        v_BhLd: (B, h, L, d) values.
-        mask: bool, broadcastable to (B, 1, S, L), True where a query may look; its window is in it.
-        rule: see there.
-
-    Returns:
-        (B, H, S, d) in the type of q; queries that see nothing get 0.
-    """
-    (_, H, S, d), heads = q_BHSd.shape, k_BhLd.shape[1]
-    dtype = accumulate_dtype(q_BHSd.dtype)
-    with without_autocast(q_BHSd.device):
-        q_BhRd = q_BHSd.to(dtype).unflatten(1, (heads, -1)).flatten(2, 3)
-        s_BHSL = (q_BhRd @ k_BhLd.to(dtype).mT).unflatten(2, (-1, S)).flatten(1, 2) * d**-0.5
-        if rule.softcap is not None:
-            s_BHSL = rule.softcap * torch.tanh(s_BHSL / rule.softcap)
-        s_BHSL = s_BHSL.masked_fill(~mask, -math.inf)
-        largest = s_BHSL.detach().amax(-1, keepdim=True)
-        sinks = None if rule.sinks_H is None else rule.sinks_H.to(dtype).view(H, 1, 1)
-        if sinks is not None:
-            largest = torch.maximum(largest, sinks.detach())
-        largest = largest.masked_fill(largest == -math.inf, 0.0)
-        p_BHSL = (s_BHSL - largest).exp()
-        total = p_BHSL.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + (sinks - largest).exp()
-        weights = p_BHSL / total.clamp_min(torch.finfo(dtype).tiny)
-        y_BhRd = weights.unflatten(1, (heads, -1)).flatten(2, 3) @ v_BhLd.to(dtype)
-        return y_BhRd.unflatten(2, (-1, S)).flatten(1, 2).to(q_BHSd.dtype)
