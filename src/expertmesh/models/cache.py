@@ -10,12 +10,14 @@ from expertmesh.models.attention import DenseContext
 
 
 class KVCache:
-    """Keys and values of every layer for up to `max_len` tokens of every sequence, in one allocation.
+    """Keys and values of every layer for up to `max_len` tokens of every sequence, in one allocation each.
+
+    Latent attention keeps one vector per token, which is key and value: there is one allocation.
 
     The model announces new tokens once with `begin`, then every layer stores its part with `update`.
 
     Args:
-        config: the config of the model: its max_seq_len, num_layers, cache_heads and cache_size are read.
+        config: the config of the model: its max_seq_len, num_layers, cache_heads, cache_size and is_latent are read.
         batch_size: sequences.
         max_len: most tokens per sequence, padding included; None: config.max_seq_len.
         device: the device of the cache.
@@ -49,7 +51,7 @@ class KVCache:
         self.length = 0
         self._start = 0
         self._k = torch.zeros(shape, device=device, dtype=dtype)
-        self._v = torch.zeros(shape, device=device, dtype=dtype)
+        self._v = self._k if config.is_latent else torch.zeros_like(self._k)
         self._is_token_BS: Tensor | None = None
 
     @property
@@ -102,11 +104,15 @@ class KVCache:
         seen = self.length
         shape = (self._k.shape[0], len(rows_B), *self._k.shape[2:])
         is_smaller_or_larger = len(rows_B) != self.batch_size
-        for name in ("_k", "_v"):
-            old: Tensor = getattr(self, name)
+
+        def selected(old: Tensor) -> Tensor:
             new = old.new_zeros(shape) if is_smaller_or_larger else old
             new[:, :, :, :seen] = old[:, rows_B, :, :seen]
-            setattr(self, name, new)
+            return new
+
+        is_one = self._v is self._k
+        self._k = selected(self._k)
+        self._v = self._k if is_one else selected(self._v)
         if self._is_token_BS is not None:
             self._is_token_BS = self._is_token_BS[rows_B]
 
@@ -153,12 +159,13 @@ class KVCache:
         Args:
             layer_index: from 0.
             k_BHSD: (B, kv_heads, S, head_size), rotated keys.
-            v_BHSD: values, of the same shape.
+            v_BHSD: values, of the same shape; of latent attention the keys, which are kept once.
 
         Returns:
             Keys and values of all tokens so far: views of the cache, (B, kv_heads, length, head_size).
         """
         k, v = self._k[layer_index], self._v[layer_index]
         k[:, :, self._start : self.length] = k_BHSD
-        v[:, :, self._start : self.length] = v_BHSD
+        if self._v is not self._k:
+            v[:, :, self._start : self.length] = v_BHSD
         return k[:, :, : self.length], v[:, :, : self.length]

@@ -96,6 +96,11 @@ class Seq2SeqConfig(Config):
         return self.num_heads
 
     @property
+    def is_latent(self) -> bool:
+        """Whether a cache keeps one vector per token, which is key and value."""
+        return False
+
+    @property
     def cache_heads(self) -> int:
         """Heads of keys that a cache keeps of a token."""
         return self.kv_heads
