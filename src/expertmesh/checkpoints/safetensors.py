@@ -47,8 +47,8 @@ _BUFFER = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids|(self_attn|attn|attention)\.(masked_bias|bias))$"
 )
 """Names of what older programs saved beside the weights and the model computes itself: angles, positions, masks."""
-_ROWS = 4096
-"""Rows of two matrices that are compared at a time."""
+_ELEMENTS = 1 << 18
+"""Numbers that are compared, or widened or rounded on the way, at a time."""
 
 
 class Entry(NamedTuple):
@@ -127,7 +127,8 @@ class HubFiles:
         if pair[0].shape != pair[1].shape or any(e.dtype not in READABLE for e in pair):
             return False
         one, two = self.tensor(name), self.tensor(again)
-        blocks = zip(one.split(_ROWS), two.split(_ROWS), strict=True)
+        rows = max(_ELEMENTS * len(one) // max(one.numel(), 1), 1)
+        blocks = zip(one.split(rows), two.split(rows), strict=True)
         return all(torch.equal(a.double(), b.double()) for a, b in blocks)
 
     def usual_dtype(self) -> torch.dtype:
@@ -144,11 +145,35 @@ class HubFiles:
 
     def part(self, name: str, at: tuple[slice, ...]) -> Tensor:
         """A part of a tensor; not to be written to."""
-        return self.tensor(name)[at]
+        return self.mapped(self.entries[name], at)
+
+    def copy(
+        self, name: str, at: tuple[slice, ...], into: Tensor, *, dtype: torch.dtype, along: int = 0
+    ) -> None:
+        """Copy a part of a tensor; needs memory for few of its numbers beside `into`.
+
+        Args:
+            name: of the tensor.
+            at: the part; slices have a start and a stop.
+            into: gets it; of the shape of the part.
+            dtype: to which numbers are rounded before they have the type of `into`.
+            along: the dimension along which it is cut into what is there at a time.
+        """
+        sizes = into.shape
+        rows = max(_ELEMENTS * sizes[along] // max(into.numel(), 1), 1) if sizes else 1
+        for start in range(0, sizes[along], rows) if sizes else (0,):
+            some, there = into, at
+            if sizes:
+                count = min(rows, sizes[along] - start)
+                some = into.narrow(along, start, count)
+                cut = sub_slice(at[along], slice(start, start + count))
+                there = (*at[:along], cut, *at[along + 1 :])
+            part = self.part(name, there)
+            some.copy_(part if into.dtype == dtype else part.to(dtype))
 
     @staticmethod
-    def mapped(entry: Entry) -> Tensor:
-        """The tensor of an entry, whose memory is the file."""
+    def mapped(entry: Entry, at: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor of an entry, or a part of it, whose memory is the file."""
         path, dtype, shape, begin = entry
         assert isinstance(dtype, torch.dtype)
         num_bytes = dtype.itemsize * math.prod(shape)
@@ -157,8 +182,20 @@ class HubFiles:
             np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
         )
         if begin % dtype.itemsize:  # a header of an odd length
-            part = part.clone()
-        return part.view(dtype).view(shape)
+            odd = part.view(*shape, dtype.itemsize)[at]
+            return odd.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
+        return part.view(dtype).view(shape)[at]
+
+
+def sub_slice(at: slice, cut: slice) -> slice:
+    """Where a part of a slice lies.
+
+    Args:
+        at: has a start and a stop.
+        cut: counted from the first of it; not empty.
+    """
+    step = at.step or 1
+    return slice(at.start + cut.start * step, at.start + (cut.stop - 1) * step + 1, step)
 
 
 def _names_of_files(index: Path) -> list[str]:

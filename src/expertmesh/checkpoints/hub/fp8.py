@@ -62,7 +62,7 @@ class Fp8Files(HubFiles):
         """See `HubFiles.part`; of a matrix in FP8 the part alone is widened, to FP32."""
         entry = self.entries[name]
         if entry not in self._scaled:
-            return self.mapped(entry)[at]
+            return self.mapped(entry, at)
         matrix, scales = (self.mapped(one) for one in self._scaled[entry])
         return widened(matrix, scales, self._block_size, at)
 

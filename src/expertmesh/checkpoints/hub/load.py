@@ -11,7 +11,13 @@ from torch import Tensor
 from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
 from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.hub.widened import hub_files, is_widened
-from expertmesh.checkpoints.safetensors import READABLE, HubFiles, check_tensors, read_json
+from expertmesh.checkpoints.safetensors import (
+    READABLE,
+    HubFiles,
+    check_tensors,
+    read_json,
+    sub_slice,
+)
 from expertmesh.checkpoints.source import Box, Stored, overlap, read_into
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.hub_id import how_to_fetch
@@ -125,11 +131,35 @@ class HubModel:
             shared = overlap(box, piece.ours_at)
             if shared is None:
                 continue
-            ours, theirs = shared
-            sizes = [at.stop - at.start for at in piece.ours_at]
-            part = piece.turned(self._files.part(piece.theirs, piece.theirs_at))
-            part = part.reshape(sizes)[theirs]
-            into[ours].copy_(part if into.dtype == dtype else part.to(dtype))
+            ours, within = shared
+            at, sizes = _there(piece, within)
+            view = piece.turned(into[ours].view(sizes))
+            self._files.copy(piece.theirs, at, view, dtype=dtype)
+
+
+def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
+    """Where a part of a piece lies in their tensor, and its sizes in the order of ours.
+
+    Args:
+        piece: whose dimensions and theirs differ in those of one.
+        within: the part, counted from the beginning of the piece.
+    """
+    ours = [range(at.start, at.stop) for at in piece.ours_at]
+    lead, last = list(piece.theirs_at), []
+    if piece.is_turned:
+        lead[-2:] = lead[:-3:-1]
+    left = list(zip(map(len, ours), within, strict=True))
+    for at in reversed(lead):
+        size = len(range(at.start, at.stop, at.step or 1))
+        while left and left[-1][0] != size and left[-1][0] == 1:
+            left.pop()  # which theirs lacks
+        matches = bool(left) and left[-1][0] == size
+        last.append(sub_slice(at, left.pop()[1] if matches else slice(0, 1)))
+    there = last[::-1]
+    sizes = [len(range(at.start, at.stop, at.step)) for at in there]
+    if piece.is_turned:
+        there[-2:] = there[:-3:-1]
+    return tuple(there), sizes
 
 
 def _say_rounded(found: list[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:

@@ -50,8 +50,15 @@ class Mxfp4Files(HubFiles):
         if name not in self._packed:
             return super().part(name, at)
         experts, columns, rows = at
-        blocks, scales = (self.mapped(entry)[experts, rows] for entry in self._packed[name])
-        return widened(blocks, scales)[..., columns].mT
+        first, last = columns.start // _BLOCK, -(-columns.stop // _BLOCK)
+        groups = experts, rows, slice(first, last)
+        blocks, scales = (self.mapped(entry, groups) for entry in self._packed[name])
+        within = slice(columns.start - first * _BLOCK, columns.stop - first * _BLOCK, columns.step)
+        return widened(blocks, scales)[..., within].mT
+
+    def copy(self, name: str, at: Box, into: Tensor, *, dtype: torch.dtype, along: int = 0) -> None:
+        """See `HubFiles.copy`; numbers in MXFP4 are cut along the rows in which they lie."""
+        super().copy(name, at, into, dtype=dtype, along=2 if name in self._packed else along)
 
 
 def _fit(blocks: Entry, scales: Entry) -> bool:
