@@ -57,7 +57,7 @@ LOW_RANK = LowRank(torch.zeros(E, 2, D), torch.zeros(E, 2 * F, 2), 1.0, False)
     [
         ({}, {}, "few_rows"),
         ({"sizes": (16, 32)}, {}, "torch"),
-        ({"b_out": torch.zeros(E, D)}, {}, "torch"),
+        ({"b_out": torch.zeros(E, D)}, {}, "few_rows"),
         ({}, {"backend": "reference"}, "reference"),
         ({}, {"backend": "triton"}, "triton"),
         ({}, {"batch_invariant": True}, "invariant"),

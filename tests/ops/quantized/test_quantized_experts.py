@@ -98,7 +98,8 @@ HAS_PRODUCTS = quantized_rows.has_products_of(torch.bfloat16)
         ("int4", {"dim": 96}, False),
         ("fp8", {}, False),
         ("int8", {"dtype": torch.float32}, False),
-        ("int8", {"bias": True}, False),
+        ("int8", {"bias": True}, True),
+        ("int4", {"bias": True}, quantized_rows.cpu_reads_blocks()),
     ],
 )
 def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(form, sizes, serves):

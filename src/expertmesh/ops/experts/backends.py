@@ -25,6 +25,7 @@ from expertmesh.ops.experts import (
 )
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
+from expertmesh.ops.plain_call import runs_plainly
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,6 @@ def _has_few_rows(c: ExpertsCall) -> bool:
         and not c.has_adapters
         and not c.batch_invariant
         and experts.is_whole
-        and len(experts.b_in) == 0
-        and experts.b_out is None
         and "few_rows" in FORMATS[experts.format].backends
         and c.ids_TK.shape == c.weights_TK.shape
         and few_rows.serves(
@@ -72,6 +71,7 @@ def _has_few_rows(c: ExpertsCall) -> bool:
             c.weights_TK,
             backend=c.backend,
         )
+        and runs_plainly(*experts.b_in, experts.b_out)
     )
 
 
@@ -85,6 +85,8 @@ def _few_rows(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
         c.ids_TK,
         c.weights_TK,
         activation=experts.activation,
+        b_in_EGF=experts.b_in[0] if experts.b_in else None,
+        b_out_ED=experts.b_out,
     )
 
 

@@ -76,8 +76,10 @@ def moe_mlp_of_few(
     weights_TK: Tensor,
     *,
     activation: str,
+    b_in_EGF: Tensor | None = None,
+    b_out_ED: Tensor | None = None,
 ) -> Tensor | None:
-    """`moe_mlp` without biases and gradients, from the ids themselves; only where `serves` says so.
+    """`moe_mlp` without gradients, from the ids themselves; only where `serves` says so.
 
     Args:
         x_TD: (T, D).
@@ -86,9 +88,12 @@ def moe_mlp_of_few(
         ids_TK: (T, K) in [0, E]; E is skipped.
         weights_TK: (T, K).
         activation: the name of the activation.
+        b_in_EGF: (E, G, F), or None.
+        b_out_ED: (E, D), or None.
 
     Returns:
-        y (T, D), or None where an expert has so many rows that the general way is better.
+        y (T, D), or None where an expert has so many rows that the general way is better, or where H would be rounded before
+        its bias is added.
 
     Raises:
         ConfigError: an id is out of range.
@@ -104,14 +109,22 @@ def moe_mlp_of_few(
     if not (rows_in and rows_out) and not has_products_of(x_TD.dtype):
         return None
     blocks = {rows: _Blocks.of(order, rows) for rows in {rows_in, rows_out} - {0}}
+    dtype = accumulate_dtype(x_TD.dtype)
+    if x_TD.dtype != dtype and (
+        (b_in_EGF is not None and not rows_in) or (b_out_ED is not None and not rows_out)
+    ):
+        return None
     x_RD, s_R = x_TD.expand(K, -1) if T == 1 else x_TD, weights_TK.reshape(-1)
     maps = order.maps
     if maps is not None:
         x_RD = x_TD.index_select(0, maps.token_of_row)
         s_R = s_R.index_select(0, maps.slot_of_row)
-    h_RH = _multiply(x_RD, w_in_EHD, order, blocks.get(rows_in))
-    a_RF = _activate(h_RH, s_R.to(accumulate_dtype(x_TD.dtype)), activation)
-    y_RD = _multiply(a_RF, w_out_EDF, order, blocks.get(rows_out))
+    h_RH, s_R = _multiply(x_RD, w_in_EHD, order, blocks.get(rows_in)), s_R.to(dtype)
+    if b_in_EGF is not None:
+        h_RH.add_(b_in_EGF.flatten(1).index_select(0, order.expert_of_row))
+    y_RD = _multiply(_activate(h_RH, s_R, activation), w_out_EDF, order, blocks.get(rows_out))
+    if b_out_ED is not None:
+        y_RD.addcmul_(s_R[:, None], b_out_ED.index_select(0, order.expert_of_row).to(dtype))
     if maps is None:
         return y_RD.sum(0, keepdim=True).to(x_TD.dtype)
     if maps.some_are_dead:
@@ -143,6 +156,14 @@ class _Order:
     experts: list[int]
     sizes: list[int]
     maps: _Maps | None
+
+    @property
+    def expert_of_row(self) -> Tensor:
+        """(R,) int64."""
+        return torch.tensor(
+            [e for e, size in zip(self.experts, self.sizes, strict=True) for _ in range(size)],
+            dtype=torch.int64,
+        )
 
     @staticmethod
     def of(ids: list[int], top_k: int, num_experts: int) -> "_Order":

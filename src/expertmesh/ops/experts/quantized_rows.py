@@ -30,16 +30,16 @@ def serves(c: ExpertsCall) -> bool:
     w = c.experts
     if c.maps is not None or c.ids_TK is None or w.format not in _COLUMNS:
         return False
-    if c.has_adapters or c.batch_invariant or not w.is_whole or w.b_in:
+    if c.has_adapters or c.batch_invariant or not w.is_whole:
         return False
-    if w.b_out is not None or c.backend not in ("auto", "torch") or c.x_TD.dim() != 2:
+    if c.backend not in ("auto", "torch") or c.x_TD.dim() != 2:
         return False
     one = w.slices()[0]
     assert one.scales_in is not None
     return (
         0 < c.ids_TK.numel() <= MOST_SLOTS
         and c.ids_TK.shape == c.weights_TK.shape
-        and runs_plainly(c.x_TD, c.weights_TK, one.w_in_EGFD, one.w_out_EDF)
+        and runs_plainly(c.x_TD, c.weights_TK, one.w_in_EGFD, one.w_out_EDF, *w.b_in, w.b_out)
         and (autocast_dtype(c.x_TD.device) or c.x_TD.dtype) == torch.bfloat16
         and c.x_TD.dtype != torch.float64
         and one.scales_in.dtype == torch.bfloat16
@@ -83,7 +83,7 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
         T == 1 and max(ids) < E and len(set(ids)) == K
     ):  # the rows are the token's choices as they come
         y_RD = _weighted(c.x_TD.expand(K, -1), s_N1, experts, dict.fromkeys(ids, 1))
-        return y_RD.float().sum(0, keepdim=True).to(dtype)
+        return y_RD.sum(0, keepdim=True).to(dtype)
     slots = sorted((i for i, e in enumerate(ids) if e < E), key=ids.__getitem__)
     rows: dict[int, int] = {}
     for slot in slots:
@@ -95,19 +95,30 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
         order_N = torch.tensor(slots + [slot // K for slot in slots])
         slots_R, tokens_R = order_N.split(len(slots))
         x_RD, s_R1 = c.x_TD.index_select(0, tokens_R), s_N1.index_select(0, slots_R)
-        y_TD.index_add_(0, tokens_R, _weighted(x_RD, s_R1, experts, rows).float())
+        y_TD.index_add_(0, tokens_R, _weighted(x_RD, s_R1, experts, rows))
     return y_TD.to(dtype)
 
 
 def _weighted(x_RD: Tensor, s_R1: Tensor, experts: ExpertSlice, rows: dict[int, int]) -> Tensor:
-    """The experts' weighted outputs for their rows in turn, (R, D)."""
-    h_RH = _multiply(x_RD.to(torch.bfloat16), experts, rows, is_first=True)
-    gate, *up = h_RH.float().chunk(num_branches(experts.activation), 1)
+    """The experts' weighted outputs for their rows in turn, (R, D) in FP32; biases are added in FP32."""
+    h_RH = _multiply(x_RD.to(torch.bfloat16), experts, rows, is_first=True).float()
+    if experts.b_in_EGF is not None:
+        h_RH += _of_rows(experts.b_in_EGF.flatten(1), rows)
+    gate, *up = h_RH.chunk(num_branches(experts.activation), 1)
     inner = inner_name(experts.activation)
     a_RF = pointwise_(gate, inner)
     for branch in up:
         a_RF.mul_(second_branch(branch, inner))
-    return _multiply(a_RF.mul_(s_R1), experts, rows, is_first=False)
+    y_RD = _multiply(a_RF.mul_(s_R1), experts, rows, is_first=False).float()
+    if experts.b_out_ED is not None:
+        y_RD += s_R1 * _of_rows(experts.b_out_ED, rows)
+    return y_RD
+
+
+def _of_rows(b_EN: Tensor, rows: dict[int, int]) -> Tensor:
+    """(R, N): the bias of each row's expert."""
+    experts = [e for e, count in rows.items() for _ in range(count)]
+    return b_EN.index_select(0, torch.tensor(experts))
 
 
 def _multiply(
