@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.oracle import numerics
 from tests.support.hub_models import tiny_model
 from tests.support.memory import peak_bytes
-from transformers import AutoModelForCausalLM
+from tests.support.runs import assert_resumed_to_the_bit, train_quietly
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import expertmesh as em
@@ -19,10 +20,12 @@ from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import load_pretrained
-from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
+from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import route_metadata
+from expertmesh.training.begin import begun
 
 VOCAB = 300
 PUBLISHED = {
@@ -66,44 +69,6 @@ def theirs(tmp_path_factory):
     return folder, model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_those_of_transformers(theirs, dtype):
-    folder, model = theirs
-    ids = torch.randint(VOCAB, (2, 24))
-
-    def with_gradients(one):
-        found = one(ids)
-        logits = found.logits if hasattr(found, "logits") else found.logits_BSV
-        logits.backward(torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits.dtype))
-        return logits.detach()
-
-    eager = copy.deepcopy(model)
-    eager.set_experts_implementation("eager")
-    ours, rival, oracle = (
-        load_pretrained(folder, dtype=dtype),
-        copy.deepcopy(eager).to(dtype),
-        eager.double(),
-    )
-    found = [with_gradients(one) for one in (ours, rival, oracle)]
-    if dtype == torch.float32:
-        numerics.assert_two_times(*found, what="logits")
-    # of embeddings, which all other gradients pass
-    table = [
-        ours.embedding.weight,
-        rival.model.embed_tokens.weight,
-        oracle.model.embed_tokens.weight,
-    ]
-    sinks = [
-        ours.layers[0].attention.sinks,
-        rival.model.layers[0].self_attn.sinks,
-        oracle.model.layers[0].self_attn.sinks,
-    ]
-    if dtype == torch.float32:  # in BF16 another choice of experts decides, not rounding
-        numerics.assert_two_times(*(p.grad for p in table), what="embedding")
-        numerics.assert_two_times(*(p.grad for p in sinks), what="sinks")
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
-
-
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_both_branches_are_clamped(backend):
     """Values and gradients by the formula, with gates and ups on both sides of 7."""
@@ -126,20 +91,6 @@ def test_both_branches_are_clamped(backend):
     ours, expected = (torch.autograd.grad(one, leaves, grad) for one in (y, plain))
     for name, *pair in zip(("x", "w_in", "w_out", "weights"), ours, expected, strict=True):
         numerics.assert_close_fp64(*pair, what=name)
-
-
-def test_greedy_tokens_are_those_of_transformers(theirs):
-    """64 tokens behind the window of 8: cold, in chunks, with the prefix kept."""
-    folder, model = theirs
-    ours = load_pretrained(folder, dtype=torch.float64).eval()
-    prompt = list(range(40, 70))
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    engines = [Engine(ours, block_size=8), Engine(ours, token_budget=7, block_size=4)]
-    found = [e.generate([prompt], params)[0] for e in (*engines, engines[0])]
-    assert found[2].num_cached_tokens > 0
-    ids = torch.tensor([prompt])
-    tokens = model.generate(ids, do_sample=False, max_new_tokens=64, pad_token_id=0)
-    assert {one.token_ids for one in found} == {tuple(tokens[0, len(prompt) :].tolist())}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -275,15 +226,55 @@ def test_models_of_the_hub_are_quantised(theirs, tmp_path):
                 assert (found - plain).norm() < 0.2 * plain.norm()
 
 
-def test_transformers_reads_what_goes_out(theirs, tmp_path):
-    from expertmesh.integrations.hub import convert
+def test_adapters_learn_what_the_sum_of_weights_says(theirs):
+    """Behind clamped gates and biases, with FP64 for both: logits, and gradients of both factors from those of W + s B A."""
+    adapted = load_pretrained(theirs[0], dtype=torch.float64)
+    assert em.lora.add(adapted, rank=3, alpha=6.0, dtype=torch.float64, seed=1) == 4
+    generator = torch.Generator().manual_seed(2)
+    for name, p in adapted.named_parameters():
+        if name.endswith(".b"):
+            p.data.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.1)
+    merged = copy.deepcopy(adapted)
+    em.lora.merge(merged)
+    for p in merged.parameters():
+        p.requires_grad_()
+    ids = torch.randint(VOCAB, (2, 24))
+    logits = [one(ids).logits_BSV for one in (adapted, merged)]
+    for one in logits:
+        one.backward(torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view_as(one))
+    numerics.assert_close_fp64(*logits, what="logits")
+    for ours, plain in zip(adapted.layers, merged.layers, strict=True):
+        for name, one in em.lora.adapters(ours).items():
+            grad = getattr(plain.moe.experts, name.rpartition(".")[2]).grad.flatten(1, -2)
+            numerics.assert_close_fp64(one.a.grad, one.scaling * one.b.mT @ grad, what=name)
+            numerics.assert_close_fp64(one.b.grad, one.scaling * grad @ one.a.mT, what=name)
+    assert all(p.grad is None for n, p in adapted.named_parameters() if "adapters" not in n)
 
-    folder, model = theirs
-    convert(folder, tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    for name in ("layer_types", "sliding_window", "tie_word_embeddings"):
-        assert getattr(again.config, name) == getattr(model.config, name), name
-    assert again.config.rope_parameters.items() >= model.config.rope_parameters.items()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+
+def test_training_in_bf16_goes_on_to_the_bit(theirs, tmp_path):
+    """From the weights of the hub, stopped and resumed; the loss falls."""
+    from expertmesh.integrations.hub import convert
+    from expertmesh.text.tokenizer import train_tokenizer
+
+    texts = [f"{number} words of some text. " * 99 for number in range(4)]
+    shutil.copytree(theirs[0], tmp_path / "hub")
+    train_tokenizer(texts, vocab_size=VOCAB).save(str(tmp_path / "hub" / "tokenizer.json"))
+    convert(tmp_path / "hub", tmp_path / "run")
+    (tmp_path / "text").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "text" / f"{number}.txt").write_text(text)
+
+    def run_of(run_dir, **changes):
+        places = {"path": str(tmp_path / "text"), "cache_dir": str(tmp_path / "cache")}
+        small = {"steps": 20, "batch_size": 2, "eval_batches": 1, "tensorboard": False}
+        where = {"init_from": str(tmp_path / "run"), "run_dir": str(run_dir), "resume": "auto"}
+        config = GPTRunConfig(
+            data={**places, "seq_len": 32},
+            train={**small, **where, "device": "cpu", "dtype": "bfloat16"},
+            optim={"lr": 1e-3, "warmup_steps": 2},
+        )
+        return begun(config, GPT).updated(changes)
+
+    result = train_quietly(run_of(tmp_path / "straight"))
+    assert result.evaluation["loss"] < result.initial_evaluation["loss"]
+    assert_resumed_to_the_bit(run_of, tmp_path / "straight", tmp_path / "parts")
