@@ -10,21 +10,23 @@ from tests.oracle import numerics
 from tests.support.hub_models import tiny_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from expertmesh.checkpoints.hub.configs import FAMILIES, left_out, model_config
+from expertmesh.checkpoints.hub.configs import left_out, model_config
+from expertmesh.checkpoints.hub.parts import layer_types, loss_coefficient
+from expertmesh.checkpoints.hub.registry import FAMILIES
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
-from expertmesh.integrations.hub.exports import export_family, hub_config, loss_coefficient
+from expertmesh.integrations.hub.exports import export_family, hub_config
 from expertmesh.integrations.hub.exports import left_out as left_out_of_ours
 from expertmesh.models.gpt.config import ModelConfig
 
 SIZES = {
     "vocab_size": 61,
-    "hidden_size": 128,
+    "hidden_size": 256,
     "intermediate_size": 40,
     "moe_intermediate_size": 16,
     "num_hidden_layers": 4,
-    "num_attention_heads": 16,  # which every family's own number of key heads divides
+    "num_attention_heads": 32,  # which every family's own number of key heads divides
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
@@ -32,6 +34,7 @@ SIZES = {
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
+    "n_shared_experts": 1,
     "shared_expert_intermediate_size": 20,
     "pad_token_id": None,
     "bos_token_id": None,
@@ -49,12 +52,12 @@ def values_of(name, **changes):
 # what changes our model: another value than the one above
 DONE = {
     "vocab_size": 62,
-    "hidden_size": 256,
+    "hidden_size": 512,
     "intermediate_size": 41,
     "moe_intermediate_size": 17,
     "shared_expert_intermediate_size": 21,
     "num_hidden_layers": 5,
-    "num_attention_heads": 32,
+    "num_attention_heads": 64,
     "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 65,
@@ -85,12 +88,12 @@ DONE = {
     "v_head_dim": 5,
     "rope_interleave": False,
     "topk_method": "group_limited_greedy",  # with n_group 4
+    "sliding_window": 8,
+    "use_sliding_window": True,  # with a window
 }
 # what our GPT does not compute
 REFUSED = {
-    "sliding_window": 8,
-    "use_sliding_window": True,  # the window is 4096 tokens of 8192, see below
-    "layer_types": ["sliding_attention"] * 4,
+    "layer_types": ["sliding_attention"] * 4,  # without use_sliding_window
     "mlp_only_layers": [3],  # of 4: the first ones are read
     "clip_qkv": 3.0,
     "rope_scaling": {"type": "linear", "factor": 2.0},
@@ -124,19 +127,18 @@ ELSEWHERE = {
 }
 ELSEWHERE["attention_bias"]["gpt_oss"] = DONE
 ELSEWHERE["hidden_act"] = {"gpt_oss": REFUSED}
-for of_windows in ("layer_types", "sliding_window"):
-    ELSEWHERE[of_windows] = {"gpt_oss": DONE}
+ELSEWHERE["layer_types"] = {"gpt_oss": DONE}
 OF_GPT_OSS = {
     "attention_bias": False,
     "layer_types": ["sliding_attention"] * 4,
     "sliding_window": 9,
 }
+OF_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
 LATENT = ("deepseek_v2", "deepseek_v3")
 # latent attention has sizes of its own; transformers' V2 divides no weights
 for idle in ("head_dim", "num_key_value_heads"):
     ELSEWHERE[idle] = dict.fromkeys(LATENT, SILENT)
 ELSEWHERE["norm_topk_prob"] = {"deepseek_v2": REFUSED}
-WITHOUT_WINDOW = {"olmoe", "glm4_moe"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -159,6 +161,9 @@ def test_every_option_is_done_refused_said_or_idle(name):
                 change["layer_types"] = None
             if key == "norm_topk_prob":
                 change = {key: not values[key]}
+            if key in OF_WINDOWS and name.startswith("qwen"):
+                assert model_config(values | change) == before  # one alone is not used
+                change = OF_WINDOWS
             if key in ("topk_group", "n_group", "topk_method") and name == "deepseek_v2":
                 grouped = {"n_group": 4, "topk_group": 4, "topk_method": "group_limited_greedy"}
                 before = model_config(values | grouped)
@@ -174,12 +179,7 @@ def test_every_option_is_done_refused_said_or_idle(name):
         elif key in REFUSED or table is REFUSED:
             assert table is None or table is REFUSED
             changed = values | {key: REFUSED.get(key, True)}
-            if key == "use_sliding_window":
-                changed |= {"sliding_window": 4096, "max_position_embeddings": 8192}
-            if key == "sliding_window" and name.startswith("qwen"):
-                assert model_config(changed) == before  # not used
-                changed |= {"use_sliding_window": True}
-            with pytest.raises(ConfigError, match=f"{key}|rope_type|sliding_window"):
+            with pytest.raises(ConfigError, match=f"{key}|rope_type"):
                 model_config(changed)
         elif key in SAID:
             assert model_config(values | {key: SAID[key]}) == before
@@ -198,10 +198,43 @@ def test_every_option_is_done_refused_said_or_idle(name):
         ("olmoe", {"sliding_window": 8}),  # not read there
         ("mixtral", {"rope_scaling": {"type": "default"}}),
         ("qwen2_moe", {"layer_types": ["full_attention"] * 4}),
+        ("qwen2_moe", {"layer_types": ["full_attention"] * 4} | {"use_sliding_window": True}),
     ],
 )
 def test_what_changes_nothing_is_no_reason_to_refuse(name, change):
-    model_config(values_of(name, **change))
+    assert model_config(values_of(name, **change)) == model_config(values_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "windows"),
+    [
+        ("mixtral", {}, [8, 8, 8, 8]),
+        ("qwen3_moe", {}, [8, 8, 8, 8]),
+        ("qwen2_moe", {"max_window_layers": 28}, [8, None, 8, None]),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 4}, [8, 8, 8, 8]),
+        ("qwen2_moe", {"layer_types": layer_types(4, 3)}, [8, 8, None, 8]),
+        ("qwen2_moe", {"max_window_layers": 1}, None),
+    ],
+)
+def test_windows_are_read_layer_by_layer_and_written(name, change, windows):
+    """As transformers' own configuration and modules say; what no n-th layer makes is refused."""
+    values = values_of(name) | OF_WINDOWS | change
+    if windows is None:
+        with pytest.raises(ConfigError, match="layer_types=.*all but every n-th of 4"):
+            model_config(values)
+        return
+    ours = model_config(values)
+    assert [ours.window_of(i) for i in range(4)] == windows
+    out = hub_config(ours, export_family(ours), dtype="float32")
+    assert out["model_type"] == name
+    assert [model_config(out).window_of(i) for i in range(4)] == windows
+    for one in (values, out):
+        with torch.device("meta"):
+            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**one))
+        kinds = getattr(theirs.config, "layer_types", None) or ["sliding_attention"] * 4
+        window = theirs.config.sliding_window
+        used = [window if kind == "sliding_attention" else None for kind in kinds]
+        assert used == windows
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -425,7 +458,6 @@ def test_what_is_left_out_is_said_once_per_reading(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
         ("olmoe", {"clip_qkv": 3.0}, "clip_qkv=3.0"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\]"),
         ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor=None"),

@@ -14,7 +14,8 @@ from tests.support.runs import assert_resumed_to_the_bit, train_quietly
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import expertmesh as em
-from expertmesh.checkpoints.hub.configs import layer_types, model_config
+from expertmesh.checkpoints.hub.configs import model_config
+from expertmesh.checkpoints.hub.parts import layer_types
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from expertmesh.checkpoints.box import Box, overlap
 from expertmesh.checkpoints.dcp_files import copy_piece
 from expertmesh.checkpoints.dcp_index import read_index
-from expertmesh.checkpoints.source import Box, Stored, overlap
+from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
 

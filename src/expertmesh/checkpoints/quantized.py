@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.hub.layout import Piece
+from expertmesh.checkpoints.box import Box, overlap, whole_box
+from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.widened import is_widened
 from expertmesh.checkpoints.safetensors import QUANTIZATION, HubFiles, read_json
-from expertmesh.checkpoints.source import Box, Stored, overlap, whole_box
+from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.ops.quantized.pack import bytes_of_words, from_nibbles, int8_of_bytes
 from expertmesh.ops.quantized.rounding import BLOCK, GROUP_SIZES, Format, Rounded, widened

@@ -4,7 +4,7 @@ Checkpoints of runs (`dcp.py`) and folders of the hub (`hub/load.py`) are source
 whole or spread over ranks, does it by `read_into`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from expertmesh.checkpoints.box import Box, whole_box
 from expertmesh.errors import CheckpointError
-
-Box = tuple[slice, ...]
-"""A part of a tensor: a slice with start and stop per dimension."""
 
 
 class Stored(NamedTuple):
@@ -84,27 +82,6 @@ def read_whole(source: TensorSource, name: str) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     source.read(name, whole_box(shape), tensor)
     return tensor
-
-
-def whole_box(shape: Iterable[int]) -> Box:
-    """The box of a whole tensor."""
-    return tuple(slice(0, n) for n in shape)
-
-
-def overlap(box: Box, other: Box) -> tuple[Box, Box] | None:
-    """What two boxes of one tensor share: where it lies in each of them; None: nothing."""
-    starts = [max(a.start, b.start) for a, b in zip(box, other, strict=True)]
-    stops = [min(a.stop, b.stop) for a, b in zip(box, other, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-        return None
-    within = [
-        tuple(
-            slice(start - at.start, stop - at.start)
-            for start, stop, at in zip(starts, stops, one, strict=True)
-        )
-        for one in (box, other)
-    ]
-    return within[0], within[1]
 
 
 def _local_parts(tensor: Tensor) -> list[tuple[Tensor, Box]]:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.source import TensorSource, whole_box
+from expertmesh.checkpoints.box import whole_box
+from expertmesh.checkpoints.source import TensorSource
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.checkpoints.hub.configs import hub_family
 from expertmesh.checkpoints.hub.layout import pieces
+from expertmesh.checkpoints.hub.registry import hub_family
 from expertmesh.checkpoints.quantized import (
     QuantizedModel,
     own_pieces,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.checkpoints.box import Box, whole_box
 from expertmesh.checkpoints.safetensors import QUANTIZATION, READABLE, Entry, HubFiles
-from expertmesh.checkpoints.source import Box, whole_box
 from expertmesh.errors import ConfigError
 
 _BLOCK_SIZE = (128, 128)

@@ -1,56 +1,14 @@
 """Which part of which tensor of a hub checkpoint is which part of which tensor of our GPT."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
-from torch import Tensor
-
-from expertmesh.checkpoints.source import Box, whole_box
+from expertmesh.checkpoints.box import whole_box
+from expertmesh.checkpoints.hub.family import Piece
+from expertmesh.checkpoints.hub.registry import FAMILIES, find_hub_family
 from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
-
-
-class Piece(NamedTuple):
-    """A part of a tensor that both have.
-
-    Attributes:
-        ours: name in the state dict of our GPT.
-        ours_at: where it lies there; sizes of one stand for dimensions that theirs lacks.
-        theirs: name in the hub's files.
-        theirs_at: where it lies there; as many elements in the same order.
-        theirs_shape: of their whole tensor.
-        is_turned: whether the last two dimensions of the part are the other way round there.
-    """
-
-    ours: str
-    ours_at: Box
-    theirs: str
-    theirs_at: Box
-    theirs_shape: tuple[int, ...]
-    is_turned: bool = False
-
-    def turned(self, part: Tensor) -> Tensor:
-        """What lies at `theirs_at` in our order, and the other way round: a view."""
-        return part.mT if self.is_turned else part
-
-
-_RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": (
-        (".mlp.", ".block_sparse_moe."),
-        ("gate_proj", "w1"),
-        ("up_proj", "w3"),
-        ("down_proj", "w2"),
-    ),
-    "qwen2_moe": ((".shared_experts.", ".shared_expert."),),
-    "gpt_oss": ((".mlp.gate.", ".mlp.router."),),
-}
-"""By model_type: what its files call otherwise than the spec's `hub` does."""
-
-
-FUSED = frozenset({"gpt_oss"})
-"""By model_type: whose experts are one tensor in its files, which `_fused` knows."""
 
 
 def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) -> Iterator[Piece]:
@@ -61,33 +19,24 @@ def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) ->
         model_type: of the hub.
         one_by_one: whether each expert has tensors of its own even where the family's files have one for all; quantised ones do.
     """
+    family = find_hub_family(model_type)
     for one in gpt_spec(config):
-        names = tuple(_renamed(name, model_type) for name in one.hub)
+        names = tuple(map(family.theirs, one.hub))
         if not names:
             continue
-        if one.is_expert and model_type in FUSED and not one_by_one:
-            yield from _fused(one, names)
+        if one.is_expert and family.experts and not one_by_one:
+            yield from family.experts(one, names)
         else:
             yield from _pieces_of(one, names, config)
         if one.role == "router" and config.moe.bias_update_rate:
             inside, E = one.name.removesuffix("router.proj.weight"), one.shape[0]
-            theirs = names[0].removesuffix("weight") + "e_score_correction_bias"
-            yield _whole(f"{inside}expert_bias_E", theirs, (E,))
+            theirs = family.theirs(one.hub[0].removesuffix("weight") + "e_score_correction_bias")
+            yield Piece(f"{inside}expert_bias_E", whole_box((E,)), theirs, whole_box((E,)), (E,))
 
 
 def spellings(name: str) -> set[str]:
     """A name of the spec's `hub` as the modules of transformers have it, and as the files of all families do."""
-    return {name, *(_renamed(name, model_type) for model_type in _RENAMED)}
-
-
-def _renamed(name: str, model_type: str) -> str:
-    for ours, theirs in _RENAMED.get(model_type, ()):
-        name = name.replace(ours, theirs)
-    return name
-
-
-def _whole(ours: str, theirs: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(ours, whole_box(shape), theirs, whole_box(shape), shape)
+    return {name, *(family.theirs(name) for family in FAMILIES.values())}
 
 
 def _pieces_of(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> Iterator[Piece]:
@@ -107,28 +56,6 @@ def _pieces_of(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> I
             branch = place[-1] if "branch" in lead else 0
             theirs = names[branch].format(expert=place[0] if "expert" in lead else None)
             yield Piece(one.name, at, theirs, whole_box(shape), shape)
-
-
-def _fused(one: Parameter, names: tuple[str, ...]) -> Iterator[Piece]:
-    """Parts of experts that are one tensor there: inputs before outputs, gates and ups taking turns, `_bias` behind the name."""
-    module, _, kind = names[0].replace("{expert}.", "").rpartition(".")
-    theirs = module.replace("gate_proj", "gate_up_proj") + ("_bias" if kind == "bias" else "")
-    E, *sizes = one.shape
-    G = sizes.pop(0) if "branch" in one.axes else 1
-    inside = whole_box(sizes)
-    whole = (E, *reversed([sizes[0] * G, *sizes[1:]]))
-    for e, g in product(range(E), range(G)):
-        branch = () if "branch" not in one.axes else (slice(g, g + 1),)
-        place = (*inside[1:], slice(g, sizes[0] * G, G))
-        lead = slice(e, e + 1)
-        yield Piece(
-            one.name,
-            (lead, *branch, *inside),
-            theirs,
-            (lead, *place),
-            whole,
-            is_turned=len(sizes) == 2,
-        )
 
 
 def _heads(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> Iterator[Piece]:

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
-from expertmesh.checkpoints.hub.layout import Piece, pieces
+from expertmesh.checkpoints.box import Box, overlap
+from expertmesh.checkpoints.hub.configs import model_config, say_left_out
+from expertmesh.checkpoints.hub.family import Piece
+from expertmesh.checkpoints.hub.layout import pieces
+from expertmesh.checkpoints.hub.registry import hub_family
 from expertmesh.checkpoints.hub.widened import hub_files, is_widened
 from expertmesh.checkpoints.safetensors import (
     READABLE,
@@ -18,7 +21,7 @@ from expertmesh.checkpoints.safetensors import (
     read_json,
     sub_slice,
 )
-from expertmesh.checkpoints.source import Box, Stored, overlap, read_into
+from expertmesh.checkpoints.source import Stored, read_into
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expertmesh.checkpoints.box import Box
 from expertmesh.checkpoints.safetensors import Entry, HubFiles
-from expertmesh.checkpoints.source import Box
 from expertmesh.errors import CheckpointError
 
 _BLOCK = 32

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from expertmesh.checkpoints.hub.configs import hub_family, say_left_out
+from expertmesh.checkpoints.hub.configs import say_left_out
 from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, hub_run_config, read_config
+from expertmesh.checkpoints.hub.registry import hub_family
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.hub_id import how_to_fetch

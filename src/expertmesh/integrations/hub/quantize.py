@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.hub.configs import FAMILIES, hub_family
-from expertmesh.checkpoints.hub.layout import Piece, pieces
+from expertmesh.checkpoints.hub.family import Piece
+from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, read_config
+from expertmesh.checkpoints.hub.registry import find_hub_family, hub_family
 from expertmesh.checkpoints.quantized import Scheme, is_expert, own_pieces
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.exports import export_family
+from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.integrations.hub.save import their_value, write_rest
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.ops.quantized.pack import to_words
@@ -181,7 +182,7 @@ def _hub_type(run: Run) -> str | None:
     if run.is_hub:
         return hub_family(read_config(run.path)).model_type
     try:
-        return export_family(_model_of(run)).model_type
+        return export_family(_model_of(run), origin_of(run.path)).model_type
     except ConfigError:
         return None
 
@@ -283,7 +284,7 @@ def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
         more |= {"dtype": name, "torch_dtype": name}
         what = hub_family(values).architecture
     elif model_type is not None:
-        family = FAMILIES[model_type]
+        family = find_hub_family(model_type)
         write_rest(run.path, _model_of(run), family, folder, plan.dtype)
         values, what = json.loads((folder / "config.json").read_text()), family.architecture
     else:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.hub.configs import HubFamily
-from expertmesh.checkpoints.hub.layout import Piece, pieces
+from expertmesh.checkpoints.hub.family import HubFamily, Piece
+from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.exports import export_family, hub_config, say_left_out
+from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.text.chat import MARKS, OWN_TEMPLATE, TemplateFormat
 from expertmesh.text.format import find_format
@@ -55,7 +55,7 @@ def save_pretrained(
     Raises:
         ConfigError: an option has no counterpart there, or the folder exists.
     """
-    family = export_family(config.model)
+    family = export_family(config.model, origin_of(run_dir))
     if folder.exists():
         raise ConfigError("to", folder, "exists already", "choose another folder")
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")

@@ -1,0 +1,1 @@
+"""The architectures of the hub that our GPT can be, a file each. Without torch."""

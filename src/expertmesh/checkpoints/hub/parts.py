@@ -1,0 +1,214 @@
+"""Parts of a config.json that several architectures have, read as options of our GPT and written. Without torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from expertmesh.checkpoints.hub.family import Fits, Values, anything, other_model
+from expertmesh.config.moe import MoEConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
+
+BIAS_RATE = 1e-3
+"""DeepSeek's step of the balancing bias, which no config.json tells."""
+
+
+def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[str, Any]:
+    """Options of the experts.
+
+    Args:
+        v: of config.json.
+        experts: option that counts them; transformers 5 writes `num_local_experts` for all families, the hub's older files this one.
+        hidden: option with their hidden size.
+        normalizes: whether a token's weights sum to one.
+    """
+    return {
+        "num_experts": (v[experts] if experts in v else v["num_local_experts"],),
+        "top_k": v["num_experts_per_tok"],
+        "hidden_dim": v[hidden],
+        "normalize_weights": "topk" if normalizes else "none",
+    }
+
+
+def normalizes(moe: MoEConfig) -> bool:
+    """Whether a token's weights sum to one, of the routers that go out.
+
+    A softmax over the chosen logits is the one over all of them, divided by its sum over the chosen.
+    """
+    if moe.score_function == "softmax_after_topk":
+        return True
+    ours = moe.normalize_weights
+    return moe.top_k > 1 if ours == "auto" else ours != "none"
+
+
+def loss_coefficient(config: ModelConfig) -> float:
+    """transformers' `router_aux_loss_coef` of the weight of our balance loss; see `configs.model_config`."""
+    moe = config.moe
+    if moe.balance_loss == "none":
+        return 0.0
+    coef = moe.aux_loss_weight * config.num_moe_layers / moe.top_k
+    return float(f"{coef:.12g}")  # 0.001 there and back is 0.001
+
+
+SIGMOID: dict[str, Fits] = {
+    "first_dense_layers": anything,
+    "moe.score_function": ("sigmoid",),
+    "moe.bias_update_rate": lambda c: c.moe.bias_update_rate > 0,
+    "moe.weight_scale": anything,
+    "moe.num_expert_groups": anything,
+    "moe.num_shared_experts": lambda c: c.moe.num_shared_experts > 0,
+}
+"""What fits the mixture of DeepSeek-V3."""
+
+
+def sigmoid_mixture(v: Values) -> dict[str, Any]:
+    """Dense layers and experts of DeepSeek-V3's kind: sigmoid scores, a balancing bias, groups by their two best, shared experts."""
+    moe = mixture(v, "n_routed_experts", "moe_intermediate_size", normalizes=v["norm_topk_prob"])
+    moe |= {
+        "score_function": "sigmoid",
+        "num_expert_groups": v["n_group"],
+        "num_limited_groups": v["topk_group"] if v["n_group"] > 1 else 1,
+        "weight_scale": v["routed_scaling_factor"],
+        "num_shared_experts": v["n_shared_experts"] or 0,
+        "bias_update_rate": BIAS_RATE,
+    }
+    return {"first_dense_layers": v["first_k_dense_replace"], "moe": moe}
+
+
+def write_shared_mixture(c: ModelConfig) -> dict[str, Any]:
+    """Dense layers and experts of DeepSeek's kinds and their relatives."""
+    moe = c.moe
+    return {
+        "n_routed_experts": moe.num_experts[0],
+        "moe_intermediate_size": moe.hidden_dim,
+        "intermediate_size": c.ffn_hidden_dim,
+        "n_shared_experts": moe.num_shared_experts,
+        "first_k_dense_replace": c.first_dense_layers,
+        "n_group": moe.num_expert_groups,
+        "topk_group": moe.num_limited_groups,
+        "routed_scaling_factor": moe.weight_scale,
+        "norm_topk_prob": normalizes(moe),
+    }
+
+
+LATENT_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+LATENT_REFUSED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "moe_layer_freq": (1,),
+    "ep_size": (1,),
+}
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def latent(v: Values) -> dict[str, Any]:
+    """Multi-head latent attention."""
+    sizes = {name: v[name] for name in _LATENT}  # q_lora_rank null: queries come from the token
+    interleaved = v.get("rope_interleave", True)
+    return {"latent": sizes | {"interleaved": interleaved}, "num_kv_heads": None, "head_dim": None}
+
+
+def write_latent(c: ModelConfig) -> dict[str, Any]:
+    """Multi-head latent attention, and that each layer behind the first has experts."""
+    return {
+        **{name: getattr(c.latent, name) for name in _LATENT},
+        "num_key_value_heads": c.num_heads,
+        "head_dim": c.latent.qk_rope_head_dim,  # that which turns, as transformers has it
+        "attention_bias": False,
+        "rope_interleave": c.latent.interleaved,
+        "moe_layer_freq": 1,
+    }
+
+
+QWEN: dict[str, Any] = {
+    "sliding_window": 4096,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "router_aux_loss_coef": 0.001,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+}
+"""What a config.json of Qwen's says where it leaves an option out."""
+
+
+def qwen(v: Values) -> dict[str, Any]:
+    """Dense layers and experts of Qwen's."""
+    return {
+        "moe_every": v["decoder_sparse_step"],
+        "first_dense_layers": _first_dense(v),
+        "moe": mixture(v, "num_experts", "moe_intermediate_size", normalizes=v["norm_topk_prob"]),
+    }
+
+
+def write_qwen(c: ModelConfig) -> dict[str, Any]:
+    """Dense layers, experts and windows of Qwen's."""
+    return {
+        "num_experts": c.moe.num_experts[0],
+        "moe_intermediate_size": c.moe.hidden_dim,
+        "intermediate_size": c.ffn_hidden_dim,
+        "decoder_sparse_step": c.moe_every,
+        "mlp_only_layers": list(range(c.first_dense_layers)),
+        "norm_topk_prob": normalizes(c.moe),
+        "sliding_window": c.sliding_window,
+        "use_sliding_window": c.sliding_window is not None,
+        "router_aux_loss_coef": loss_coefficient(c),
+    }
+
+
+def _first_dense(v: Values) -> int:
+    """`first_dense_layers` with which the layers that `mlp_only_layers` leaves have experts.
+
+    Raises:
+        ConfigError: there is no such number.
+    """
+    without, step = v.get("mlp_only_layers") or [], v["decoder_sparse_step"]
+    if not without or not isinstance(step, int) or step < 1:
+        return 0
+    possible = range(step - 1, v["num_hidden_layers"], step)
+    sparse = [i for i in possible if i not in without]
+    skipped = len(possible) - len(sparse)
+    if sparse != list(possible[skipped:]):
+        wanted = "dense layers that are the first ones"
+        raise other_model(f"mlp_only_layers={without!r}", v["model_type"], wanted)
+    return skipped * step
+
+
+def layer_types(num_layers: int, every: int | None) -> list[str]:
+    """Kinds of attention as the hub names them, where every n-th layer sees all."""
+    sees_all = [every is not None and i % every == every - 1 for i in range(num_layers)]
+    return ["full_attention" if whole else "sliding_attention" for whole in sees_all]
+
+
+def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
+    """`sliding_window` and `full_attention_every` of layers of which every n-th sees all.
+
+    Args:
+        v: of config.json.
+        kinds: of attention, layer by layer.
+        window: what layers of sliding attention see; None: all.
+
+    Raises:
+        ConfigError: no such n makes them.
+    """
+    layers = v["num_hidden_layers"]
+    if window is None or list(kinds) == layer_types(layers, 1):
+        return {}
+    for every in (*range(2, layers + 1), None):
+        if list(kinds) == layer_types(layers, every):
+            return {"sliding_window": window, "full_attention_every": every}
+    raise ConfigError(
+        f"layer_types={list(kinds)!r}: a GPT of expertmesh has windows in all layers, or in all but every n-th of {layers}; use another model"
+    )
+
+
+def window_in_force(v: Values) -> Any:
+    """`sliding_window`, or None where it reaches as far as texts do."""
+    window, longest = v.get("sliding_window"), v["max_position_embeddings"]
+    is_idle = isinstance(window, int) and isinstance(longest, int) and window >= longest
+    return None if is_idle else window

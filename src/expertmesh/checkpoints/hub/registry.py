@@ -1,0 +1,65 @@
+"""The architectures of the hub that our GPT can be: those of `families/`, and those that installed packages add. Without torch."""
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from expertmesh.checkpoints.hub.families.deepseek_v2 import DEEPSEEK_V2
+from expertmesh.checkpoints.hub.families.deepseek_v3 import DEEPSEEK_V3
+from expertmesh.checkpoints.hub.families.glm4_moe import GLM4_MOE
+from expertmesh.checkpoints.hub.families.gpt_oss import GPT_OSS
+from expertmesh.checkpoints.hub.families.mixtral import MIXTRAL
+from expertmesh.checkpoints.hub.families.olmoe import OLMOE
+from expertmesh.checkpoints.hub.families.qwen2_moe import QWEN2_MOE
+from expertmesh.checkpoints.hub.families.qwen3_moe import QWEN3_MOE
+from expertmesh.checkpoints.hub.family import HubFamily, Values
+from expertmesh.errors import ConfigError
+
+ENTRY_POINTS = "expertmesh.hub_families"
+"""The group of entry points by which a package adds an architecture: its `model_type` and where its `HubFamily` is."""
+_OURS = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = {family.model_type: family for family in _OURS}
+"""Those of this package by `model_type`; a model of ours goes out as the first that it fits."""
+_ALIASES = {alias: family for family in _OURS for alias in family.aliases}
+
+
+def find_hub_family(name: str) -> HubFamily:
+    """An architecture by its `model_type`, of this package or of an installed one, of which the module is imported then.
+
+    Raises:
+        ConfigError: there is none, or a package's is broken.
+    """
+    found = FAMILIES.get(name) or _ALIASES.get(name)
+    if found is not None:
+        return found
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        return _loaded(point)
+    added = entry_points(group=ENTRY_POINTS).names
+    raise ConfigError(
+        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *sorted(added)])}); run its experts "
+        "through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with expertmesh.models.upcycle"
+    )
+
+
+@cache
+def _loaded(point: EntryPoint) -> HubFamily:
+    where = f"{point.value} in the entry points {ENTRY_POINTS}"
+    try:
+        family = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model_type={point.name!r}: {where} cannot be imported ({error}); repair that package or take it away"
+        ) from error
+    if not isinstance(family, HubFamily) or family.model_type != point.name:
+        raise ConfigError(
+            f"model_type={point.name!r}: {where} is no HubFamily of this model_type; name there one that is"
+        )
+    return family
+
+
+def hub_family(values: Values) -> HubFamily:
+    """The architecture of a config.json.
+
+    Raises:
+        ConfigError: it is none that our GPT can be.
+    """
+    return find_hub_family(str(values.get("model_type")))
