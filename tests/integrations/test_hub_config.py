@@ -119,6 +119,7 @@ SILENT = {
 ELSEWHERE = {
     "attention_bias": {
         "glm4_moe": DONE,
+        "dots1": DONE,
         "qwen3_moe": REFUSED,
         "olmoe": REFUSED,
         "deepseek_v2": REFUSED,
@@ -127,7 +128,7 @@ ELSEWHERE = {
 }
 ELSEWHERE["attention_bias"]["gpt_oss"] = DONE
 ELSEWHERE["hidden_act"] = {"gpt_oss": REFUSED}
-ELSEWHERE["layer_types"] = {"gpt_oss": DONE}
+ELSEWHERE["layer_types"] = {"gpt_oss": DONE, "dots1": DONE}
 OF_GPT_OSS = {
     "attention_bias": False,
     "layer_types": ["sliding_attention"] * 4,
@@ -164,6 +165,8 @@ def test_every_option_is_done_refused_said_or_idle(name):
             if key in OF_WINDOWS and name.startswith("qwen"):
                 assert model_config(values | change) == before  # one alone is not used
                 change = OF_WINDOWS
+            if key in ("sliding_window", "layer_types") and name == "dots1":
+                change = {"sliding_window": 8, "layer_types": layer_types(4, 2)}
             if key in ("topk_group", "n_group", "topk_method") and name == "deepseek_v2":
                 grouped = {"n_group": 4, "topk_group": 4, "topk_method": "group_limited_greedy"}
                 before = model_config(values | grouped)
@@ -214,6 +217,9 @@ def test_what_changes_nothing_is_no_reason_to_refuse(name, change):
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 4}, [8, 8, 8, 8]),
         ("qwen2_moe", {"layer_types": layer_types(4, 3)}, [8, 8, None, 8]),
         ("qwen2_moe", {"max_window_layers": 1}, None),
+        ("dots1", {"max_window_layers": 62}, [None] * 4),
+        ("dots1", {"max_window_layers": 3}, None),
+        ("dots1", {"max_window_layers": 0}, [8] * 4),
     ],
 )
 def test_windows_are_read_layer_by_layer_and_written(name, change, windows):
@@ -225,7 +231,8 @@ def test_windows_are_read_layer_by_layer_and_written(name, change, windows):
         return
     ours = model_config(values)
     assert [ours.window_of(i) for i in range(4)] == windows
-    out = hub_config(ours, export_family(ours), dtype="float32")
+    origin = FAMILIES[name] if name == "dots1" else None  # one without windows would be GLM-4-MoE
+    out = hub_config(ours, export_family(ours, origin), dtype="float32")
     assert out["model_type"] == name
     assert [model_config(out).window_of(i) for i in range(4)] == windows
     for one in (values, out):

@@ -25,3 +25,9 @@ def test_recipe(title, tmp_path, monkeypatch):
     names = {"__name__": "recipe"}
     for block in blocks:
         exec(compile(block, title, "exec"), names)
+
+
+def test_the_recipe_of_a_hub_family_is_the_whole_file():
+    file = DOCS.parent / "src/expertmesh/checkpoints/hub/families/dots1.py"
+    code = file.read_text().partition('"""\n\n')[2]
+    assert code and f"```python\n{code}```" in SECTIONS["extending.md: A family of the hub"]

@@ -48,6 +48,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    # with biases, and a window in its first layer
+    "dots1": {
+        "num_key_value_heads": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+    },
     "gpt_oss": {"num_key_value_heads": 1, "rope_parameters": _YARN | {"truncate": False}},
 }
 """What differs from `tests.support.hub_models`, by family."""

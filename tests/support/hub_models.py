@@ -108,6 +108,14 @@ MODELS = {
         "use_qk_norm": True,
     },
     "gpt_oss": {"head_dim": 12, "intermediate_size": F, "sliding_window": 8},
+    "dots1": {
+        "attention_bias": True,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 
 

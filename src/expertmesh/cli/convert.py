@@ -38,8 +38,8 @@ def run(argv: list[str]) -> int:
 def _parser() -> OptionParser:
     parser = OptionParser(
         prog="expertmesh convert",
-        description="Turns a Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE or DeepSeek-V2 / V3 in the hub's format into a run, or a run into a "
-        "Mixtral, Qwen3-MoE, GLM-4-MoE or DeepSeek that transformers, vLLM and SGLang read. The direction follows from the source.",
+        description="Turns a Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, gpt-oss or DeepSeek-V2 / V3 in the hub's format into a run, "
+        "or a run into one of these that transformers, vLLM and SGLang read. The direction follows from the source.",
         epilog=_EXAMPLES,
     )
     parser.add_argument(

@@ -51,7 +51,7 @@ def load_pretrained(
     rank's part of it.
 
     Args:
-        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, DeepSeek-V2,
+        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, DeepSeek-V2,
             DeepSeek-V3 (Kimi-K2 and Moonlight are such) or gpt-oss. Weights in FP8 with a scale per block and experts in MXFP4 are
             widened.
         device: of the parameters.

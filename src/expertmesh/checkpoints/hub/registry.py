@@ -5,6 +5,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from expertmesh.checkpoints.hub.families.deepseek_v2 import DEEPSEEK_V2
 from expertmesh.checkpoints.hub.families.deepseek_v3 import DEEPSEEK_V3
+from expertmesh.checkpoints.hub.families.dots1 import DOTS1
 from expertmesh.checkpoints.hub.families.glm4_moe import GLM4_MOE
 from expertmesh.checkpoints.hub.families.gpt_oss import GPT_OSS
 from expertmesh.checkpoints.hub.families.mixtral import MIXTRAL
@@ -16,7 +17,7 @@ from expertmesh.errors import ConfigError
 
 ENTRY_POINTS = "expertmesh.hub_families"
 """The group of entry points by which a package adds an architecture: its `model_type` and where its `HubFamily` is."""
-_OURS = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
+_OURS = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, DOTS1)
 FAMILIES = {family.model_type: family for family in _OURS}
 """Those of this package by `model_type`; a model of ours goes out as the first that it fits."""
 _ALIASES = {alias: family for family in _OURS for alias in family.aliases}
