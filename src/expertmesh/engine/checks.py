@@ -1,6 +1,6 @@
 """What callers hand to the engine, checked before anything is computed: models, prompts and weights."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -103,15 +103,23 @@ def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
         if not is_number(i, int) or not 0 <= i < vocab_size:
             shown = repr(i) if len(repr(i)) < 60 else f"a {type(i).__name__}"
             raise ConfigError(
-                f"{what}: token id {shown} must be from 0 to {vocab_size - 1}; give ids of this model"
+                f"{what}: token id {shown}: must be from 0 to {vocab_size - 1}; give ids of this model"
             )
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: str) -> None:
+    """Raise ConfigError where there are none, one is empty, or an id is not the model's; `what` one of them is."""
+    if not prompts:
+        raise ConfigError(f"{what}s=[]: there is nothing to continue; give at least one {what}")
+    for prompt in prompts:
+        if not len(prompt):
+            raise ConfigError(f"{what}='': is empty; give at least one token")
+        check_ids(prompt, vocab_size, what=what)
 
 
 def check_asked(ids: list[int], params: SamplingParams, vocab_size: int, *, has_text: bool) -> None:
     """Raise ConfigError where the ids of a prompt or of its parameters are none of the model's, or text is asked for and there is none."""
-    if not ids:
-        raise ConfigError("prompt='': is empty; give at least one token")
-    check_ids(ids, vocab_size, what="prompt")
+    check_prompts([ids], vocab_size, what="prompt")
     check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
     check_ids(params.logit_bias, vocab_size, what="logit_bias")
     if params.stop and not has_text:

@@ -13,13 +13,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from expertmesh.engine.checks import check_prompts
+from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
 from expertmesh.engine.request import SamplingParams, is_number
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, evaluating
 from expertmesh.moe.init import draw_seed
-from expertmesh.ops.sampling import SamplingBatch, draw
+from expertmesh.ops.sampling import draw
 from expertmesh.parallel.inference import first_chooses
 
 _SERVED = {
@@ -116,7 +118,7 @@ class Lockstep:
                         f"is not served for a {type(self.model).__name__}, which the engine cannot page",
                         "leave it out",
                     )
-        check_ids(self.model, prompts, what="prompt")
+        check_prompts(prompts, self.model.vocab_size, what="prompt")
         check_sources(self.model, sources, num_prompts=len(prompts))
         return [
             check_room(self.model, [prompt], max_tokens=one.max_tokens)
@@ -185,7 +187,14 @@ class Lockstep:
         model, device = self.model, self.model.device
         ids_BS, token_mask_BS = pad_left(prompts, device=device)
         cache: Any = None
-        batch = _sampling_batch(params, model.vocab_size, device)
+        batch = sampling_batch(
+            params,
+            seeds=[draw_seed() if one.seed is None else one.seed for one in params],
+            answers=[0] * len(params),
+            positions=[0] * len(params),
+            vocab_size=model.vocab_size,
+            device=device,
+        )
         as_first = first_chooses(model)
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         for number in range(num_steps):
@@ -212,29 +221,6 @@ class Lockstep:
                 token_mask_BS = torch.tensor(running, device=device)[:, None]
 
 
-def _sampling_batch(
-    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
-) -> SamplingBatch:
-    def reals(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)
-
-    def whole(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    zeros = whole([0] * len(params))
-    return SamplingBatch(
-        temperature_R=reals([0.0 if p.is_greedy else p.temperature for p in params]),
-        top_k_R=whole([vocab_size if p.top_k is None else p.top_k for p in params]),
-        top_p_R=reals([1.0 if p.top_p is None else p.top_p for p in params]),
-        min_p_R=reals([p.min_p for p in params]),
-        seed_R=whole([draw_seed() if p.seed is None else p.seed for p in params]),
-        answer_R=zeros,
-        position_R=zeros,
-        all_greedy=all(p.is_greedy for p in params),
-        none_filters=all(p.top_k is None and p.top_p is None and not p.min_p for p in params),
-    )
-
-
 def check_sources(
     model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
 ) -> None:
@@ -253,27 +239,12 @@ def check_sources(
         raise ConfigError(
             f"sources: {0 if sources is None else len(sources)} for {num_prompts} prompts; give one per prompt"
         )
-    check_ids(model, sources, what="source")
+    check_prompts(sources, model.vocab_size, what="source")
     longest = max(map(len, sources))
     if longest > model.max_source_len:
         raise ConfigError(
             f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it"
         )
-
-
-def check_ids(model: CausalLM, prompts: Sequence[Sequence[int]], *, what: str) -> None:
-    """Raise ConfigError where one is empty, or an id is outside the vocabulary."""
-    if not prompts:
-        raise ConfigError(f"{what}s=[]: there is nothing to continue; give at least one {what}")
-    vocab = model.vocab_size
-    for prompt in prompts:
-        if not len(prompt):
-            raise ConfigError(f"{what}='': is empty; give at least one token")
-        wrong = [token_id for token_id in prompt if not 0 <= token_id < vocab]
-        if wrong:
-            raise ConfigError(
-                f"token id {wrong[0]}: must be from 0 to {vocab - 1}; use the tokenizer the model was trained with"
-            )
 
 
 def check_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:

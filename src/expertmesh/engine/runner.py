@@ -11,6 +11,7 @@ from torch import Tensor
 from expertmesh.engine.adapters import Adapters
 from expertmesh.engine.blocks import ROOT
 from expertmesh.engine.compiled import CompiledForward
+from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, span_of
 from expertmesh.engine.output import Logprob
 from expertmesh.engine.request import Sequence
@@ -271,17 +272,13 @@ class Runner:
         return logits_RV
 
     def _batch(self, sequences: list[Sequence], vocab_size: int) -> SamplingBatch:
-        each = [sequence.request.params for sequence in sequences]
-        return SamplingBatch(
-            temperature_R=self._reals([0.0 if p.is_greedy else p.temperature for p in each]),
-            top_k_R=self._tensor([vocab_size if p.top_k is None else p.top_k for p in each]),
-            top_p_R=self._reals([1.0 if p.top_p is None else p.top_p for p in each]),
-            min_p_R=self._reals([p.min_p for p in each]),
-            seed_R=self._tensor([sequence.request.seed for sequence in sequences]),
-            answer_R=self._tensor([sequence.index for sequence in sequences]),
-            position_R=self._tensor([len(sequence.token_ids) for sequence in sequences]),
-            all_greedy=all(p.is_greedy for p in each),
-            none_filters=all(p.top_k is None and p.top_p is None and not p.min_p for p in each),
+        return sampling_batch(
+            [sequence.request.params for sequence in sequences],
+            seeds=[sequence.request.seed for sequence in sequences],
+            answers=[sequence.index for sequence in sequences],
+            positions=[len(sequence.token_ids) for sequence in sequences],
+            vocab_size=vocab_size,
+            device=self.device,
         )
 
     def _tensor(self, values: list[int]) -> Tensor:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from expertmesh.engine.checks import check_text, why_not
+from expertmesh.engine.checks import check_prompts, check_text, why_not
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.lockstep import Lockstep, check_ids
+from expertmesh.engine.lockstep import Lockstep
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError
@@ -80,7 +80,7 @@ def continue_prompts(
             is computed.
         CheckpointError: the model's logits are not finite.
     """
-    check_ids(model, prompts, what="prompt")
+    check_prompts(prompts, model.vocab_size, what="prompt")
     each = [_of(params, place) for place in range(len(prompts))]
     with evaluating(model):
         answering = by or writer(model, text, batch_size=batch_size)
@@ -117,7 +117,7 @@ def stream_text(
         ConfigError: as `continue_prompts`, at once and not at the first token.
         CheckpointError: while generating.
     """
-    check_ids(model, [prompt], what="prompt")
+    check_prompts([prompt], model.vocab_size, what="prompt")
     with evaluating(model):
         chosen: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
         outputs = (by or writer(model, text, batch_size=1)).stream(prompt, params, **chosen)
