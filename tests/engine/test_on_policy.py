@@ -151,3 +151,22 @@ def test_wrong_sequences_are_refused():
     for wrong, line in (([[1, 2], [3]], "two or more"), ([[1] * 65], "max_seq_len=64")):
         with pytest.raises(ConfigError, match=line):
             token_logprobs(model, wrong)
+
+
+@pytest.mark.parametrize("change", ["optimizer", "data"])
+def test_after_a_change_of_shared_weights_the_engine_has_their_bits(change):
+    """What was kept of the old weights is gone, also where no version counts the change."""
+    model = gpt(torch.bfloat16, batch_invariant=True, qk_norm=True)
+    engine = Engine(model, deterministic=True)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+    before = engine.generate(PROMPTS, params)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter if change == "optimizer" else parameter.data).mul_(1.25)
+    engine.update_weights({})
+    after = engine.generate(PROMPTS, params)
+    scores = token_logprobs(model, [[*o.prompt_ids, *o.token_ids] for o in after])
+    for output, found in zip(after, scores, strict=True):
+        drawn = torch.tensor([one.logprob for one in output.logprobs], dtype=found.dtype)
+        assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
+    assert [o.logprobs for o in before] != [o.logprobs for o in after]

@@ -11,6 +11,7 @@ from expertmesh.models.gpt.costs import dominant_products
 from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.onednn import has_onednn
 from expertmesh.runs import arithmetic
 from expertmesh.runs.arithmetic import Way, choose, fastest, measure
 from expertmesh.runs.precision import resolve_precision
@@ -42,7 +43,7 @@ def test_fp32_by_the_usual_library_wins_within_a_tenth(other, bf16, expected):
 def test_every_way_is_measured_and_nothing_stays_changed():
     threads = torch.get_num_threads()
     found = measure([Product(64, 96, 80, count=3), Product(512, 4096, 4096)])
-    expected = {FP32, FP32_OTHER, BF16} if cpu_products.has_onednn() else {FP32}
+    expected = {FP32, FP32_OTHER, BF16} if has_onednn() else {FP32}
     assert set(found) == expected and all(seconds > 0 for seconds in found.values())
     assert torch.get_num_threads() == threads
     assert cpu_products.goes_to_onednn(torch.float32, CPU) == (USUAL == "onednn")
@@ -63,7 +64,7 @@ def test_products_are_the_work_of_a_step(recipe):
     )
 
 
-@pytest.mark.skipif(not cpu_products.has_onednn(), reason="this build of torch has no oneDNN")
+@pytest.mark.skipif(not has_onednn(), reason="this build of torch has no oneDNN")
 def test_either_library_multiplies_while_it_is_asked_to():
     a, b = torch.randn(128, 128), torch.randn(128, 128)
     for library in ("onednn", "blas"):
@@ -112,7 +113,7 @@ def test_the_library_of_a_run_is_followed(tmp_path):
         precision = resolve_precision(TrainConfig(device="cpu"), record=record)
         assert precision.arithmetic.library == library
         with precision.autocast():
-            expected = library == "onednn" and cpu_products.has_onednn()
+            expected = library == "onednn" and has_onednn()
             assert cpu_products.goes_to_onednn(torch.float32, CPU) == expected
     arithmetic.write_arithmetic(record, arithmetic.Arithmetic("cuda", "bfloat16", "blas"))
     found = resolve_precision(TrainConfig(device="cpu", dtype="float32"), record=record)

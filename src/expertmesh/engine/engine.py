@@ -530,6 +530,7 @@ class Engine:
         check_state(state, own)
         for name, tensor in state.items():
             own[name].copy_(tensor)
+        self._runner.forget_weights()
         self._scheduler.forget_prefixes()
 
     def stats(self) -> EngineStats:

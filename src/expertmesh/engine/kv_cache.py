@@ -1,7 +1,7 @@
 """Keys and values in blocks, and the attention of a step's tokens over them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.ops.attention import blockwise
+from expertmesh.ops.attention.invariant import BLOCK_KEYS, one_query_attention
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.row_arithmetic import RowArithmetic
@@ -85,6 +86,35 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Ones:
+    """Sequences with one row each, of about as many keys, that batch-invariant attention takes together.
+
+    Attributes:
+        rows: (B,) which row is whose.
+        num_keys: that each of them sees.
+        places_BL: (B, L) where the keys lie, from the first one on; behind a sequence's last key it is that one's place.
+        masks: what the rows see, by window and chunk: made by the first layer that asks.
+    """
+
+    rows: Tensor
+    num_keys: tuple[int, ...]
+    places_BL: Tensor
+    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
+
+    def mask(self, rule: ScoreRule) -> Tensor:
+        """(B, L) bool."""
+        found = self.masks.get((rule.window, rule.chunk))
+        if found is None:
+            device = self.places_BL.device
+            bounds = [(rule.first_seen(num - 1), num) for num in self.num_keys]
+            first_B1, stop_B1 = torch.tensor(bounds, device=device).T[..., None]
+            keys_L = torch.arange(self.places_BL.shape[1], device=device)
+            found = (keys_L >= first_B1) & (keys_L < stop_B1)
+            self.masks[rule.window, rule.chunk] = found
+        return found
+
+
+@dataclass(frozen=True)
 class PagedContext:
     """What the tokens of a step see: an `expertmesh.models.attention.AttentionContext`.
 
@@ -93,12 +123,14 @@ class PagedContext:
         positions: (T,) position of each token in its sequence.
         places_T: (T,) where its key and value go.
         spans: the sequences, in the order of their rows.
+        ones: those of which only one row is computed, where they are none of the spans.
     """
 
     cache: PagedCache
     positions: Tensor
     places_T: Tensor
     spans: tuple[Span, ...]
+    ones: tuple[Ones, ...] = ()
 
     @property
     def keeps(self) -> bool:
@@ -115,7 +147,7 @@ class PagedContext:
         arithmetic: RowArithmetic,
         rule: ScoreRule | None = None,
     ) -> Tensor:
-        """See `AttentionContext.attend`; each sequence by itself, so that none sees how many others there are."""
+        """See `AttentionContext.attend`; none sees how many others there are."""
         rule = PLAIN if rule is None else rule
         k_all, v_all = self.cache.k[layer_index], self.cache.v[layer_index]
         k_all.index_copy_(0, self.places_T, k_Thd.to(k_all.dtype))
@@ -149,7 +181,46 @@ class PagedContext:
                 else:
                     y = arithmetic.attention(q, k, v, seen, own)
                 parts.append(y[0].transpose(0, 1).view(span.count, *q_T1hGd[0].shape[1:]))
-        return torch.cat(parts).flatten(1)
+        if not self.ones:
+            return torch.cat(parts).flatten(1)
+        y_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        for span, part in zip(self.spans, parts, strict=True):
+            y_THd.narrow(0, span.first, span.count).copy_(part.view(span.count, *q_THd.shape[1:]))
+        for ones in self.ones:
+            q_BHd, mask_BL = q_THd.index_select(0, ones.rows), ones.mask(rule)
+            y_BHd = one_query_attention(q_BHd, k_all, v_all, ones.places_BL, mask_BL, rule)
+            y_THd.index_copy_(0, ones.rows, y_BHd)
+        return y_THd.flatten(1)
+
+
+def ones_of(
+    sequences: Iterable[tuple[int, Sequence[int], int]], *, cache: PagedCache
+) -> tuple[Ones, ...]:
+    """Sequences that compute one token each, some together.
+
+    Args:
+        sequences: (row, block table, number of keys) of each.
+        cache: that their keys lie in.
+    """
+    groups: list[list[tuple[int, Sequence[int], int]]] = []
+    for one in sorted(sequences, key=lambda one: one[2]):
+        # what is filled up is at most as much as what is there
+        if not groups or one[2] > 2 * max(groups[-1][0][2], BLOCK_KEYS):
+            groups.append([])
+        groups[-1].append(one)
+    found = []
+    for group in groups:
+        length = -(-group[-1][2] // BLOCK_KEYS) * BLOCK_KEYS
+        places = []
+        for _, blocks, num_keys in group:
+            own = cache.places(blocks, 0, num_keys)
+            places.append(own + own[-1:] * (length - num_keys))
+        rows, _, counts = zip(*group, strict=True)
+        device = cache.k.device
+        found.append(
+            Ones(torch.tensor(rows, device=device), counts, torch.tensor(places, device=device))
+        )
+    return tuple(found)
 
 
 def span_of(

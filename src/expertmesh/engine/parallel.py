@@ -428,6 +428,10 @@ class RankedRunner(Runner):
         )
         return output.logits_BSV, [stats.topk_expert_ids_TK[:0] for stats in output.stats]
 
+    def _lasting(self) -> list[Tensor]:
+        """None: copies of experts move between ranks, which no version counts."""
+        return []
+
     def loads(self) -> list[list[int]]:
         """Tokens that each expert has served on all ranks; where a step is under way, those of the last time."""
         if not self._lock.acquire(blocking=False):

@@ -12,12 +12,17 @@ from expertmesh.engine.adapters import Adapters
 from expertmesh.engine.blocks import ROOT
 from expertmesh.engine.compiled import CompiledForward
 from expertmesh.engine.drawing import sampling_batch
-from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, span_of
+from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, ones_of, span_of
 from expertmesh.engine.output import Logprob
 from expertmesh.engine.request import Sequence
 from expertmesh.engine.scheduler import Chunk, Step
+from expertmesh.moe.paged_experts import PagedExperts
+from expertmesh.ops.invariant.kept import Kept, keeping
 from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
 from expertmesh.parallel.inference import first_chooses
+
+KEPT_BYTES = 1 << 30
+"""Of experts' weights that deterministic mode keeps as products want them, about."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +122,25 @@ class Runner:
         self.model, self.cache, self.compiled = model, cache, compiled
         self.adapters: Adapters | None = None
         self._as_first = first_chooses(model)
+        self._kept = None
+        if model.config.batch_invariant:
+            self._kept = Kept(self._lasting(), most_bytes=KEPT_BYTES)
         self.device = cache.k.device
         self.expert_load = [
             torch.zeros(num + 1, dtype=torch.int64, device=self.device)
             for num in model.config.experts_per_layer()
             if num
         ]
+
+    def _lasting(self) -> list[Tensor]:
+        """Parameters that stay as they are from step to step: all but experts in slots."""
+        modules = [m for m in self.model.modules() if not isinstance(m, PagedExperts)]
+        return [p for module in modules for p in module.parameters(recurse=False)]
+
+    def forget_weights(self) -> None:
+        """Make anew what has been made of weights."""
+        if self._kept is not None:
+            self._kept.clear()
 
     @torch.no_grad()
     def run(self, step: Step) -> StepResult:
@@ -139,17 +157,25 @@ class Runner:
         positions: list[int] = []
         places: list[int] = []
         spans: list[Span] = []
+        ones: list[tuple[int, Seq[int], int]] = []
         for one in batch.chunks:
             first, count, cache = len(ids), len(one.ids), self.cache
             stop = one.start + count
             ids += one.ids
             positions += range(one.start, stop)
             places += cache.places(one.blocks, one.start, stop)
+            if count == 1 and self._kept is not None:
+                ones.append((first, one.blocks, stop))
+                continue
             spans.append(
                 span_of(one.blocks, first=first, start=one.start, count=count, cache=cache)
             )
         context = PagedContext(
-            self.cache, self._tensor(positions), self._tensor(places), tuple(spans)
+            self.cache,
+            self._tensor(positions),
+            self._tensor(places),
+            tuple(spans),
+            ones_of(ones, cache=self.cache),
         )
         given = self._tensor(ids), context, self._tensor(list(batch.rows))
         if self.adapters is None:
@@ -164,13 +190,14 @@ class Runner:
         """Logits of the rows, and (T, K) expert ids of each layer that has experts."""
         if self.compiled is not None and (found := self.compiled(ids_T, context, rows_R)):
             return found
-        output = self.model(
-            ids_T,
-            context=context,
-            logit_rows_R=rows_R,
-            capacity_factor=self.model.config.moe.dropless_factor,
-            losses=False,
-        )
+        with keeping(self._kept):
+            output = self.model(
+                ids_T,
+                context=context,
+                logit_rows_R=rows_R,
+                capacity_factor=self.model.config.moe.dropless_factor,
+                losses=False,
+            )
         return output.logits_BSV, [one.topk_expert_ids_TK for one in output.stats]
 
     def _count(self, ids_of_layers: list[Tensor]) -> None:

@@ -21,6 +21,7 @@ from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError, named
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.products import Library
+from expertmesh.ops.onednn import has_onednn
 
 USUAL_PRODUCTS = (Product(512, 512, 2048), Product(512, 512, 512, count=4))
 """Measured for a model that names none."""
@@ -114,7 +115,7 @@ def measure(products: Sequence[Product]) -> dict[Way, float]:
     not measured further.
     """
     ways = [Way("float32", cpu_products.usual_library())]
-    if cpu_products.has_onednn():
+    if has_onednn():
         ways += [
             way for way in (Way("float32", "onednn"), Way("float32", "blas")) if way not in ways
         ]

@@ -50,13 +50,69 @@ def attention(
     rule = PLAIN if rule is None else rule
     visible = in_window(visible, rule, num_keys=L, device=device)
     mask = as_mask(visible, num_keys=L, device=device)[:, 0].expand(B, S, L)
-    first_B = visible.first_B
-    if first_B is None:
-        first_B = torch.zeros(B, dtype=torch.int64, device=device)
+    first_B = None if visible.first_B is None else visible.first_B.expand(B)
     is_plain = runs_plainly(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H)
     run = _plain_attention if is_plain else _attention
-    y: Tensor = run(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H, mask, first_B.expand(B), rule.softcap)
+    y: Tensor = run(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H, mask, first_B, rule.softcap)
     return y
+
+
+def one_query_attention(
+    q_BHd: Tensor,
+    k_Phd: Tensor,
+    v_Phd: Tensor,
+    places_BL: Tensor,
+    mask_BL: Tensor,
+    rule: ScoreRule,
+) -> Tensor:
+    """Attention of the last token of each of B sequences, with the bits of `attention`; not seen by autograd.
+
+    Args:
+        q_BHd: (B, H, d) queries.
+        k_Phd: (P, heads, d) memory of keys; heads divides H.
+        v_Phd: of values.
+        places_BL: (B, L) where the keys of a sequence lie, from its first token on; L is a multiple of `BLOCK_KEYS`, and what lies behind
+            the last key of a sequence is any place.
+        mask_BL: (B, L) bool, True for keys that its query may look at.
+        rule: a cap and sinks; a window or chunk is in the mask.
+
+    Returns:
+        (B, H, d) in the type of q.
+    """
+    (B, H, d), heads = q_BHd.shape, k_Phd.shape[1]
+    dtype = accumulate_dtype(q_BHd.dtype)
+    y_BHd = torch.empty_like(q_BHd, memory_format=torch.contiguous_format)
+    at_once = max(1, _ELEMENTS // (heads * places_BL.shape[1] * d))
+    sinks_BG1 = None
+    if rule.sinks_H is not None:
+        sinks_BG1 = rule.sinks_H.to(dtype).view(heads, -1, 1).repeat(B, 1, 1)
+    with without_autocast(q_BHd.device):
+        q_XGd = F.pad(q_BHd.to(dtype), (0, -d % 16)).reshape(B * heads, H // heads, -1)
+        for start in range(0, B, at_once):
+            part, some = (
+                slice(start, start + at_once),
+                slice(start * heads, (start + at_once) * heads),
+            )
+            y_XGd = _rows(
+                q_XGd[some],
+                _of_places(k_Phd, places_BL[part], dtype),
+                _of_places(v_Phd, places_BL[part], dtype),
+                mask_BL[part].repeat_interleave(heads, 0)[:, None],
+                None if sinks_BG1 is None else sinks_BG1[some],
+                rule.softcap,
+                d,
+            )
+            y_BHd[part].copy_(y_XGd[..., :d].reshape(-1, H, d))
+    return y_BHd
+
+
+def _of_places(t_Phd: Tensor, places_BL: Tensor, dtype: torch.dtype) -> Tensor:
+    """(blocks, B * heads, keys of a block, d with a multiple of 16) of keys or values."""
+    (B, L), (heads, d) = places_BL.shape, t_Phd.shape[1:]
+    rows = t_Phd.index_select(0, places_BL.flatten())
+    rows = rows.view(B, L // BLOCK_KEYS, BLOCK_KEYS, heads, d).permute(1, 0, 3, 2, 4)
+    made = rows.new_empty(rows.shape, dtype=dtype).copy_(rows).flatten(1, 2)
+    return F.pad(made, (0, -d % 16)) if d % 16 else made
 
 
 def _plain_attention(
@@ -65,7 +121,7 @@ def _plain_attention(
     v_BHLd: Tensor,
     sinks_H: Tensor | None,
     mask_BSL: Tensor,
-    first_B: Tensor,
+    first_B: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
     B, H, S, d = q_BHSd.shape
@@ -90,7 +146,7 @@ def _plain_attention(
                 k_BHLd[part],
                 v_BHLd[part],
                 mask_BSL[part],
-                first_B[part],
+                None if first_B is None else first_B[part],
                 sinks_hG,
                 softcap,
             )
@@ -103,7 +159,7 @@ def _some(
     k_BhLd: Tensor,
     v_BhLd: Tensor,
     mask_BSL: Tensor,
-    first_B: Tensor,
+    first_B: Tensor | None,
     sinks_hG: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
@@ -111,19 +167,27 @@ def _some(
     (B, h, R, d), (S, L) = q_BhRd.shape, mask_BSL.shape[1:]
     group, dtype = R // S, q_BhRd.dtype
     num_blocks = -(-L // BLOCK_KEYS)
-    column_BL = torch.arange(num_blocks * BLOCK_KEYS, device=q_BhRd.device) + first_B[:, None]
-    inside_BL = column_BL < L
-    column_BL = column_BL.clamp(max=L - 1)
-    mask_BSL = mask_BSL.gather(2, column_BL[:, None].expand(-1, S, -1)) & inside_BL[:, None]
-    more = -d % 16
+    more, behind = -d % 16, num_blocks * BLOCK_KEYS - L
+    if first_B is None:
+        mask_BSL = F.pad(mask_BSL, (0, behind))
+    else:
+        columns_L = torch.arange(num_blocks * BLOCK_KEYS, device=q_BhRd.device)
+        column_BL = columns_L + first_B[:, None]
+        inside_BL = column_BL < L
+        column_BL = column_BL.clamp(max=L - 1)
+        mask_BSL = mask_BSL.gather(2, column_BL[:, None].expand(-1, S, -1)) & inside_BL[:, None]
 
     def in_blocks(t_BhLd: Tensor) -> Tensor:
         """(blocks, B * h, keys of a block, d) with d a multiple of 16."""
-        index = column_BL[:, None, :, None].expand(-1, h, -1, d)
-        t = F.pad(t_BhLd.gather(2, index).to(dtype), (0, more))
-        return t.unflatten(2, (num_blocks, BLOCK_KEYS)).permute(2, 0, 1, 3, 4).flatten(1, 2)
+        if first_B is None:
+            t = F.pad(t_BhLd, (0, more, 0, behind))
+        else:
+            index = column_BL[:, None, :, None].expand(-1, h, -1, d)
+            t = F.pad(t_BhLd.gather(2, index), (0, more))
+        t = t.unflatten(2, (num_blocks, BLOCK_KEYS)).permute(2, 0, 1, 3, 4)
+        return t.new_empty(t.shape, dtype=dtype).copy_(t).flatten(1, 2)
 
-    k_nXKd, v_nXKd = in_blocks(k_BhLd).contiguous(), in_blocks(v_BhLd).contiguous()
+    k_nXKd, v_nXKd = in_blocks(k_BhLd), in_blocks(v_BhLd)
     q_XRd = F.pad(q_BhRd, (0, more)).flatten(0, 1)
     y_BhRd = torch.empty_like(q_BhRd, memory_format=torch.contiguous_format)
     for start in range(0, R, invariant.LARGE_BLOCK_ROWS):

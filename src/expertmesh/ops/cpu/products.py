@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.onednn import has_onednn
 from expertmesh.ops.plain_call import is_plain, runs_plainly
 
 Library = Literal["blas", "onednn"]
@@ -48,11 +49,6 @@ def runs_avx2_code(cpuinfo: str, capability: str) -> bool:
         capability: the instructions that PyTorch found.
     """
     return capability == "AVX512" and "GenuineIntel" not in cpuinfo
-
-
-def has_onednn() -> bool:
-    """Whether oneDNN can multiply at all."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def usual_library() -> Library:

@@ -5,7 +5,7 @@ copy. Without Triton it synchronises with a GPU to read the offsets.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.torch_forward import row_weights
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.invariant.operators import BlockProduct
+from expertmesh.ops.invariant.operators import BlockProduct, block_of
 from expertmesh.ops.permute import sum_rows
 
 _CHUNK_ROWS = 1024
@@ -53,19 +53,17 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
     y_RD = x_TD.new_empty(bounds[-1], x_TD.shape[1], dtype=dtype)
     s_R1 = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)[:, None]
     run_of_T = _run_of_tokens(call)
-    on_in, on_out = [run.on_in for run in call.runs], [run.on_out for run in call.runs]
     for pieces in _pieces(bounds):
         rows = slice(pieces[0][1], pieces[-1][2])
-        tokens = maps.token_of_row_N[rows]
-        run_of_R = None if run_of_T is None else run_of_T[tokens]
         _multiply(
-            x_TD.index_select(0, tokens),
+            x_TD,
+            maps.token_of_row_N[rows],
             s_R1[rows],
             experts,
             pieces,
             y_RD[rows],
-            on_in=_LowRanks(on_in, run_of_R),
-            on_out=_LowRanks(on_out, run_of_R),
+            call=call,
+            run_of_T=run_of_T,
         )
     y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
     return y_TD.to(x_TD.dtype)
@@ -128,32 +126,82 @@ def _pieces(bounds: list[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def _multiply(
-    x_RD: Tensor,
+    x_TD: Tensor,
+    token_of_row_R: Tensor,
     s_R1: Tensor,
     experts: ExpertSlice,
     pieces: list[tuple[int, int, int]],
     y_RD: Tensor,
     *,
-    on_in: _LowRanks,
-    on_out: _LowRanks,
+    call: ExpertsCall,
+    run_of_T: Tensor | None,
 ) -> None:
     """Write s * act(x W_in^T + b_in) W_out^T + s b_out of rows in the order of their experts; H is rounded to the type of y."""
-    _, G, F, _ = experts.shape
-    dtype, began = y_RD.dtype, pieces[0][1]
-    h_RH = y_RD.new_empty(x_RD.shape[0], G * F)
-    for e, first, stop in pieces:
-        rows = slice(first - began, stop - began)
-        b_in = None if experts.b_in_EGF is None else experts.b_in_EGF[e].flatten().to(dtype)
-        BlockProduct.of(experts.w_in(e, dtype), b_in).into(x_RD[rows], h_RH[rows])
+    _, G, F, D = experts.shape
+    dtype = y_RD.dtype
+    ins, outs = ([one(experts, e, dtype) for e, _, _ in pieces] for one in (_first, _second))
+    counts = [stop - first for _, first, stop in pieces]
+    sizes = [
+        max(count, a.rows.least, b.rows.least)
+        for count, a, b in zip(counts, ins, outs, strict=True)
+    ]
+    # so many rows as a call has at least, so that none is filled up: others stand for what is not there
+    places = _spread(counts, sizes)
+    if places is not None:
+        source = torch.tensor(places[0], device=x_TD.device)
+        token_of_row_R, s_R1 = token_of_row_R[source], s_R1[source]
+    x_RD = x_TD.index_select(0, token_of_row_R).to(dtype)
+    run_of_R = None if run_of_T is None else run_of_T[token_of_row_R]
+    on_in = _LowRanks([run.on_in for run in call.runs], run_of_R)
+    on_out = _LowRanks([run.on_out for run in call.runs], run_of_R)
+    ends = list(accumulate(sizes))
+    slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    h_RH = x_RD.new_empty(x_RD.shape[0], G * F)
+    for (e, _, _), block, rows in zip(pieces, ins, slices, strict=True):
+        block.into(x_RD[rows], h_RH[rows])
         on_in.add(e, rows, x_RD, h_RH)
     h_RGF = h_RH.to(s_R1.dtype).unflatten(1, (G, F))
     a_RF = (invariant.activate(h_RGF, inner_name(experts.activation)) * s_R1).to(dtype)
-    for e, first, stop in pieces:
-        rows = slice(first - began, stop - began)
-        BlockProduct.of(experts.w_out(e, dtype)).into(a_RF[rows], y_RD[rows])
-        on_out.add(e, rows, a_RF, y_RD)
+    own_RD = y_RD if places is None else x_RD.new_empty(x_RD.shape[0], D)
+    for (e, _, _), block, rows in zip(pieces, outs, slices, strict=True):
+        block.into(a_RF[rows], own_RD[rows])
+        on_out.add(e, rows, a_RF, own_RD)
         if experts.b_out_ED is not None:
-            y_RD[rows] += s_R1[rows] * experts.b_out_ED[e]
+            own_RD[rows] += s_R1[rows] * experts.b_out_ED[e]
+    if places is not None:
+        torch.index_select(own_RD, 0, torch.tensor(places[1], device=y_RD.device), out=y_RD)
+
+
+def _spread(counts: list[int], sizes: list[int]) -> tuple[list[int], list[int]] | None:
+    """For rows with room for more between them: which row each place takes, and the place of each row; None: there is no more room."""
+    if counts == sizes:
+        return None
+    rows: list[int] = []
+    places: list[int] = []
+    first = 0
+    for count, size in zip(counts, sizes, strict=True):
+        places += range(len(rows), len(rows) + count)
+        rows += [*range(first, first + count), *[first] * (size - count)]
+        first += count
+    return rows, places
+
+
+def _first(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
+    """The first product of an expert."""
+    b_EGF = experts.b_in_EGF
+    return block_of(
+        experts.w_in(e, experts.w_in_EGFD.dtype),
+        None if b_EGF is None else b_EGF[e].flatten(),
+        dtype,
+        owner=(experts.w_in_EGFD, b_EGF),
+        part=e,
+    )
+
+
+def _second(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
+    """The second, without its bias."""
+    w_EDF = experts.w_out_EDF
+    return block_of(experts.w_out(e, w_EDF.dtype), None, dtype, owner=(w_EDF, None), part=e)
 
 
 def _without_rows(call: ExpertsCall) -> list[Tensor]:

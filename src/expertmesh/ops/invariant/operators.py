@@ -17,7 +17,7 @@ They are slower than the ordinary ones, and differ from them by rounding. `docs/
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from expertmesh.ops import triton_linear
 from expertmesh.ops.activation import second_branch
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
+from expertmesh.ops.invariant.kept import kept_now
+from expertmesh.ops.onednn import can_pack, onednn_linear, pack
 from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_ROWS = 16
@@ -47,6 +49,8 @@ _MOST_ROWS_SUMMED = 256
 """Rows of a call: all numbers of them are tried out."""
 _BATCHES = (64, 32, 16, 8, 4, 2, 1)
 """Matrices of a call of a batched product: all of these are tried out."""
+_SMALLEST_WEIGHT = 1 << 16
+"""Elements of a weight that oneDNN multiplies, at least."""
 _TRIALS = 3
 _SHIFT = 5
 """Places by which the halves of products that cancel are out of step, so that no order of sums undoes itself."""
@@ -153,7 +157,15 @@ def _rows_of(
     return _tried(product, lambda count: draw(count, num_products))
 
 
+def _goes_to_onednn(w_NK: Tensor) -> bool:
+    """Whether the library multiplies whose weights can be packed; of small ones the way in would take longer than the product."""
+    return w_NK.is_cpu and w_NK.numel() >= _SMALLEST_WEIGHT and can_pack(w_NK.dtype)
+
+
 def _product(x: Tensor, w_NK: Tensor, b_N: Tensor | None, out: Tensor) -> Tensor:
+    """The product, in `out` or in memory of its own."""
+    if _goes_to_onednn(w_NK):
+        return onednn_linear(x, w_NK, b_N)
     if b_N is None:
         return torch.mm(x, w_NK.T, out=out)
     return torch.addmm(b_N, x, w_NK.T, out=out)
@@ -172,12 +184,16 @@ class BlockProduct:
         b_N: (N',) bias or None.
         num_columns: N.
         rows: of a call.
+        packed: the weight in oneDNN's order, where products with it have the same bits; None: it is as it is.
+        is_copy: whether w_NK is memory of its own.
     """
 
     w_NK: Tensor
     b_N: Tensor | None
     num_columns: int
     rows: Rows
+    packed: Tensor | None = None
+    is_copy: bool = False
 
     @staticmethod
     def of(w_NK: Tensor, b_N: Tensor | None = None) -> "BlockProduct":
@@ -197,22 +213,109 @@ class BlockProduct:
         )
         return BlockProduct(w_NK, b_N, N, rows)
 
+    def in_order(self) -> "BlockProduct":
+        """The same with its weight packed, if that changes no bit; worth it where it is used again."""
+        w, b = self.w_NK, self.b_N
+        shape = *w.shape, b is not None, w.dtype, w.device, self.rows, torch.get_num_threads()
+        if not _goes_to_onednn(w) or not _is_aligned(w) or not _packs_alike(*shape):
+            return self
+        # of the weight as it is only its shape and type are still asked for
+        return replace(self, w_NK=w.new_empty(()).expand(w.shape), packed=pack(w))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its copy of the weight."""
+        is_own = self.is_copy or self.packed is not None
+        return self.w_NK.numel() * self.w_NK.element_size() if is_own else 0
+
     def into(self, x_RK: Tensor, out_RN: Tensor) -> Tensor:
         """Write x W^T + b of rows (R, K) to (R, N), each of any floating-point type, and return it."""
-        N, K = self.w_NK.shape
-        for part, count in self.rows.calls(x_RK.shape[0]):
-            x, out = x_RK[part], out_RN[part]
+        num_rows, N = x_RK.shape[0], self.w_NK.shape[0]
+        for part, count in self.rows.calls(num_rows):
+            is_all = part.start == 0 and part.stop == num_rows
+            x, out = (x_RK, out_RN) if is_all else (x_RK[part], out_RN[part])
             size = x.shape[0]
-            if count > size or x.shape[1] < K or x.dtype != self.w_NK.dtype or not _is_aligned(x):
-                x_block = self.w_NK.new_zeros(count, K)
-                x_block[:size, : x.shape[1]].copy_(x)
-                x = x_block
-            if count == size and out.dtype == x.dtype and out.shape[1] == N and _is_aligned(out):
-                _product(x, self.w_NK, self.b_N, out)
+            x = self._ready(x, count)
+            if self.packed is not None:
+                y = onednn_linear(x, self.packed, self.b_N)
             else:
-                y = _product(x, self.w_NK, self.b_N, x.new_empty(count, N))
+                fits = count == size and out.dtype == x.dtype and out.shape[1] == N
+                given = out if fits and _is_aligned(out) else x.new_empty(count, N)
+                y = _product(x, self.w_NK, self.b_N, given)
+            if y is not out:
                 out.copy_(y[:size, : self.num_columns])
         return out_RN
+
+    def _ready(self, x: Tensor, count: int) -> Tensor:
+        """Rows as a call takes them: so many, aligned, in the weight's type and width."""
+        (size, width), K = x.shape, self.w_NK.shape[1]
+        if width == K and count == size:
+            if x.dtype == self.w_NK.dtype and _is_aligned(x):
+                return x
+            return torch.empty_like(
+                x, dtype=self.w_NK.dtype, memory_format=torch.contiguous_format
+            ).copy_(x)
+        x_block = self.w_NK.new_zeros(count, K)
+        x_block[:size, :width].copy_(x)
+        return x_block
+
+
+@functools.cache
+def _packs_alike(
+    num_columns: int,
+    num_products: int,
+    with_bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: Rows,
+    num_threads: int,
+) -> bool:
+    """Whether products with the packed weight have the bits of those without, for all numbers of rows of a call: tried out once."""
+    draw = _drawing(num_columns * 65537 + num_products, torch.empty(0, dtype=dtype))
+    w_NK = _doubled(draw(num_columns, num_products), 1)
+    b_N = draw(num_columns) * 2**-20 if with_bias else None
+    packed = pack(w_NK)
+    for trial in range(_TRIALS):
+        x_RK = draw(LARGE_BLOCK_ROWS, num_products)
+        x_RK = _doubled(x_RK, -1) if trial else x_RK
+        for count in {*range(max(rows.least, 1), min(rows.most, BLOCK_ROWS) + 1), rows.most}:
+            x = x_RK[:count]
+            y = _product(x, w_NK, b_N, w_NK.new_empty(count, num_columns))
+            if not torch.equal(onednn_linear(x, packed, b_N), y):
+                return False
+    return True
+
+
+def block_of(
+    w_NK: Tensor,
+    b_N: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    owner: tuple[Tensor, Tensor | None] | None = None,
+    part: int | None = None,
+) -> BlockProduct:
+    """A weight (N, K) ready for products in a type: from what is kept, if something is.
+
+    Args:
+        w_NK: the weight.
+        b_N: (N,) bias or None.
+        dtype: of the product.
+        owner: the parameters of weight and bias that these are a part of; None: they are parameters themselves.
+        part: which part.
+    """
+
+    def make(is_kept: bool) -> BlockProduct:
+        made = BlockProduct.of(w_NK.to(dtype), None if b_N is None else b_N.to(dtype))
+        if not is_kept:
+            return made
+        is_copy = made.w_NK.data_ptr() != w_NK.data_ptr()
+        return replace(made, is_copy=is_copy).in_order()
+
+    kept = kept_now()
+    if kept is None:
+        return make(False)
+    w, b = (w_NK, b_N) if owner is None else owner
+    return kept.get(w, b, make, part=part)
 
 
 @functools.cache
@@ -291,7 +394,7 @@ def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) 
                 x_RK, w_NK[None], offsets_E, b_EN, transposed=False, batch_invariant=True
             )
         dtype = gemm_dtype(x_RK.device, x_RK.dtype)
-        block = BlockProduct.of(w_NK.to(dtype), None if b_N is None else b_N.to(dtype))
+        block = block_of(w_NK, b_N, dtype)
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
 
 
@@ -343,11 +446,13 @@ def _plain_pointwise(x: Tensor, name: str) -> Tensor:
     function = _FUNCTIONS[name]
     length = x.numel()
     padded = x.new_zeros(-(-length // _PIECE) * _PIECE)
-    padded[:length].copy_(x.reshape(-1))
-    pieces = padded.split(_PIECE) if x.device.type == "cpu" else (padded,)
+    used = padded[:length]
+    used.view(x.shape).copy_(x)
+    is_short = length <= _PIECE or x.device.type != "cpu"
+    pieces = (padded,) if is_short else padded.split(_PIECE)
     for piece in pieces:
         function(piece, out=piece)
-    return padded[:length].view(x.shape)
+    return used.view(x.shape)
 
 
 def _own_pointwise(x: Tensor, name: str) -> Tensor:
@@ -422,6 +527,8 @@ def _plain_row_sum(x: Tensor) -> Tensor:
     if x.numel() == 0 or not _sums_are_alike(n, x.dtype, x.device, torch.get_num_threads()):
         return _tree_sum(x).clone(memory_format=torch.contiguous_format)
     rows = x.reshape(-1, n).contiguous()
+    if x.numel() <= _MOST_SUMMED and len(rows) <= _MOST_ROWS_SUMMED:
+        return rows.sum(-1).view(*x.shape[:-1], 1)
     parts = [part.sum(-1) for part in rows.split(_rows_summed(n))]
     y = parts[0] if len(parts) == 1 else torch.cat(parts)
     return y.view(*x.shape[:-1], 1)

@@ -1,0 +1,35 @@
+"""Products by oneDNN, whose weights may be brought into its own order once, where every call else does so."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_ROWS_TOLD = 16
+"""That oneDNN chooses the order for."""
+
+
+def has_onednn() -> bool:
+    """Whether oneDNN can multiply at all."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether weights of a type can be packed on this machine."""
+    if not has_onednn():
+        return False
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16())
+
+
+def pack(w_NK: Tensor) -> Tensor:
+    """A weight in the order that oneDNN wants it in; only `onednn_linear` reads it."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(w_NK.detach(), _ROWS_TOLD)
+    return packed
+
+
+def onednn_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
+    """x W^T + b of rows (R, K) and a weight as it is, or as `pack` gave it; not seen by autograd."""
+    y_RN: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_RK, w_NK, b_N, "none", [], "")
+    return y_RN
