@@ -18,7 +18,7 @@ from expertmesh.config.run import RunConfig
 from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
 from expertmesh.models.seq2seq.costs import forward_flops, seq2seq_costs
 from expertmesh.models.seq2seq.parallel_text import read_lines
-from expertmesh.engine.translate import translate
+from expertmesh.translation.translate import translate
 from expertmesh.models.seq2seq.scores import score
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.seq2seq.recipes import translate_twelve

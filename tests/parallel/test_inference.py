@@ -10,13 +10,13 @@ from tests.support.generation import written_ids
 from tests.support.replicas import messages_of, world_of
 from tests.support.spread_case import D, SpreadCase, build
 
-from expertmesh.engine.beam import beam_search
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import first_chooses, spread_for_inference
+from expertmesh.translation.beam import beam_search
 
 LAYERS = {
     "gated": {},

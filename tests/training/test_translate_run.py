@@ -16,7 +16,6 @@ from tests.support.runs import (
 
 from expertmesh.cli.main import main
 from expertmesh.data import files
-from expertmesh.engine.translate import in_pieces, one_line, translate
 from expertmesh.models.family import Family
 from expertmesh.models.seq2seq.family import SEQ2SEQ
 from expertmesh.models.seq2seq.recipes import translate_test
@@ -24,6 +23,7 @@ from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.expert_use import read_use
+from expertmesh.translation.translate import in_pieces, one_line, translate
 
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
 

@@ -74,7 +74,7 @@ def _translated(options: Any, texts: list[str], opened: "LoadedModel") -> list[s
     translation = opened.task.builder.translation(tokenizer, to=options.to)
     import torch
 
-    from expertmesh.engine.translate import translate
+    from expertmesh.translation.translate import translate
 
     with torch.no_grad(), opened.precision.autocast():
         return translate(

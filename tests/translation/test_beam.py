@@ -8,8 +8,8 @@ from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.generation import written_ids
 from torch.overrides import TorchFunctionMode
 
-from expertmesh.engine.beam import beam_search, length_penalty_of
 from expertmesh.errors import ConfigError
+from expertmesh.translation.beam import beam_search, length_penalty_of
 
 VOCAB, END, LONGEST = 4, 0, 4
 

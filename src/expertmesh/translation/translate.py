@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tokenizers import Tokenizer
 
 from expertmesh.data.news import Progress
-from expertmesh.engine.beam import beam_search
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
+from expertmesh.translation.beam import beam_search
 
 _NAMED = 20
 """Texts whose numbers a message says."""
