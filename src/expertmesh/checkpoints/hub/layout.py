@@ -16,21 +16,22 @@ def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) ->
 
     Args:
         config: of the model.
-        model_type: of the hub.
+        model_type: of the hub; empty: the names are those of the spec's `hub`.
         one_by_one: whether each expert has tensors of its own even where the family's files have one for all; quantised ones do.
     """
-    family = find_hub_family(model_type)
+    family = find_hub_family(model_type) if model_type else None
+    theirs_of = family.theirs if family else str
     for one in gpt_spec(config):
-        names = tuple(map(family.theirs, one.hub))
+        names = tuple(map(theirs_of, one.hub))
         if not names:
             continue
-        if one.is_expert and family.experts and not one_by_one:
+        if one.is_expert and family and family.experts and not one_by_one:
             yield from family.experts(one, names)
         else:
             yield from _pieces_of(one, names, config)
         if one.role == "router" and config.moe.bias_update_rate:
             inside, E = one.name.removesuffix("router.proj.weight"), one.shape[0]
-            theirs = family.theirs(one.hub[0].removesuffix("weight") + "e_score_correction_bias")
+            theirs = theirs_of(one.hub[0].removesuffix("weight") + "e_score_correction_bias")
             yield Piece(f"{inside}expert_bias_E", whole_box((E,)), theirs, whole_box((E,)), (E,))
 
 
