@@ -6,11 +6,12 @@ import signal
 import threading
 from types import SimpleNamespace
 
+import pytest
 from tests.support.serving import PATIENCE_S, served
 
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.request import SamplingParams
-from expertmesh.serve.worker import EngineWorker, Ticket
+from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 
 
 class CountingEngine:
@@ -22,13 +23,18 @@ class CountingEngine:
 
     has_work = property(lambda self: self.name is not None)
 
-    def add(self, prompt, params, *, request_id):
+    def add(self, prompt, params, *, request_id, adapter):
+        if prompt == [13]:
+            raise ValueError("thirteen")
         self.name = request_id
 
     def abort(self, name):
         self.name = None
 
     def check_ranks(self):
+        pass
+
+    def update_weights(self, state):
         pass
 
     def stats(self):
@@ -82,6 +88,24 @@ def test_a_loop_that_is_busy_does_not_hold_the_engine_up():
     asyncio.run(run())
     assert last.is_set() and engine.written == 5
     assert engine.seen[-1] < 4  # the steps went on beside a loop that wrote nothing
+
+
+def test_a_mistake_while_a_request_is_taken_up_is_its_answer():
+    """Whatever it was: no client waits for ever, and the next request is answered."""
+
+    async def run():
+        worker = EngineWorker(CountingEngine(3, lambda number: None))
+        worker.start(asyncio.get_running_loop())
+        wrong, right = (Ticket([[token]], [SamplingParams()]) for token in (13, 1))
+        worker.submit(wrong)
+        with pytest.raises(EngineFailedError, match="ValueError: thirteen"):
+            await asyncio.wait_for(anext(wrong.changes()), PATIENCE_S)
+        worker.submit(right)
+        news = await asyncio.wait_for(anext(right.changes()), PATIENCE_S)
+        assert news[0].token_ids[0] == 0
+        await asyncio.to_thread(worker.stop)
+
+    asyncio.run(run())
 
 
 def test_what_is_loaded_is_passed_over_by_garbage_collections(folder):

@@ -195,11 +195,15 @@ class EngineWorker:
                 ticket._names.append(name)
                 self._tickets[name] = ticket, index
                 index += params.n
-        except ConfigError as error:
+        except Exception as error:
             for name in ticket._names:
                 self.engine.abort(name)
                 self._tickets.pop(name, None)
-            self._tell(ticket.failed, error)
+            if isinstance(error, ConfigError):  # this request alone
+                self._tell(ticket.failed, error)
+                return
+            self._tell(ticket.failed, EngineFailedError(_failure(error)))
+            raise
 
     def _deliver(self, outputs: Sequence[RequestOutput], num_tokens: int, seconds: float) -> None:
         found = []
@@ -222,7 +226,7 @@ class EngineWorker:
     def _fail(self, error: Exception) -> None:
         """A step failed: who waits for it gets an error, and the engine begins anew without them."""
         self._failures += 1
-        text = f"the engine failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        text = _failure(error)
         log.error("%s", text, exc_info=error)
         tickets = {id(ticket): ticket for ticket, _ in self._tickets.values()}
         names, self._tickets = list(self._tickets), {}
@@ -254,6 +258,11 @@ class EngineWorker:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
+
+
+def _failure(error: Exception) -> str:
+    """What a client is told of a mistake that is not its own."""
+    return f"the engine failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
 def _num_tokens(engine: Engine) -> int:
