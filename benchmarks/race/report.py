@@ -37,8 +37,8 @@ KERNELS_NOTE = (
 )
 PREDICTIONS_NOTE = """\
 Made by `benchmarks/race/model.py` before any run, and frozen in `benchmarks/race/predictions.json` (H200). Tiles are
-those of the default table; padding costs 0.28 of a tile per expert (tails have a path of half the height). A wave is one
-tile per multiprocessor (132). A kernel takes waves x (operations of a tile at the inner loop's rate + what nothing
+those of the default table; padding costs 0.28 of a tile per expert (tails have a path of half the height). A wave is
+one tile per multiprocessor (132). A kernel takes waves x (operations of a tile at the inner loop's rate + what nothing
 overlaps), or its bytes at 4.1 TB/s and 5 us per launch. `make gpu` writes this page, its last columns filled in, to
 `OUT/predictions.md`."""
 _WHOLE = ("machine", "metadata", "skew", "decode", "properties", "training")

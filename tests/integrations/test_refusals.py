@@ -126,7 +126,7 @@ REFUSED = {
     "peft: a tensor more": (gpt, loads(one_more), "has a tensor other"),
     "peft: another shape": (gpt, loads(other_shape), "has shape"),
     "peft: another rank": (gpt, loads(another_rank), "has shape"),
-    "peft: no rank": (gpt, loads(no_rank), "rank='many'"),
+    "peft: no rank": (gpt, loads(no_rank), "r='many' in adapter_config.json"),
     "peft: no adapters to save": (gpt, lambda m, folder: save_adapters(m, folder), "has no adapters"),
     "upcycle: experts already": (gpt, plain(em.upcycle), "with experts already"),
     "upcycle: every 9th": (dense, plain(lambda m: em.upcycle(m, every=9)), "moe_every"),

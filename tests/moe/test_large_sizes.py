@@ -24,7 +24,7 @@ def layer(**changes):
 
 
 MODELS = {
-    "layer: dim": (layer(dim=HUGE, hidden_dim=HUGE // 4), "dim=1000000000"),
+    "layer: dim": (layer(dim=HUGE * 1000, hidden_dim=HUGE // 4), "dim=1000000000000"),  # so is the router's weight
     "layer: hidden_dim": (layer(hidden_dim=HUGE * 100), "hidden_dim=100000000000"),
     "layer: num_experts": (layer(num_experts=HUGE, dim=1024), "num_experts=1000000000"),
     "layer: shared_hidden_dim": (layer(shared_hidden_dim=HUGE * 100), "shared_hidden_dim=100000000000"),

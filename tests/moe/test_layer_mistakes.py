@@ -1,16 +1,19 @@
 """Mistakes in a MoELayer's options and arguments: each gives the value, the rule and the fix, in one line."""
 
+import ast
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
+from tests.cli.test_bad_options import kinds, wrong_values
 from tests.config.test_config_rules import BROKEN
 from torch import nn
 
 from expertmesh import ConfigError, MoELayer, Routing
 from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.moe.keywords import KEYWORDS
 
 D, F, E = 7, 5, 6
 
@@ -89,7 +92,34 @@ def test_the_rules_of_a_configuration_are_those_of_a_layer():
             with pytest.raises(ConfigError, match=re.escape(rule)):
                 make(**{"num_experts": 8} | options)
             checked += 1
-    assert checked > 20
+    assert checked > 5
+
+
+def test_bounds_and_choices_of_a_layers_options_are_those_of_a_configuration():
+    """What a command line cannot say of an option, a layer refuses with the same rule."""
+    checked, wrong = 0, []
+    for name, field in KEYWORDS.items():
+        for text, rule in wrong_values(name, field):
+            value = text
+            if kinds(field.annotation) & {int, float}:
+                if text in (
+                    "fast",
+                    "5%",
+                    "inf",
+                ):  # words are no numbers here; a factor may be infinite
+                    continue
+                value = (
+                    float(text) if kinds(field.annotation) == {float} else ast.literal_eval(text)
+                )
+            checked += 1
+            try:
+                make(**{name: value})
+            except ConfigError as error:
+                if rule not in str(error):
+                    wrong.append((name, value, rule, str(error)))
+            else:
+                wrong.append((name, value, rule, "accepted"))
+    assert wrong == [] and checked > 30
 
 
 def test_numbers_of_numpy_and_infinite_factors():

@@ -103,7 +103,8 @@ def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
         if not is_number(i, int) or not 0 <= i < vocab_size:
             shown = repr(i) if len(repr(i)) < 60 else f"a {type(i).__name__}"
             raise ConfigError(
-                f"{what}: token id {shown}: must be from 0 to {vocab_size - 1}; give ids of this model"
+                f"{what}: token id {shown}: must be from 0 to {vocab_size - 1}; "
+                "give ids of this model's tokenizer"
             )
 
 
