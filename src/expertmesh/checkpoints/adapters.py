@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from expertmesh.checkpoints.hub.layout import pieces, spellings
@@ -123,7 +122,7 @@ def read_adapter_files(folder: str | Path) -> AdapterFiles:
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             metadata = file.metadata() or {}
-        tensors = load_file(folder / WEIGHTS)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         raise CheckpointError(
             f"{folder / WEIGHTS}: is missing or unreadable; restore it, or save the adapters again"

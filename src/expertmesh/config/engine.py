@@ -50,8 +50,8 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("num_redundant_experts", "eplb_step_interval"):
-            if not self.enable_eplb:
+        if not self.enable_eplb:
+            for name in ("num_redundant_experts", "eplb_step_interval"):
                 self.refuse_idle(
                     name, "has no effect without enable_eplb", "leave it out, or set enable_eplb"
                 )

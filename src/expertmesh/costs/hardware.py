@@ -41,15 +41,14 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
         >>> find_cluster("gb200x256").ranks_per_node
         64
     """
+    where = named("cluster", shown(name))
     short = re.fullmatch(r"([a-z0-9-]+?)x([0-9]+)", name.lower())
     if short and not Path(name).exists():
         values: dict[str, Any] = {"device": short[1], "num_gpus": int(short[2]), "name": name}
-        where = named("cluster", shown(name))
     elif name.lower() in known_devices() and not Path(name).exists():
         values = {"device": name.lower(), "num_gpus": num_gpus or 1, "name": name}
-        where = named("cluster", shown(name))
     else:
-        values, where = _read(name), named("cluster", shown(name))
+        values = _read(name, where)
     if num_gpus is not None:
         values["num_gpus"] = num_gpus
     try:
@@ -58,8 +57,8 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _read(name: str) -> dict[str, Any]:
-    path, where = expanded(name), named("cluster", shown(name))
+def _read(name: str, where: str) -> dict[str, Any]:
+    path = expanded(name)
     if not name.strip():
         raise ConfigError(
             "cluster", "''", "must not be empty", "give DEVICExNUMBER, for example h100x64"

@@ -161,9 +161,11 @@ class Answers:
             replace(answer.timing),
         )
 
-    def leave(self, request: Request) -> list[RequestOutput]:
-        """The answers of a request, which is forgotten."""
-        outputs = [self._output(sequence) for sequence in request.sequences]
+    def of(self, request: Request) -> list[RequestOutput]:
+        """The answers of a request as they are."""
+        return [self._output(sequence) for sequence in request.sequences]
+
+    def forget(self, request: Request) -> None:
+        """Nobody asks for a request's answers any more."""
         for sequence in request.sequences:
             del self.known[sequence]
-        return outputs

@@ -397,12 +397,13 @@ class Engine:
         Returns:
             Its answers, those that had not ended with finish_reason "abort".
         """
-        request = self._requests.get(request_id)
+        request = self._requests.pop(request_id, None)
         if request is None:
             return []
         self._scheduler.abort(request)
-        del self._requests[request_id]
-        return self._answers.leave(request)
+        outputs = self._answers.of(request)
+        self._answers.forget(request)
+        return outputs
 
     def step(self) -> list[RequestOutput]:
         """Compute one step.
@@ -428,7 +429,7 @@ class Engine:
         outputs = self._answers.settle(step, result, self._scheduler)
         for name in {output.request_id for output in outputs}:
             if self._requests[name].is_finished:
-                self._answers.leave(self._requests.pop(name))
+                self._answers.forget(self._requests.pop(name))
         return outputs
 
     def generate(
@@ -463,7 +464,7 @@ class Engine:
             raise ConfigError(
                 f"params: {len(each)} for {len(many)} prompts; give one for each, or one for all"
             )
-        is_one = adapter is None or isinstance(adapter, str) or not isinstance(adapter, Seq)
+        is_one = isinstance(adapter, str) or not isinstance(adapter, Seq)
         chosen: list[Any] = [adapter] * len(many) if is_one else list(cast(Seq[Any], adapter))
         if len(chosen) != len(many):
             raise ConfigError(

@@ -84,11 +84,15 @@ def continue_prompts(
     each = [_of(params, place) for place in range(len(prompts))]
     with evaluating(model):
         answering = by or writer(model, text, batch_size=batch_size)
-        chosen: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
-        outputs = answering.generate(prompts, each, told=told, **chosen)
+        outputs = answering.generate(prompts, each, told=told, **_chosen(adapter))
     for output in outputs:
         _check(output)
     return outputs
+
+
+def _chosen(adapter: str | None) -> dict[str, Any]:
+    """What an engine is told of an adapter, and others, which know none, are not."""
+    return {} if adapter is None else {"adapter": adapter}
 
 
 def stream_text(
@@ -119,8 +123,9 @@ def stream_text(
     """
     check_prompts([prompt], model.vocab_size, what="prompt")
     with evaluating(model):
-        chosen: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
-        outputs = (by or writer(model, text, batch_size=1)).stream(prompt, params, **chosen)
+        outputs = (by or writer(model, text, batch_size=1)).stream(
+            prompt, params, **_chosen(adapter)
+        )
     return _pieces(model, outputs)
 
 

@@ -188,8 +188,7 @@ class PlacedExperts:
         """The rank that has the same slice of another part of the experts, and this one's place in its group."""
         d, rank = self._degrees, self._everyone.rank
         own, _ = part_of(rank, d)
-        step = d.f * (d.tp if d.is_split else 1)
-        return rank + (part - own) * step
+        return rank + _position(part, d) - _position(own, d)
 
 
 def _position(part: int, degrees: ServingDegrees) -> int:

@@ -1,7 +1,8 @@
 """Numbers for Prometheus: names and meaning as vLLM's, with `expertmesh:` before them, and the load of every expert."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -95,84 +96,88 @@ class Metrics:
             ),
         }
         for name, (value, text) in gauges.items():
-            gauge = GaugeMetricFamily(f"expertmesh:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._name], value)
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, text, [(value,)])
         for name, (value, text) in counters.items():
-            counter = CounterMetricFamily(f"expertmesh:{name}", text, labels=["model_name"])
-            counter.add_metric([self._name], value)
-            yield counter
-        config = {
-            "block_size": str(engine.config.block_size),
-            "num_gpu_blocks": str(stats.num_blocks),
-            "enable_prefix_caching": str(engine.config.prefix_caching),
-        }
-        sources = CounterMetricFamily(
-            "expertmesh:prompt_tokens_by_source",
+            yield self._family(CounterMetricFamily, name, text, [(value,)])
+        yield self._family(
+            CounterMetricFamily,
+            "prompt_tokens_by_source",
             "tokens of prompts that were computed, and that the cache gave",
-            labels=["model_name", "source"],
+            [("local_compute", stats.num_prompt_tokens), ("local_cache_hit", stats.prefix_hits)],
+            labels=["source"],
         )
-        sources.add_metric([self._name, "local_compute"], stats.num_prompt_tokens)
-        sources.add_metric([self._name, "local_cache_hit"], stats.prefix_hits)
-        yield sources
-        cache = GaugeMetricFamily(
-            "expertmesh:cache_config_info", "of the cache", labels=["model_name", *config]
+        config = {
+            "block_size": engine.config.block_size,
+            "num_gpu_blocks": stats.num_blocks,
+            "enable_prefix_caching": engine.config.prefix_caching,
+        }
+        yield self._family(
+            GaugeMetricFamily,
+            "cache_config_info",
+            "of the cache",
+            [(*config.values(), 1)],
+            labels=list(config),
         )
-        cache.add_metric([self._name, *config.values()], 1)
-        yield cache
-        load = CounterMetricFamily(
-            "expertmesh:expert_tokens",
+        yield self._family(
+            CounterMetricFamily,
+            "expert_tokens",
             "tokens that an expert has served",
-            labels=["model_name", "layer", "expert"],
+            [
+                (layer, expert, count)
+                for layer, counts in enumerate(engine.expert_load())
+                for expert, count in enumerate(counts)
+            ],
+            labels=["layer", "expert"],
         )
-        for layer, counts in enumerate(engine.expert_load()):
-            for expert, count in enumerate(counts):
-                load.add_metric([self._name, str(layer), str(expert)], count)
-        yield load
-        asked = CounterMetricFamily(
-            "expertmesh:adapter_requests",
-            "requests that have chosen an adapter",
-            labels=["model_name", "adapter"],
-        )
-        for adapter, count in engine.adapter_requests().items():
-            asked.add_metric([self._name, adapter], count)
         if engine.adapters:
-            yield asked
+            yield self._family(
+                CounterMetricFamily,
+                "adapter_requests",
+                "requests that have chosen an adapter",
+                engine.adapter_requests().items(),
+                labels=["adapter"],
+            )
         yield from self._placement()
         paging = engine.expert_paging()
         for name, (field, text) in _PAGING.items() if paging else ():
-            family = CounterMetricFamily(
-                f"expertmesh:expert_slot_{name}", text, labels=["model_name", "layer"]
+            rows = [(layer, getattr(one, field)) for layer, one in enumerate(paging)]
+            yield self._family(
+                CounterMetricFamily, f"expert_slot_{name}", text, rows, labels=["layer"]
             )
-            for layer, one in enumerate(paging):
-                family.add_metric([self._name, str(layer)], getattr(one, field))
-            yield family
 
     def _placement(self) -> Iterator[Metric]:
         """How even the load of ranks was where experts lay, and is where they lie now."""
         counts = self._engine.expert_placement()
         if counts is None:
             return
-        rebalances = CounterMetricFamily(
-            "expertmesh:eplb_rebalances",
-            "times that experts were placed by load",
-            labels=["model_name"],
-        )
-        rebalances.add_metric([self._name], counts.num_rebalances)
-        yield rebalances
-        moved = CounterMetricFamily(
-            "expertmesh:eplb_moved_experts",
-            "experts that came to a rank without them",
-            labels=["model_name"],
-        )
-        moved.add_metric([self._name], counts.num_moved)
-        yield moved
-        balance = GaugeMetricFamily(
-            "expertmesh:eplb_balance",
+        for name, text, value in (
+            ("rebalances", "times that experts were placed by load", counts.num_rebalances),
+            ("moved_experts", "experts that came to a rank without them", counts.num_moved),
+        ):
+            yield self._family(CounterMetricFamily, f"eplb_{name}", text, [(value,)])
+        yield self._family(
+            GaugeMetricFamily,
+            "eplb_balance",
             "mean load of a rank by the largest, of the last interval",
-            labels=["model_name", "layer", "when"],
+            [
+                (layer, when, value)
+                for when, values in (("before", counts.before), ("after", counts.after))
+                for layer, value in enumerate(values)
+            ],
+            labels=["layer", "when"],
         )
-        for when, values in (("before", counts.before), ("after", counts.after)):
-            for layer, value in enumerate(values):
-                balance.add_metric([self._name, str(layer), when], value)
-        yield balance
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        rows: Iterable[tuple[Any, ...]],
+        *,
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        """Numbers of one name: each row has the values of the labels behind the model's name, then the number."""
+        found = kind(f"expertmesh:{name}", text, labels=["model_name", *labels])
+        for *values, number in rows:
+            found.add_metric([self._name, *map(str, values)], number)
+        return found

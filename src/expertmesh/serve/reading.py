@@ -106,7 +106,7 @@ class RequestReader:
         Raises:
             RequestError: a field cannot be obeyed.
         """
-        self._check(request)
+        adapter = self._check(request)
         if request.logprobs is not None and request.logprobs > self._config.max_logprobs:
             raise _over("logprobs", request.logprobs, self._config.max_logprobs)
         given: list[Any] = _as_prompts(request.prompt)
@@ -128,7 +128,7 @@ class RequestReader:
             )
             for ids in prompts
         ]
-        return Job(prompts, shown, params, wanted == 0, self.adapter_of(request.model))
+        return Job(prompts, shown, params, wanted == 0, adapter)
 
     def chat(self, request: ChatRequest) -> Job:
         """A conversation to answer.
@@ -136,7 +136,7 @@ class RequestReader:
         Raises:
             RequestError: a field cannot be obeyed, or there is no chat template.
         """
-        self._check(request)
+        adapter = self._check(request)
         count = request.top_logprobs
         if count is not None and count > self._config.max_logprobs:
             raise _over("top_logprobs", count, self._config.max_logprobs)
@@ -150,7 +150,7 @@ class RequestReader:
         params = self._params(
             request, ids, most, logprobs=(count or 0) if request.logprobs else None
         )
-        return Job([ids], [], [params], wanted == 0, self.adapter_of(request.model))
+        return Job([ids], [], [params], wanted == 0, adapter)
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation.
@@ -206,8 +206,9 @@ class RequestReader:
                 400, f"{param}: token ids must be below {self.vocab_size}", param=param
             )
 
-    def _check(self, request: Sampling) -> None:
-        self.adapter_of(request.model)
+    def _check(self, request: Sampling) -> str | None:
+        """The adapter that is asked for; raises RequestError where a field cannot be obeyed."""
+        adapter = self.adapter_of(request.model)
         for name, value in (request.model_extra or {}).items():
             if name in REFUSED and value is not None and value not in HARMLESS.get(name, ()):
                 if name == "best_of" and value == (request.n or 1):
@@ -216,6 +217,7 @@ class RequestReader:
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
+        return adapter
 
     def _params(
         self,

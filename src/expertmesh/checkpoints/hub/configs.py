@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from expertmesh.checkpoints.hub import parts
 from expertmesh.checkpoints.hub.family import ACTIVATIONS, HubFamily, Values, other_model
 from expertmesh.checkpoints.hub.registry import hub_family
 from expertmesh.errors import ConfigError
@@ -32,14 +33,9 @@ _TRAINING_ONLY = {
 """Options that change a training alone, which is another then, and what they are."""
 
 
-def _rope(v: Values) -> Values:
-    found: Values = v.get("rope_scaling") or v.get("rope_parameters") or {}
-    return found
-
-
 def _scaling(v: Values, *, latent: bool) -> dict[str, Any]:
     """Options of stretched positions, where a config.json has them."""
-    rope = _rope(v)
+    rope = parts.rope(v)
     if rope.get("rope_type", rope.get("type", "default")) != "yarn":
         return {}
     found = {ours: rope[name] for name, ours in YARN.items() if rope.get(name) is not None}
@@ -83,7 +79,7 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
             "ffn_hidden_dim": v["intermediate_size"],
             "norm_eps": v["rms_norm_eps"],
             "tie_embeddings": v["tie_word_embeddings"],
-            "rope_base": _rope(v).get("rope_theta", v["rope_theta"]),
+            "rope_base": parts.rope(v).get("rope_theta", v["rope_theta"]),
             "init_std": v["initializer_range"],
             "activation": ACTIVATIONS[v["hidden_act"]],
             "end_ids": end_ids(values),

@@ -12,6 +12,12 @@ BIAS_RATE = 1e-3
 """DeepSeek's step of the balancing bias, which no config.json tells."""
 
 
+def rope(v: Values) -> Values:
+    """Options of the positions."""
+    found: Values = v.get("rope_scaling") or v.get("rope_parameters") or {}
+    return found
+
+
 def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[str, Any]:
     """Options of the experts.
 

@@ -162,17 +162,15 @@ def _forward(
     q_BHSd: Tensor,
     k_BhLd: Tensor,
     v_BhLd: Tensor,
-    sinks_H: Tensor | None,
-    mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
+    *rule: Any,
 ) -> tuple[Tensor, Tensor]:
-    """y (B, H, S, n), and the logarithm of the total of each query's softmax (B, H, S), inf where it sees nothing."""
+    """y (B, H, S, n), and the logarithm of the total of each query's softmax (B, H, S), inf where it sees nothing.
+
+    The rule is what `_Scores.of` takes of it.
+    """
     (B, H, S, _), n = q_BHSd.shape, v_BhLd.shape[3]
     with without_autocast(q_BHSd.device):
-        scores = _Scores.of(q_BHSd, k_BhLd, sinks_H, mask, is_causal, window, chunk, softcap)
+        scores = _Scores.of(q_BHSd, k_BhLd, *rule)
         dtype, h = scores.k_BhLd.dtype, k_BhLd.shape[1]
         v_BhLd = v_BhLd.to(dtype)
         y_BhGSd = q_BHSd.new_empty(B, h, H // h, S, n)
@@ -202,17 +200,12 @@ def _gradients(
     q_BHSd: Tensor,
     k_BhLd: Tensor,
     v_BhLd: Tensor,
-    sinks_H: Tensor | None,
-    mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
+    *rule: Any,
 ) -> list[Tensor]:
     """Of queries, keys, values and, where there are some, sinks."""
-    h, scale = k_BhLd.shape[1], q_BHSd.shape[3] ** -0.5
+    h, scale, sinks_H = k_BhLd.shape[1], q_BHSd.shape[3] ** -0.5, rule[0]
     with without_autocast(q_BHSd.device):
-        scores = _Scores.of(q_BHSd, k_BhLd, sinks_H, mask, is_causal, window, chunk, softcap)
+        scores = _Scores.of(q_BHSd, k_BhLd, *rule)
         keys, dtype = scores.k_BhLd, scores.k_BhLd.dtype
         values_BhLd = v_BhLd.to(dtype)
         grad_BhGSd, totals_BhGS = (t.unflatten(1, (h, -1)) for t in (grad_BHSd, totals_BHS))
@@ -231,7 +224,7 @@ def _gradients(
             # of the softmax: p (d p - sum(p d p)); a sink has no value, and its d p is 0
             sums = (p_BhRL * d_p).sum(-1, keepdim=True)
             d_s = d_p.sub_(sums).mul_(p_BhRL)
-            if softcap is not None:
+            if (softcap := scores.rule.softcap) is not None:
                 d_s.mul_(1 - (s_BhRL / softcap).masked_fill_(s_BhRL == -math.inf, 0.0).square_())
             d_q[place] = (d_s @ keys[of_keys] * scale).unflatten(2, d_q[place].shape[2:4])
             d_k[of_keys] += d_s.mT @ (q_BhRd * scale)
@@ -242,7 +235,6 @@ def _gradients(
                 d_sinks[at.heads] -= shares.sum((0, 3, 4))
     found = [d_q.flatten(1, 2), d_k.to(k_BhLd.dtype), d_v.to(v_BhLd.dtype)]
     if d_sinks is not None:
-        assert sinks_H is not None
         found.append(d_sinks.flatten().to(sinks_H.dtype))
     return found
 

@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -157,7 +158,7 @@ class _Order:
     sizes: list[int]
     maps: _Maps | None
 
-    @property
+    @cached_property
     def expert_of_row(self) -> Tensor:
         """(R,) int64."""
         return torch.tensor(

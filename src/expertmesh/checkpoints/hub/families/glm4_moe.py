@@ -16,11 +16,10 @@ WHOLE_GLM = f"GLM-4-MoE has together {_GLM}; "
 
 
 def _read(v: Values) -> dict[str, Any]:
-    rope = v.get("rope_scaling") or v.get("rope_parameters") or {}
     return {
         "qk_norm": v["use_qk_norm"],
         "qkv_bias": v["attention_bias"],
-        "rope_fraction": rope.get("partial_rotary_factor", v["partial_rotary_factor"]),
+        "rope_fraction": parts.rope(v).get("partial_rotary_factor", v["partial_rotary_factor"]),
         **parts.sigmoid_mixture(v),
     }
 
