@@ -190,6 +190,13 @@ def mistakes():
     )
 
 
+def assert_said(by_rank, expected):
+    """Each rank has said all of it, each mistake in one line."""
+    for found in by_rank:
+        for message, part in zip(found, expected, strict=True):
+            assert part in message and "\n" not in message, message
+
+
 def test_mistakes_are_named(two_ranks):
     expected = (
         "parallel.tp_degree=3: must divide the 2 ranks; nearest: 2",
@@ -200,9 +207,7 @@ def test_mistakes_are_named(two_ranks):
         "deterministic=True: needs whole products",
         "has no effect in a model without experts",
     )
-    for found in two_ranks.run(mistakes):
-        for message, part in zip(found, expected, strict=True):
-            assert part in message and "\n" not in message, message
+    assert_said(two_ranks.run(mistakes), expected)
 
 
 def test_one_process_has_nobody_to_share_with():

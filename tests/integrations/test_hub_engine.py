@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.oracle import numerics
+from tests.support.bits import assert_bits_follow_no_neighbour_and_training_has_them
 from tests.support.hub_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -10,7 +11,6 @@ import expertmesh as em
 from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams
 from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -109,19 +109,8 @@ def test_bits_follow_no_neighbour_and_training_has_them(hub, kind, dtype):
     model.load_state_dict(given.state_dict())
     prompts = [list(range(5, 30)), [3, 1, 4], list(range(7, 20))]
     params = SamplingParams(temperature=1.1, seed=2, max_tokens=7, logprobs=0)
-
-    def drawn_by(prompts, **options):
-        found = Engine(model, deterministic=True, **options).generate(prompts, params)
-        return found, [(o.prompt_ids, o.token_ids, o.logprobs) for o in found]
-
-    together, expected = drawn_by(prompts)
-    assert drawn_by(prompts, token_budget=3, block_size=4)[1] == expected
-    assert [one for p in prompts for one in drawn_by([p])[1]] == expected
-    model.train()
-    scores = token_logprobs(model, [[*o.prompt_ids, *o.token_ids] for o in together])
-    for output, found in zip(together, scores, strict=True):
-        drawn = torch.tensor([one.logprob for one in output.logprobs], dtype=found.dtype)
-        assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
+    cache = {"token_budget": 3, "block_size": 4}
+    assert_bits_follow_no_neighbour_and_training_has_them(model, prompts, params, cache)
 
 
 PROMPTS = [list(range(5, 30)), [3, 1, 4], list(range(7, 20))]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.oracle import numerics
+from tests.support.bits import assert_bits_follow_no_neighbour_and_training_has_them
 from tests.support.hub_models import tiny_model
 from tests.support.memory import peak_bytes
 from tests.support.runs import assert_resumed_to_the_bit, train_quietly
@@ -16,8 +17,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import expertmesh as em
 from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.checkpoints.hub.parts import layer_types
-from expertmesh.engine.engine import Engine
-from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import load_pretrained
@@ -101,19 +100,8 @@ def test_bits_follow_no_neighbour_and_training_has_them(theirs, dtype):
     model.load_state_dict(given.state_dict())
     prompts = [list(range(5, 30)), [3, 1, 4], list(range(7, 20))]
     params = SamplingParams(temperature=1.1, seed=2, max_tokens=7, logprobs=0)
-
-    def drawn_by(prompts, **options):
-        found = Engine(model, deterministic=True, **options).generate(prompts, params)
-        return found, [(o.prompt_ids, o.token_ids, o.logprobs) for o in found]
-
-    together, expected = drawn_by(prompts)
-    assert drawn_by(prompts, token_budget=3, block_size=4)[1] == expected
-    assert [one for p in prompts for one in drawn_by([p])[1]] == expected
-    model.train()
-    scores = token_logprobs(model, [[*o.prompt_ids, *o.token_ids] for o in together])
-    for output, found in zip(together, scores, strict=True):
-        drawn = torch.tensor([one.logprob for one in output.logprobs], dtype=found.dtype)
-        assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
+    cache = {"token_budget": 3, "block_size": 4}
+    assert_bits_follow_no_neighbour_and_training_has_them(model, prompts, params, cache)
 
 
 def packed_folder(folder, target):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from tests.engine.test_engine import GREEDY, PROMPTS, alone, gpt
 from tests.oracle.numerics import assert_close_fp64, assert_two_times
+from tests.support.bits import assert_bits_follow_no_neighbour_and_training_has_them
 from tests.support.memory import peak_bytes
 
 from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.kv_cache import PagedCache
-from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
@@ -106,20 +106,8 @@ def test_the_engine_gives_the_tokens_of_full_passes(cache):
 def test_bits_follow_no_neighbour_and_training_has_them(dtype):
     model = latent(dtype, batch_invariant=True)
     params = SamplingParams(temperature=1.1, seed=2, n=2, max_tokens=7, logprobs=0)
-
-    def drawn_by(prompts, **options):
-        found = Engine(model, deterministic=True, **options).generate(prompts, params)
-        return found, [(o.prompt_ids, o.index, o.token_ids, o.logprobs) for o in found]
-
-    together, expected = drawn_by(PROMPTS)
-    for options in ({"token_budget": 3, "block_size": 4}, {"num_blocks": 20, "block_size": 4}):
-        assert drawn_by(PROMPTS, **options)[1] == expected
-    assert [one for p in PROMPTS for one in drawn_by([p])[1]] == expected
-    model.train()
-    scores = token_logprobs(model, [[*o.prompt_ids, *o.token_ids] for o in together])
-    for output, found in zip(together, scores, strict=True):
-        drawn = torch.tensor([one.logprob for one in output.logprobs], dtype=found.dtype)
-        assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
+    caches = {"token_budget": 3, "block_size": 4}, {"num_blocks": 20, "block_size": 4}
+    assert_bits_follow_no_neighbour_and_training_has_them(model, PROMPTS, params, *caches)
 
 
 def test_the_cache_of_the_published_model_holds_576_numbers_a_layer():
