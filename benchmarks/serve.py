@@ -19,7 +19,7 @@ from tests.support.soak import cpu_s
 from expertmesh.config.load import LoadConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
-from expertmesh.serve.load import bodies, drive, table
+from expertmesh.serve.load_client import bodies, drive, table
 
 
 def alone(engine: Engine, requests: list[dict]) -> tuple[int, float]:

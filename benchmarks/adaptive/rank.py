@@ -20,7 +20,7 @@ from expertmesh import MoELayer, Routing
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.comm.world import World
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import Link, Network
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.experts.adaptive import adapt

@@ -22,7 +22,7 @@ from expertmesh.parallel.ranks import Ranks
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training.expert_use import use_of_experts
 from expertmesh.training.metrics import MetricsFile
-from expertmesh.training.routing import LoadCounter, Watched
+from expertmesh.training.routing_losses import LoadCounter, Watched
 
 
 def main(

@@ -41,7 +41,7 @@ from expertmesh.models.upcycle import upcycle
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir, load_run
-from expertmesh.training.begin import save_as_run
+from expertmesh.training.init_from import save_as_run
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 

@@ -37,7 +37,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.swin.recipes import swin_mnist
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
-from expertmesh.training.begin import begun
+from expertmesh.training.init_from import begun
 from expertmesh.training.loop import train
 
 FOLDERS = {

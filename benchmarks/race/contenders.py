@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from expertmesh import MoELayer
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 
 GROUPED_MM = "torch grouped_mm"
 NUM_BATCHES = 5

@@ -20,9 +20,9 @@ from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import RaceShape, chosen
 from benchmarks.race.warm import compile_launches, from_outside, jobs, our_launches, shared_out
 
-from expertmesh.kernels import tables as tables_of
+from expertmesh.kernels import tile_tables as tables_of
 from expertmesh.kernels import tiles
-from expertmesh.kernels.tables import GEMMS, OVER_ROWS
+from expertmesh.kernels.tile_tables import GEMMS, OVER_ROWS
 from expertmesh.kernels.tiles import Plan, Tile
 
 _FAR_OFF = 0.02

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from expertmesh.api import load as load
     from expertmesh.api import save as save
     from expertmesh.api import train as train
-    from expertmesh.config.dispatch import DispatchOptions as DispatchOptions
+    from expertmesh.config.dispatch_options import DispatchOptions as DispatchOptions
     from expertmesh.config.run import RunConfig as RunConfig
     from expertmesh.engine.engine import Engine as Engine
     from expertmesh.engine.on_policy import token_logprobs as token_logprobs

@@ -24,7 +24,7 @@ from expertmesh.runs.open import LoadedModel, device_of, find_model, open_model
 from expertmesh.runs.run_dir import TOKENIZER
 from expertmesh.text.format import text_format
 from expertmesh.training import loop
-from expertmesh.training.begin import check_saved, files_beside, save_as_run
+from expertmesh.training.init_from import check_saved, files_beside, save_as_run
 from expertmesh.training.trackers import Tracker
 
 

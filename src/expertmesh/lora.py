@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.adapters import TARGETS, Adapter, ExpertAdapters
+from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
+from expertmesh.moe.expert_adapters import TARGETS, Adapter, ExpertAdapters
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.validation import check_draw, check_dtype, check_module
 
 __all__ = ["adapters", "add", "merge", "remove"]
 

@@ -11,8 +11,8 @@ from tests.support.patience import PATIENCE_S
 
 from expertmesh.checkpoints.hub import families
 from expertmesh.checkpoints.hub.configs import model_config
-from expertmesh.checkpoints.hub.family import PLAIN, option
-from expertmesh.checkpoints.hub.registry import ENTRY_POINTS, FAMILIES, find_hub_family
+from expertmesh.checkpoints.hub.find_family import ENTRY_POINTS, FAMILIES, find_hub_family
+from expertmesh.checkpoints.hub.hub_family import PLAIN, option
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.models.gpt.config import ModelConfig
@@ -88,7 +88,7 @@ def test_a_broken_package_is_named(installed, value, text, words):
 
 
 def test_families_are_known_without_torch():
-    code = "import sys, expertmesh.checkpoints.hub.registry; assert 'torch' not in sys.modules"
+    code = "import sys, expertmesh.checkpoints.hub.find_family; assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
     )

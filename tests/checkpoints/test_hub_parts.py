@@ -9,7 +9,7 @@ from tests.support.families import FAMILIES, family_model
 from tests.support.memory import peak_bytes
 
 from expertmesh.checkpoints import safetensors
-from expertmesh.checkpoints.hub.load import HubModel
+from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.source import read_whole
 
 BLOCK = [16, 8]

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import RouteShape, TokenLoad, flat_copies
 from expertmesh.costs.hardware import find_cluster, network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time

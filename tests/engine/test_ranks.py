@@ -10,7 +10,7 @@ from tests.engine.test_engine import PROMPTS, gpt
 from tests.support.replicas import fill_biases, messages_of
 
 from expertmesh.costs.communication import coordinated_exchange, wide_exchange
-from expertmesh.engine.blocks import BlockPool
+from expertmesh.engine.block_pool import BlockPool
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.parallel import StepReader, StepWriter

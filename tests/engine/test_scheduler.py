@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from expertmesh.engine.blocks import ROOT, BlockPool
+from expertmesh.engine.block_pool import ROOT, BlockPool
 from expertmesh.engine.request import Request, SamplingParams, State
 from expertmesh.engine.scheduler import Scheduler
 from expertmesh.errors import ConfigError

@@ -7,7 +7,7 @@ import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, VOCAB, gpt
 from tests.oracle.numerics import assert_two_times, max_error, two_times_bound
 
-from expertmesh.checkpoints.hub.load import load_pretrained
+from expertmesh.checkpoints.hub.load_pretrained import load_pretrained
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 

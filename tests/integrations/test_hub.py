@@ -176,7 +176,7 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
     from expertmesh.models.gpt.config import GPTRunConfig
     from expertmesh.models.gpt.family import GPT
     from expertmesh.runs.run_dir import load_run
-    from expertmesh.training.begin import begun
+    from expertmesh.training.init_from import begun
     from expertmesh.training.loop import train
 
     convert(hub["qwen3_moe"][0], tmp_path / "run")

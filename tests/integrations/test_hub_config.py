@@ -11,8 +11,8 @@ from tests.support.hub_models import tiny_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from expertmesh.checkpoints.hub.configs import left_out, model_config
+from expertmesh.checkpoints.hub.find_family import FAMILIES
 from expertmesh.checkpoints.hub.parts import layer_types, loss_coefficient
-from expertmesh.checkpoints.hub.registry import FAMILIES
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained

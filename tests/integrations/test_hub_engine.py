@@ -17,7 +17,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.text.tokenizer import train_tokenizer
-from expertmesh.training.begin import begun
+from expertmesh.training.init_from import begun
 from expertmesh.training.loop import train
 
 VOCAB = 300

@@ -12,7 +12,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import expertmesh as em
 from expertmesh.checkpoints.hub.fp8 import Fp8Files, widened
-from expertmesh.checkpoints.hub.load import HubModel
+from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError

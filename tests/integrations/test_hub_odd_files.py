@@ -16,7 +16,7 @@ from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.text.tokenizer import train_tokenizer
-from expertmesh.training.begin import save_as_run
+from expertmesh.training.init_from import save_as_run
 
 VOCAB = 300
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

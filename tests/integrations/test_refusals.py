@@ -11,7 +11,7 @@ from tests.support.hub_models import tiny_model
 from torch import nn
 
 import expertmesh as em
-from expertmesh.checkpoints.hub.load import HubModel
+from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.source import read_into
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations import fairseq, tutel

@@ -22,8 +22,8 @@ from tests.support.patience import PATIENCE_S
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.transformers import apply, gate, register
-from expertmesh.integrations.transformers.experts import fused_activation
+from expertmesh.integrations.transformers import apply, register, weighted_gate
+from expertmesh.integrations.transformers.experts_forward import fused_activation
 
 
 def draw(num_tokens, dtype, *, dead=()):
@@ -87,8 +87,8 @@ def test_every_kind_forward_and_backward(name, dtype):
 @pytest.mark.parametrize("name", sorted(set(EXPERTS) - set(FUSED)))
 def test_a_gate_of_the_class_in_blocks_of_rows(name, threshold):
     register()
-    threshold(gate, "SMALLEST", 1)
-    threshold(gate, "BLOCK_ELEMENTS", 100)
+    threshold(weighted_gate, "SMALLEST", 1)
+    threshold(weighted_gate, "BLOCK_ELEMENTS", 100)
     compare(name, tiny_experts(name), torch.float32)
 
 
@@ -96,13 +96,13 @@ def weighted_gate_and_kept(function, h_RH, s_R):
     """The result, and how many tensors of as many rows wait for the backward."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        a_RF = gate.weighted_gate(function, h_RH, s_R)
+        a_RF = weighted_gate.weighted_gate(function, h_RH, s_R)
     return a_RF, sum(len(t) == len(h_RH) for t in saved if t.dim())
 
 
 def test_a_gate_in_blocks_keeps_the_rows_alone(threshold):
     """Many rows cost no intermediate results; a gate with a parameter of its own runs whole, for the parameter's gradient."""
-    threshold(gate, "SMALLEST", 1)
+    threshold(weighted_gate, "SMALLEST", 1)
     scale = torch.nn.Parameter(torch.full((4,), 2.0))
     for function, is_whole in ((torch.sigmoid, False), (lambda h: torch.sigmoid(h) * scale, True)):
         h_RH, s_R = torch.randn(9, 4, requires_grad=True), torch.rand(9, requires_grad=True)
@@ -113,7 +113,7 @@ def test_a_gate_in_blocks_keeps_the_rows_alone(threshold):
         plain = (function(h_RH) * s_R[:, None]).square().sum()
         for found, expected in zip(grads, torch.autograd.grad(plain, (h_RH, s_R)), strict=True):
             assert torch.equal(found, expected)
-    gate.weighted_gate(lambda h: torch.sigmoid(h) * scale, h_RH, s_R).sum().backward()
+    weighted_gate.weighted_gate(lambda h: torch.sigmoid(h) * scale, h_RH, s_R).sum().backward()
     assert scale.grad.all()
 
 
@@ -337,7 +337,7 @@ import transformers.integrations.finegrained_fp8, transformers.integrations.moe,
 import transformers.models.mixtral.modeling_mixtral as mixtral
 sys.modules["transformers.distributed.expert_parallel"] = None
 from expertmesh.integrations.transformers import register
-from expertmesh.integrations.transformers.experts import fused_activation
+from expertmesh.integrations.transformers.experts_forward import fused_activation
 config = mixtral.MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2, experts_implementation=register())
 experts = mixtral.MixtralExperts(config)
 vars(experts).pop("has_post_expert_norm", None)

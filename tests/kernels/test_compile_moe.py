@@ -9,7 +9,7 @@ from tests.support.aot import TARGETS
 from tests.support.build_rules import check_experts, check_router
 from tests.support.experts_builds import GEMMS, router_launches, step_launches
 
-from expertmesh.kernels import tables
+from expertmesh.kernels import tile_tables
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DECODE = (4, 2048, 768, 64, 8)
@@ -77,7 +77,8 @@ def test_the_router_builds(target, shape):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("target", "table"), [(target, name) for target in TARGETS for name in tables.TABLES[target]]
+    ("target", "table"),
+    [(target, name) for target in TARGETS for name in tile_tables.TABLES[target]],
 )
 @pytest.mark.parametrize(
     "variant", ["swiglu", "geglu-interleaved", "gelu-bias", "main-grads", "tails"]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from expertmesh import MoELayer
 from expertmesh.functional import combine, permute, route_metadata, unpermute
 from expertmesh.kernels import route_metadata as kernels
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.ops import reference
 from expertmesh.ops.topk import choose_experts
 

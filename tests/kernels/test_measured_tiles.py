@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from expertmesh.kernels import measured, tiles
-from expertmesh.kernels.tables import GEMMS
+from expertmesh.kernels.tile_tables import GEMMS
 
 SIZES = {"dim": 2048, "hidden_dim": 768, "num_branches": 2}
 

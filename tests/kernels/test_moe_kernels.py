@@ -10,7 +10,7 @@ from tests.support.memory import saved_bytes
 from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
-from expertmesh.kernels import tables, tiles
+from expertmesh.kernels import tile_tables, tiles
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops.activation import _INNER
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
@@ -21,7 +21,7 @@ SMALL = Tile(16, 16, 16, 4, 1, group_m=3)
 
 
 def small_tiles(**more):
-    return dict.fromkeys(tables.GEMMS, replace(SMALL, **more))
+    return dict.fromkeys(tile_tables.GEMMS, replace(SMALL, **more))
 
 
 FEW_CHOICES = 16

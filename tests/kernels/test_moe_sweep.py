@@ -12,7 +12,7 @@ from tests.support.experts_case import ExpertsCase, check_together
 from tests.support.pairwise import covering
 from tests.support.poison import poisoned_empty
 
-from expertmesh.kernels.tables import GEMMS
+from expertmesh.kernels.tile_tables import GEMMS
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops.activation import _INNER
 

@@ -5,9 +5,9 @@ import torch
 from tests.ops.quantized.test_quantized_experts import assert_computes, call, experts
 from tests.support.aot import TARGETS, build
 
-from expertmesh.kernels import quantized
+from expertmesh.kernels import quantized_products
 from expertmesh.ops.experts import quantized_triton
-from expertmesh.ops.experts.inputs import checked
+from expertmesh.ops.experts.checked_arguments import checked
 from expertmesh.ops.quantized.rounding import Rounded, widened
 from expertmesh.ops.route_metadata import route_metadata
 
@@ -37,13 +37,13 @@ def test_every_byte_of_fp8_is_widened_as_torch_does():
     x_TK = torch.zeros(1, 32)
     x_TK[0, 5] = 1
     maps = route_metadata(torch.zeros(1, 1, dtype=torch.int64), 1)
-    block = quantized.block_of("fp8", 32, 1, 1)
+    block = quantized_products.block_of("fp8", 32, 1, 1)
     order = (maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N)
-    out = quantized.grouped_product(
+    out = quantized_products.grouped_product(
         x_TK,
         w_ENK,
         torch.ones(1, 1, 2, 1),
-        quantized.Rows.cut(*order, block["BLOCK_M"]),
+        quantized_products.Rows.cut(*order, block["BLOCK_M"]),
         format="fp8",
         gather=True,
         rows_per_branch=256,
@@ -55,14 +55,19 @@ def test_every_byte_of_fp8_is_widened_as_torch_does():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_built(target, form):
-    options = quantized.block_of(form, 2048, {"int8": 1, "int4": 32, "fp8": 16}[form], 64)
+    options = quantized_products.block_of(form, 2048, {"int8": 1, "int4": 32, "fp8": 16}[form], 64)
     warps = options.pop("num_warps")
     numbers = dict.fromkeys(("num_rows", "N", "K", "F", "num_groups"), "i32")
     places = ("token_of_row", "offsets", "tile_expert", "tile_row", "num_tiles")
     types = {f"{name}_ptr": "*i32" for name in places} | numbers
     types |= {"x_ptr": "*bf16", "scales_ptr": "*bf16", "out_ptr": "*fp32"}
     types["w_ptr"] = "*i8" if form == "int8" else "*u8"
-    constants = {"FORMAT": quantized.FORMATS[form], "GATHER": True, "PRECISION": "tf32", **options}
-    made = build(quantized._quantized_product, target, types, constants, num_warps=warps)
+    constants = {
+        "FORMAT": quantized_products.FORMATS[form],
+        "GATHER": True,
+        "PRECISION": "tf32",
+        **options,
+    }
+    made = build(quantized_products._quantized_product, target, types, constants, num_warps=warps)
     assert made.spill_bytes == 0
     assert ("mma" in made.assembly) or ("mfma" in made.assembly)

@@ -5,7 +5,7 @@ import torch
 from tests.support.experts_builds import step_launches
 
 from expertmesh.errors import ConfigError
-from expertmesh.kernels import tables, tiles
+from expertmesh.kernels import tile_tables, tiles
 
 WIDTHS = [(2048, 768), (4096, 14_336), (4096, 512), (2048, 1024), (7168, 2048), (2048, 2048)]
 ROWS = (1, 8, 24, 48, 100, 256, 2048, 32_768)
@@ -16,7 +16,7 @@ ROWS = (1, 8, 24, 48, 100, 256, 2048, 32_768)
     [
         ("sm_80", "default"),
         ("sm_100", "default"),
-        *(("sm_90", name) for name in tables.names("sm_90")),
+        *(("sm_90", name) for name in tile_tables.names("sm_90")),
     ],
 )
 @pytest.mark.parametrize("branches", [1, 2])
@@ -31,11 +31,11 @@ def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, table, branc
             num_branches=branches,
             table=table,
         )
-        assert len({getattr(plan, name).block_m for name in tables.OVER_ROWS}) == 1
-        for name in tables.GEMMS:
+        assert len({getattr(plan, name).block_m for name in tile_tables.OVER_ROWS}) == 1
+        for name in tile_tables.GEMMS:
             tile = getattr(plan, name)
             needed = tiles.shared_bytes(name, tile, 2, branches, tma=plan.tma)
-            if arch == "sm_80" and name in tables.OVER_ROWS and tile.block_m >= 64:
+            if arch == "sm_80" and name in tile_tables.OVER_ROWS and tile.block_m >= 64:
                 # the estimate is Hopper's; products of warps need one buffer less
                 needed = needed * (tile.num_stages - 1) // tile.num_stages
             assert tile.programs * needed <= tiles.SHARED_BYTES[arch], (name, rows, tile)
@@ -48,9 +48,9 @@ def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, table, branc
 
 def test_a_flag_selects_a_table(monkeypatch):
     def plan(table):
-        monkeypatch.setenv(tables.FLAG, table)
+        monkeypatch.setenv(tile_tables.FLAG, table)
         return tiles.plan_for(
-            "sm_90", torch.bfloat16, rows_per_expert=512, dim=2048, hidden_dim=768, num_branches=2, table=tables.selected(),
+            "sm_90", torch.bfloat16, rows_per_expert=512, dim=2048, hidden_dim=768, num_branches=2, table=tile_tables.selected(),
         )  # fmt: skip
 
     default = plan("")
@@ -60,7 +60,7 @@ def test_a_flag_selects_a_table(monkeypatch):
     with pytest.raises(ConfigError, match="EXPERTMESH_TILES=tow: sm_90 has no such table"):
         plan("tow")
     sizes = {"num_rows": 64, "num_experts": 4, "dim": 32, "hidden_dim": 48, "num_branches": 2}
-    monkeypatch.setenv(tables.FLAG, "group-16")
+    monkeypatch.setenv(tile_tables.FLAG, "group-16")
     assert tiles.choose_plan(torch.device("cpu"), torch.float32, **sizes).up.group_m == 16
 
 

@@ -17,7 +17,7 @@ from expertmesh.config.moe import MoEConfig
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, GPTOutput
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 
 VOCAB, SEQ = 61, 12
 

@@ -13,7 +13,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.ops.attention.invariant import attention
+from expertmesh.ops.attention.fixed_blocks import attention
 from expertmesh.ops.attention.visible import Visible
 
 VOCAB, LONGEST = 43, 150

@@ -25,7 +25,7 @@ from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import route_metadata
-from expertmesh.training.begin import begun
+from expertmesh.training.init_from import begun
 
 VOCAB = 300
 PUBLISHED = {

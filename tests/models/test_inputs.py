@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT

@@ -21,7 +21,7 @@ from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.seq2seq.token_dropout import TokenDropout
 from expertmesh.models.task import Part
 from expertmesh.models.token_losses import token_losses
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.roles import parameter_roles
 

@@ -15,7 +15,7 @@ from expertmesh.models.swin.costs import count_multiply_adds, swin_costs
 from expertmesh.models.swin.drop_path import DropPath
 from expertmesh.models.swin.model import Swin
 from expertmesh.models.swin.recipes import RECIPES
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.training.roles import parameter_roles
 
 MILLIONS = {

@@ -15,7 +15,7 @@ from expertmesh.moe.assignment import (
     exact_ratio,
 )
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.random import STREAM_RANDOM_DROP, key_noise, random_bits
+from expertmesh.moe.routing_noise import STREAM_RANDOM_DROP, key_noise, random_bits
 
 
 def ceil_capacity(num_tokens, top_k, num_experts, factor, min_capacity):

@@ -15,12 +15,12 @@ from tests.support.operators import Operators
 from torch import nn
 
 from expertmesh import MoELayer, Routing
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Dispatched, LocalDispatcher
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 
 T, D, F, E, K = 24, 8, 12, 4, 2
 BASE = {

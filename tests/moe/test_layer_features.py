@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from expertmesh import MoELayer, Routing, RoutingStats
 from expertmesh.moe.dispatch import Dispatched, LocalDispatcher
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 
 D, F, E, T = 7, 5, 6, 11
 

@@ -6,7 +6,7 @@ from tests.oracle import numerics
 
 from expertmesh import MoELayer, Routing
 from expertmesh.config.moe_rules import NOT_READ_BY
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 
 T, D, F, E, K = 20, 7, 9, 6, 2
 BASE = {

@@ -6,7 +6,7 @@ from tests.support.waits import waits
 
 from expertmesh import MoELayer
 from expertmesh.models.swin.drop_path import DropPath
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 
 T, D = 300, 32
 OPTIONS = {

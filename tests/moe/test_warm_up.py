@@ -12,14 +12,14 @@ from expertmesh.kernels import (
     moe_backward,
     moe_forward,
     moe_wgrad,
-    pieces,
     route_metadata,
     split_product,
+    split_rows,
     topk,
 )
 
 MODULES = (
-    combine, moe_backward, moe_forward, moe_wgrad, pieces, route_metadata, split_product, topk,
+    combine, moe_backward, moe_forward, moe_wgrad, split_rows, route_metadata, split_product, topk,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.ops.activation import activate, inner_name, num_branches
-from expertmesh.ops.attention.invariant import BLOCK_KEYS, attention, one_query_attention
+from expertmesh.ops.attention.fixed_blocks import BLOCK_KEYS, attention, one_query_attention
 from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.invariant import operators as invariant

@@ -18,7 +18,7 @@ from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts import tuning_cache as cache
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.parallel.experts.load import Chosen, Repetitions
+from expertmesh.parallel.experts.load_record import Chosen, Repetitions
 from expertmesh.parallel.experts.tuner import Effort
 
 NODES = (0, 0, 1, 1)

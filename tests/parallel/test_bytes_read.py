@@ -12,7 +12,7 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import open_model
 from expertmesh.text.tokenizer import train_tokenizer
-from expertmesh.training.begin import save_as_run
+from expertmesh.training.init_from import save_as_run
 
 BLOCK = 4096
 

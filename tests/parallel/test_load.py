@@ -2,7 +2,7 @@
 
 import torch
 
-from expertmesh.parallel.experts.load import LoadRecord
+from expertmesh.parallel.experts.load_record import LoadRecord
 
 
 def test_counts_are_those_of_the_last_call_of_their_mode():

@@ -11,7 +11,7 @@ from expertmesh.costs.memory import rank_memory
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.parallel.matrices import own_part
 from expertmesh.training.compact import new_state
-from expertmesh.training.moments import code_of
+from expertmesh.training.moment_types import code_of
 from expertmesh.training.optim import build_optimizer
 
 TYPES = ("bfloat16", "int8", "fp16-scaled")

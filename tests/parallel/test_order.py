@@ -5,7 +5,7 @@ import torch
 from tests.support.replicas import world_of
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import USUAL_NETWORK
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import Routing

@@ -4,7 +4,7 @@ import pytest
 
 from expertmesh.comm.mesh import ExpertDegrees, divisors
 from expertmesh.errors import ConfigError
-from expertmesh.parallel.experts.plan import make_plan
+from expertmesh.parallel.experts.exchange_layout import make_plan
 
 STORAGES = [
     ExpertDegrees(e, f, order)

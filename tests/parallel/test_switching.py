@@ -5,12 +5,12 @@ import torch
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
 
 from expertmesh.comm.world import World
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.config.run import ParallelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.clip import clip_grad_norm_
 

@@ -28,7 +28,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.ranks import Ranks

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import (
     Link,
     Network,
@@ -19,7 +19,7 @@ from expertmesh.costs.communication import (
     travel_seconds,
 )
 from expertmesh.costs.layer_time import ROWS_OF_A_PART, LayerShape, Machine, extra_bytes, step_time
-from expertmesh.parallel.experts.load import LoadRecord
+from expertmesh.parallel.experts.load_record import LoadRecord
 from expertmesh.parallel.experts.tuner import (
     CLOSE,
     TOO_SLOW,

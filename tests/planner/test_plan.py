@@ -19,8 +19,8 @@ from expertmesh.costs.sizes import sizes_of_hub
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.models.registry import recipe
-from expertmesh.planner.answer import ERROR_BAR
 from expertmesh.planner.search import Candidate, Problem, layouts, with_batch
+from expertmesh.planner.search_result import ERROR_BAR
 from expertmesh.planner.validation import Summary, validate
 from expertmesh.planner.why import why_not
 

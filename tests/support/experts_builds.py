@@ -11,10 +11,10 @@ from expertmesh.kernels import (
     moe_backward,
     moe_forward,
     moe_wgrad,
-    pieces,
     route_metadata,
     split_product,
-    tables,
+    split_rows,
+    tile_tables,
     tiles,
 )
 from expertmesh.ops.activation import num_branches
@@ -74,7 +74,7 @@ def step_launches(
     precision: str = "ieee",
     recompute_h: bool = False,
     accumulate: bool = False,
-    table: str = tables.DEFAULT,
+    table: str = tile_tables.DEFAULT,
 ) -> list[Launch]:
     """List what forward and backward launch.
 
@@ -118,7 +118,7 @@ def step_launches(
     maps = RouteMetadata(index(E + 1), index(T * K), index(T * K), index(T * K))
     x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
     needs = Needs(True, True, True, True, bias, bias)
-    modules = (combine, moe_backward, moe_forward, moe_wgrad, pieces, route_metadata)
+    modules = (combine, moe_backward, moe_forward, moe_wgrad, split_rows, route_metadata)
     with mock.patch.object(tiles, "choose_plan", plan), recorded_launches(*modules) as launches:
         y, h = moe_mlp_triton.forward(x, experts, weights, maps, save_h=not recompute_h)
         shared = (experts, weights, maps, needs)

@@ -17,7 +17,7 @@ from expertmesh.config.run import OptimConfig, ParallelConfig
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.optim import build_optimizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.random import (
+from expertmesh.moe.routing_noise import (
     STREAM_INPUT_DROPOUT,
     STREAM_INPUT_JITTER,
     STREAM_OUTPUT_MASK,

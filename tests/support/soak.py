@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertmesh.serve.load import Outcome, ask
+from expertmesh.serve.load_client import Outcome, ask
 from tests.support.serving import Served
 
 

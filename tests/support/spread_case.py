@@ -10,7 +10,7 @@ from torch import Tensor
 from expertmesh import lora
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, magnitude, max_error
 from tests.support.replicas import fill_biases, whole, world_of

@@ -5,7 +5,7 @@ import torch
 from tests.support.runs import losses_of
 
 from expertmesh.config.run import TrainConfig
-from expertmesh.costs.products import Product
+from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.costs import dominant_products
 from expertmesh.models.gpt.flops import forward_flops

@@ -25,8 +25,8 @@ from expertmesh.models.swin.recipes import swin_test
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
+from expertmesh.training.check_run_memory import check_room
 from expertmesh.training.optim import freeze
-from expertmesh.training.room import check_room
 
 
 @pytest.fixture(scope="module")

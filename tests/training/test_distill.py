@@ -24,7 +24,7 @@ from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import resolve_precision
-from expertmesh.training.begin import save_as_run
+from expertmesh.training.init_from import save_as_run
 from expertmesh.training.teacher import open_teacher, teacher_bytes, teacher_dtype
 
 RELATIVE = 1e-9

@@ -11,7 +11,7 @@ import expertmesh as em
 from expertmesh.moe.types import RoutingStats
 from expertmesh.training.expert_use import RECORDS, is_recorded, use_of_experts
 from expertmesh.training.loop import train
-from expertmesh.training.routing import POSITIONS, LoadCounter, Watched
+from expertmesh.training.routing_losses import POSITIONS, LoadCounter, Watched
 
 NUM_EXPERTS = 3
 # expert 3 is "no expert"; expert 1 has no row

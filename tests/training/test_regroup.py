@@ -18,8 +18,8 @@ from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.models.swin.recipes import swin_test
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
-from expertmesh.training.begin import begun
 from expertmesh.training.expert_use import read_use
+from expertmesh.training.init_from import begun
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.regroup import checked_layers, count_choices, join, moe_layers, prune
 

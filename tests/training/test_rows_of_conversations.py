@@ -13,7 +13,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.task import Part
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.evaluate import evaluate

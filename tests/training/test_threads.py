@@ -16,7 +16,7 @@ from expertmesh.cli.main import main
 from expertmesh.cli.waiting import wait_passively
 from expertmesh.comm.cores import Room
 from expertmesh.config.run import TrainConfig
-from expertmesh.costs.products import Product
+from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.parallel.ranks import Ranks

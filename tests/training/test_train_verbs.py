@@ -11,7 +11,7 @@ from tests.support.mistakes import reseal
 from torch import nn
 
 from expertmesh.checkpoints.store import newest_good
-from expertmesh.cli import report, samples
+from expertmesh.cli import report, report_samples
 from expertmesh.cli.main import main
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus
@@ -182,14 +182,14 @@ def test_report_of_python_source_begins_like_python(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n" * 9)
     (tmp_path / "b.py").write_text("y = 1\n" * 9)
     corpus = load_corpus(TextConfig(path=str(tmp_path)))
-    assert samples.prompts_of(corpus, 9)[:8] == list(samples.PYTHON_PROMPTS)
-    found = [samples.Sample("x", " = 2", True)]
+    assert report_samples.prompts_of(corpus, 9)[:8] == list(report_samples.PYTHON_PROMPTS)
+    found = [report_samples.Sample("x", " = 2", True)]
     shown = "sampled words that the training text has: 1 of 1 (100%)"
-    assert samples.measure(found, corpus) == shown
+    assert report_samples.measure(found, corpus) == shown
     (tmp_path / "c.txt").write_text("Speak, speak again.\n\nAll resolved to die.\n" * 20)
     corpus = load_corpus(TextConfig(path=str(tmp_path)))
-    assert "import os\nimport sys\n" not in samples.prompts_of(corpus, 9)
-    assert "words that the training text has" in samples.measure(found, corpus)
+    assert "import os\nimport sys\n" not in report_samples.prompts_of(corpus, 9)
+    assert "words that the training text has" in report_samples.measure(found, corpus)
 
 
 def test_a_sample_that_ends_is_not_cut(tmp_path):
@@ -200,13 +200,21 @@ def test_a_sample_that_ends_is_not_cut(tmp_path):
     text = text_format(tokenizer, tmp_path / "tokenizer.json", model=model)
     opened = SimpleNamespace(decoder=model, text=text)
     options = {"prompts": ["x"], "num_tokens": 3, "temperature": 0.0, "seed": 0}
-    assert samples.sample(opened, **options) == [samples.Sample("x", "", False)]
+    assert report_samples.sample(opened, **options) == [report_samples.Sample("x", "", False)]
 
 
 def test_words_that_a_sample_has_only_a_part_of_do_not_count():
-    assert samples.countable_words(samples.Sample("hel", "lo big wor", True)) == ["big"]
-    assert samples.countable_words(samples.Sample("hi", " big world", False)) == ["big", "world"]
-    assert samples.countable_words(samples.Sample("", "big world ", True)) == ["big", "world"]
+    assert report_samples.countable_words(report_samples.Sample("hel", "lo big wor", True)) == [
+        "big"
+    ]
+    assert report_samples.countable_words(report_samples.Sample("hi", " big world", False)) == [
+        "big",
+        "world",
+    ]
+    assert report_samples.countable_words(report_samples.Sample("", "big world ", True)) == [
+        "big",
+        "world",
+    ]
 
 
 def test_the_curve_has_few_rows_and_ends_with_the_last():

@@ -1,6 +1,6 @@
 """Where tensors come from: names, types and shapes, and any part of one, read into memory that is there already.
 
-Checkpoints of runs (`dcp.py`) and folders of the hub (`hub/load.py`) are sources; so may be other formats. Whoever fills a model,
+Checkpoints of runs (`dcp.py`) and folders of the hub (`hub/load_pretrained.py`) are sources; so may be other formats. Whoever fills a model,
 whole or spread over ranks, does it by `read_into`.
 """
 

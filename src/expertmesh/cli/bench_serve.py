@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: a value breaks a rule, or there is no such server.
     """
-    from expertmesh.serve.load import bodies, drive, table
+    from expertmesh.serve.load_client import bodies, drive, table
 
     options = _parser().parse_args(argv)
     given = {} if options.config is None else read_config_file(options.config)[0]

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.output_file import output_file
-from expertmesh.data.news import notes_known
+from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.config import Fit
 

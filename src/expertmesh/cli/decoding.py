@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.launched import said_once
-from expertmesh.cli.news import loading
+from expertmesh.cli.terminal_progress import loading
 from expertmesh.config.base import launched_rank
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 
 from expertmesh.cli.flags import OptionParser, check_least, listed
-from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from expertmesh.cli.decoding import add_eplb, add_place, add_ranks, eplb_of, open_decoder, shared_by
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.launched import said_once
-from expertmesh.cli.news import told_of_data
 from expertmesh.cli.program import Flags
+from expertmesh.cli.terminal_progress import told_of_data
 from expertmesh.config.base import expanded, launched_rank, parse_json
 from expertmesh.config.output_file import naming, output_file, write_whole
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
@@ -126,7 +126,7 @@ def _generate(
     model, ranks = opened.decoder, opened.ranks
     import torch
 
-    from expertmesh.data.news import Progress
+    from expertmesh.data.data_progress import Progress
     from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns

@@ -17,7 +17,7 @@ from expertmesh.costs.step_time import Efficiency, RawStep, efficiency_of, raw_s
 from expertmesh.models.registry import find_family, recipe
 from expertmesh.planner.configured import layout_of
 from expertmesh.planner.fit import Row, fit_rows
-from expertmesh.planner.model import planned_model
+from expertmesh.planner.planned_model import planned_model
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,10 +19,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.launched import another_speaks, leave, linger, tell_launcher
-from expertmesh.cli.layout import fitted
-from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import Flags
+from expertmesh.cli.terminal_progress import silence_output
 from expertmesh.cli.waiting import wait_passively
 from expertmesh.config.base import launched_rank
 from expertmesh.config.output_file import naming

@@ -3,7 +3,7 @@
 from typing import Any
 
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.layout import fitted
+from expertmesh.cli.help_wrapping import fitted
 from expertmesh.config.output_file import output_file
 from expertmesh.errors import ConfigError, command
 
@@ -145,7 +145,7 @@ def _plan(options: Any) -> int:
     for line in found.text().split("\n"):
         print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
     if options.page is not None:
-        from expertmesh.planner.page import write_page
+        from expertmesh.planner.plan_page import write_page
 
         print(f"\npage: {write_page(found, options.page)}")
     return 0

@@ -20,7 +20,7 @@ def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
         ConfigError: the folder is of a form that is not read.
         CheckpointError: it is damaged.
     """
-    from expertmesh.checkpoints.quantized import QuantizedModel
+    from expertmesh.checkpoints.compressed_tensors import QuantizedModel
     from expertmesh.runs.open import find_model, open_model
 
     found = find_model(folder)
@@ -59,7 +59,7 @@ def _told(folder: Path) -> dict[str, Any]:
 
 
 def _compare(before: "LoadedModel", after: "LoadedModel", most: int | None) -> None:
-    from expertmesh.data.news import notes_known
+    from expertmesh.data.data_progress import notes_known
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.threads import threads_of_calls
 
@@ -88,7 +88,7 @@ def _compare(before: "LoadedModel", after: "LoadedModel", most: int | None) -> N
 
 def is_quantized(name: str) -> bool:
     """Whether a folder holds quantised weights; a folder that cannot be read is none."""
-    from expertmesh.checkpoints.quantized import quantization_of
+    from expertmesh.checkpoints.compressed_tensors import quantization_of
     from expertmesh.config.base import expanded
 
     try:

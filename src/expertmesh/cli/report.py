@@ -4,11 +4,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser, check_least, listed
-from expertmesh.cli.news import loading, told_of_data
 from expertmesh.cli.quantized_report import is_quantized, report_quantized
-from expertmesh.cli.samples import measure, prompts_of, sample, shortened
+from expertmesh.cli.report_samples import measure, prompts_of, sample, shortened
+from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.base import expanded
-from expertmesh.data.news import notes_known
+from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import CheckpointError, ConfigError, command
 from expertmesh.models.family import Family
 from expertmesh.models.registry import DEFAULT

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from expertmesh.cli.decoding import add_ranks, check_several, shared_by
 from expertmesh.cli.flags import OptionParser, listed
 from expertmesh.cli.launched import said_by_first, said_once
-from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from expertmesh.cli.begin import parse_and_begin, ready_to_train
 from expertmesh.cli.flags import listed
-from expertmesh.cli.layout import fitted
-from expertmesh.cli.news import silence_output
+from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.program import flag_name
+from expertmesh.cli.start_training import parse_and_begin, ready_to_train
+from expertmesh.cli.terminal_progress import silence_output
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family

@@ -6,15 +6,15 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from expertmesh.cli.begin import parse_and_begin, ready_to_train
-from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import program
+from expertmesh.cli.start_training import parse_and_begin, ready_to_train
+from expertmesh.cli.terminal_progress import silence_output
 from expertmesh.config.base import launched_rank
 from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.models.family import Family
 
 if TYPE_CHECKING:
-    from expertmesh.costs.run import RunCosts
+    from expertmesh.costs.run_costs import RunCosts
     from expertmesh.training.loop import TrainResult
 
 

@@ -7,7 +7,7 @@ from expertmesh.cli.decoding import add_place, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import read_standard_input
 from expertmesh.cli.launched import said_once
-from expertmesh.cli.news import told_of_data
+from expertmesh.cli.terminal_progress import told_of_data
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.data.files import lines_of

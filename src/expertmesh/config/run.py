@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError, saved_run
-from expertmesh.config.dispatch import AllToAll, DispatchDtype
+from expertmesh.config.dispatch_options import AllToAll, DispatchDtype
 from expertmesh.errors import ConfigError, named
 
 Frozen = Literal["experts", "router"]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import (
     Network,
     RouteShape,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 from expertmesh.config.cluster import Cluster
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import RouteShape, TokenLoad, ring_seconds
 from expertmesh.costs.hardware import network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time

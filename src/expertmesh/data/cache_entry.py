@@ -14,7 +14,7 @@ from pathlib import Path
 
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
-from expertmesh.data.news import Progress
+from expertmesh.data.data_progress import Progress
 from expertmesh.errors import ConfigError
 
 INDEX = "index.json"

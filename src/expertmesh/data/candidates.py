@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from expertmesh.config.text import TextConfig
+from expertmesh.data.data_progress import Progress
 from expertmesh.data.encoding import MOST_OF_A_MARK, NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import (
     NOT_A_FILE,
@@ -31,7 +32,6 @@ from expertmesh.data.formats import (
     without_none,
 )
 from expertmesh.data.json_records import holds_lines
-from expertmesh.data.news import Progress
 from expertmesh.data.paths import WeightedPath, find_paths
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import ConfigError, named

@@ -17,8 +17,8 @@ from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.corpus import Corpus, Document
+from expertmesh.data.data_progress import Progress, note, say
 from expertmesh.data.files import LeftOut
-from expertmesh.data.news import Progress, note, say
 from expertmesh.data.order import permutation, shuffled, spread_batches
 from expertmesh.data.packing import packed
 from expertmesh.errors import ConfigError, Line, named

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from expertmesh.config.text import TextConfig
 from expertmesh.data.candidates import Told, find_documents, option_of
+from expertmesh.data.data_progress import NAMES_ALL, Progress
 from expertmesh.data.encoding import NotTextError, remedy
 from expertmesh.data.files import NOT_READABLE
-from expertmesh.data.news import NAMES_ALL, Progress
 from expertmesh.data.paths import find_paths
 from expertmesh.data.records import Row
 from expertmesh.errors import ConfigError, Line, named

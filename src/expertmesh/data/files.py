@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from expertmesh.data.data_progress import Progress
 from expertmesh.data.encoding import BINARY, decoded
-from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError, named
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from expertmesh.config.base import parse_json
+from expertmesh.data.data_progress import Progress
 from expertmesh.data.encoding import MOST_OF_A_MARK, NotTextError, decoded, encoding_of
 from expertmesh.data.files import TextFile, is_packed, opened, printable
-from expertmesh.data.news import Progress
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import named
 

@@ -16,7 +16,7 @@ from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
-from expertmesh.data.news import Progress, note, say
+from expertmesh.data.data_progress import Progress, note, say
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.tokenizer import (
     end_of_text_id,

@@ -27,11 +27,11 @@ from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.activation import inner_name, pointwise
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
-from expertmesh.ops.cpu.compiled import DTYPES
+from expertmesh.ops.cpu.compiled_loops import DTYPES
 from expertmesh.ops.cpu.packed_linear import PackedWeights
 from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.experts.call import call_of
+from expertmesh.ops.experts.experts_call import call_of
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.row_arithmetic import ORDINARY
 

@@ -16,15 +16,8 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
-from expertmesh.engine.adapters import (
-    OVER_RANKS,
-    Adapters,
-    LoadedAdapter,
-    folders_by_name,
-    why_no_adapters,
-)
 from expertmesh.engine.answers import Answers
-from expertmesh.engine.blocks import ROOT, BlockPool
+from expertmesh.engine.block_pool import ROOT, BlockPool
 from expertmesh.engine.checks import (
     check_asked,
     check_ids,
@@ -48,6 +41,13 @@ from expertmesh.engine.parallel import (
     share,
 )
 from expertmesh.engine.request import Request, SamplingParams
+from expertmesh.engine.request_adapters import (
+    OVER_RANKS,
+    Adapters,
+    LoadedAdapter,
+    folders_by_name,
+    why_no_adapters,
+)
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
 from expertmesh.engine.stats import EngineStats
@@ -56,7 +56,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.parallel.placement import PlacementCounts
+from expertmesh.parallel.placed_experts import PlacementCounts
 from expertmesh.parallel.serving import as_plain, world_of
 from expertmesh.runs.paged import paged_layers
 from expertmesh.text.format import TextFormat, text_format

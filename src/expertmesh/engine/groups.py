@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from expertmesh.engine.blocks import BlockPool
+from expertmesh.engine.block_pool import BlockPool
 from expertmesh.engine.request import FinishReason, Request, Sequence
 from expertmesh.engine.scheduler import Counters, Scheduler, Step
 

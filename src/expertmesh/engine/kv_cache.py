@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.ops.attention import blockwise
-from expertmesh.ops.attention.invariant import BLOCK_KEYS, one_query_attention
+from expertmesh.ops.attention.fixed_blocks import BLOCK_KEYS, one_query_attention
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.row_arithmetic import RowArithmetic

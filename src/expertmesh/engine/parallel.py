@@ -37,7 +37,7 @@ from expertmesh.errors import CollectiveError, ConfigError, text_of
 from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.row_arithmetic import RowArithmetic
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
-from expertmesh.parallel.placement import PlacedExperts
+from expertmesh.parallel.placed_experts import PlacedExperts
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.serving import ONE_PROCESS, ServingDegrees, gather_home, world_of
 from expertmesh.runs.open import LoadedModel, device_of, open_model

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.engine.adapters import Adapters
-from expertmesh.engine.blocks import ROOT
+from expertmesh.engine.block_pool import ROOT
 from expertmesh.engine.compiled import CompiledForward
 from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, ones_of, span_of
 from expertmesh.engine.output import Logprob
 from expertmesh.engine.request import Sequence
+from expertmesh.engine.request_adapters import Adapters
 from expertmesh.engine.scheduler import Chunk, Step
 from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.ops.invariant.kept import Kept, keeping

@@ -8,7 +8,7 @@ nothing is lost, and the oldest one always goes on, so that none starves.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from expertmesh.engine.blocks import BlockPool
+from expertmesh.engine.block_pool import BlockPool
 from expertmesh.engine.drafts import ahead
 from expertmesh.engine.request import FinishReason, Request, Sequence, State
 from expertmesh.errors import ConfigError

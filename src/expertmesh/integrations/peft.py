@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from expertmesh import lora
-from expertmesh.checkpoints.adapters import (
+from expertmesh.checkpoints.peft_folder import (
     CONFIG,
     IN_HUB,
     WEIGHTS,
@@ -21,7 +21,7 @@ from expertmesh.checkpoints.adapters import (
 from expertmesh.config.base import expanded
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.moe.adapters import Adapter
+from expertmesh.moe.expert_adapters import Adapter
 
 _SHARED = "shared_over_experts"
 _PREFIX = "base_model.model.model."

@@ -14,7 +14,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from expertmesh.kernels.grouped import Rows, tile_place
 from expertmesh.kernels.launch import launch
-from expertmesh.kernels.pieces import Pieces, add, cut, rows_of_pieces
+from expertmesh.kernels.split_rows import Pieces, add, cut, rows_of_pieces
 from expertmesh.kernels.tiles import Plan, Tile
 
 _SUM_ROWS = 32

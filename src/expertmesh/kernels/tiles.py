@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.kernels import measured, tables
+from expertmesh.kernels import measured, tile_tables
 
 PUBLISHED = "published"
 UNTUNED = "untuned default"
@@ -180,7 +180,7 @@ def choose_plan(
         num_branches=num_branches,
         precision="tf32" if allow_tf32 and dtype == torch.float32 else "ieee",
         num_programs=multiprocessors(device),
-        table=tables.selected(),
+        table=tile_tables.selected(),
     )
 
 
@@ -194,7 +194,7 @@ def plan_for(
     num_branches: int,
     precision: str = "ieee",
     num_programs: int = 132,
-    table: str = tables.DEFAULT,
+    table: str = tile_tables.DEFAULT,
 ) -> Plan:
     """Choose the tiles for a named architecture; what `choose_plan` does once it knows the device.
 
@@ -212,7 +212,7 @@ def plan_for(
         num_programs,
         table,
     )
-    if table != tables.DEFAULT:
+    if table != tile_tables.DEFAULT:
         return plan
     found = measured.nearest(
         arch,
@@ -253,7 +253,7 @@ def _by_table(
     one_branch = replace(rows, block_n=_fit(rows.block_n, dim))
     up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
     # the epilogue holds the accumulator, H and both gradients at once: half the columns
-    columns = min(rows.block_n, tables.hidden_columns(arch, table))
+    columns = min(rows.block_n, tile_tables.hidden_columns(arch, table))
     hidden = replace(rows, block_n=_fit(columns, hidden_dim), source=UNTUNED)
     if arch == "sm_90":
         hidden = replace(
@@ -268,7 +268,7 @@ def _by_table(
 
     def fitted(gemm: str, tile: Tile) -> Tile:
         sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "num_branches": num_branches}
-        tile = replace(tile, **tables.changes(arch, table, gemm, **sizes))
+        tile = replace(tile, **tile_tables.changes(arch, table, gemm, **sizes))
         return _fit_stages(gemm, tile, arch, itemsize, num_branches, tma=tma)
 
     return Plan(
@@ -387,7 +387,7 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
     """Shared memory that a program needs at most: operands of all stages, and what results leave through.
 
     Args:
-        gemm: one of `tables.GEMMS`.
+        gemm: one of `tile_tables.GEMMS`.
         tile: its tile.
         itemsize: bytes of an element.
         num_branches: G.
@@ -396,13 +396,13 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
     branches = num_branches if gemm == "up" else 1
     step = (tile.block_m + branches * tile.block_n) * tile.block_k
     # weight gradients load rows by indices that are loaded: one buffer per two stages
-    buffers = (tile.num_stages + 1) // 2 if gemm in tables.WEIGHT_GRADS else tile.num_stages
-    if gemm in tables.OVER_ROWS and tile.block_m < 64:
+    buffers = (tile.num_stages + 1) // 2 if gemm in tile_tables.WEIGHT_GRADS else tile.num_stages
+    if gemm in tile_tables.OVER_ROWS and tile.block_m < 64:
         # the products of warp groups read shared memory while the next copies arrive, those of warps do not
         buffers -= 1
     results, barriers = 0, 0
     # a flattened loop loads the next tile while this one's results go through shared memory
-    if gemm in tables.OVER_ROWS and (tile.flatten or (tile.ragged and tma)):
+    if gemm in tile_tables.OVER_ROWS and (tile.flatten or (tile.ragged and tma)):
         results = tile.block_m * _columns_at_once(gemm, tile)
         barriers = _FLATTENED_BYTES * tile.flatten
     return (step * buffers + results) * itemsize + barriers

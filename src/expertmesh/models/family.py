@@ -42,10 +42,10 @@ class Family:
         config: class of its configurations.
         recipes: functions by name that return configurations, or "module:name" of such a mapping; None: one, "default", with
             the defaults of `config`.
-        costs: a function of (configuration, number of ranks, compute dtype) that returns `expertmesh.costs.run.RunCosts`,
+        costs: a function of (configuration, number of ranks, compute dtype) that returns `expertmesh.costs.run_costs.RunCosts`,
             or "module:name" of one; None: unknown.
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
-            `expertmesh.costs.products.Product`s, or "module:name" of one; None: usual ones. What train.dtype=auto measures.
+            `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: usual ones. What train.dtype=auto measures.
         items: what losses are means over, and rates count, in the plural.
         metric: the metric of the evaluations.
         fixed: options besides the model's and train.seed that a run must go on with, by dotted name.
@@ -91,7 +91,7 @@ class Family:
         return {"default": self.config} if found is None else found
 
     def costs_of(self, config: RunConfig, *, num_ranks: int, dtype: str) -> Any:
-        """What a run would cost, an `expertmesh.costs.run.RunCosts`; None where the family cannot tell."""
+        """What a run would cost, an `expertmesh.costs.run_costs.RunCosts`; None where the family cannot tell."""
         count = _resolved(self.costs)
         return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
 
@@ -125,7 +125,7 @@ class Family:
         return found
 
     def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
-        """The products that dominate a step, a sequence of `expertmesh.costs.products.Product`; empty where the family names none."""
+        """The products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty where the family names none."""
         find = _resolved(self.products)
         return () if find is None else find(config, num_parts=num_parts)
 

@@ -16,7 +16,7 @@ from expertmesh.models.builder import ModelBuilder
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.task import Batch, Data, Loss, Part, Task, num_samples
 from expertmesh.models.upcycle import collect_stats
-from expertmesh.moe.random import count_tokens_from
+from expertmesh.moe.routing_noise import count_tokens_from
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.ranks import Ranks
 

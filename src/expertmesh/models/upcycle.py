@@ -18,10 +18,10 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.expert_copies import ExpertCopies, check_whole
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.upcycle import upcycle_gpt
+from expertmesh.moe.check_arguments import check_module
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
 from expertmesh.moe.types import RoutingStats
-from expertmesh.moe.validation import check_module
 
 _OWN = (
     "dim",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
-from expertmesh.moe.random import STREAM_RANDOM_DROP, random_bits
+from expertmesh.moe.routing_noise import STREAM_RANDOM_DROP, random_bits
 from expertmesh.moe.types import Routing
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.moe.check_arguments import check_modules
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.router import ROUTERS
-from expertmesh.moe.validation import check_modules
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import row_arithmetic
 

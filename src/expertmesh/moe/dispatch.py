@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
+from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.errors import ConfigError
-from expertmesh.moe.call import Call
 from expertmesh.moe.experts import ExpertParameters
+from expertmesh.moe.layer_call import Call
 from expertmesh.moe.phases import phase
 from expertmesh.moe.types import Routing
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.adapters import ExpertAdapters
+from expertmesh.moe.expert_adapters import ExpertAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
+from expertmesh.ops.experts.experts_call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import LayerOptions, RouterKind
 from expertmesh.errors import ConfigError
@@ -17,7 +17,7 @@ from expertmesh.moe.build import (
     make_shared_experts,
     make_shared_gate,
 )
-from expertmesh.moe.call import Call, call_of
+from expertmesh.moe.check_arguments import check_draw, check_dtype, check_parts
 from expertmesh.moe.checkpointing import warn_of_lost_losses
 from expertmesh.moe.dense_parts import add_dense, dense_parts
 from expertmesh.moe.dispatch import (
@@ -28,14 +28,14 @@ from expertmesh.moe.dispatch import (
 )
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.keywords import KEYWORDS, check_keywords, signature_with
+from expertmesh.moe.large_sizes import names_large_sizes
+from expertmesh.moe.layer_call import Call, call_of
 from expertmesh.moe.losses import weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import route
-from expertmesh.moe.sizes import names_large_sizes
 from expertmesh.moe.types import Routing, RoutingStats
-from expertmesh.moe.validation import check_draw, check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import row_arithmetic
 

@@ -13,7 +13,7 @@ from expertmesh.moe.assignment import (
     group_sizes,
     valid_tokens_per_group,
 )
-from expertmesh.moe.call import Call
+from expertmesh.moe.layer_call import Call
 from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import without_autocast
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import choice_factor
-from expertmesh.moe.call import Call
-from expertmesh.moe.random import (
+from expertmesh.moe.check_arguments import check_ids
+from expertmesh.moe.layer_call import Call
+from expertmesh.moe.routing_noise import (
     STREAM_INPUT_DROPOUT,
     STREAM_INPUT_JITTER,
     STREAM_ROUTER_NOISE,
@@ -28,7 +29,6 @@ from expertmesh.moe.selection import (
     weights_at,
 )
 from expertmesh.moe.types import RouterOutput, Routing
-from expertmesh.moe.validation import check_ids
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 
 _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from expertmesh.config.moe_rules import GROUP_SCORES, LayerOptions
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
-from expertmesh.moe.random import STREAM_HASH, philox4x32
+from expertmesh.moe.routing_noise import STREAM_HASH, philox4x32
 from expertmesh.moe.types import Routing
 from expertmesh.ops.row_arithmetic import RowArithmetic
 from expertmesh.ops.topk import choose_experts, runs_fused

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.random import philox4x32
+from expertmesh.ops.philox import philox4x32
 
 
 @dataclass(frozen=True)

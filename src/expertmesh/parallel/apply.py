@@ -19,17 +19,17 @@ from expertmesh.comm.mesh import (
     expert_degrees,
 )
 from expertmesh.comm.world import World
-from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
+from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError, named
+from expertmesh.moe.check_arguments import check_module
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.validation import check_module
 from expertmesh.parallel.experts.adaptive import adapt, may_choose
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
+from expertmesh.parallel.experts.exchange_layout import Plan, make_plan
 from expertmesh.parallel.experts.fits import check_spread
-from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher
 from expertmesh.parallel.experts.storage import Keep
 from expertmesh.parallel.experts.tuning_cache import (

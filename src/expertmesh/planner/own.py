@@ -7,7 +7,7 @@ from typing import Any
 
 from expertmesh.config.base import expanded
 from expertmesh.errors import ConfigError
-from expertmesh.planner.model import planned_model
+from expertmesh.planner.planned_model import planned_model
 from expertmesh.planner.published import (
     OF_LAYOUT,
     OF_WORK,

@@ -11,9 +11,8 @@ from expertmesh.costs.rank_layout import States, Workload
 from expertmesh.costs.step_time import efficiency_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import GPTRunConfig
-from expertmesh.planner.answer import Answer
-from expertmesh.planner.model import PlannedModel, planned_model
 from expertmesh.planner.own import own_points
+from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import (
     Candidate,
     Goal,
@@ -24,6 +23,7 @@ from expertmesh.planner.search import (
     search,
     with_batch,
 )
+from expertmesh.planner.search_result import Answer
 from expertmesh.planner.table import plan_text
 from expertmesh.planner.validation import validate
 

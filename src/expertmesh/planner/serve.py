@@ -14,7 +14,7 @@ from expertmesh.costs.sizes import Block, ModelSizes
 from expertmesh.costs.step_time import HBM, Efficiency, route_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig
-from expertmesh.planner.model import PlannedModel, planned_model
+from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import TENSOR_DEGREES, divisors
 
 HOST_S = 1.1e-4

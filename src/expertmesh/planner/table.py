@@ -5,10 +5,10 @@ from dataclasses import fields
 
 from expertmesh.costs.peak_memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
-from expertmesh.planner.answer import ERROR_BAR, Answer
 from expertmesh.planner.claims import claims
 from expertmesh.planner.configured import as_configured
 from expertmesh.planner.search import Candidate
+from expertmesh.planner.search_result import ERROR_BAR, Answer
 from expertmesh.planner.serve import ServePlan, Serving
 from expertmesh.planner.validation import Judged, Summary, Validation
 from expertmesh.planner.why import why_not, words_of

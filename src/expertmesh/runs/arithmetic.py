@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import write_whole
-from expertmesh.costs.products import Product
+from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError, named
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.products import Library

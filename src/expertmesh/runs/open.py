@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from expertmesh.checkpoints.hub.load import hub_run_config, is_hub_folder
-from expertmesh.checkpoints.quantized import QuantizedModel, quantization_of
+from expertmesh.checkpoints.compressed_tensors import QuantizedModel, quantization_of
+from expertmesh.checkpoints.hub.load_pretrained import hub_run_config, is_hub_folder
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
@@ -28,10 +28,10 @@ from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.serving import as_plain
 from expertmesh.runs.arithmetic import Arithmetic
+from expertmesh.runs.check_memory import check_weights
 from expertmesh.runs.paged import put_slots
 from expertmesh.runs.precision import Precision, resolve_device, resolve_precision
 from expertmesh.runs.quantized import arrange, put_quantized
-from expertmesh.runs.room import check_weights
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_run
 from expertmesh.text.format import TextFormat, text_format, told_by_files
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from expertmesh.config.run import DEVICE_RULE, TrainConfig, is_device
-from expertmesh.costs.products import Product
+from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError, named
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.ops.dtypes import accumulate_dtype

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.checkpoints.hub.layout import pieces
-from expertmesh.checkpoints.hub.registry import hub_family
-from expertmesh.checkpoints.quantized import (
+from expertmesh.checkpoints.compressed_tensors import (
     QuantizedModel,
     own_pieces,
     quantization_of,
     scheme_of,
 )
+from expertmesh.checkpoints.hub.find_family import hub_family
+from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.hub.load import HubModel
+from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good
 from expertmesh.config.base import expanded, parse_json, saved_run

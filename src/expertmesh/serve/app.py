@@ -16,10 +16,10 @@ from expertmesh.engine.engine import Engine
 from expertmesh.errors import ConfigError
 from expertmesh.serve.answer import Answer
 from expertmesh.serve.description import ANSWERS, describe
+from expertmesh.serve.experts_page import PAGE
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.gate import Gate
 from expertmesh.serve.metrics import Metrics
-from expertmesh.serve.page import PAGE
 from expertmesh.serve.reading import Job, RequestReader
 from expertmesh.serve.schema import (
     ChatRequest,

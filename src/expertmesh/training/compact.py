@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from expertmesh.config.run import StateDtype
 from expertmesh.parallel.matrices import own_part
-from expertmesh.parallel.parts import maxima_over_ranks, place_of
-from expertmesh.training.moments import (
+from expertmesh.parallel.shard_place import maxima_over_ranks, place_of
+from expertmesh.training.moment_types import (
     Code,
     Float16Scaled,
     State,
@@ -20,7 +20,7 @@ from expertmesh.training.moments import (
     rows,
     scale_rows,
 )
-from expertmesh.training.rounding import Words, WordTables
+from expertmesh.training.stochastic_rounding import Words, WordTables
 from expertmesh.training.workspace import Workspace, Workspaces
 
 _KEYS = "exp_avg", "exp_avg_sq"

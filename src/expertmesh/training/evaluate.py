@@ -8,7 +8,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from expertmesh.data.news import Progress
+from expertmesh.data.data_progress import Progress
 from expertmesh.models.task import Batch, Data, Part, Task, each_tensor, num_samples
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import Precision

@@ -11,7 +11,7 @@ from typing import Any
 
 from expertmesh.data.paths import distinct
 from expertmesh.training.metrics import read_lines
-from expertmesh.training.routing import POSITIONS
+from expertmesh.training.routing_losses import POSITIONS
 
 RECORDS = 200
 """A run has at least as many records, or one for each step if it is shorter, and at most twice as many."""

@@ -19,7 +19,7 @@ from expertmesh.checkpoints.store import (
 )
 from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.run import RunConfig
-from expertmesh.data.news import notes_known
+from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.family import Family
 from expertmesh.models.registry import find_family
@@ -29,11 +29,12 @@ from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.arithmetic import write_arithmetic
 from expertmesh.runs.precision import Precision, resolve_device, settle_precision
 from expertmesh.runs.run_dir import Run, RunDir
-from expertmesh.training.begin import begin_of, begun, kept_files
 from expertmesh.training.branch import branch_point
+from expertmesh.training.check_run_memory import check_room
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
+from expertmesh.training.init_from import begin_of, begun, kept_files
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
 from expertmesh.training.named_trackers import check_installed, open_trackers
@@ -47,7 +48,6 @@ from expertmesh.training.optim import (
 from expertmesh.training.pace import Pace
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.roles import summary
-from expertmesh.training.room import check_room
 from expertmesh.training.state import (
     RunProgress,
     TrainState,

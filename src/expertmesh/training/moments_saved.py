@@ -12,9 +12,9 @@ from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.layout.moments import THEIRS
 from expertmesh.parallel.matrices import own_part
-from expertmesh.parallel.parts import Place, maxima_over_ranks, place_of
+from expertmesh.parallel.shard_place import Place, maxima_over_ranks, place_of
 from expertmesh.training.compact import new_state, state_dtype_of
-from expertmesh.training.moments import (
+from expertmesh.training.moment_types import (
     Code,
     Float16Scaled,
     Int8,

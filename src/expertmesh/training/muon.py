@@ -20,8 +20,8 @@ from expertmesh.training.compact import (
     words_of,
 )
 from expertmesh.training.fused import Halves, on_halves, shape_of_one
-from expertmesh.training.moments import read_moment, write_moment
-from expertmesh.training.rounding import Words
+from expertmesh.training.moment_types import read_moment, write_moment
+from expertmesh.training.stochastic_rounding import Words
 from expertmesh.training.workspace import Workspace, Workspaces
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -13,7 +13,7 @@ from expertmesh.layout.moments import FEWEST_ELEMENTS, THEIRS
 from expertmesh.moe.layer import MoELayer
 from expertmesh.training.compact import CompactAdamW
 from expertmesh.training.fused import fused_halves
-from expertmesh.training.moments import is_kept_as
+from expertmesh.training.moment_types import is_kept_as
 from expertmesh.training.muon import Muon
 from expertmesh.training.roles import DECAYED, parameter_roles
 from expertmesh.training.theirs import TorchaoAdamW, check_theirs

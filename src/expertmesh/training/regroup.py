@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
-from expertmesh.data.news import notes_known
+from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.task import Data, Task
 from expertmesh.moe.experts import GroupedExperts
@@ -26,8 +26,8 @@ from expertmesh.runs.open import LoadedModel, open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.run_dir import TOKENIZER, Run, load_run
 from expertmesh.text.format import extras_of
-from expertmesh.training.begin import save_as_run
 from expertmesh.training.evaluate import evaluate
+from expertmesh.training.init_from import save_as_run
 from expertmesh.training.state import check_same_data, dotted, read_run_state
 
 _OF_TRAINING = (

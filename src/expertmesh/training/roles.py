@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from expertmesh.layout.spec import ModelSpec
-from expertmesh.moe.adapters import Adapter
+from expertmesh.moe.expert_adapters import Adapter
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.learning import Role, said_role

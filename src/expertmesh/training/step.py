@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from expertmesh.models.task import Batch, Part, Task, each_tensor, num_samples
 from expertmesh.moe.batch_balance import BatchBalance
-from expertmesh.moe.random import key_noise
+from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import Precision
 from expertmesh.training.expert_use import ExpertUse, is_recorded, use_of_experts
 from expertmesh.training.metrics import Load, measure_load
 from expertmesh.training.optim import balance_experts
-from expertmesh.training.routing import LoadCounter, Watched, routing_losses
+from expertmesh.training.routing_losses import LoadCounter, Watched, routing_losses
 
 
 @dataclass(frozen=True)

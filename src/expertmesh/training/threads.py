@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expertmesh.comm.cores import Room, own_room, share_of, users_threads
-from expertmesh.costs.products import Product
+from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.parallel.ranks import Ranks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
-from expertmesh.data.news import Progress
+from expertmesh.data.data_progress import Progress
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
 from expertmesh.translation.beam import beam_search

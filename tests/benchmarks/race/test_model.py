@@ -9,7 +9,7 @@ from benchmarks.race.report import predictions
 from benchmarks.race.shapes import SHAPES, chosen
 
 from benchmarks.race import model
-from expertmesh.kernels import tables, tiles
+from expertmesh.kernels import tile_tables, tiles
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,7 +73,7 @@ def test_the_model_cuts_as_the_default_table_does():
             hidden_dim=shape.hidden_dim,
             num_branches=shape.num_branches,
         )
-        for gemm in tables.GEMMS:
+        for gemm in tile_tables.GEMMS:
             tile, cut = getattr(plan, gemm), model.cut(shape, gemm, model.Chip())
             branches = shape.num_branches if gemm == "up" else 1
             assert (tile.block_m, branches * tile.block_n) == (128, cut.columns), gemm

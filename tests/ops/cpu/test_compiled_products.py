@@ -5,7 +5,7 @@ import torch
 from tests.oracle.numerics import assert_two_times, sums_of_product
 
 from expertmesh.ops.cpu import compiled_products
-from expertmesh.ops.cpu.compiled import DTYPES
+from expertmesh.ops.cpu.compiled_loops import DTYPES
 from expertmesh.ops.cpu.compiled_products import ROWS, product, rows_at_once
 
 needs_compiler = pytest.mark.usefixtures("cpp_compiler")

@@ -16,7 +16,7 @@ from expertmesh.comm.all_to_all.payload import packed, unpacked
 from expertmesh.comm.group import Awaited, Pending, RankGroup, wait_for
 from expertmesh.comm.host_copy import beside, on_host
 from expertmesh.comm.in_flight import InFlight
-from expertmesh.config.dispatch import DispatchDtype
+from expertmesh.config.dispatch_options import DispatchDtype
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from expertmesh.config.dispatch import DispatchDtype
+from expertmesh.config.dispatch_options import DispatchDtype
 
 BLOCK = 128
 """Elements that share a scale."""

@@ -6,8 +6,13 @@ from typing import NamedTuple
 import torch
 
 from expertmesh.checkpoints.hub.configs import say_left_out
-from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, hub_run_config, read_config
-from expertmesh.checkpoints.hub.registry import hub_family
+from expertmesh.checkpoints.hub.find_family import hub_family
+from expertmesh.checkpoints.hub.load_pretrained import (
+    HubModel,
+    hub_dtype,
+    hub_run_config,
+    read_config,
+)
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.hub_id import how_to_fetch
@@ -20,8 +25,8 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.runs.run_dir import TOKENIZER
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import load_tokenizer
-from expertmesh.training.begin import save_as_run
 from expertmesh.training.export import find_checkpoint
+from expertmesh.training.init_from import save_as_run
 from expertmesh.training.state import read_run_state
 
 

@@ -22,15 +22,15 @@ from transformers.utils import ModelOutput
 
 from expertmesh.config.base import saved_run
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.integrations.transformers.cache import SequencesOf
-from expertmesh.integrations.transformers.inputs import IGNORED, check_call
+from expertmesh.integrations.transformers.check_call import IGNORED, check_call
+from expertmesh.integrations.transformers.past_key_values import SequencesOf
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.inputs import check_count
 from expertmesh.models.token_losses import token_losses
 from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.runs.open import open_model
-from expertmesh.training.routing import routing_losses
+from expertmesh.training.routing_losses import routing_losses
 
 _log = logging.getLogger("expertmesh.integrations")
 

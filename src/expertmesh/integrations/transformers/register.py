@@ -7,9 +7,9 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8ExpertsInte
 from transformers.integrations.moe import ExpertsInterface
 
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.transformers.experts import forward
-from expertmesh.integrations.transformers.lora import lend_factors
-from expertmesh.moe.validation import check_module
+from expertmesh.integrations.transformers.experts_forward import forward
+from expertmesh.integrations.transformers.peft_experts import lend_factors
+from expertmesh.moe.check_arguments import check_module
 
 NAME = "expertmesh"
 """Value of `experts_implementation`."""
@@ -37,7 +37,7 @@ def _register_exchange() -> None:
         from transformers.distributed.expert_parallel import EPImplementationInterface
     except ImportError:  # a transformers of before there were several
         return
-    from expertmesh.integrations.transformers.dispatch import ExpertMeshEP
+    from expertmesh.integrations.transformers.expert_parallel import ExpertMeshEP
 
     EPImplementationInterface.register(NAME, ExpertMeshEP)
 

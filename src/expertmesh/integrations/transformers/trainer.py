@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from expertmesh.errors import ConfigError, command
 from expertmesh.moe.layer import MoELayer
 from expertmesh.training.optim import balance_experts
-from expertmesh.training.routing import LoadCounter
+from expertmesh.training.routing_losses import LoadCounter
 
 
 class BalanceExperts(TrainerCallback):

@@ -3,9 +3,9 @@
 from collections import Counter
 from dataclasses import replace
 
+from expertmesh.costs.matrix_products import Product
 from expertmesh.costs.memory import rank_memory
-from expertmesh.costs.products import Product
-from expertmesh.costs.run import RunCosts
+from expertmesh.costs.run_costs import RunCosts
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.memory import estimate_memory

@@ -1,7 +1,7 @@
 """Memory of training a GPT on one device: exact for weights, gradients and optimiser, estimated for activations."""
 
-from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.config.run import Optimizer, StateDtype
+from expertmesh.config.short_sequence import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.costs.flops import rows_per_token
 from expertmesh.costs.memory import DTYPE_BYTES, MemoryEstimate, optimizer_bytes
 from expertmesh.layout.feed_forward import num_branches

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
+from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.errors import ConfigError, named
 from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
@@ -30,13 +30,13 @@ from expertmesh.models.inputs import (
 )
 from expertmesh.models.latent_attention import LatentAttention
 from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_by_spec
+from expertmesh.moe.check_arguments import check_call_factor, check_top_k, python_number
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
-from expertmesh.moe.sizes import names_large_sizes
+from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
-from expertmesh.moe.validation import check_call_factor, check_top_k, python_number
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import row_arithmetic
 

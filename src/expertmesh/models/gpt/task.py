@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import texts
-from expertmesh.data.news import Progress
+from expertmesh.data.data_progress import Progress
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData, text_data
 from expertmesh.models.gpt.builder import GPTBuilder

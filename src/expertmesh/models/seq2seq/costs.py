@@ -14,7 +14,7 @@ from expertmesh.costs.flops import (
     shared_flops,
 )
 from expertmesh.costs.memory import memory_by_size
-from expertmesh.costs.run import RunCosts
+from expertmesh.costs.run_costs import RunCosts
 from expertmesh.models.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig
 from expertmesh.models.seq2seq.spec import seq2seq_spec
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.data.news import note
+from expertmesh.data.data_progress import note
 from expertmesh.data.noise import ENDS_OF_SENTENCES, Draws, add_noise
 from expertmesh.data.order import permutation, spread
 from expertmesh.errors import ConfigError, named

@@ -30,7 +30,7 @@ from expertmesh.models.seq2seq.spec import seq2seq_spec
 from expertmesh.models.seq2seq.token_dropout import TokenDropout
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
-from expertmesh.moe.sizes import names_large_sizes
+from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.attention.dense import attention
 from expertmesh.ops.attention.visible import Visible, visible_source

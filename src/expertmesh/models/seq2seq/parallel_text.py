@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from expertmesh.config.base import cache_root, expanded, nearest_name, parse_json, user_cache_dir
 from expertmesh.data.cache_entry import INDEX, fill_once
+from expertmesh.data.data_progress import NAMES_ALL, note
 from expertmesh.data.encoding import (
     MOST_OF_A_MARK,
     NotTextError,
@@ -24,7 +25,6 @@ from expertmesh.data.encoding import (
     remedy,
 )
 from expertmesh.data.files import LeftOut, is_packed, lines_of, opened
-from expertmesh.data.news import NAMES_ALL, note
 from expertmesh.data.order import permutation
 from expertmesh.errors import CheckpointError, ConfigError, named
 from expertmesh.models.seq2seq.config import LANGUAGE, ParallelTextConfig

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.models.keyed import Keyed
-from expertmesh.moe.random import random_bits
+from expertmesh.moe.routing_noise import random_bits
 
 STREAM_DROPOUT = 16
 _GOLDEN = 0x9E3779B1 - 2**32

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.data.news import Progress
+from expertmesh.data.data_progress import Progress
 from expertmesh.errors import ConfigError
 from expertmesh.models.classifier import Classifier
 from expertmesh.models.swin.config import Fit

@@ -1,7 +1,7 @@
 """What a Swin Transformer costs: parameters, multiply-adds per image, memory, from its configuration alone."""
 
 from expertmesh.costs.memory import memory_by_size
-from expertmesh.costs.run import RunCosts
+from expertmesh.costs.run_costs import RunCosts
 from expertmesh.models.swin.config import SwinConfig, SwinRunConfig
 from expertmesh.models.swin.spec import swin_spec
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.models.keyed import Keyed
-from expertmesh.moe.random import random_bits, uniform
+from expertmesh.moe.routing_noise import random_bits, uniform
 
 STREAM_DROP_PATH = 17
 

@@ -30,8 +30,8 @@ from expertmesh.models.swin.windows import (
 )
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
+from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
 

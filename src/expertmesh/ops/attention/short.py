@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
+from expertmesh.config.short_sequence import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.ops.dtypes import without_autocast
 
 _BLOCK_ELEMENTS = 1 << 19

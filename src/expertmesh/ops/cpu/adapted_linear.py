@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu.blocks import Block, blocks
+from expertmesh.ops.cpu.expert_rows import Block, blocks
 from expertmesh.ops.cpu.products import gemm_rows, product_into, rows_times_weight
 
 PANEL_ROWS = {"tiles": 512, "dots": 256, "none": 1}

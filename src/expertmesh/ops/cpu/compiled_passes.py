@@ -19,7 +19,7 @@ from expertmesh.ops.activation import (
     second_branch,
     second_branch_backward,
 )
-from expertmesh.ops.cpu.compiled import DTYPES, Loop, example_values, make_loop
+from expertmesh.ops.cpu.compiled_loops import DTYPES, Loop, example_values, make_loop
 
 SMALLEST = 1 << 21
 """Elements N F of A from which loops are made."""

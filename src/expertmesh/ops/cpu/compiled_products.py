@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu.compiled import DTYPES, Loop, example_values, make_loop
+from expertmesh.ops.cpu.compiled_loops import DTYPES, Loop, example_values, make_loop
 from expertmesh.ops.cpu.products import mkl_holds_back
 from expertmesh.ops.dtypes import has_products_of
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from expertmesh.ops.cpu.blocks import blocks
+from expertmesh.ops.cpu.expert_rows import blocks
 from expertmesh.ops.cpu.products import (
     grouped_mm_serves,
     linear_into,

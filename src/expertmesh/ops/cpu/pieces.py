@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.tools_common import legalize_graph
 
-from expertmesh.ops.cpu.compiled import compile_graph, while_tracing
+from expertmesh.ops.cpu.compiled_loops import compile_graph, while_tracing
 
 Rewrite = Callable[[fx.Graph, fx.Node], fx.Node]
 """Puts an operator's own way, or a formula for the compiler, in the place of its node, and returns what stands for it."""

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu.compiled import Loop, example_values, make_loop
+from expertmesh.ops.cpu.compiled_loops import Loop, example_values, make_loop
 
 SMALLEST = 1 << 23
 """Numbers of a weight from which a loop is made."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
-from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.experts_call import ExpertsCall
 from expertmesh.ops.experts.torch_forward import row_weights
 
 _FORMATS = ("int8", "int4", "fp8")
@@ -28,7 +28,7 @@ def serves(c: ExpertsCall) -> bool:
 
 def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
     """y (T, D); does not synchronise."""
-    from expertmesh.kernels import quantized
+    from expertmesh.kernels import quantized_products
     from expertmesh.kernels.combine import sum_rows
     from expertmesh.kernels.grouped import Rows
 
@@ -38,9 +38,9 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
     num_rows = maps.token_of_row_N.shape[0]
     each = -(-num_rows // E)
     order = (maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N)
-    block = quantized.block_of(experts.format, D, experts.scales_in.shape[-1], each)
+    block = quantized_products.block_of(experts.format, D, experts.scales_in.shape[-1], each)
     rows = Rows.cut(*order, block["BLOCK_M"])
-    h_RH = quantized.grouped_product(
+    h_RH = quantized_products.grouped_product(
         c.x_TD.contiguous(),
         experts.w_in_EGFD.flatten(1, 2),
         experts.scales_in,
@@ -56,8 +56,8 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
     for branch in up:
         a_RF.mul_(second_branch(branch, inner))
     a_RF.mul_(row_weights(c.weights_TK, maps, num_rows, c.x_TD.dtype)[:, None])
-    block = quantized.block_of(experts.format, F, experts.scales_out.shape[-1], each)
-    y_RD = quantized.grouped_product(
+    block = quantized_products.block_of(experts.format, F, experts.scales_out.shape[-1], each)
+    y_RD = quantized_products.grouped_product(
         a_RF.to(c.x_TD.dtype),
         experts.w_out_EDF,
         experts.scales_out,

@@ -14,7 +14,7 @@ from expertmesh.ops.cpu.activation_passes import Passes, passes_for
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.cpu.products import product_into, selected
 from expertmesh.ops.dtypes import gemm_dtype
-from expertmesh.ops.experts.runs import Run, make_runs
+from expertmesh.ops.experts.expert_spans import Run, make_runs
 from expertmesh.ops.experts.torch_forward import hidden, row_weights
 from expertmesh.ops.experts.weights import ExpertSlice, HiddenGradients, Needs
 from expertmesh.ops.permute import sum_rows

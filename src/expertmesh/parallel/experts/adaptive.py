@@ -15,15 +15,15 @@ from torch import Tensor
 
 from expertmesh.comm.collectives import all_gather
 from expertmesh.comm.mesh import divisors
-from expertmesh.config.dispatch import AllToAll, DispatchOptions
+from expertmesh.config.dispatch_options import AllToAll, DispatchOptions
 from expertmesh.costs.communication import Network, RouteShape
 from expertmesh.costs.layer_time import LayerShape, Machine
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.activation import num_branches
-from expertmesh.parallel.experts.load import route_shape
-from expertmesh.parallel.experts.plan import make_plan
+from expertmesh.parallel.experts.exchange_layout import make_plan
+from expertmesh.parallel.experts.load_record import route_shape
 from expertmesh.parallel.experts.tuner import (
     OVERLAP_DEGREES,
     Bucket,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from expertmesh.comm.all_to_all.flat import start_all_to_all
 from expertmesh.comm.collectives import all_gather, start_all_gather
 from expertmesh.comm.group import Pending, RankGroup, wait_for
-from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
+from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.costs.placement import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts

@@ -11,7 +11,7 @@ from torch import Tensor
 from expertmesh.comm.all_to_all.payload import row_bytes
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.world import World
-from expertmesh.config.dispatch import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
+from expertmesh.config.dispatch_options import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
 from expertmesh.costs.communication import (
     USUAL_NETWORK,
@@ -36,10 +36,11 @@ from expertmesh.parallel.experts.exchange import (
     Replicated,
     Route,
 )
+from expertmesh.parallel.experts.exchange_layout import Plan, make_plan
 from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
-from expertmesh.parallel.experts.load import (
+from expertmesh.parallel.experts.load_record import (
     FIRST_TOKENS,
     Chosen,
     LoadRecord,
@@ -47,7 +48,6 @@ from expertmesh.parallel.experts.load import (
     route_shape,
 )
 from expertmesh.parallel.experts.modules import ExpertModules
-from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep

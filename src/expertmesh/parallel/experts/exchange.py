@@ -20,14 +20,14 @@ from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_al
 from expertmesh.comm.collectives import in_flight_all_gather
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.in_flight import InFlight
-from expertmesh.config.dispatch import DispatchDtype
+from expertmesh.config.dispatch_options import DispatchDtype
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
-from expertmesh.parallel.experts.plan import Plan
+from expertmesh.parallel.experts.exchange_layout import Plan
 from expertmesh.parallel.experts.tables import on_device
 
 

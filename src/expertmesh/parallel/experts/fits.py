@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from expertmesh.comm.mesh import ExpertDegrees, expert_degrees
-from expertmesh.config.dispatch import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
+from expertmesh.config.dispatch_options import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.experts.exchange_layout import make_plan
 from expertmesh.parallel.experts.modules import MODULES_STAY, check_modules, module_degrees
-from expertmesh.parallel.experts.plan import make_plan
 from expertmesh.parallel.experts.storage import ADAPTERS_STAY, Keep, check_shards
 
 

@@ -14,8 +14,8 @@ from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.experts import ExpertList, ExpertParameters, Parameters
+from expertmesh.parallel.experts.exchange_layout import Plan
 from expertmesh.parallel.experts.gather import GatheredWeights
-from expertmesh.parallel.experts.plan import Plan
 from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.experts.storage import ExpertHolder
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from expertmesh.parallel.experts.plan import Plan
+from expertmesh.parallel.experts.exchange_layout import Plan
 
 Whole = list[tuple[Tensor, ...]]
 """The slices of every parameter, in the order of a storage's names."""

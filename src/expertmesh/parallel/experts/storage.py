@@ -19,8 +19,9 @@ from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import ExpertDegrees, expert_mesh
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
-from expertmesh.moe.adapters import Adapter, ExpertAdapters
+from expertmesh.moe.expert_adapters import Adapter, ExpertAdapters
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.parallel.experts.exchange_layout import Plan, make_plan
 from expertmesh.parallel.experts.gather import (
     SLICED_AXIS,
     Gather,
@@ -29,7 +30,6 @@ from expertmesh.parallel.experts.gather import (
     Layout,
     hand_over,
 )
-from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Fetch, Key, Prefetcher, Whole, in_backward
 from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.offload import HostMemory, host_mesh

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-from expertmesh.config.dispatch import AllToAll, DispatchOptions
+from expertmesh.config.dispatch_options import AllToAll, DispatchOptions
 from expertmesh.costs.communication import RouteShape, TokenLoad
 from expertmesh.costs.layer_time import LayerShape, Machine, extra_bytes, step_time
 

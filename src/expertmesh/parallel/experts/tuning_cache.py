@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import parse_json, user_cache_dir
-from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.config.output_file import write_whole
 from expertmesh.costs.communication import Link, Network
 

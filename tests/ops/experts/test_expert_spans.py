@@ -7,7 +7,7 @@ from tests.support.poison import poisoned_empty
 
 from expertmesh.ops.cpu.products import gemm_rows
 from expertmesh.ops.experts import torch_backward as expert_loop_backward
-from expertmesh.ops.experts.runs import make_runs
+from expertmesh.ops.experts.expert_spans import make_runs
 
 CPU = torch.device("cpu")
 COUNTS = [0, 70, 3, 0, 129, 64, 0, 33, 0]

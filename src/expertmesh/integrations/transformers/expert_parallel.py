@@ -13,7 +13,7 @@ from expertmesh.comm.world import World
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.experts.exchange import Alone, Exchange, Ragged, Route
-from expertmesh.parallel.experts.plan import make_plan
+from expertmesh.parallel.experts.exchange_layout import make_plan
 
 
 class ExpertMeshEP(EPImplementation):

@@ -10,7 +10,7 @@ from torch import Tensor
 from expertmesh.comm.host_copy import on_host
 from expertmesh.costs.communication import RouteShape, TokenLoad
 from expertmesh.errors import ConfigError
-from expertmesh.parallel.experts.plan import Plan
+from expertmesh.parallel.experts.exchange_layout import Plan
 
 FIRST_TOKENS = 4096.0
 """Tokens of a rank that are assumed before any were seen."""

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from expertmesh.ops.random import philox4x32
+from expertmesh.ops.philox import philox4x32
 
 _MASK32 = 0xFFFFFFFF
 _MASK16 = 0xFFFF

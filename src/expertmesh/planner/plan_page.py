@@ -7,8 +7,8 @@ from pathlib import Path
 
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.costs.peak_memory import GIB
-from expertmesh.planner.answer import Answer
 from expertmesh.planner.scaling import Scaled, crossovers, scaling
+from expertmesh.planner.search_result import Answer
 from expertmesh.planner.svg import COLOURS, Axis, Dot, bars, plot
 from expertmesh.planner.table import layout_text, memory_parts, plan_text, time_parts
 from expertmesh.planner.validation import Summary, Validation, validate

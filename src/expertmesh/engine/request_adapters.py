@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.adapters import Factors, read_adapter_files, read_factors
-from expertmesh.engine.blocks import ROOT
+from expertmesh.checkpoints.peft_folder import Factors, read_adapter_files, read_factors
+from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.ops.experts.call import AdapterRun, LowRank
+from expertmesh.ops.experts.experts_call import AdapterRun, LowRank
 
 OVER_RANKS = "adapters over ranks are not served; use one process"
 _RANK = 16

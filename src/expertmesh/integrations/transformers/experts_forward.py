@@ -12,8 +12,8 @@ from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLU
 from transformers.integrations.moe import _default_apply_gate
 
 from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, route_metadata
-from expertmesh.integrations.transformers.gate import weighted_gate
-from expertmesh.integrations.transformers.lora import Adapter, weight_and_adapters
+from expertmesh.integrations.transformers.peft_experts import Adapter, weight_and_adapters
+from expertmesh.integrations.transformers.weighted_gate import weighted_gate
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.weighted_activation import weighted_activation

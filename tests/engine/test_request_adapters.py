@@ -10,7 +10,7 @@ from tests.oracle.numerics import assert_close_fp64
 from tests.support.adapters import ATTENTION, EXPERTS, make_adapter, merged
 
 from expertmesh import lora
-from expertmesh.checkpoints.adapters import WEIGHTS
+from expertmesh.checkpoints.peft_folder import WEIGHTS
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError

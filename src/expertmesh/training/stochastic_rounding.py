@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.ops.random import philox4x32
-from expertmesh.parallel.parts import Place
+from expertmesh.ops.philox import philox4x32
+from expertmesh.parallel.shard_place import Place
 from expertmesh.training.workspace import Workspace
 
 _MASK32 = 0xFFFFFFFF

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from expertmesh.checkpoints.box import Box, overlap
 from expertmesh.checkpoints.hub.configs import model_config, say_left_out
-from expertmesh.checkpoints.hub.family import Piece
+from expertmesh.checkpoints.hub.find_family import hub_family
+from expertmesh.checkpoints.hub.hub_family import Piece
 from expertmesh.checkpoints.hub.layout import pieces
-from expertmesh.checkpoints.hub.registry import hub_family
 from expertmesh.checkpoints.hub.widened import hub_files, is_widened
 from expertmesh.checkpoints.safetensors import (
     READABLE,

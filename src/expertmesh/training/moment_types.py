@@ -14,8 +14,8 @@ from torch import Tensor
 from expertmesh.config.run import StateDtype
 from expertmesh.layout.moments import THEIRS, block_size, is_compact
 from expertmesh.parallel.matrices import own_part
-from expertmesh.parallel.parts import laid_out_as
-from expertmesh.training.rounding import Words
+from expertmesh.parallel.shard_place import laid_out_as
+from expertmesh.training.stochastic_rounding import Words
 from expertmesh.training.workspace import Workspace
 
 ROWS_OF = 1 << 17

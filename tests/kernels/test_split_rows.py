@@ -8,8 +8,8 @@ from tests.support.experts_builds import step_launches
 from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
 
-from expertmesh.kernels import moe_wgrad, pieces, tiles
-from expertmesh.kernels.tables import GEMMS
+from expertmesh.kernels import moe_wgrad, split_rows, tiles
+from expertmesh.kernels.tile_tables import GEMMS
 from expertmesh.kernels.tiles import Tile
 
 SPLIT = dict.fromkeys(GEMMS, Tile(16, 16, 16, 4, 1, group_m=3)) | {"sharing": 60, "piece_rows": 16}
@@ -20,7 +20,7 @@ def list_of(counts, slack, piece_rows):
     """The used pieces (start, end, expert, place) and the split experts (expert, place, count)."""
     offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     with poisoned_empty():
-        cut = pieces.cut(offsets, piece_rows, sum(counts) + slack, 4, 3)
+        cut = split_rows.cut(offsets, piece_rows, sum(counts) + slack, 4, 3)
     used, split = int(cut.num_pieces), int(cut.num_split)
     columns = (cut.start, cut.end, cut.expert, cut.place)
     hot = (cut.split_expert, cut.split_place, cut.split_count)
@@ -64,7 +64,7 @@ def test_pieces_are_every_experts_rows_once(counts, slack, piece_rows):
 @pytest.mark.parametrize("num_rows", [1, 500, 70_000])
 @pytest.mark.parametrize("fewest", [16, 512])
 def test_pieces_are_whole_steps_and_few(num_rows, fewest):
-    rows = pieces.rows_of_pieces(num_rows, 16, fewest, BLOCK_K)
+    rows = split_rows.rows_of_pieces(num_rows, 16, fewest, BLOCK_K)
     assert rows % BLOCK_K == 0
     assert rows >= fewest
     assert -(-num_rows // rows) <= 16

@@ -11,8 +11,8 @@ from tests.support.patience import PATIENCE_S
 from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import compiled, compiled_passes, compiled_products
-from expertmesh.ops.cpu.compiled import Loop, example_values, make_loop
+from expertmesh.ops.cpu import compiled_loops, compiled_passes, compiled_products
+from expertmesh.ops.cpu.compiled_loops import Loop, example_values, make_loop
 from expertmesh.ops.experts import few_rows
 
 
@@ -128,6 +128,6 @@ def test_a_broken_compiler_is_a_problem(monkeypatch, made, problem):
             return result
         raise made
 
-    monkeypatch.setattr(compiled, "_compile", compile_)
+    monkeypatch.setattr(compiled_loops, "_compile", compile_)
     loop = make_loop(scaled, (example_values(4, 4), torch.zeros(4, 4)))
     assert loop == Loop(None, problem)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from expertmesh.costs.rank_layout import OURS
 from expertmesh.models.gpt.config import GPTRunConfig
-from expertmesh.planner.model import PlannedModel
+from expertmesh.planner.planned_model import PlannedModel
 from expertmesh.planner.search import Candidate, Goal, Problem, front
 
 ERROR_BAR = (0.79, 1.46)

@@ -5,7 +5,7 @@ import torch
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Family
-from expertmesh.runs.room import FAR, largest_size, memory_of_process
+from expertmesh.runs.check_memory import FAR, largest_size, memory_of_process
 from expertmesh.training.teacher import teacher_bytes
 
 

@@ -95,7 +95,7 @@ def sample(
         temperature: 0: the most likely token always.
         seed: of the random numbers.
     """
-    from expertmesh.data.news import Progress
+    from expertmesh.data.data_progress import Progress
     from expertmesh.engine.request import SamplingParams
     from expertmesh.engine.texts import continue_prompts
     from expertmesh.errors import ConfigError

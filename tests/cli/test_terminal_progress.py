@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
-from expertmesh.data import news
+from expertmesh.data import data_progress
 
 COLUMNS = 80
 CLEAR = "\r\x1b[2K"
@@ -54,7 +54,7 @@ def _has_more(terminal, wait_s=0.1):
 
 
 def test_every_long_part_says_how_far_it_is(place, threshold):
-    threshold(news, "EVERY_S", 0.0)
+    threshold(data_progress, "EVERY_S", 0.0)
     folder = place.folder / "texts"
     folder.mkdir()
     text = Path(place.path("corpus.txt")).read_text()
@@ -87,7 +87,7 @@ def test_every_long_part_says_how_far_it_is(place, threshold):
 
 BUSY = """
 import hashlib, os
-from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, told_of_data
 with told_of_data(), loading():
     while True:
         try:

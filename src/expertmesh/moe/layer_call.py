@@ -9,17 +9,7 @@ from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.assignment import Ratio, assign, drop_factor, drop_policy
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
-from expertmesh.moe.random import (
-    STREAM_OUTPUT_MASK,
-    first_index,
-    fresh_key,
-    random_bits,
-    uniform,
-)
-from expertmesh.moe.types import Routing, RoutingStats
-from expertmesh.moe.validation import (
+from expertmesh.moe.check_arguments import (
     check_call_factor,
     check_input,
     check_routing,
@@ -27,6 +17,16 @@ from expertmesh.moe.validation import (
     flat_argument,
     python_number,
 )
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
+from expertmesh.moe.routing_noise import (
+    STREAM_OUTPUT_MASK,
+    first_index,
+    fresh_key,
+    random_bits,
+    uniform,
+)
+from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.ops.row_arithmetic import RowArithmetic
 from expertmesh.ops.transforms import refuse_transforms
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from expertmesh.cli.flags import ParsedRun, parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
-from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
 
@@ -28,7 +28,7 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
         parsed = parse_run_config(argv)
         if parsed.config.train.init_from is None:
             return parsed
-        from expertmesh.training.begin import begun
+        from expertmesh.training.init_from import begun
 
         config = begun(parsed.config, parsed.family)
         for name in sorted(parsed.from_words):

@@ -8,7 +8,7 @@ import torch
 
 from expertmesh import MoELayer
 from expertmesh.moe.init import reset_custom_modules
-from expertmesh.moe.random import (
+from expertmesh.moe.routing_noise import (
     STREAM_RANDOM_DROP,
     STREAM_ROUTER_NOISE,
     gaussian,

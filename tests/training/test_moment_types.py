@@ -17,11 +17,11 @@ from expertmesh.layout.moments import block_size, moment_bytes
 from expertmesh.models.gpt.memory import estimate_memory
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.parallel.parts import Place
-from expertmesh.training.moments import CODES, read_moment, write_moment
+from expertmesh.parallel.shard_place import Place
+from expertmesh.training.moment_types import CODES, read_moment, write_moment
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.rounding import WordTables
 from expertmesh.training.state import RunProgress, TrainState
+from expertmesh.training.stochastic_rounding import WordTables
 from expertmesh.training.workspace import Workspace
 
 TYPES = ("bfloat16", "int8", "fp16-scaled")

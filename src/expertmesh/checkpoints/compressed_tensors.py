@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.box import Box, overlap, whole_box
-from expertmesh.checkpoints.hub.family import Piece
+from expertmesh.checkpoints.hub.hub_family import Piece
 from expertmesh.checkpoints.hub.widened import is_widened
 from expertmesh.checkpoints.safetensors import QUANTIZATION, HubFiles, read_json
 from expertmesh.checkpoints.source import Stored
