@@ -23,13 +23,13 @@ from benchmarks.race.warm import compile_launches, from_outside, jobs, our_launc
 from expertmesh.kernels import tile_tables as tables_of
 from expertmesh.kernels import tiles
 from expertmesh.kernels.tile_tables import GEMMS, OVER_ROWS
-from expertmesh.kernels.tiles import Plan, Tile
+from expertmesh.kernels.tiles import LaunchConfig, Tile
 
 _FAR_OFF = 0.02
 """Relative distance from the results of today's tiles beyond which a candidate computes something else."""
 
 
-def candidates(gemm: str, base: Tile, plans: dict[str, Plan]) -> dict[str, Tile]:
+def candidates(gemm: str, base: Tile, plans: dict[str, LaunchConfig]) -> dict[str, Tile]:
     """The tiles to try for a GEMM by the name of their table, today's first; those that change nothing are left out.
 
     Args:
@@ -45,12 +45,12 @@ def candidates(gemm: str, base: Tile, plans: dict[str, Plan]) -> dict[str, Tile]
     return found
 
 
-def every_table(shape: RaceShape, arch: str) -> dict[str, Plan]:
+def every_table(shape: RaceShape, arch: str) -> dict[str, LaunchConfig]:
     """The plans of an architecture's tables for a shape, by name."""
     return {name: planned(shape, arch, name) for name in tables_of.names(arch)}
 
 
-def with_tile(plan: Plan, gemm: str, tile: Tile) -> Plan:
+def with_tile(plan: LaunchConfig, gemm: str, tile: Tile) -> LaunchConfig:
     """The plan with another tile for a GEMM; those that share its table of rows get its block_m."""
     if gemm in OVER_ROWS:
         shared = {name: replace(getattr(plan, name), block_m=tile.block_m) for name in OVER_ROWS}
@@ -61,18 +61,18 @@ def with_tile(plan: Plan, gemm: str, tile: Tile) -> Plan:
 @contextmanager
 def using(gemm: str, tile: Tile) -> Iterator[None]:
     """Inside, plans have this tile."""
-    choose = tiles.plan_for
+    choose = tiles.config_for
 
-    def plan_for(*args: Any, **options: Any) -> Plan:
+    def config_for(*args: Any, **options: Any) -> LaunchConfig:
         return with_tile(choose(*args, **options), gemm, tile)
 
-    with mock.patch.object(tiles, "plan_for", plan_for):
+    with mock.patch.object(tiles, "config_for", config_for):
         yield
 
 
-def planned(shape: RaceShape, arch: str, table: str = tables_of.DEFAULT) -> Plan:
+def planned(shape: RaceShape, arch: str, table: str = tables_of.DEFAULT) -> LaunchConfig:
     """A table's plan for a shape."""
-    return tiles.plan_for(
+    return tiles.config_for(
         arch,
         torch.bfloat16,
         rows_per_expert=shape.num_rows / shape.num_experts,

@@ -8,11 +8,13 @@ from expertmesh.kernels import tiles
 
 
 @pytest.fixture
-def use_plan(monkeypatch):
-    """A function that lets the kernels run with a changed plan: `use_plan(tma=False)`."""
+def use_config(monkeypatch):
+    """A function that lets the kernels run with a changed config: `use_config(tma=False)`."""
 
     def install(**changes):
-        choose = tiles.plan_for
-        monkeypatch.setattr(tiles, "plan_for", lambda *a, **k: replace(choose(*a, **k), **changes))
+        choose = tiles.config_for
+        monkeypatch.setattr(
+            tiles, "config_for", lambda *a, **k: replace(choose(*a, **k), **changes)
+        )
 
     return install

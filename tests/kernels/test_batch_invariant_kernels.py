@@ -20,15 +20,15 @@ SHAPE = {"num_experts": 8, "dim": 512, "hidden_dim": 1024, "num_branches": 2}
 def test_tiles_do_not_follow_the_number_of_rows(arch, dtype):
     device = torch.device("cuda")
     with as_on(arch):
-        plans = [
+        configs = [
             [
-                tiles.choose_plan(device, dtype, num_rows=rows, batch_invariant=fixed, **SHAPE)
+                tiles.choose_config(device, dtype, num_rows=rows, batch_invariant=fixed, **SHAPE)
                 for rows in (8, 300, 100_000)
             ]
             for fixed in (True, False)
         ]
-    assert plans[0][0] == plans[0][1] == plans[0][2]
-    assert len({plan.block_m for plan in plans[1]}) > 1
+    assert configs[0][0] == configs[0][1] == configs[0][2]
+    assert len({config.block_m for config in configs[1]}) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -55,12 +55,12 @@ def test_tf32_is_used_only_where_allowed_on_the_gpu():
     assert not torch.equal(exact["y"], fast["y"])
 
 
-def test_descriptors_and_pointers_agree_on_the_gpu(use_plan):
+def test_descriptors_and_pointers_agree_on_the_gpu(use_config):
     if tiles.architecture(torch.device(DEVICE)) != "sm_90":
         pytest.skip("only Hopper has both paths")
     case = ExpertsCase.draw((1000, 520, 328, 7, 2), dtype=torch.bfloat16, device=DEVICE)
     with_descriptors = case.run("triton")
-    use_plan(tma=False)
+    use_config(tma=False)
     plain = case.run("triton")
     for name, value in with_descriptors.items():
         assert torch.equal(value, plain[name]), name

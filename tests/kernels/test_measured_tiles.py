@@ -12,9 +12,9 @@ from expertmesh.kernels.tile_tables import GEMMS
 SIZES = {"dim": 2048, "hidden_dim": 768, "num_branches": 2}
 
 
-def plan(arch="sm_90", dtype=torch.bfloat16, rows=512.0, **sizes):
-    """Today's plan, or the measured one."""
-    return tiles.plan_for(arch, dtype, rows_per_expert=rows, **SIZES | sizes)
+def config(arch="sm_90", dtype=torch.bfloat16, rows=512.0, **sizes):
+    """Today's config, or the measured one."""
+    return tiles.config_for(arch, dtype, rows_per_expert=rows, **SIZES | sizes)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def file(tmp_path, monkeypatch):
 
     def entry(rows, group_m):
         found = {
-            name: asdict(getattr(plan(rows=rows), name)) | {"group_m": group_m, "source": "here"}
+            name: asdict(getattr(config(rows=rows), name)) | {"group_m": group_m, "source": "here"}
             for name in GEMMS
         }
         about = {"rows_per_expert": rows, "dtype": "bfloat16", "source": "here", "us": {}}
@@ -37,7 +37,7 @@ def file(tmp_path, monkeypatch):
 
 def test_the_nearest_entry_wins(file):
     for rows, group_m in ((512.0, 4), (300.0, 4), (1000.0, 4), (2100.0, 16), (8000.0, 16)):
-        found = plan(rows=rows)
+        found = config(rows=rows)
         assert [getattr(found, name).group_m for name in GEMMS] == [group_m] * 6
         assert found.up.source == "here"
     assert all(getattr(found, f.name) is not None for f in fields(found))
@@ -57,7 +57,7 @@ def test_the_nearest_entry_wins(file):
     ids=str,
 )
 def test_everything_else_stays(file, other):
-    assert plan(**other).up.source != "here"
+    assert config(**other).up.source != "here"
 
 
 def test_no_file_no_entries(tmp_path):

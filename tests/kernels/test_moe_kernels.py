@@ -73,9 +73,9 @@ def test_every_activation(activation):
     ("activation", "interleaved"), [("swiglu", False), ("swiglu", True), ("relu2", False)]
 )
 @pytest.mark.parametrize("more", [{}, {"ragged": True, "tails": True, "fetch": True}], ids=str)
-def test_tensor_descriptors_and_small_tiles(use_plan, activation, interleaved, more):
+def test_tensor_descriptors_and_small_tiles(use_config, activation, interleaved, more):
     """The Hopper path: several tiles and steps in every direction, tails in all of them."""
-    use_plan(tma=True, **small_tiles(**more))
+    use_config(tma=True, **small_tiles(**more))
     check(
         (30, 24, 40, 3, 2),
         kind="dropped",
@@ -85,24 +85,24 @@ def test_tensor_descriptors_and_small_tiles(use_plan, activation, interleaved, m
     )
 
 
-def test_interleaved_and_concatenated_weights_give_the_same(use_plan):
+def test_interleaved_and_concatenated_weights_give_the_same(use_config):
     case = ExpertsCase.draw((30, 19, 21, 3, 2), kind="dropped", bias=True)
     stored = case.w_in_EGFD.transpose(1, 2).contiguous().transpose(1, 2)
     interleaved = replace(case, w_in_EGFD=stored)
     assert tiles.is_interleaved(stored)
-    use_plan(**small_tiles())
+    use_config(**small_tiles())
     a, b = case.run("triton"), run_poisoned(interleaved)
     interleaved.check(lambda: b)
     assert b["w_in"].stride() == stored.stride()
     assert torch.equal(a["y"], b["y"])
 
 
-def test_bits_do_not_depend_on_the_grid_or_the_run(use_plan):
+def test_bits_do_not_depend_on_the_grid_or_the_run(use_config):
     case = ExpertsCase.draw((20, 16, 20, 3, 2), kind="zipf", bias=True)
-    use_plan(**small_tiles())
+    use_config(**small_tiles())
     first = case.run("triton")
     for num_programs in (1, 7):
-        use_plan(num_programs=num_programs, **small_tiles())
+        use_config(num_programs=num_programs, **small_tiles())
         again = case.run("triton")
         assert all(torch.equal(first[name], again[name]) for name in first)
 
@@ -228,7 +228,7 @@ def test_fp32_products_are_ieee_unless_pytorch_allows_tf32(switch):
     sizes = {"num_rows": 64, "num_experts": 4, "dim": 64, "hidden_dim": 64, "num_branches": 2}
 
     def precision(dtype):
-        return tiles.choose_plan(torch.device("cpu"), dtype, **sizes).precision
+        return tiles.choose_config(torch.device("cpu"), dtype, **sizes).precision
 
     assert precision(torch.float32) == "ieee"
     allow_by(switch, True)

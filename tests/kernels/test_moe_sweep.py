@@ -1,4 +1,4 @@
-"""The experts' kernels in the interpreter over a covering set of shapes, traffic, types, activations and plans.
+"""The experts' kernels in the interpreter over a covering set of shapes, traffic, types, activations and configs.
 
 Every two values of two factors meet in a case that is checked by the two-times rule with poisoned outputs, forward and
 all gradients. A few cases run by default, all in `make kernels-all`.
@@ -18,7 +18,7 @@ from expertmesh.ops.activation import _INNER
 
 # the sums of weight gradients are split wherever an expert has more rows than a piece
 SPLIT = {"sharing": 60, "piece_rows": 32}
-PLANS = {
+CONFIGS = {
     "default": {},
     # every loop of every kernel runs several times
     "small": dict.fromkeys(GEMMS, Tile(16, 16, 16, 4, 1, group_m=3)) | SPLIT,
@@ -39,7 +39,7 @@ FACTORS = {
     "kind": ["uniform", "hot", "sparse", "zipf", "dropped"],
     "activation": sorted(_INNER),
     "dtype": [torch.float32, torch.bfloat16, torch.float16],
-    "plan": list(PLANS),
+    "config": list(CONFIGS),
     "bias": [False, True],
     "interleaved": [False, True],
     "recompute_h": [False, True],
@@ -56,7 +56,9 @@ def choices(row):
 
 def steps(row):
     """About how many steps one product of the case takes."""
-    block_m, block = {"default": (32, 64), "small": (16, 16), "descriptors": (32, 32)}[row["plan"]]
+    block_m, block = {"default": (32, 64), "small": (16, 16), "descriptors": (32, 32)}[
+        row["config"]
+    ]
     num_slots = row["tokens"] * choices(row)
     row_tiles = num_slots // block_m + min(row["experts"], num_slots)
     D, F = row["widths"]
@@ -64,7 +66,7 @@ def steps(row):
 
 
 def allowed(row):
-    descriptors = row["plan"] == "descriptors"
+    descriptors = row["config"] == "descriptors"
     whole = all(width * row["dtype"].itemsize % 16 == 0 for width in row["widths"])
     return (
         choices(row) <= row["experts"]
@@ -82,8 +84,8 @@ def label(row):
 
 
 def by_default():
-    """The cheapest case with tokens of every type, and of every plan."""
-    for name, value in [(n, value) for n in ("dtype", "plan") for value in FACTORS[n]]:
+    """The cheapest case with tokens of every type, and of every config."""
+    for name, value in [(n, value) for n in ("dtype", "config") for value in FACTORS[n]]:
         of_value = [row for row in CASES if row["tokens"] > 1 and row[name] == value]
         yield min(of_value, key=lambda row: steps(row) + row["tokens"] * choices(row))
 
@@ -98,8 +100,8 @@ DEFAULT = list(by_default())
         for row in CASES
     ],
 )
-def test_two_times_rule(use_plan, row):
-    use_plan(**PLANS[row["plan"]])
+def test_two_times_rule(use_config, row):
+    use_config(**CONFIGS[row["config"]])
     shape = (row["tokens"], *row["widths"], row["experts"], choices(row))
     options = {name: row[name] for name in ("kind", "activation", "dtype", "bias", "interleaved")}
 
@@ -123,6 +125,6 @@ def test_cases_cover_all_pairs():
 
 def impossible_pairs():
     odd = [w for w in FACTORS["widths"] if any(width % 4 for width in w)]
-    pairs = [{"widths": w, "plan": "descriptors"} for w in odd]
+    pairs = [{"widths": w, "config": "descriptors"} for w in odd]
     pairs += [{"experts": n, "top_k": k} for n in (1, 7) for k in (2, 8) if k > n]
     return pairs

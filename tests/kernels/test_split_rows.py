@@ -89,8 +89,8 @@ def added(monkeypatch):
         ((40, 16, 16, 1, 1), "uniform", False),
     ],
 )
-def test_split_gradients_follow_the_two_times_rule(use_plan, added, shape, kind, tma):
-    use_plan(**SPLIT, tma=tma)
+def test_split_gradients_follow_the_two_times_rule(use_config, added, shape, kind, tma):
+    use_config(**SPLIT, tma=tma)
     case = ExpertsCase.draw(shape, kind=kind)
 
     def run():
@@ -101,25 +101,25 @@ def test_split_gradients_follow_the_two_times_rule(use_plan, added, shape, kind,
     assert [int(p.num_split) > 0 for p in added] == [True, True]
 
 
-def test_bits_of_split_gradients_do_not_depend_on_the_grid_or_the_run(use_plan, added):
+def test_bits_of_split_gradients_do_not_depend_on_the_grid_or_the_run(use_config, added):
     case = ExpertsCase.draw((40, 16, 24, 3, 2), kind="zipf")
-    use_plan(**SPLIT)
+    use_config(**SPLIT)
     first = case.run("triton")
     for num_programs in (1, 7):
-        use_plan(num_programs=num_programs)
+        use_config(num_programs=num_programs)
         again = case.run("triton")
         assert all(torch.equal(first[name], again[name]) for name in first)
     assert len(added) == 6
 
 
-def test_split_gradients_are_added_to_buffers(use_plan, added):
-    use_plan(**SPLIT)
+def test_split_gradients_are_added_to_buffers(use_config, added):
+    use_config(**SPLIT)
     case = ExpertsCase.draw((90, 24, 40, 5, 2), kind="zipf", dtype=torch.bfloat16)
     x, m = case.x_TD.contiguous(), case.metadata
     rows = moe_wgrad.Rows.uncut(m.offsets_E, m.token_of_row_N, m.slot_of_row_N)
     dense = torch.randn(180, 48).bfloat16()
     sizes = {"num_rows": 180, "num_experts": 5, "dim": 24, "hidden_dim": 24, "num_branches": 2}
-    plan = tiles.choose_plan(x.device, x.dtype, **sizes)
+    config = tiles.choose_config(x.device, x.dtype, **sizes)
     fresh, buffer = torch.empty(5, 48, 24), torch.randn(5, 48, 24)
     before = buffer.clone()
     for out, accumulate in ((fresh, False), (buffer, True)):
@@ -127,8 +127,8 @@ def test_split_gradients_are_added_to_buffers(use_plan, added):
             dense,
             x,
             rows,
-            plan,
-            plan.w_in_grad,
+            config,
+            config.w_in_grad,
             gathered_rows=False,
             out=out,
             accumulate=accumulate,

@@ -22,7 +22,7 @@ ROWS = (1, 8, 24, 48, 100, 256, 2048, 32_768)
 @pytest.mark.parametrize("branches", [1, 2])
 def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, table, branches):
     for (dim, hidden_dim), rows in ((w, r) for w in WIDTHS for r in ROWS):
-        plan = tiles.plan_for(
+        config = tiles.config_for(
             arch,
             torch.bfloat16,
             rows_per_expert=rows,
@@ -31,10 +31,10 @@ def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, table, branc
             num_branches=branches,
             table=table,
         )
-        assert len({getattr(plan, name).block_m for name in tile_tables.OVER_ROWS}) == 1
+        assert len({getattr(config, name).block_m for name in tile_tables.OVER_ROWS}) == 1
         for name in tile_tables.GEMMS:
-            tile = getattr(plan, name)
-            needed = tiles.shared_bytes(name, tile, 2, branches, tma=plan.tma)
+            tile = getattr(config, name)
+            needed = tiles.shared_bytes(name, tile, 2, branches, tma=config.tma)
             if arch == "sm_80" and name in tile_tables.OVER_ROWS and tile.block_m >= 64:
                 # the estimate is Hopper's; products of warps need one buffer less
                 needed = needed * (tile.num_stages - 1) // tile.num_stages
@@ -47,39 +47,39 @@ def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, table, branc
 
 
 def test_a_flag_selects_a_table(monkeypatch):
-    def plan(table):
+    def config(table):
         monkeypatch.setenv(tile_tables.FLAG, table)
-        return tiles.plan_for(
+        return tiles.config_for(
             "sm_90", torch.bfloat16, rows_per_expert=512, dim=2048, hidden_dim=768, num_branches=2, table=tile_tables.selected(),
         )  # fmt: skip
 
-    default = plan("")
-    assert default == plan("default")
-    assert (default.up.programs, plan("two-programs").up.programs) == (1, 2)
-    assert plan("group-4").w_in_grad.group_m == 4
+    default = config("")
+    assert default == config("default")
+    assert (default.up.programs, config("two-programs").up.programs) == (1, 2)
+    assert config("group-4").w_in_grad.group_m == 4
     with pytest.raises(ConfigError, match="EXPERTMESH_TILES=tow: sm_90 has no such table"):
-        plan("tow")
+        config("tow")
     sizes = {"num_rows": 64, "num_experts": 4, "dim": 32, "hidden_dim": 48, "num_branches": 2}
     monkeypatch.setenv(tile_tables.FLAG, "group-16")
-    assert tiles.choose_plan(torch.device("cpu"), torch.float32, **sizes).up.group_m == 16
+    assert tiles.choose_config(torch.device("cpu"), torch.float32, **sizes).up.group_m == 16
 
 
 def test_descriptors_need_weights_that_begin_at_16_bytes():
-    plan = tiles.plan_for(
+    config = tiles.config_for(
         "sm_90", torch.bfloat16, rows_per_expert=512, dim=64, hidden_dim=64, num_branches=2
     )
     flat = torch.empty(65, dtype=torch.bfloat16)
-    assert plan.tma
-    assert tiles.described(plan, flat[8:], flat).tma
-    assert not tiles.described(plan, flat, flat[1:]).tma
+    assert config.tma
+    assert tiles.described(config, flat[8:], flat).tma
+    assert not tiles.described(config, flat, flat[1:]).tma
     wide = torch.empty(8, 9, dtype=torch.bfloat16)
     assert wide[:1, :8].is_contiguous()
-    assert not tiles.described(plan, wide[:1, :8]).tma
+    assert not tiles.described(config, wide[:1, :8]).tma
 
 
 def test_a_plan_is_chosen_once():
     sizes = {"rows_per_expert": 512, "dim": 64, "hidden_dim": 64, "num_branches": 2}
-    first, again = (tiles.plan_for("sm_90", torch.bfloat16, **sizes) for _ in range(2))
+    first, again = (tiles.config_for("sm_90", torch.bfloat16, **sizes) for _ in range(2))
     assert first.up is again.up
 
 

@@ -8,7 +8,7 @@ from tests.oracle.numerics import assert_two_times
 from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import topk as kernels
-from expertmesh.kernels.topk import Rule
+from expertmesh.kernels.topk import SelectionRule
 from expertmesh.ops import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +93,7 @@ def test_choice_weights_scores_and_gradient(shape, function):
         (False, noise, None),
         (True, noise, bias),
     ):
-        rule = Rule(function, normalize, 2.5, groups, limit)
+        rule = SelectionRule(function, normalize, 2.5, groups, limit)
         assert_choice(logits, top_k, rule, noise_TE, bias_E)
 
 
@@ -102,7 +102,7 @@ def test_choice_weights_scores_and_gradient(shape, function):
 def test_ties_go_to_the_lower_expert(function, groups, limit):
     logits = torch.randint(-1, 2, (30, 16), device=DEVICE).float()
     logits[0], logits[1, ::2], logits[2, 3:9] = 0.0, -0.0, torch.inf
-    rule = Rule(function, True, 1.0, groups, limit)
+    rule = SelectionRule(function, True, 1.0, groups, limit)
     ids, *_ = kernels.choose(logits, 5, rule)
     expected = stable_choice(logits, 5, rule)
     rows = [t for t in range(30) if t != 2 or groups == 1]  # softmax of inf is NaN
@@ -114,9 +114,9 @@ def test_bad_logits_give_valid_ids():
     logits = torch.randn(6, 10, device=DEVICE)
     logits[0], logits[1, 4], logits[2], logits[3, 2:] = torch.nan, torch.nan, -torch.inf, -torch.inf
     for function, groups in itertools.product(FUNCTIONS, (1, 5)):
-        ids, *_ = kernels.choose(logits, 4, Rule(function, True, 1.0, groups, groups))
+        ids, *_ = kernels.choose(logits, 4, SelectionRule(function, True, 1.0, groups, groups))
         assert all(len(set(row)) == 4 and set(row) <= set(range(10)) for row in ids.tolist())
-    ids, *_ = kernels.choose(logits, 1, Rule("softmax", True))
+    ids, *_ = kernels.choose(logits, 1, SelectionRule("softmax", True))
     assert ids[1].item() == 4  # as torch.topk, NaN is largest
 
 
@@ -124,16 +124,18 @@ def test_extreme_logits():
     logits = torch.tensor([[200.0, -200.0, 0.0, 90.0], [-1e30, 1e30, 3.0, 3.0]], device=DEVICE)
     for function in FUNCTIONS:
         for normalize in (True, False):
-            assert_choice(logits, 2, Rule(function, normalize))
+            assert_choice(logits, 2, SelectionRule(function, normalize))
     # every chosen score underflows to 0: the sum is clamped, nothing becomes NaN
-    ids, weights, scores = kernels.choose(logits - 1e3, 2, Rule("sigmoid", True))
-    grad = kernels.choose_backward(logits - 1e3, ids, Rule("sigmoid", True), weights, scores)
+    ids, weights, scores = kernels.choose(logits - 1e3, 2, SelectionRule("sigmoid", True))
+    grad = kernels.choose_backward(
+        logits - 1e3, ids, SelectionRule("sigmoid", True), weights, scores
+    )
     assert bool(weights[0].isfinite().all() and grad[0].isfinite().all())
 
 
 def test_missing_gradients_are_zero():
     logits = torch.randn(9, 12, device=DEVICE)
-    rule = Rule("sigmoid", True)
+    rule = SelectionRule("sigmoid", True)
     ids, weights, scores = kernels.choose(logits, 3, rule)
     zero_w, zero_s = torch.zeros_like(weights), torch.zeros_like(scores)
     d_w, d_s = torch.randn_like(weights), torch.randn_like(scores)

@@ -1,4 +1,4 @@
-"""What moves: bytes equal the formulas, and nothing moves that the plan does not ask for."""
+"""What moves: bytes equal the formulas, and nothing moves that the split does not ask for."""
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ def token_traffic(spread, call):
     route = dispatcher.exchange().route
     K = stats.topk_expert_ids_TK.shape[1]
     block_TK = stats.topk_expert_ids_TK // route.num_local
-    own = route.plan.block(world.position)
+    own = route.split.block(world.position)
     copies = sum(
         len({b for b in row if (b, q) != own})
         for row in block_TK.tolist()
-        for q in range(route.plan.route_f)
+        for q in range(route.split.route_f)
     )
     # Each way, in the forward and in the backward: rows of D, and with those that go out 2 K ids and weights.
     one_way = ELEMENT * (2 * D + 2 * K)
@@ -44,8 +44,8 @@ def received_rows(block_TK, route, world):
     """Rows that this rank gets from others: gathered from all ranks' choices."""
     choices = [None] * world.size
     dist.all_gather_object(choices, block_TK.tolist())
-    members = next(c for c in route.plan.route_cells() if world.position in c)
-    mine = route.plan.block(world.position)[0]
+    members = next(c for c in route.split.route_cells() if world.position in c)
+    mine = route.split.block(world.position)[0]
     return sum(
         mine in set(row) for rank in members if rank != world.position for row in choices[rank]
     )

@@ -99,9 +99,9 @@ def step_launches(
     def index(size: int) -> Tensor:
         return empty(size, dtype=torch.int32)
 
-    def plan(device: torch.device, dtype: torch.dtype, **sizes: int) -> tiles.Plan:
+    def config(device: torch.device, dtype: torch.dtype, **sizes: int) -> tiles.LaunchConfig:
         rows_per_expert = sizes.pop("num_rows") / sizes.pop("num_experts")
-        return tiles.plan_for(
+        return tiles.config_for(
             target,
             dtype,
             rows_per_expert=rows_per_expert,
@@ -119,7 +119,7 @@ def step_launches(
     x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
     needs = Needs(True, True, True, True, bias, bias)
     modules = (combine, moe_backward, moe_forward, moe_wgrad, split_rows, route_metadata)
-    with mock.patch.object(tiles, "choose_plan", plan), recorded_launches(*modules) as launches:
+    with mock.patch.object(tiles, "choose_config", config), recorded_launches(*modules) as launches:
         y, h = moe_mlp_triton.forward(x, experts, weights, maps, save_h=not recompute_h)
         shared = (experts, weights, maps, needs)
         _, _, hidden = moe_mlp_triton.data_grads(y, x, h, *shared)

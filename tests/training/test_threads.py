@@ -24,7 +24,7 @@ from expertmesh.runs.precision import resolve_precision
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training import threads
 from expertmesh.training.loop import train
-from expertmesh.training.pace import Counts, Pace
+from expertmesh.training.pace import Pace, SystemCounts
 from expertmesh.training.threads import (
     Threads,
     check_threads,
@@ -169,15 +169,15 @@ def test_a_run_says_how_many_and_goes_on_with_them(four_threads, tiny, before_st
     assert torch.get_num_threads() == 4
 
 
-QUIET = Counts(0.0, 0, 0)
+QUIET = SystemCounts(0.0, 0, 0)
 CAUSES = [
-    (Counts(0.1, 5000, 0), 0.0, {}, "5,000 pages were read back from the disk"),
-    (Counts(0.1, 0, 0), 99.0, {}, "other programs use the processor (load 99.0 on"),
-    (Counts(2.0, 0, 500), 0.0, {}, "other programs use the processor"),
-    (Counts(0.1, 0, 0), 0.0, {}, "this process waited: for a disk, or for a limit"),
-    (Counts(0.1, 0, 0), 99.0, {"has_gpu": True}, "this process waited: for the GPU"),
-    (Counts(0.1, 0, 0), 0.0, {"num_ranks": 2}, "another rank was late"),
-    (Counts(1.9, 0, 0), 0.0, {}, "computed all the while"),
+    (SystemCounts(0.1, 5000, 0), 0.0, {}, "5,000 pages were read back from the disk"),
+    (SystemCounts(0.1, 0, 0), 99.0, {}, "other programs use the processor (load 99.0 on"),
+    (SystemCounts(2.0, 0, 500), 0.0, {}, "other programs use the processor"),
+    (SystemCounts(0.1, 0, 0), 0.0, {}, "this process waited: for a disk, or for a limit"),
+    (SystemCounts(0.1, 0, 0), 99.0, {"has_gpu": True}, "this process waited: for the GPU"),
+    (SystemCounts(0.1, 0, 0), 0.0, {"num_ranks": 2}, "another rank was late"),
+    (SystemCounts(1.9, 0, 0), 0.0, {}, "computed all the while"),
 ]
 
 

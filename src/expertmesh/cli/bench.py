@@ -10,7 +10,7 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from expertmesh.comm.measure import Point
+    from expertmesh.comm.measure import LinkMeasurement
     from expertmesh.costs.communication import Network
 
 CONNECT_TIMEOUT_S = 300.0
@@ -151,7 +151,7 @@ def links(network: "Network") -> str:
     return "\n".join(found)
 
 
-def table(points: Sequence["Point"]) -> str:
+def table(points: Sequence["LinkMeasurement"]) -> str:
     """MB/s of a rank by message size, a column for each algorithm and class of links."""
     columns = list(dict.fromkeys((p.algorithm, p.link) for p in points))
     found = {(p.algorithm, p.link, p.num_bytes): p.bus_bytes_per_s / 1e6 for p in points}
@@ -162,7 +162,7 @@ def table(points: Sequence["Point"]) -> str:
     return "\n".join(["MB/s that a rank hands to others", *lines])
 
 
-def plot(points: Sequence["Point"], width: int = 760, height: int = 420) -> str:
+def plot(points: Sequence["LinkMeasurement"], width: int = 760, height: int = 420) -> str:
     """The same as an SVG picture, both axes logarithmic."""
     from math import log2
 

@@ -156,7 +156,7 @@ def _write_cluster(path: str) -> int:
     return 0
 
 
-class Line(NamedTuple):
+class ReportLine(NamedTuple):
     """One line of the report, and where in it a mark stands."""
 
     text: str
@@ -164,7 +164,7 @@ class Line(NamedTuple):
     place: tuple[int, int] = (0, 0)
 
 
-def lines(findings: Sequence[Finding], width: int) -> Iterator[Line]:
+def lines(findings: Sequence[Finding], width: int) -> Iterator[ReportLine]:
     """Findings in three columns; below one another where a word of the last column would not fit.
 
     Args:
@@ -179,7 +179,7 @@ def lines(findings: Sequence[Finding], width: int) -> Iterator[Line]:
         mark = finding.mark
         if is_narrow:
             head = f"  {finding.name}" + (f"  {mark}" if mark else "")
-            yield Line(head, mark, (len(head) - len(mark), len(head)))
+            yield ReportLine(head, mark, (len(head) - len(mark), len(head)))
             head = below = " " * 4
         else:
             head, below = f"  {finding.name:<{names - 2}}{mark:<4}", " " * details
@@ -192,10 +192,10 @@ def lines(findings: Sequence[Finding], width: int) -> Iterator[Line]:
             break_on_hyphens=False,
         )
         if is_narrow:
-            yield from map(Line, parts)
+            yield from map(ReportLine, parts)
             continue
-        yield Line(parts[0] if parts else head.rstrip(), mark, (names, names + len(mark)))
-        yield from map(Line, parts[1:])
+        yield ReportLine(parts[0] if parts else head.rstrip(), mark, (names, names + len(mark)))
+        yield from map(ReportLine, parts[1:])
 
 
 def versions() -> list[Finding]:

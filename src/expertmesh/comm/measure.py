@@ -19,7 +19,7 @@ REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Point:
+class LinkMeasurement:
     """One measurement.
 
     Attributes:
@@ -54,7 +54,7 @@ def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
     return found
 
 
-def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterator[Point]:
+def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterator[LinkMeasurement]:
     """Measure all algorithms on all classes of links; every rank must take all points.
 
     Args:
@@ -79,7 +79,7 @@ def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterato
                 ways["two_step"] = (partial(_two_step, x_PB, groups), (n - 1) * size)
             for algorithm, (run, num_bytes) in ways.items():
                 seconds = _slowest(world, _timed(world, run))
-                yield Point(algorithm, link, size, seconds, num_bytes / seconds)
+                yield LinkMeasurement(algorithm, link, size, seconds, num_bytes / seconds)
 
 
 def _all_reduce(x: Tensor, group: RankGroup) -> None:
@@ -118,7 +118,7 @@ def _slowest(world: World, seconds: float) -> float:
     return float(all_gather(mine, world.everyone(), where="bench").max())
 
 
-def fit(points: Sequence[Point], nodes: Sequence[int]) -> Network:
+def fit(points: Sequence[LinkMeasurement], nodes: Sequence[int]) -> Network:
     """Links that fit the all-to-alls: latency by the smallest, bandwidth by the largest. What was not measured is assumed.
 
     Args:

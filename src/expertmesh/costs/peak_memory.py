@@ -5,7 +5,7 @@ from functools import cache
 
 from expertmesh.costs.memory import largest_part
 from expertmesh.costs.rank_layout import OURS, RankLayout, States, Workload
-from expertmesh.costs.sizes import Block, ModelSizes
+from expertmesh.costs.sizes import LayerSizes, ModelSizes
 from expertmesh.costs.step_time import ONE_HOT_MASK_BYTES
 
 GIB = 2**30
@@ -200,7 +200,7 @@ def _activations(
     return kept, 0.0, masked + on_their_way
 
 
-def _kept_per_token(block: Block, D: int, layout: RankLayout, work: Workload) -> float:
+def _kept_per_token(block: LayerSizes, D: int, layout: RankLayout, work: Workload) -> float:
     """Bytes of one layer: both norms' inputs and outputs, attention, a feed-forward's pre-activations and product."""
     b, branches = work.element_bytes, block.num_matrices - 1
     elements = (4 * D if block.attention_elements else D) + block.kept_width

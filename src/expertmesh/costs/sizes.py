@@ -10,7 +10,7 @@ from expertmesh.layout.spec import Parameter
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerSizes:
     """Layers that are alike.
 
     Attributes:
@@ -75,7 +75,7 @@ class ModelSizes:
     dim: int
     vocab_size: int
     outside_parameters: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[LayerSizes, ...]
     two_layers_parameters: int
     dense: tuple[tuple[Parameter, int], ...] = ()
 
@@ -171,7 +171,7 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
         dense = matrices * D * dense_hidden
         small = 2 * D + (D * experts if is_moe else 0)
         blocks.append(
-            Block(
+            LayerSizes(
                 count=count,
                 **attention,
                 window=limit,

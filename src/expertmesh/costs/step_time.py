@@ -14,7 +14,7 @@ from expertmesh.costs.communication import RouteShape, TokenLoad, ring_seconds
 from expertmesh.costs.hardware import network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time
 from expertmesh.costs.rank_layout import OURS, RankLayout, Workload
-from expertmesh.costs.sizes import Block, ModelSizes
+from expertmesh.costs.sizes import LayerSizes, ModelSizes
 
 HBM = 0.8
 """Of the memory's bandwidth what element-wise kernels reach (ai-dynamo/aiconfigurator)."""
@@ -266,7 +266,7 @@ def _layer_line(
 
 def _expert_parts(
     sizes: ModelSizes,
-    block: Block,
+    block: LayerSizes,
     T: float,
     layout: RankLayout,
     work: Workload,

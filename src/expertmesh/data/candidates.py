@@ -43,7 +43,7 @@ _LINES = "files hold JSON objects on lines, which their names do not say"
 _NO_RECORDS = "files hold no records that are read"
 
 
-class Candidate(NamedTuple):
+class CandidateDocument(NamedTuple):
     """A document that may be chosen.
 
     Attributes:
@@ -76,7 +76,7 @@ class Told:
     unnamed: LeftOut = field(default_factory=lambda: LeftOut(what="learned as text"))
 
 
-def find_documents(config: TextConfig, told: Told) -> tuple[str, list[Candidate]]:
+def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateDocument]]:
     """What the text is, in words, and its documents, before any is read.
 
     Args:
@@ -100,11 +100,13 @@ def find_documents(config: TextConfig, told: Told) -> tuple[str, list[Candidate]
     for number, place in enumerate(places):
         for c in _of_place(place, config, told):
             shown = f"{place.name}: {c.shown}" if c.shown else ""
-            candidates.append(Candidate(f"{number}:{c.name}", c.read, number, c.name, shown))
+            candidates.append(
+                CandidateDocument(f"{number}:{c.name}", c.read, number, c.name, shown)
+            )
     return f"{len(places)} places from {places[0].name}", candidates
 
 
-def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[Candidate]:
+def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[CandidateDocument]:
     """The documents of a file, or of a folder; all that a pattern matches is as one folder."""
     root, files, left_out = place.root, list[Path](), told.left_out
     before = left_out.total
@@ -132,24 +134,24 @@ def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[Candi
     return list(_of_folder(root, names, config, told, ending=ending_of(place.name)))
 
 
-def _rows(path: Path, name: str, config: TextConfig) -> list[Candidate] | None:
+def _rows(path: Path, name: str, config: TextConfig) -> list[CandidateDocument] | None:
     """The documents of a file that holds many; None: it is one text."""
     rows = rows_of(path, Reading(config.tokenizer, config.encoding, config.column))
     return None if rows is None else list(_of_rows(rows, name))
 
 
-def _of_rows(rows: Iterable[Row], name: str) -> Iterator[Candidate]:
+def _of_rows(rows: Iterable[Row], name: str) -> Iterator[CandidateDocument]:
     for index, row in enumerate(rows):
         shown = row.at(name)
-        yield Candidate(shown if row.is_talk else f"{name}#{index:09d}", row, shown=shown)
+        yield CandidateDocument(shown if row.is_talk else f"{name}#{index:09d}", row, shown=shown)
 
 
-def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[Candidate]:
+def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[CandidateDocument]:
     encoding = config.encoding
-    return [Candidate(p.as_posix(), TextFile(root / p, encoding=encoding)) for p in found]
+    return [CandidateDocument(p.as_posix(), TextFile(root / p, encoding=encoding)) for p in found]
 
 
-def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[Candidate]:
+def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDocument]:
     """A single file as many documents; what is wrong with it is the user's business."""
     if not path.is_file():  # a pipe or a device would be waited for, or read for ever
         raise ConfigError(
@@ -179,7 +181,7 @@ def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[Candidate]:
 
 def _of_folder(
     root: Path, found: Sequence[Path], config: TextConfig, told: Told, *, ending: str | None
-) -> Iterator[Candidate]:
+) -> Iterator[CandidateDocument]:
     """A document of each file; files that are a large share of the text are cut as a lone file is.
 
     Files that hold no records that are read are texts where their ending says no more (`MAY_BE_TEXT`), unless a pattern asks for
@@ -234,7 +236,7 @@ def _piece_bytes(num_bytes: int, config: TextConfig) -> int:
 
 def _pieces(
     path: Path, name: str, piece_bytes: int, num_bytes: int, encoding: str | None
-) -> list[Candidate]:
+) -> list[CandidateDocument]:
     """A file of `num_bytes` as documents of about so many bytes, cut at line ends, so that it can be split.
 
     Raises:
@@ -245,7 +247,7 @@ def _pieces(
     codec, first_byte = encoding_of(data[:MOST_OF_A_MARK], encoding)
     text = decoded(data, encoding)
     size = max(piece_bytes * len(text) // max(num_bytes, 1), 1)  # in characters
-    pieces: list[Candidate] = []
+    pieces: list[CandidateDocument] = []
     start = 0
     while start < len(text):
         end = start + size
@@ -257,7 +259,7 @@ def _pieces(
         # Packed files cannot be entered in the middle, nor those in an encoding whose letters depend on what was before.
         if is_packed(path) or not _is_piece(data[first_byte:last_byte], codec, piece):
             read = partial(str, piece)
-        pieces.append(Candidate(f"{name}#{len(pieces):06d}", read))
+        pieces.append(CandidateDocument(f"{name}#{len(pieces):06d}", read))
         start, first_byte = end, last_byte
     return pieces
 
@@ -269,7 +271,7 @@ def _is_piece(data: bytes, codec: str, text: str) -> bool:
         return False
 
 
-def _dataset(name: str, column: str | None) -> list[Candidate]:
+def _dataset(name: str, column: str | None) -> list[CandidateDocument]:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             "data.dataset",
@@ -296,7 +298,7 @@ def _dataset(name: str, column: str | None) -> list[Candidate]:
     except NoRecordsError as error:
         raise ConfigError(f"{where}: {error}") from None
     found = [Row(read, shape, "row", i, where) for i, read in enumerate(readers, 1)]
-    return [Candidate(f"{i:012d}", row, shown=row.at(name)) for i, row in enumerate(found)]
+    return [CandidateDocument(f"{i:012d}", row, shown=row.at(name)) for i, row in enumerate(found)]
 
 
 def _row(rows: Any, index: int) -> dict[str, Any]:

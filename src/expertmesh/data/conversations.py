@@ -27,7 +27,7 @@ from expertmesh.text.chat import (
     MESSAGES,
     ChatFormat,
     Conversation,
-    Piece,
+    TokenSpan,
     is_answer,
     is_learned,
 )
@@ -62,7 +62,7 @@ conversation of its row an input is of, from 1, 0 where padded}."""
 
 
 @dataclass(frozen=True)
-class _Side:
+class _SplitSequences:
     """The sequences of one split, memory-mapped; a row has one, or the several of `packs`."""
 
     tokens_N: np.ndarray
@@ -70,7 +70,7 @@ class _Side:
     starts: np.ndarray
     packs: list[list[int]] | None = None
 
-    def packed(self, seq_len: int, seed: int) -> "_Side":
+    def packed(self, seq_len: int, seed: int) -> "_SplitSequences":
         """The same with as many sequences in a row as it has room for."""
         lengths = np.diff(self.starts) - 1  # the last token of each is predicted only
         order = permutation(len(lengths), seed, 0).tolist()
@@ -180,13 +180,13 @@ class ConversationData:
             yield ids_BS, targets_BS, self._num_bytes_V[targets_BS] * more["counts"], more
 
 
-def _open(folder: Path, side: str) -> _Side:
+def _open(folder: Path, side: str) -> _SplitSequences:
     starts = np.load(folder / f"{side}.starts.npy")
     tokens, learned = (
         np.memmap(folder / f"{side}.{name}", dtype=dtype, mode="r", shape=(int(starts[-1]),))
         for name, dtype in (("tokens", "<u4"), ("learned", "u1"))
     )
-    return _Side(tokens, learned, starts)
+    return _SplitSequences(tokens, learned, starts)
 
 
 def _fill(
@@ -309,9 +309,9 @@ def _rows(
         yield row[: seq_len + 1], mask[: seq_len + 1]
 
 
-def _last_of_answers(pieces: Sequence[Piece]) -> set[int]:
+def _last_of_answers(pieces: Sequence[TokenSpan]) -> set[int]:
     """The tokens with which answers end; what is learned in a row is one answer."""
-    following = [*pieces[1:], Piece([], False)]
+    following = [*pieces[1:], TokenSpan([], False)]
     return {
         one.ids[-1]
         for one, after in zip(pieces, following, strict=True)

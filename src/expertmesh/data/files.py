@@ -25,7 +25,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _BLOCK = 1 << 20
 
 
-class _Blocks(io.RawIOBase):
+class _ByteBlocks(io.RawIOBase):
     """Blocks of bytes as a file."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
@@ -73,7 +73,7 @@ def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
         if not frame.eof:
             raise EOFError("it is cut off")
 
-    return cast("BinaryIO", io.BufferedReader(_Blocks(blocks())))
+    return cast("BinaryIO", io.BufferedReader(_ByteBlocks(blocks())))
 
 
 UNPACKERS: dict[str, Callable[[Path], BinaryIO]] = {

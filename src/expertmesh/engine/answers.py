@@ -11,7 +11,7 @@ from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.output import NOT_FINITE, Logprob, RequestOutput
 from expertmesh.engine.request import Request, Sequence, State
-from expertmesh.engine.runner import StepResult
+from expertmesh.engine.runner import RunnerOutput
 from expertmesh.engine.scheduler import Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.engine.timing import Timing
@@ -57,7 +57,7 @@ class Answers:
         return self.known[sequence].lookup.guess(sequence.token_ids, most)
 
     def settle(
-        self, step: Step, result: StepResult, scheduler: Scheduler | GroupScheduler
+        self, step: Step, result: RunnerOutput, scheduler: Scheduler | GroupScheduler
     ) -> list[RequestOutput]:
         """Put a step into the books, end what has ended, and say what is new."""
         scheduler.commit(step, result.tokens)
@@ -84,7 +84,7 @@ class Answers:
         self,
         sequence: Sequence,
         step: Step,
-        result: StepResult,
+        result: RunnerOutput,
         scheduler: Scheduler | GroupScheduler,
     ) -> None:
         """The tokens behind guesses that were right."""

@@ -27,8 +27,8 @@ from expertmesh.engine.request import Sequence, State
 from expertmesh.engine.runner import (
     BatchChunk,
     Runner,
+    RunnerOutput,
     StepBatch,
-    StepResult,
     batch_of,
     wanted_experts,
 )
@@ -130,7 +130,7 @@ def as_parallel(value: Any) -> ParallelConfig:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _KnownSequence:
     """A sequence as the other ranks know it."""
 
     number: int
@@ -184,7 +184,7 @@ class StepWriter:
     """Puts steps into words; remembers what the others know of block tables."""
 
     def __init__(self) -> None:
-        self._known: dict[Sequence, _Sent] = {}
+        self._known: dict[Sequence, _KnownSequence] = {}
         self._count = 0
 
     def words(
@@ -213,7 +213,7 @@ class StepWriter:
         known = self._known.get(sequence)
         if known is None:
             self._count += 1
-            known = self._known[sequence] = _Sent(self._count, [])
+            known = self._known[sequence] = _KnownSequence(self._count, [])
         before, now = known.blocks, sequence.blocks
         same = next(
             (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b),
@@ -343,7 +343,7 @@ class RankedRunner(Runner):
                 self._talked.set()
 
     @torch.no_grad()
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: Step) -> RunnerOutput:
         """Tell all ranks what to compute, and compute this one's part.
 
         Raises:

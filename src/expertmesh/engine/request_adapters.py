@@ -76,7 +76,7 @@ class LoadedAdapter:
     num_requests: int = field(default=0)
 
 
-class Run(NamedTuple):
+class AdapterSpan(NamedTuple):
     """Tokens of a step, one after the other, with one adapter."""
 
     first: int
@@ -96,7 +96,7 @@ class Adapters:
         self._model, self._dtype = model, dtype
         self._known: dict[str, LoadedAdapter] = {}
         self._roots = itertools.count(ROOT - 1, -1)
-        self._runs: tuple[Run, ...] = ()
+        self._runs: tuple[AdapterSpan, ...] = ()
         self._is_attached = False
 
     @property
@@ -155,14 +155,14 @@ class Adapters:
         """
         del self._known[self.get(name).name]
 
-    def runs(self, chunks: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+    def runs(self, chunks: Sequence[tuple[int, int]]) -> tuple[AdapterSpan, ...]:
         """Runs of tokens with one adapter.
 
         Args:
             chunks: number of tokens and root of each chunk of a step.
         """
         by_root = {one.root: one for one in self._known.values()}
-        found: list[Run] = []
+        found: list[AdapterSpan] = []
         first = 0
         for count, root in chunks:
             stop = first + count
@@ -171,12 +171,12 @@ class Adapters:
                 if last is not None and last.stop == first and last.adapter.root == root:
                     found[-1] = last._replace(stop=stop)
                 else:
-                    found.append(Run(first, stop, by_root[root]))
+                    found.append(AdapterSpan(first, stop, by_root[root]))
             first = stop
         return tuple(found)
 
     @contextmanager
-    def on(self, runs: tuple[Run, ...]) -> Iterator[None]:
+    def on(self, runs: tuple[AdapterSpan, ...]) -> Iterator[None]:
         """While a step is computed: which of its tokens have which adapter."""
         self._runs = runs
         try:

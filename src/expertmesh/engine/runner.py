@@ -26,7 +26,7 @@ KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Row:
+class LogitsRow:
     """A row of logits that somebody waits for.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class RunnerOutput:
     """What a step gave.
 
     Attributes:
@@ -91,7 +91,7 @@ class StepBatch:
     copies: tuple[tuple[int, int], ...] = ()
 
 
-def batch_of(step: Step) -> tuple[StepBatch, list[Row]]:
+def batch_of(step: Step) -> tuple[StepBatch, list[LogitsRow]]:
     """What a step computes, and who waits for which of its rows."""
     chunks, rows, first = [], [], 0
     for chunk in step.chunks:
@@ -143,7 +143,7 @@ class Runner:
             self._kept.clear()
 
     @torch.no_grad()
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: Step) -> RunnerOutput:
         """Compute a step. Synchronises with the device once."""
         batch, rows = batch_of(step)
         logits_RV, ids_of_layers = self.compute(batch)
@@ -211,10 +211,10 @@ class Runner:
         return [load.tolist() for load in self.expert_load]
 
     def _result(
-        self, logits_RV: Tensor, rows: list[Row], experts: list[tuple[Chunk, Tensor]]
-    ) -> StepResult:
+        self, logits_RV: Tensor, rows: list[LogitsRow], experts: list[tuple[Chunk, Tensor]]
+    ) -> RunnerOutput:
         if not rows:
-            return StepResult({}, [], set(), experts)
+            return RunnerOutput({}, [], set(), experts)
         drawn = [i for i, row in enumerate(rows) if row.is_drawn]
         drawing = [rows[i].sequence for i in drawn]
         tokens: dict[Sequence, int] = {}
@@ -227,10 +227,10 @@ class Runner:
             both = self._as_first(torch.stack((drawn_R, is_finite_R.long()))).tolist()
             tokens = dict(zip(drawing, both[0], strict=True))
             broken = {s for s, ok in zip(drawing, both[1], strict=True) if not ok}
-        return StepResult(tokens, self._logprobs(logits_RV, rows, tokens), broken, experts)
+        return RunnerOutput(tokens, self._logprobs(logits_RV, rows, tokens), broken, experts)
 
     def _logprobs(
-        self, logits_RV: Tensor, rows: list[Row], tokens: dict[Sequence, int]
+        self, logits_RV: Tensor, rows: list[LogitsRow], tokens: dict[Sequence, int]
     ) -> list[tuple[Sequence, int, Logprob]]:
         wanted = []
         for i, row in enumerate(rows):
@@ -328,14 +328,14 @@ def _allowed(sequences: list[Sequence], vocab_size: int) -> Tensor:
     return found_RV
 
 
-def _rows(chunk: Chunk, first: int) -> list[Row]:
+def _rows(chunk: Chunk, first: int) -> list[LogitsRow]:
     """The rows of logits that a chunk has to give; `first` is the place of its first token in the step."""
     sequence, stop = chunk.sequence, chunk.start + chunk.count
     rows = []
     if sequence.request.params.prompt_logprobs is not None:
         known = range(chunk.start, min(stop, sequence.num_prompt - 1))
-        rows += [Row(first + i - chunk.start, sequence, i + 1, False) for i in known]
-    rows += [Row(first + chunk.count - 1, one, stop, True) for one in chunk.samples]
+        rows += [LogitsRow(first + i - chunk.start, sequence, i + 1, False) for i in known]
+    rows += [LogitsRow(first + chunk.count - 1, one, stop, True) for one in chunk.samples]
     return rows
 
 

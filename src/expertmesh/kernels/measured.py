@@ -1,7 +1,7 @@
 """Tiles that were measured on a GPU, by architecture and shape: read from a JSON file that a sweep writes.
 
 Beside this module, `measured_tiles.json`: `{"sm_90": [entry, ...]}`; an entry says for which shapes it was measured (`rows_per_expert`,
-`dim`, `hidden_dim`, `num_branches`, `dtype`), the `tiles` of the six GEMMs by their names in `Plan`, and where it comes from (`source`).
+`dim`, `hidden_dim`, `num_branches`, `dtype`), the `tiles` of the six GEMMs by their names in `LaunchConfig`, and where it comes from (`source`).
 """
 
 import json
@@ -17,7 +17,7 @@ _NEAR = 2.0
 
 @dataclass(frozen=True)
 class Measured:
-    """One entry: attributes as in the file, `tiles` by the GEMM's name in `Plan`, then by `Tile`'s attributes."""
+    """One entry: attributes as in the file, `tiles` by the GEMM's name in `LaunchConfig`, then by `Tile`'s attributes."""
 
     rows_per_expert: float
     dim: int

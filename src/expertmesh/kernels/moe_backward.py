@@ -33,7 +33,7 @@ from expertmesh.kernels.grouped import (
 )
 from expertmesh.kernels.launch import launch
 from expertmesh.kernels.moe_forward import low, row_options
-from expertmesh.kernels.tiles import HIDDEN_GRAD_CHUNK, Plan
+from expertmesh.kernels.tiles import HIDDEN_GRAD_CHUNK, LaunchConfig
 
 _BIAS_COLUMNS = 64
 
@@ -264,7 +264,7 @@ def hidden_grad(
     weights_TK: Tensor,
     h_RH: Tensor,
     rows: Rows,
-    plan: Plan,
+    config: LaunchConfig,
     *,
     inner: str,
     interleaved: bool,
@@ -279,8 +279,8 @@ def hidden_grad(
         w_out_EDF: (E, D, F), contiguous.
         weights_TK: routing weights, contiguous.
         h_RH: (R, G * F) from `moe_forward.up`.
-        rows: sorted rows, cut in tiles of plan.block_m.
-        plan: tile sizes.
+        rows: sorted rows, cut in tiles of config.block_m.
+        config: tile sizes.
         inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
         interleaved: whether gate and up alternate in H.
         need_a: whether A' is wanted.
@@ -292,14 +292,14 @@ def hidden_grad(
         are not written. Does not synchronise.
     """
     _, D, F = w_out_EDF.shape
-    R, tile = rows.num_rows, plan.hidden_grad
+    R, tile = rows.num_rows, config.hidden_grad
     a = torch.empty(R, F, dtype=h_RH.dtype, device=h_RH.device) if need_a else None
     d_h = torch.empty_like(h_RH) if need_h else None
     shape = (triton.cdiv(F, tile.block_n), R)
     partial = torch.empty(shape, dtype=torch.float32, device=h_RH.device) if need_weights else None
     if R == 0 or not (need_a or need_h or need_weights):
         return a, d_h, partial
-    grid, options = row_options(plan, tile, rows, F, D)
+    grid, options = row_options(config, tile, rows, F, D)
     G = h_RH.shape[1] // F if F else 1
     chunk = tile.chunk or HIDDEN_GRAD_CHUNK
     if interleaved or inner == "gelu":  # twice the columns in a row; more registers
@@ -317,7 +317,7 @@ def hidden_grad(
         grid,
         grad_TD,
         TensorDescriptor.from_tensor(w_out_EDF, [1, tile.block_k, tile.block_n])
-        if plan.tma
+        if config.tma
         else w_out_EDF,
         weights_TK,
         h_RH,
@@ -338,8 +338,8 @@ def hidden_grad(
         G=G,
         INNER=inner,
         INTERLEAVED=interleaved,
-        TMA=plan.tma,
-        FETCH=plan.tma and tile.fetch and not plan.interpreted,
+        TMA=config.tma,
+        FETCH=config.tma and tile.fetch and not config.interpreted,
         CHUNK_N=chunk,
         **options,
     )
@@ -352,7 +352,7 @@ def routing_weight_grad(
     b_out_ED: Tensor | None,
     weights_TK: Tensor,
     rows: Rows,
-    plan: Plan,
+    config: LaunchConfig,
 ) -> Tensor:
     """Gradient of the routing weights, (T, K) in their type; 0 for slots without expert. Does not synchronise.
 
@@ -361,8 +361,8 @@ def routing_weight_grad(
         grad_TD: (T, D) gradient of the output, contiguous.
         b_out_ED: (E, D) or None.
         weights_TK: the routing weights.
-        rows: sorted rows, cut in tiles of plan.block_m.
-        plan: tile sizes.
+        rows: sorted rows, cut in tiles of config.block_m.
+        config: tile sizes.
     """
     out = torch.zeros(weights_TK.shape, dtype=weights_TK.dtype, device=weights_TK.device)
     launch(
@@ -381,7 +381,7 @@ def routing_weight_grad(
         rows.num_rows,
         partial.shape[0],
         grad_TD.shape[1],
-        BLOCK_M=plan.block_m,
+        BLOCK_M=config.block_m,
         BLOCK=_BIAS_COLUMNS,
         num_warps=4,
     )

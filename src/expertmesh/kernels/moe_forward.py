@@ -29,7 +29,7 @@ from expertmesh.kernels.grouped import (
     unit_of_column,
 )
 from expertmesh.kernels.launch import launch
-from expertmesh.kernels.tiles import UP_CHUNK, Plan, Tile, is_interleaved
+from expertmesh.kernels.tiles import UP_CHUNK, LaunchConfig, Tile, is_interleaved
 
 _SIDE_BY_SIDE = 8
 """Hidden units of a branch in a row inside a tile: of a product's columns a thread holds two of every eight, which it can round and
@@ -302,18 +302,18 @@ def _rows_tile(
 
 
 def row_options(
-    plan: Plan, tile: Tile, rows: Rows, n: int, k: int
+    config: LaunchConfig, tile: Tile, rows: Rows, n: int, k: int
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid of a GEMM over routed rows, of n columns and sums of k products, and its constants and launch options."""
     bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
-    return (min(plan.num_programs * tile.programs, bound),), {
-        "RAGGED": plan.tma and tile.ragged,
+    return (min(config.num_programs * tile.programs, bound),), {
+        "RAGGED": config.tma and tile.ragged,
         "TAILS": tile.tails,
         "FLATTEN": tile.flatten,
         "EVEN_N": n % tile.block_n == 0,
         "EVEN_K": k % tile.block_k == 0,
-        "UPCAST": plan.interpreted,
-        "PRECISION": plan.precision,
+        "UPCAST": config.interpreted,
+        "PRECISION": config.precision,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -334,7 +334,7 @@ def up(
     b_in_EGF: Tensor | None,
     weights_TK: Tensor,
     rows: Rows,
-    plan: Plan,
+    config: LaunchConfig,
     *,
     inner: str,
     store_h: bool,
@@ -347,8 +347,8 @@ def up(
         w_in_EGFD: (E, G, F, D), contiguous or interleaved (see `is_interleaved`).
         b_in_EGF: (E, G, F) stored like w_in, or None.
         weights_TK: (T, K) routing weights, contiguous.
-        rows: sorted rows, cut in tiles of plan.block_m.
-        plan: tile sizes.
+        rows: sorted rows, cut in tiles of config.block_m.
+        config: tile sizes.
         inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
         store_h: whether H is wanted.
         store_a: whether A' is wanted.
@@ -358,20 +358,20 @@ def up(
         rows. Rows behind the last live one are not written. Does not synchronise.
     """
     E, G, F, D = w_in_EGFD.shape
-    R, tile = rows.num_rows, plan.up
+    R, tile = rows.num_rows, config.up
     h = torch.empty(R if store_h else 0, G * F, dtype=x_TD.dtype, device=x_TD.device)
     a = torch.empty(R if store_a else 0, F, dtype=x_TD.dtype, device=x_TD.device)
     if R == 0 or not (store_h or store_a):
         return h, a
     w: Any = w_in_EGFD
-    side = _SIDE_BY_SIDE if plan.tma and F % _SIDE_BY_SIDE == 0 else 1
-    if plan.tma and G == 1:
+    side = _SIDE_BY_SIDE if config.tma and F % _SIDE_BY_SIDE == 0 else 1
+    if config.tma and G == 1:
         w = TensorDescriptor.from_tensor(w_in_EGFD[:, 0], [1, tile.block_n, tile.block_k])
-    elif plan.tma:
+    elif config.tma:
         box = [1, tile.block_n // side, G, side, tile.block_k]
         w = TensorDescriptor.from_tensor(w_in_EGFD.unflatten(2, (-1, side)).transpose(1, 2), box)
     interleaved = is_interleaved(w_in_EGFD)
-    grid, options = row_options(plan, tile, rows, F, D)
+    grid, options = row_options(config, tile, rows, F, D)
     chunk = tile.chunk or UP_CHUNK
     if interleaved and options["RAGGED"]:  # pairs leave by a buffer of twice the columns
         chunk = min(chunk, UP_CHUNK // 2)
@@ -404,10 +404,10 @@ def up(
         D,
         G=G,
         UNITS=side,
-        PAIRS=plan.tma and x_TD.dtype == torch.bfloat16 and not plan.interpreted,
+        PAIRS=config.tma and x_TD.dtype == torch.bfloat16 and not config.interpreted,
         INNER=inner,
         INTERLEAVED=interleaved,
-        TMA=plan.tma,
+        TMA=config.tma,
         CHUNK_N=chunk,
         **options,
     )
@@ -418,7 +418,7 @@ def rows_times_weights(
     a_RK: Tensor,
     w: Tensor,
     rows: Rows,
-    plan: Plan,
+    config: LaunchConfig,
     tile: Tile,
     *,
     transposed: bool,
@@ -430,9 +430,9 @@ def rows_times_weights(
     Args:
         a_RK: (R, K) rows, contiguous.
         w: (E, N, K) if transposed, else (E, K, N), contiguous.
-        rows: sorted rows, cut in tiles of plan.block_m.
-        plan: tile sizes and precision.
-        tile: plan.down or plan.input_grad.
+        rows: sorted rows, cut in tiles of config.block_m.
+        config: tile sizes and precision.
+        tile: config.down or config.input_grad.
         transposed: whether the product is with the matrix' transpose.
         b_out_ED: (E, N), added times the routing weight, or None.
         weights_TK: routing weights, needed with b_out.
@@ -445,11 +445,11 @@ def rows_times_weights(
     y = torch.empty(R, N, dtype=a_RK.dtype, device=a_RK.device)
     if R == 0:
         return y
-    grid, options = row_options(plan, tile, rows, N, K)
+    grid, options = row_options(config, tile, rows, N, K)
     a_arg: Any = a_RK
     w_arg: Any = w
     a_low, y_low = low(a_RK, tile), low(y, tile)
-    if plan.tma:
+    if config.tma:
         a_arg = TensorDescriptor.from_tensor(a_RK, [tile.block_m, tile.block_k])
         a_low = low(TensorDescriptor.from_tensor(a_RK, [tile.block_m // 2, tile.block_k]), tile)
         if transposed:
@@ -477,7 +477,7 @@ def rows_times_weights(
         N,
         K,
         K_MAJOR=transposed,
-        TMA=plan.tma,
+        TMA=config.tma,
         **options,
     )
     return y

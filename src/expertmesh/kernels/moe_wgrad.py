@@ -15,7 +15,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from expertmesh.kernels.grouped import Rows, tile_place
 from expertmesh.kernels.launch import launch
 from expertmesh.kernels.split_rows import Pieces, add, cut, rows_of_pieces
-from expertmesh.kernels.tiles import Plan, Tile
+from expertmesh.kernels.tiles import LaunchConfig, Tile
 
 _SUM_ROWS = 32
 _SUM_COLUMNS = 128
@@ -240,7 +240,7 @@ def weight_grad(
     dense_RM: Tensor,
     source_TN: Tensor,
     rows: Rows,
-    plan: Plan,
+    config: LaunchConfig,
     tile: Tile,
     *,
     gathered_rows: bool,
@@ -253,8 +253,8 @@ def weight_grad(
         dense_RM: (R, ...) rows in order: A' or dH, contiguous.
         source_TN: (T, ...) tokens: dO or x, contiguous.
         rows: sorted rows; how they are cut does not matter.
-        plan: precision and path.
-        tile: plan.w_in_grad or plan.w_out_grad.
+        config: precision and path.
+        tile: config.w_in_grad or config.w_out_grad.
         gathered_rows: whether the tokens' width is the first dimension of a weight (dW_out) or the last (dW_in).
         out: (E, M, N) in memory order, contiguous, any floating-point type; every element is written.
         accumulate: add to `out` instead.
@@ -269,14 +269,14 @@ def weight_grad(
             out.zero_()
         return
     block = tile.block_n if gathered_rows else tile.block_m
-    p = _pieces(rows, plan, tile, M, N)
+    p = _pieces(rows, config, tile, M, N)
     num_sums = num_experts if p is None else p.start.shape[0]
     tiles = num_sums * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    num_programs = min(plan.num_programs * tile.programs, tiles)
+    num_programs = min(config.num_programs * tile.programs, tiles)
     launch(
         _rows_transposed,
         (num_programs,),
-        create_ragged_descriptor(dense_RM, [tile.block_k, block]) if plan.tma else dense_RM,
+        create_ragged_descriptor(dense_RM, [tile.block_k, block]) if config.tma else dense_RM,
         source_TN,
         rows.token_of_row_N,
         rows.offsets_E,
@@ -286,12 +286,12 @@ def weight_grad(
         M,
         N,
         GATHERED_M=gathered_rows,
-        TMA=plan.tma,
+        TMA=config.tma,
         ACCUMULATE=accumulate,
         EVEN_M=M % tile.block_m == 0,
         EVEN_N=N % tile.block_n == 0,
-        UPCAST=plan.interpreted,
-        PRECISION=plan.precision,
+        UPCAST=config.interpreted,
+        PRECISION=config.precision,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -303,12 +303,12 @@ def weight_grad(
         add(p, out, accumulate=accumulate)
 
 
-def _pieces(rows: Rows, plan: Plan, tile: Tile, M: int, N: int) -> Pieces | None:
+def _pieces(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pieces | None:
     """The pieces of experts with many rows; None where the tiles of one expert keep the GPU busy, or rows are few."""
-    most = plan.sharing // (triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n))
+    most = config.sharing // (triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n))
     if most < 2:
         return None
-    piece_rows = rows_of_pieces(rows.num_rows, most, plan.piece_rows, tile.block_k)
+    piece_rows = rows_of_pieces(rows.num_rows, most, config.piece_rows, tile.block_k)
     if piece_rows >= rows.num_rows:
         return None
     return cut(rows.offsets_E, piece_rows, rows.num_rows, M, N)

@@ -87,7 +87,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchConfig:
     """Everything about a launch of the experts that is not data.
 
     Attributes:
@@ -141,7 +141,7 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def choose_plan(
+def choose_config(
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -151,7 +151,7 @@ def choose_plan(
     hidden_dim: int,
     num_branches: int,
     batch_invariant: bool = False,
-) -> Plan:
+) -> LaunchConfig:
     """Choose the tiles for tensors on a device; depends on shapes only and does not synchronise.
 
     Args:
@@ -165,13 +165,13 @@ def choose_plan(
         batch_invariant: the same tiles whatever num_rows, so that no sum changes its order.
 
     Returns:
-        The plan. FP32 products are TF32 where PyTorch's are: `torch.backends.cuda.matmul.fp32_precision = "tf32"`, or
+        The config. FP32 products are TF32 where PyTorch's are: `torch.backends.cuda.matmul.fp32_precision = "tf32"`, or
         what sets it too (`allow_tf32 = True`, `torch.set_float32_matmul_precision("high")`); else IEEE.
     """
     arch = architecture(device)
     # the newest of three switches: it follows the older two, which raise once it was set
     allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return plan_for(
+    return config_for(
         arch,
         dtype,
         rows_per_expert=INVARIANT_ROWS if batch_invariant else num_rows / max(num_experts, 1),
@@ -184,7 +184,7 @@ def choose_plan(
     )
 
 
-def plan_for(
+def config_for(
     arch: str,
     dtype: torch.dtype,
     *,
@@ -195,13 +195,13 @@ def plan_for(
     precision: str = "ieee",
     num_programs: int = 132,
     table: str = tile_tables.DEFAULT,
-) -> Plan:
-    """Choose the tiles for a named architecture; what `choose_plan` does once it knows the device.
+) -> LaunchConfig:
+    """Choose the tiles for a named architecture; what `choose_config` does once it knows the device.
 
     Raises:
         ConfigError: the architecture has no table of that name.
     """
-    plan = _by_table(
+    config = _by_table(
         arch,
         dtype,
         rows_per_expert,
@@ -213,7 +213,7 @@ def plan_for(
         table,
     )
     if table != tile_tables.DEFAULT:
-        return plan
+        return config
     found = measured.nearest(
         arch,
         str(dtype).removeprefix("torch."),
@@ -223,9 +223,9 @@ def plan_for(
         num_branches=num_branches,
     )
     if found is None:
-        return plan
+        return config
     cut: dict[str, Any] = {name: Tile(**tile) for name, tile in found.tiles.items()}
-    return replace(plan, **cut)
+    return replace(config, **cut)
 
 
 @lru_cache(maxsize=_KEPT_PLANS)
@@ -239,7 +239,7 @@ def _by_table(
     precision: str,
     num_programs: int,
     table: str,
-) -> Plan:
+) -> LaunchConfig:
     """What the table says; kept, because every call of the experts asks up to three times."""
     itemsize = dtype.itemsize
     # Descriptors need strides of a multiple of 16 bytes; other shapes take the path with pointers.
@@ -271,7 +271,7 @@ def _by_table(
         tile = replace(tile, **tile_tables.changes(arch, table, gemm, **sizes))
         return _fit_stages(gemm, tile, arch, itemsize, num_branches, tma=tma)
 
-    return Plan(
+    return LaunchConfig(
         up=fitted("up", up),
         down=fitted("down", one_branch),
         hidden_grad=fitted("hidden_grad", hidden),
@@ -286,15 +286,15 @@ def _by_table(
     )
 
 
-def described(plan: Plan, *tensors: Tensor) -> Plan:
-    """The plan, without descriptors where one of these tensors does not begin, or go on, at a multiple of 16 bytes.
+def described(config: LaunchConfig, *tensors: Tensor) -> LaunchConfig:
+    """The config, without descriptors where one of these tensors does not begin, or go on, at a multiple of 16 bytes.
 
     Fresh tensors do; a shard of a flat buffer, or a view, need not: one row of a wider matrix is contiguous whatever its stride.
     Reads an address on the host; does not synchronise.
     """
-    if plan.tma and not all(map(_is_described, tensors)):
-        return replace(plan, tma=False)
-    return plan
+    if config.tma and not all(map(_is_described, tensors)):
+        return replace(config, tma=False)
+    return config
 
 
 def _is_described(tensor: Tensor) -> bool:

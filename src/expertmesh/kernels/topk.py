@@ -24,7 +24,7 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True)
-class Rule:
+class SelectionRule:
     """How weights come from logits; the meanings are those of `expertmesh.config.moe_rules.LayerOptions`."""
 
     score_function: str
@@ -244,7 +244,7 @@ def _blocks(num_tokens: int, lanes: int) -> tuple[int, int]:
 def choose(
     logits_TE: Tensor,
     top_k: int,
-    rule: Rule,
+    rule: SelectionRule,
     *,
     noise_TE: Tensor | None = None,
     bias_E: Tensor | None = None,
@@ -301,7 +301,7 @@ def choose(
 def choose_backward(
     logits_TE: Tensor,
     ids_TK: Tensor,
-    rule: Rule,
+    rule: SelectionRule,
     d_weights_TK: Tensor | None,
     d_scores_TE: Tensor | None,
 ) -> Tensor:

@@ -20,16 +20,16 @@ def forward(
 
     x_RK, w = x_RK.contiguous(), w.contiguous()
     N = w.shape[2] if transposed else w.shape[1]
-    plan = _plan(x_RK, w, dim=N, hidden_dim=x_RK.shape[1], batch_invariant=batch_invariant)
-    plan = tiles.described(plan, x_RK, w)
-    rows = _rows(x_RK, offsets_E, plan.block_m)
+    config = _config(x_RK, w, dim=N, hidden_dim=x_RK.shape[1], batch_invariant=batch_invariant)
+    config = tiles.described(config, x_RK, w)
+    rows = _rows(x_RK, offsets_E, config.block_m)
     ones = None if b_EN is None else x_RK.new_ones(x_RK.shape[0], 1)
     y = moe_forward.rows_times_weights(
         x_RK,
         w,
         rows,
-        plan,
-        plan.input_grad if transposed else plan.down,
+        config,
+        config.input_grad if transposed else config.down,
         transposed=not transposed,
         b_out_ED=None if b_EN is None else b_EN.contiguous(),
         weights_TK=ones,
@@ -46,15 +46,15 @@ def weight_grad(
 
     x_RK, grad_RN = x_RK.contiguous(), grad_RN.contiguous()
     dense, source = (x_RK, grad_RN) if transposed else (grad_RN, x_RK)
-    plan = _plan(x_RK, w, dim=source.shape[1], hidden_dim=dense.shape[1])
-    plan = tiles.described(plan, dense)
+    config = _config(x_RK, w, dim=source.shape[1], hidden_dim=dense.shape[1])
+    config = tiles.described(config, dense)
     out = torch.empty(w.shape, dtype=x_RK.dtype, device=x_RK.device)
     moe_wgrad.weight_grad(
         dense,
         source,
         _rows(x_RK, offsets_E, None),
-        plan,
-        plan.w_in_grad,
+        config,
+        config.w_in_grad,
         gathered_rows=False,
         out=out,
     )
@@ -71,12 +71,12 @@ def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return out
 
 
-def _plan(
+def _config(
     x_RK: Tensor, w: Tensor, *, dim: int, hidden_dim: int, batch_invariant: bool = False
 ) -> Any:
     from expertmesh.kernels import tiles
 
-    return tiles.choose_plan(
+    return tiles.choose_config(
         x_RK.device,
         x_RK.dtype,
         num_rows=x_RK.shape[0],

@@ -28,9 +28,9 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.adaptive import adapt, may_choose
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
-from expertmesh.parallel.experts.exchange_layout import Plan, make_plan
 from expertmesh.parallel.experts.fits import check_spread
 from expertmesh.parallel.experts.prefetch import Prefetcher
+from expertmesh.parallel.experts.route_split import RouteSplit, make_split
 from expertmesh.parallel.experts.storage import Keep
 from expertmesh.parallel.experts.tuning_cache import (
     Topology,
@@ -295,14 +295,14 @@ def _plan_of(
     ep_degree = config.ep_degree_of(index, num_moe_layers=num_moe_layers)
     es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
     if isinstance(layer.experts, GroupedExperts):
-        plan = expert_plan(
+        split = expert_split(
             config,
             degrees=degrees,
             num_experts=layer.num_experts,
             hidden_dim=layer.experts.w_in.shape[2],
             ep_degree=ep_degree,
         )
-        es_degree, route_degree = plan.storage.f, plan.route_degree
+        es_degree, route_degree = split.storage.f, split.route_degree
     way = DispatchOptions(
         route_degree, config.overlap_degree, config.all_to_all, config.shadow_experts
     )
@@ -387,15 +387,15 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             layer.dispatcher.storage.follow(optimizer)
 
 
-def expert_plan(
+def expert_split(
     config: ParallelConfig,
     *,
     degrees: DenseDegrees,
     num_experts: int,
     hidden_dim: int,
     ep_degree: int | None,
-) -> Plan:
-    """The storage of a layer's experts and the plan that its forwards start from.
+) -> RouteSplit:
+    """The storage of a layer's experts and the split that its forwards start from.
 
     Args:
         config: the degrees wanted.
@@ -418,7 +418,7 @@ def expert_plan(
         order=config.expert_order,
     )
     if ep_degree is None:
-        return make_plan(storage, config.route_degree)
+        return make_split(storage, config.route_degree)
     if storage.e % ep_degree:
         near = min(divisors(storage.e), key=lambda d: abs(d - ep_degree))
         raise ConfigError(
@@ -428,7 +428,7 @@ def expert_plan(
             f"{named('es_degree', storage.f)} have",
             f"nearest: {near}",
         )
-    return make_plan(storage, ep_degree * storage.f)
+    return make_split(storage, ep_degree * storage.f)
 
 
 def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:

@@ -48,7 +48,7 @@ def tensor_group(world: World, tp_degree: int) -> RankGroup:
 
 
 @dataclass(frozen=True)
-class SharedSequences:
+class SequenceShards:
     """What a model asks of the ranks that share its sequences.
 
     Attributes:
@@ -86,7 +86,7 @@ class SharedSequences:
         return x.narrow(dim, length // n * self.group.rank, length // n)
 
     def gather(self, parameter: Tensor) -> Tensor:
-        """All of a parameter that is cut over the ranks (`Stored`), as a plain tensor; its gradient is summed over them."""
+        """All of a parameter that is cut over the ranks (`ShardedStorage`), as a plain tensor; its gradient is summed over them."""
         assert isinstance(parameter, DTensor), "only a parameter with a style is cut"
         placement = parameter.placements[0]
         part = _local_view(parameter)
@@ -106,8 +106,8 @@ def sum_own_part(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor
     return reduce_scatter(parts, group, where=where)
 
 
-class Stored(ParallelStyle):
-    """Cuts a module's parameters for storage; who uses them gathers them first (`SharedSequences.gather`).
+class ShardedStorage(ParallelStyle):
+    """Cuts a module's parameters for storage; who uses them gathers them first (`SequenceShards.gather`).
 
     Args:
         cut: axis of each parameter, by name; those left out are whole on every rank.
@@ -246,7 +246,7 @@ def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
             raise ConfigError(
                 f"tensor_plan: {pattern} is no module of the model; name one, with * for anything between two dots"
             )
-        if isinstance(style, Sliced | Stored):
+        if isinstance(style, Sliced | ShardedStorage):
             cuts |= dict.fromkeys(found, style.cut)
     for name, module in modules.items():
         if isinstance(module, MoELayer):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from expertmesh.costs.communication import TokenLoad, travel_seconds
 from expertmesh.costs.hardware import find_cluster, network_of
 from expertmesh.costs.rank_layout import RankLayout, Workload
-from expertmesh.costs.sizes import Block, ModelSizes, sizes_of_hub
+from expertmesh.costs.sizes import LayerSizes, ModelSizes, sizes_of_hub
 from expertmesh.costs.step_time import Efficiency, raw_step, route_of, step_seconds
 
 OLD = Workload(
@@ -39,7 +39,7 @@ class Claim:
 
 def layer(dim: int, hidden_dim: int, num_experts: int, top_k: int) -> ModelSizes:
     """A layer of two-matrix experts alone."""
-    block = Block(
+    block = LayerSizes(
         count=1,
         attention_elements=0,
         score_width=0,

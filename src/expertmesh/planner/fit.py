@@ -7,7 +7,7 @@ from functools import partial
 from itertools import combinations
 
 from expertmesh.costs.step_time import BOUNDS, USUAL, Efficiency, RawStep, step_seconds
-from expertmesh.planner.published import Point
+from expertmesh.planner.published import PublishedMeasurement
 
 MOST, BEYOND = 0.7, 0.1
 """Of a row's error beyond twice a tenth counts: one outlier decides nothing, and is not lost."""
@@ -21,7 +21,7 @@ Row = tuple[RawStep, float]
 Bounds = Mapping[str, tuple[float, float]]
 
 
-def fit(points: Sequence[Point]) -> Efficiency:
+def fit(points: Sequence[PublishedMeasurement]) -> Efficiency:
     """The constants with the least mean error of rows of training throughput, within `BOUNDS`; see `fit_rows`."""
     return fit_rows([(point.raw(), point.measured_s) for point in points])
 

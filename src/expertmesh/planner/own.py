@@ -12,13 +12,13 @@ from expertmesh.planner.published import (
     OF_LAYOUT,
     OF_WORK,
     RENAMED,
-    Point,
+    PublishedMeasurement,
     point_of,
     published_models,
 )
 
 
-def own_points(path: str) -> tuple[Point, ...]:
+def own_points(path: str) -> tuple[PublishedMeasurement, ...]:
     """A user's measurements from a TOML file with sections `points.NAME`, which have the fields of published.toml's rows.
 
     `model` may be a recipe, a run or a config.json, too, and `cluster` a file; `settings` may be left out. All are fitted on.
@@ -57,7 +57,7 @@ def own_points(path: str) -> tuple[Point, ...]:
 _NEEDED = ("model", "cluster", "measured", "mbs", "gbs")
 
 
-def _own_point(where: str, name: str, row: Mapping[str, Any]) -> Point:
+def _own_point(where: str, name: str, row: Mapping[str, Any]) -> PublishedMeasurement:
     for field in _NEEDED:
         if field not in row:
             raise ConfigError(

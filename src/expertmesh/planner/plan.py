@@ -23,7 +23,7 @@ from expertmesh.planner.search import (
     search,
     with_batch,
 )
-from expertmesh.planner.search_result import Answer
+from expertmesh.planner.search_result import SearchResult
 from expertmesh.planner.table import plan_text
 from expertmesh.planner.validation import validate
 
@@ -32,8 +32,8 @@ IMBALANCE = 1.15
 _MOST_TIMES_MORE = 1024
 
 
-class Plan(Answer):
-    """An `Answer` that prints itself."""
+class Plan(SearchResult):
+    """An `SearchResult` that prints itself."""
 
     def text(self) -> str:
         """All of it as a table for a terminal."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.planner.scaling import Scaled, crossovers, scaling
-from expertmesh.planner.search_result import Answer
+from expertmesh.planner.search_result import SearchResult
 from expertmesh.planner.svg import COLOURS, Axis, Dot, bars, plot
 from expertmesh.planner.table import layout_text, memory_parts, plan_text, time_parts
 from expertmesh.planner.validation import Summary, Validation, validate
@@ -17,7 +17,7 @@ BARS = 4
 """Layouts of the front that have bars."""
 
 
-def write_page(plan: Answer, path: str | Path) -> Path:
+def write_page(plan: SearchResult, path: str | Path) -> Path:
     """Write a page about a plan.
 
     Args:
@@ -36,7 +36,7 @@ def write_page(plan: Answer, path: str | Path) -> Path:
     return target
 
 
-def _filled(plan: Answer) -> str:
+def _filled(plan: SearchResult) -> str:
     style = files("expertmesh.reporting").joinpath("page.css").read_text("utf-8")
     title = f"{plan.model.name} on {plan.problem.cluster.name}"
     found = scaling(plan.problem)
@@ -73,7 +73,7 @@ def _grid(*figures: str) -> str:
     return f'<div style="display:grid;gap:14px;grid-template-columns:{columns}">{"".join(figures)}</div>'
 
 
-def _front(plan: Answer) -> str:
+def _front(plan: SearchResult) -> str:
     """All candidates, and those that no other beats."""
     dots = [
         Dot(
@@ -105,7 +105,7 @@ def _front(plan: Answer) -> str:
     )
 
 
-def _parts(plan: Answer) -> str:
+def _parts(plan: SearchResult) -> str:
     shown = plan.front[:BARS]
     time = [(layout_text(c), [(n, 1e3 * v) for n, v in time_parts(c.seconds)]) for c in shown]
     memory = [(layout_text(c), memory_parts(c.memory)) for c in shown]

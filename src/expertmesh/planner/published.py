@@ -21,7 +21,7 @@ OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len"}
 
 
 @dataclass(frozen=True)
-class Point:
+class PublishedMeasurement:
     """One measurement.
 
     Attributes:
@@ -78,7 +78,7 @@ def published_models() -> Mapping[str, ModelSizes]:
 
 
 @cache
-def published_points(kind: str = "points") -> tuple[Point, ...]:
+def published_points(kind: str = "points") -> tuple[PublishedMeasurement, ...]:
     """Rows in the order of the table.
 
     Args:
@@ -94,7 +94,9 @@ def published_serving() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def point_of(name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None) -> Point:
+def point_of(
+    name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None
+) -> PublishedMeasurement:
     """A row of the table as a point.
 
     Args:
@@ -115,7 +117,7 @@ def point_of(name: str, values: Mapping[str, Any], sizes: ModelSizes | None = No
     per_pass = layout.dp_degree * layout.micro_batch
     layout = replace(layout, accumulation=v["gbs"] // per_pass)
     work = Workload(v.get("seq", _USUAL_SEQ), **{key: v[key] for key in OF_WORK if key in v})
-    return Point(
+    return PublishedMeasurement(
         name=name,
         source=v["source"],
         model=v["model"],

@@ -12,7 +12,7 @@ ERROR_BAR = (0.79, 1.46)
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """What a model costs on a cluster.
 
     Attributes:

@@ -10,7 +10,7 @@ from expertmesh.costs.communication import Network, TokenLoad, travel_time
 from expertmesh.costs.hardware import find_cluster, network_of
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
-from expertmesh.costs.sizes import Block, ModelSizes
+from expertmesh.costs.sizes import LayerSizes, ModelSizes
 from expertmesh.costs.step_time import HBM, Efficiency, route_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -91,7 +91,7 @@ class Serving:
         """Tokens of a step that meet on the devices which share experts."""
         return self.local_batch * self.route_degree / self.tp_degree
 
-    def experts_touched(self, block: Block) -> float:
+    def experts_touched(self, block: LayerSizes) -> float:
         """Experts of a layer on one device that some token of a step chose."""
         if not block.num_experts:
             return 0.0
@@ -114,7 +114,7 @@ class Serving:
         """Bytes of a token on one device."""
         return sum(block.count * self._cache_of_layer(block) for block in self.sizes.blocks)
 
-    def _cache_of_layer(self, block: Block) -> float:
+    def _cache_of_layer(self, block: LayerSizes) -> float:
         """The same of one layer; a head is on one device, and latents that all heads share on each."""
         return block.cache_width * self.cache_bytes / max(min(self.tp_degree, block.cache_heads), 1)
 
@@ -169,7 +169,7 @@ class Serving:
         moved = 2 * self.local_batch * self.sizes.dim * 2 / self.cluster.inside.bytes_per_s
         return 2 * (REDUCE_S + moved)
 
-    def _exchange_s(self, block: Block) -> float:
+    def _exchange_s(self, block: LayerSizes) -> float:
         if self.route_degree <= self.tp_degree:
             return 0.0
         slices = RankLayout.slices(block.num_experts, self.route_degree)

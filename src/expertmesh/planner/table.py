@@ -8,7 +8,7 @@ from expertmesh.costs.step_time import StepSeconds
 from expertmesh.planner.claims import claims
 from expertmesh.planner.configured import as_configured
 from expertmesh.planner.search import Candidate
-from expertmesh.planner.search_result import ERROR_BAR, Answer
+from expertmesh.planner.search_result import ERROR_BAR, SearchResult
 from expertmesh.planner.serve import ServePlan, Serving
 from expertmesh.planner.validation import Judged, Summary, Validation
 from expertmesh.planner.why import why_not, words_of
@@ -115,7 +115,7 @@ SHOWN = 6
 """Layouts of the front in a table."""
 
 
-def plan_text(plan: Answer) -> str:
+def plan_text(plan: SearchResult) -> str:
     """The best layout by part, others that are worth a look, why neighbours lost, and what was guessed."""
     best, cluster = plan.best, plan.problem.cluster
     sizes, work = plan.problem.sizes, plan.problem.work
@@ -144,14 +144,14 @@ def plan_text(plan: Answer) -> str:
     return "\n".join(lines)
 
 
-def _command(plan: Answer) -> str:
+def _command(plan: SearchResult) -> str:
     """What starts the best layout on each node."""
     cluster = plan.problem.cluster
     launch = f"torchrun --nnodes={cluster.num_nodes} --nproc-per-node={cluster.node_size}"
     return " ".join([launch, "-m expertmesh train", plan.model.name, *plan.flags])
 
 
-def _as_configured(plan: Answer) -> list[str]:
+def _as_configured(plan: SearchResult) -> list[str]:
     """What the recipe or run costs as it stands, where that is another layout."""
     config, best = plan.model.config, plan.best
     own = None if config is None else as_configured(config, plan.problem)
@@ -196,7 +196,7 @@ def layout_text(candidate: Candidate) -> str:
     return ", ".join(words)
 
 
-def _totals(plan: Answer) -> list[str]:
+def _totals(plan: SearchResult) -> list[str]:
     best, fast, slow = plan.best, *ERROR_BAR
     rate, step, days = best.tokens_per_s, best.seconds.total_s, plan.train_s / 86400
     of_days = f"{days:,.4g} days ({days * fast:,.3g} to {days * slow:,.3g})"

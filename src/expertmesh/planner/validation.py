@@ -10,7 +10,7 @@ from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.step_time import Efficiency, step_seconds
 from expertmesh.planner.fit import fit
 from expertmesh.planner.published import (
-    Point,
+    PublishedMeasurement,
     published_models,
     published_points,
     published_serving,
@@ -30,7 +30,7 @@ class Judged:
         predicted: in the row's unit.
     """
 
-    point: Point
+    point: PublishedMeasurement
     predicted: float
 
     @property
@@ -110,7 +110,7 @@ class Validation:
         return tuple(row for row in self.throughput if not row.point.is_fitted)
 
 
-def validate(own: Sequence[Point] = ()) -> Validation:
+def validate(own: Sequence[PublishedMeasurement] = ()) -> Validation:
     """Fits the constants on the named rows, and the user's own, and compares all others.
 
     Args:
@@ -126,7 +126,7 @@ def validate(own: Sequence[Point] = ()) -> Validation:
     # One's own machine counts more than others'.
     efficiency = fit([p for p in points if p.is_fitted] + [*own] * (OWN_WEIGHT - 1))
 
-    def judged(rows: Sequence[Point]) -> tuple[Judged, ...]:
+    def judged(rows: Sequence[PublishedMeasurement]) -> tuple[Judged, ...]:
         return tuple(Judged(row, predicted(row, efficiency)) for row in rows)
 
     return Validation(
@@ -155,7 +155,7 @@ def judged_serving() -> tuple[Judged, ...]:
             cache_bytes=v.get("cache_bytes", v["weight_bytes"]),
             fused=v["fused"],
         )
-        point = Point(
+        point = PublishedMeasurement(
             name,
             v["source"],
             v["model"],
@@ -172,7 +172,7 @@ def judged_serving() -> tuple[Judged, ...]:
     return tuple(found)
 
 
-def predicted(point: Point, efficiency: Efficiency) -> float:
+def predicted(point: PublishedMeasurement, efficiency: Efficiency) -> float:
     """What the model says for a row, in the row's unit."""
     if point.unit in ("live_gib", "device_gib"):
         memory = peak_memory(point.sizes, point.layout, point.work)

@@ -61,10 +61,10 @@ def importance_of(
     layers = {n: m for n, m in opened.model.named_modules() if isinstance(m, GroupedExperts)}
     sizes = [m.w_in.shape for m in layers.values()]
     pairs = sum(4 * E * (D * D + F * F) for E, _, F, D in sizes) <= most_bytes
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _InputSums] = {}
     hooks = []
     for name, module in layers.items():
-        seen[name] = _Seen(module, pairs=pairs)
+        seen[name] = _InputSums(module, pairs=pairs)
         hooks.append(module.register_forward_pre_hook(seen[name]))
     rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     try:
@@ -80,7 +80,7 @@ def importance_of(
     return found
 
 
-class _Seen:
+class _InputSums:
     """Sums of squares, or of products of pairs, over the tokens of each expert of a layer."""
 
     def __init__(self, experts: GroupedExperts, *, pairs: bool) -> None:

@@ -54,7 +54,7 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     return is_answer(message) and not message.get(NOT_LEARNED)
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Neighbouring tokens of a conversation.
 
     Attributes:
@@ -89,18 +89,18 @@ class OwnFormat:
         """Why a conversation cannot be written without a lie, in the plural; None: whatever a message says is text."""
         return None
 
-    def samples(self, conversation: Conversation) -> list[list[Piece]]:
+    def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
         """Token sequences to learn from: one.
 
         Raises:
             ConfigError: it calls tools.
         """
         _check_tools(self, conversation)
-        pieces = [Piece([self._end], False)]
+        pieces = [TokenSpan([self._end], False)]
         for message in conversation[MESSAGES]:
-            pieces.append(Piece(self._mark(message["role"]), False))
+            pieces.append(TokenSpan(self._mark(message["role"]), False))
             ids = [*self._encode(message["content"]), self._end]
-            pieces.append(Piece(ids, is_learned(message)))
+            pieces.append(TokenSpan(ids, is_learned(message)))
         return [pieces]
 
     def writes(self, field: str) -> bool:
@@ -230,7 +230,7 @@ class TemplateFormat:
         """Whether anything in it quotes a special token, which the template would write as that token."""
         return None if self._quoted(conversation) is None else _QUOTED
 
-    def samples(self, conversation: Conversation) -> list[list[Piece]]:
+    def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
         """Token sequences to learn from: one, or one for each turn.
 
         Raises:
@@ -251,7 +251,7 @@ class TemplateFormat:
         )
         return [self._pieces(answers)] if is_one else [self._pieces([one]) for one in answers]
 
-    def _answers(self, conversation: Conversation, turns: list[int]) -> list["_Answer"]:
+    def _answers(self, conversation: Conversation, turns: list[int]) -> list["_ParsedAnswer"]:
         """The text of these turns."""
         messages, tools = conversation[MESSAGES], conversation.get("tools")
         found = []
@@ -262,7 +262,7 @@ class TemplateFormat:
                 raise ConfigError(
                     "the chat template writes an answer otherwise than as a continuation of its own prompt; use another template"
                 )
-            found.append(_Answer(before, until))
+            found.append(_ParsedAnswer(before, until))
         return found
 
     def _last_special(self, text: str) -> str | None:
@@ -292,25 +292,25 @@ class TemplateFormat:
         texts = list(_strings(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
-    def _pieces(self, answers: list["_Answer"]) -> list[Piece]:
+    def _pieces(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
         """The text of a sequence, cut at its answers; what is only blank behind the token that ends one is not learned."""
         text, pieces, at, is_open = answers[-1].until, [], 0, False
         for answer in answers:
             pieces += self._between(text[at : len(answer.before)], ends_answer=is_open)
             is_open = self._last_special(answer.text) is None
             at = len(answer.until if is_open else answer.until.rstrip())
-            pieces.append(Piece(self._encode(text[len(answer.before) : at]), True))
+            pieces.append(TokenSpan(self._encode(text[len(answer.before) : at]), True))
         if is_open:
-            pieces.append(Piece([self._end], True))
+            pieces.append(TokenSpan([self._end], True))
         pieces += self._between(text[at:], ends_answer=False)
         return [piece for piece in pieces if piece.ids]
 
-    def _between(self, text: str, *, ends_answer: bool) -> list[Piece]:
+    def _between(self, text: str, *, ends_answer: bool) -> list[TokenSpan]:
         """What stands before an answer; up to its first special token it is learned where that ends the answer before."""
         ids = self._encode(text)
         special = set(self._special.values())
         count = 1 + next(i for i, token in enumerate(ids) if token in special) if ends_answer else 0
-        return [Piece(ids[:count], True), Piece(ids[count:], False)]
+        return [TokenSpan(ids[:count], True), TokenSpan(ids[count:], False)]
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False) -> str:
         text = self._render_as_it_is(messages, tools, asks=asks)
@@ -336,7 +336,7 @@ class TemplateFormat:
         return ids
 
 
-class _Answer(NamedTuple):
+class _ParsedAnswer(NamedTuple):
     """The text before an answer with the prompt for it, and the text up to its end."""
 
     before: str

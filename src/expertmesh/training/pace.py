@@ -23,7 +23,7 @@ _LEAST_S = 0.1  # a pause that is noticed
 _BUSY = 0.5
 
 
-class Counts(NamedTuple):
+class SystemCounts(NamedTuple):
     """What the system has counted for this process.
 
     Attributes:
@@ -37,12 +37,12 @@ class Counts(NamedTuple):
     pushed: int
 
 
-def system_counts() -> Counts:
+def system_counts() -> SystemCounts:
     """Those of now."""
     if resource is None:
-        return Counts(time.process_time(), 0, 0)
+        return SystemCounts(time.process_time(), 0, 0)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return Counts(usage.ru_utime + usage.ru_stime, usage.ru_majflt, usage.ru_nivcsw)
+    return SystemCounts(usage.ru_utime + usage.ru_stime, usage.ru_majflt, usage.ru_nivcsw)
 
 
 def system_load() -> float:
@@ -65,7 +65,7 @@ class Pace:
         *,
         has_gpu: bool = False,
         num_ranks: int = 1,
-        counts: Callable[[], Counts] = system_counts,
+        counts: Callable[[], SystemCounts] = system_counts,
         load: Callable[[], float] = system_load,
     ) -> None:
         self._counts, self._load = counts, load
@@ -92,7 +92,7 @@ class Pace:
         self._has_spoken = True
         now = self._counts()
         before = self._before
-        spent = Counts(
+        spent = SystemCounts(
             now.cpu_s - before.cpu_s, now.reads - before.reads, now.pushed - before.pushed
         )
         return (
@@ -100,7 +100,7 @@ class Pace:
             " (said once)"
         )
 
-    def _cause(self, seconds: float, spent: Counts) -> str:
+    def _cause(self, seconds: float, spent: SystemCounts) -> str:
         if spent.reads > 100:
             return f"{spent.reads:,} pages were read back from the disk; there is too little memory for all that runs here"
         load, cores = self._load(), len(allowed_cores())

@@ -65,7 +65,7 @@ def test_every_kernel_of_every_shape_is_predicted_and_the_page_says_so():
 
 def test_the_model_cuts_as_the_default_table_does():
     for shape in (s for s in SHAPES if s.num_rows / s.num_experts >= 256):
-        plan = tiles.plan_for(
+        plan = tiles.config_for(
             "sm_90",
             torch.bfloat16,
             rows_per_expert=shape.num_rows / shape.num_experts,

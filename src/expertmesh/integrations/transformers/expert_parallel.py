@@ -13,7 +13,7 @@ from expertmesh.comm.world import World
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.experts.exchange import Alone, Exchange, Ragged, Route
-from expertmesh.parallel.experts.exchange_layout import make_plan
+from expertmesh.parallel.experts.route_split import make_split
 
 
 class ExpertMeshEP(EPImplementation):
@@ -36,7 +36,7 @@ class ExpertMeshEP(EPImplementation):
         W, count = world.size, self.count
         self.exchange: Exchange = (Ragged if W > 1 else Alone)(
             Route(
-                make_plan(ExpertDegrees(W, 1), None),
+                make_split(ExpertDegrees(W, 1), None),
                 world.everyone(),
                 W * count,
                 world.position * count,

@@ -12,7 +12,7 @@ from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLU
 from transformers.integrations.moe import _default_apply_gate
 
 from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, route_metadata
-from expertmesh.integrations.transformers.peft_experts import Adapter, weight_and_adapters
+from expertmesh.integrations.transformers.peft_experts import PeftFactors, weight_and_adapters
 from expertmesh.integrations.transformers.weighted_gate import weighted_gate
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.adapted_linear import adapted_linear
@@ -32,7 +32,7 @@ class Stack(NamedTuple):
 
     w: Tensor
     b_EN: Tensor | None
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[PeftFactors, ...]
     transposed: bool
 
     def times(self, x_RK: Tensor, offsets_E: Tensor) -> Tensor:

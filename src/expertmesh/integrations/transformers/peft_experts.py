@@ -20,7 +20,7 @@ _WRAPPER = "ParamWrapper"
 _LENT = "_expertmesh_adapters"
 
 
-class Adapter(NamedTuple):
+class PeftFactors(NamedTuple):
     """A low-rank addition to a stack of matrices, W + scaling * lhs @ rhs.
 
     Attributes:
@@ -34,21 +34,21 @@ class Adapter(NamedTuple):
     scaling: float
 
 
-def weight_and_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[Adapter, ...]]:
+def weight_and_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[PeftFactors, ...]]:
     """A weight of the experts and the adapters on it; where they cannot be told apart, their sum.
 
     Args:
         experts: the module.
         name: of its parameter.
     """
-    lent: dict[str, tuple[Adapter, ...]] = experts.__dict__.get(_LENT, {})
+    lent: dict[str, tuple[PeftFactors, ...]] = experts.__dict__.get(_LENT, {})
     parametrised = getattr(experts, "parametrizations", {})
     if name not in parametrised:
         return getattr(experts, name), lent.get(name, ())
     added = list(parametrised[name])
-    if not all(all(hasattr(one, field) for field in Adapter._fields) for one in added):
+    if not all(all(hasattr(one, field) for field in PeftFactors._fields) for one in added):
         return getattr(experts, name), ()
-    own = tuple(Adapter(one.lhs, one.rhs, one.scaling) for one in added)
+    own = tuple(PeftFactors(one.lhs, one.rhs, one.scaling) for one in added)
     return parametrised[name].original, own + lent.get(name, ())
 
 
@@ -82,7 +82,7 @@ def _lent(
 @contextmanager
 def _while_lent(wrapper: Any, experts: nn.Module, active_adapters: list[str]) -> Iterator[None]:
     active = [name for name in active_adapters if name in wrapper.lora_A]
-    factors = tuple(Adapter(*wrapper.get_delta_factors(name)) for name in active)
+    factors = tuple(PeftFactors(*wrapper.get_delta_factors(name)) for name in active)
     lent = experts.__dict__.setdefault(_LENT, {})
     lent[wrapper.parameter_name] = factors
     try:

@@ -42,7 +42,7 @@ def weighted_gate(gate: Gate, h_RH: Tensor, s_R: Tensor) -> Tensor:
     )
     if not serves:
         return _weighted(gate, h_RH, s_R)
-    a_RF: Tensor = _Blocks.apply(h_RH, s_R, gate)
+    a_RF: Tensor = _BlockwiseGate.apply(h_RH, s_R, gate)
     return a_RF
 
 
@@ -74,7 +74,7 @@ def _blocks(h_RH: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + rows, len(h_RH)))
 
 
-class _Blocks(torch.autograd.Function):
+class _BlockwiseGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_RH: Tensor, s_R: Tensor, gate: Gate) -> Tensor:
         ctx.save_for_backward(h_RH, s_R)

@@ -60,7 +60,7 @@ torch.utils._pytree.register_dataclass(
 
 
 class SharedSequences(SharedTokens, Protocol):
-    """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SharedSequences` is one."""
+    """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SequenceShards` is one."""
 
     @property
     def size(self) -> int:

@@ -10,7 +10,7 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
-from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
+from expertmesh.parallel.apply import degrees_of, expert_split, model_device_type, parallelize
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
 from expertmesh.parallel.serving import (
     ServingDegrees,
@@ -20,9 +20,9 @@ from expertmesh.parallel.serving import (
     spread_layers,
 )
 from expertmesh.parallel.tensor import (
-    SharedSequences,
+    SequenceShards,
+    ShardedStorage,
     Sliced,
-    Stored,
     TensorPlan,
     sliced_mlp,
     tensor_group,
@@ -60,7 +60,7 @@ def parallelize_gpt(
         bytes_beside=bytes_beside,
     )
     if plan is not None:
-        model.share_sequences(SharedSequences(group))
+        model.share_sequences(SequenceShards(group))
     return world
 
 
@@ -118,8 +118,8 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
     # Each rank computes the logits of its own tokens, which are as large as all tokens' logits of a part of the
     # vocabulary, and any loss function serves as it is.
     is_even = model.config.dim % group.size == 0
-    plan: dict[str, Sliced | Stored] = {
-        name: Stored(cut if is_even else {})
+    plan: dict[str, Sliced | ShardedStorage] = {
+        name: ShardedStorage(cut if is_even else {})
         for name in ("embedding", "output")
         if (cut := _cut(model, name))
     }
@@ -154,7 +154,7 @@ def check_degrees(
     degrees = degrees_of(config, num_ranks=num_ranks)
     moe_layers = [n for n in model.experts_per_layer() if n]
     for index, num_experts in enumerate(moe_layers):
-        expert_plan(
+        expert_split(
             config,
             degrees=degrees,
             num_experts=num_experts,

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from expertmesh.costs.flops import rows_per_token
-from expertmesh.costs.sizes import Block, ModelSizes
+from expertmesh.costs.sizes import LayerSizes, ModelSizes
 from expertmesh.layout.feed_forward import num_branches
 from expertmesh.layout.spec import Parameter, num_elements
 from expertmesh.models.gpt.config import ModelConfig
@@ -49,7 +49,7 @@ def _block(
     layer: tuple[Parameter, ...],
     *,
     window: int | None,
-) -> Block:
+) -> LayerSizes:
     moe, head = config.moe, config.head_size
     attention = num_elements(p for p in layer if p.part == "attention" and len(p.shape) > 1)
     routed = num_elements(p for p in layer if p.is_expert)
@@ -67,7 +67,7 @@ def _block(
         score_width = width + values
         small = (config.latent.q_lora_rank or 0) + (config.latent.kv_lora_rank or 0)
         kept_width = 3 * width + 2 * values + small
-    return Block(
+    return LayerSizes(
         count=number,
         attention_elements=attention,
         score_width=score_width,

@@ -156,7 +156,7 @@ class WindowAttention(nn.Module):
         return y_BHWD.roll((self.shift, self.shift), (1, 2)) if self.shift else y_BHWD
 
 
-class Block(FeedForward):
+class SwinBlock(FeedForward):
     """V2: x + norm(attention(x)), then x + norm(MLP(x)). Released: x + attention(norm(x)), then x + MLP(norm(x)).
 
     Args:
@@ -293,7 +293,9 @@ class Swin(nn.Module):
             for block in range(depth):
                 count = experts[stage][block]
                 blocks.append(
-                    Block(config, stage=stage, block=block, index=index, num_experts=count, **place)
+                    SwinBlock(
+                        config, stage=stage, block=block, index=index, num_experts=count, **place
+                    )
                 )
                 index += 1
             self.stages.append(blocks)
@@ -306,7 +308,7 @@ class Swin(nn.Module):
         self.head = Linear(config.stage_dims[-1], config.num_classes, bias=True, **place)
         draw_weights(self, device=device, seed=seed)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[SwinBlock]:
         """All blocks in their order."""
         for stage in self.stages:
             yield from stage

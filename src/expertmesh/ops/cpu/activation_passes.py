@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Block:
+class GradientBlock:
     """One block of rows in the backward: what is read, and where results go; `up` is None for plain activations.
 
     Attributes:
@@ -128,7 +128,8 @@ class Passes:
         grads, outs = self._blocks(grad_WF), self._blocks(out_WF)
         weights = zip(self._blocks(s_W[:, None]), self._blocks(d_s_W), strict=True)
         blocks = (
-            Block(*views) for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True)
+            GradientBlock(*views)
+            for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True)
         )
         for block, (s, d_s) in zip(blocks, weights, strict=True):
             act, product, *rest = (self._sized(buffer, block.gate) for buffer in self.scratch)
@@ -144,7 +145,7 @@ class Passes:
         return d_s_W
 
     def _block_backward(
-        self, block: Block, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor
+        self, block: GradientBlock, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor
     ) -> None:
         grad, out = block.grad, block.out
         self._pointwise(block.gate, act)
@@ -169,20 +170,20 @@ class Passes:
 
     @staticmethod
     def _widened(
-        block: Block,
+        block: GradientBlock,
         act: Tensor,
         product: Tensor,
         gate: Tensor,
         up: Tensor,
         grad: Tensor,
         out: Tensor,
-    ) -> Block:
+    ) -> GradientBlock:
         """Copy what is read into FP32 scratch; gradients of gate and up take scratch that is read before."""
         gate.copy_(block.gate)
         grad.copy_(block.grad)
         if block.up is None:
-            return Block(gate, None, grad, out, product, None)
-        return Block(gate, up.copy_(block.up), grad, out, product, act)
+            return GradientBlock(gate, None, grad, out, product, None)
+        return GradientBlock(gate, up.copy_(block.up), grad, out, product, act)
 
     def _blocks(self, rows: Tensor) -> Sequence[Tensor]:
         return (rows,) if rows.shape[0] <= self.block_rows else rows.split(self.block_rows)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu.expert_rows import Block, blocks
+from expertmesh.ops.cpu.expert_rows import ExpertRows, blocks
 from expertmesh.ops.cpu.products import gemm_rows, product_into, rows_times_weight
 
 PANEL_ROWS = {"tiles": 512, "dots": 256, "none": 1}
@@ -29,15 +29,15 @@ class Panel(NamedTuple):
         rows: to multiply, as one block.
     """
 
-    blocks: list[Block]
-    rows: Block
+    blocks: list[ExpertRows]
+    rows: ExpertRows
 
     @property
     def experts(self) -> slice:
         """From the first to the last, those without rows between them included."""
         return slice(self.blocks[0].expert, self.blocks[-1].expert + 1)
 
-    def parts(self, rank: int) -> Iterator[tuple[Block, slice, slice]]:
+    def parts(self, rank: int) -> Iterator[tuple[ExpertRows, slice, slice]]:
         """Each expert with its rows and its columns among those of the panel (size, G r)."""
         for block in self.blocks:
             first = rank * (block.expert - self.blocks[0].expert)
@@ -84,7 +84,7 @@ class Panel(NamedTuple):
 
 def panels(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, most_rows: int) -> Iterator[Panel]:
     """All experts that have rows, in their order; those of a panel have no more rows together, but for a single one."""
-    gathered: list[Block] = []
+    gathered: list[ExpertRows] = []
     for block in blocks(bounds, w_ENK, dtype):
         if gathered and (
             len(gathered) == MOST_EXPERTS or block.stop - gathered[0].start > most_rows
@@ -96,12 +96,12 @@ def panels(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, most_rows: int)
         yield _panel(gathered, w_ENK, dtype)
 
 
-def _panel(gathered: list[Block], w_ENK: Tensor, dtype: torch.dtype) -> Panel:
+def _panel(gathered: list[ExpertRows], w_ENK: Tensor, dtype: torch.dtype) -> Panel:
     if len(gathered) == 1:
         return Panel(gathered, gathered[0])
     (first, start, *_), (_, _, stop, _) = gathered[0], gathered[-1]
     size = gemm_rows(stop - start, w_ENK.device, dtype)
-    return Panel(gathered, Block(first, start, stop, size))
+    return Panel(gathered, ExpertRows(first, start, stop, size))
 
 
 def instructions_for(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ _TILE = 32
 _NARROW = 1 << 16
 
 
-class Block(NamedTuple):
+class ExpertRows(NamedTuple):
     """The rows of an expert that has some.
 
     Attributes:
@@ -59,7 +59,7 @@ class Block(NamedTuple):
             values[self.start : self.stop] = found[: self.stop - self.start]
 
 
-def blocks(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype) -> Iterator[Block]:
+def blocks(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype) -> Iterator[ExpertRows]:
     """The experts with rows, in their order.
 
     Args:
@@ -71,4 +71,4 @@ def blocks(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype) -> Iterator[Blo
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
             size = gemm_rows(stop - start, w_ENK.device, dtype, is_narrow=is_narrow)
-            yield Block(e, start, stop, size)
+            yield ExpertRows(e, start, stop, size)

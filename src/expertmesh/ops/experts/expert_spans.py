@@ -16,7 +16,7 @@ from expertmesh.ops.cpu.products import gemm_rows
 
 
 @dataclass(frozen=True)
-class Run:
+class ExpertSpan:
     """The rows of some neighbouring experts, all of which have rows.
 
     Attributes:
@@ -112,19 +112,19 @@ def make_runs(
     dtype: torch.dtype,
     *,
     is_narrow: bool,
-) -> list[Run]:
+) -> list[ExpertSpan]:
     """Neighbouring experts that go through each step together: up to this many places, or one expert.
 
     One expert's rows at a time are enough work for a step in training; in decoding and for narrow experts the calls
     would cost more than the work.
     """
-    runs: list[Run] = []
+    runs: list[ExpertSpan] = []
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue
         size = gemm_rows(stop - start, device, dtype, is_narrow=is_narrow)
         if not runs or runs[-1].num_places + size > most_places:
-            runs.append(Run([], [], [], [], device))
+            runs.append(ExpertSpan([], [], [], [], device))
         columns = (runs[-1].experts, runs[-1].starts, runs[-1].counts, runs[-1].sizes)
         for column, value in zip(columns, (e, start, stop - start, size), strict=True):
             column.append(value)

@@ -14,7 +14,7 @@ from expertmesh.ops.cpu.activation_passes import Passes, passes_for
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.cpu.products import product_into, selected
 from expertmesh.ops.dtypes import gemm_dtype
-from expertmesh.ops.experts.expert_spans import Run, make_runs
+from expertmesh.ops.experts.expert_spans import ExpertSpan, make_runs
 from expertmesh.ops.experts.torch_forward import hidden, row_weights
 from expertmesh.ops.experts.weights import ExpertSlice, HiddenGradients, Needs
 from expertmesh.ops.permute import sum_rows
@@ -181,7 +181,7 @@ class _Steps:
     needs: Needs
     bounds: list[int]
     dtype: torch.dtype
-    runs: list[Run]
+    runs: list[ExpertSpan]
     most: int
     s_R: Tensor
     rows: Tensor
@@ -214,13 +214,13 @@ class _Steps:
         _, G, F, _ = self.experts.shape
         return self.new(num_rows, F), self.new(num_rows, G * F)
 
-    def gather(self, source_TD: Tensor, run: Run) -> Tensor:
+    def gather(self, source_TD: Tensor, run: ExpertSpan) -> Tensor:
         """Tokens of a run; the buffer is that of the last call."""
         out = self.rows[: run.num_places]
         torch.index_select(source_TD, 0, run.taken(self.maps.token_of_row_N), out=out)
         return out.to(self.dtype)
 
-    def data(self, run: Run, data: _DataBuffers, a: Tensor, d_h: Tensor) -> Tensor:
+    def data(self, run: ExpertSpan, data: _DataBuffers, a: Tensor, d_h: Tensor) -> Tensor:
         """Write A' and dH of a run with zeros in the padding, dx and ds; give the gathered gradient of y."""
         h, rows = self._hidden(run, data)
         d_y, d_a = self.gather(self.grad_TD, run), data.d_a[: run.num_places]
@@ -244,7 +244,7 @@ class _Steps:
                 product_into(d_h_e, w, d_x_e)
         return d_y
 
-    def _hidden(self, run: Run, data: _DataBuffers) -> tuple[Tensor, Tensor | None]:
+    def _hidden(self, run: ExpertSpan, data: _DataBuffers) -> tuple[Tensor, Tensor | None]:
         """H as it was saved or would have been, and which of its rows are at the places of a run; None: all, in order."""
         h, rows = data.h_RH, run.row_of_place
         if h is None:
@@ -261,7 +261,7 @@ class _Steps:
 
     def weights(
         self,
-        run: Run,
+        run: ExpertSpan,
         a: Tensor | None,
         d_h: Tensor | None,
         grads: ExpertSlice,
@@ -341,7 +341,7 @@ def _put(value: Tensor, out: Tensor, add: bool) -> None:
         out.copy_(value)
 
 
-def _products_into(run: Run, a: Tensor, b: Tensor, grads: Tensor, add: bool) -> None:
+def _products_into(run: ExpertSpan, a: Tensor, b: Tensor, grads: Tensor, add: bool) -> None:
     """Write or add a^T b of every expert of a run, as (rows of a^T, columns of b)."""
     direct = grads.dtype == a.dtype and grads.is_contiguous()
     # of the run's experts only: as a view of each for every run they were 8,192 views in a step of 64 experts

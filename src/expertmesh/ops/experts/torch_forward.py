@@ -12,7 +12,7 @@ from torch.nn.functional import grouped_mm
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.activation_passes import passes_for
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
-from expertmesh.ops.experts.expert_spans import Run, make_runs
+from expertmesh.ops.experts.expert_spans import ExpertSpan, make_runs
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.route_metadata import RouteMetadata
@@ -87,7 +87,7 @@ def hidden(experts: ExpertSlice, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Ten
 
 
 def _grouped_offsets(
-    run: Run, experts: ExpertSlice, maps: RouteMetadata, dtype: torch.dtype
+    run: ExpertSpan, experts: ExpertSlice, maps: RouteMetadata, dtype: torch.dtype
 ) -> Tensor | None:
     """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
 

@@ -39,7 +39,7 @@ def forward(
         call.b_in_EGF,
         call.weights_TK,
         call.rows,
-        call.plan,
+        call.config,
         inner=inner_name(experts.activation),
         store_h=save_h,
         store_a=True,
@@ -48,8 +48,8 @@ def forward(
         a,
         call.w_out_EDF,
         call.rows,
-        call.plan,
-        call.plan.down,
+        call.config,
+        call.config.down,
         transposed=True,
         b_out_ED=call.b_out_ED,
         weights_TK=call.weights_TK,
@@ -92,7 +92,7 @@ def data_grads(
             call.b_in_EGF,
             call.weights_TK,
             call.rows,
-            call.plan,
+            call.config,
             inner=inner_name(experts.activation),
             store_h=True,
             store_a=False,
@@ -103,7 +103,7 @@ def data_grads(
         call.weights_TK,
         h_RH,
         call.rows,
-        call.plan,
+        call.config,
         inner=inner_name(experts.activation),
         interleaved=tiles.is_interleaved(call.w_in_EGFD),
         need_a=needs.w_out,
@@ -117,14 +117,14 @@ def data_grads(
             d_h,
             _in_memory_order(call.w_in_EGFD).view(E, G * F, D),
             call.rows,
-            call.plan,
-            call.plan.input_grad,
+            call.config,
+            call.config.input_grad,
             transposed=False,
         )
         d_x = combine.sum_rows(d_x_RD, maps.offsets_E[-1:], maps.row_of_slot_N, weights_TK.shape[1])
     if partial is not None:
         d_weights = moe_backward.routing_weight_grad(
-            partial, grad_TD, call.b_out_ED, call.weights_TK, call.rows, call.plan
+            partial, grad_TD, call.b_out_ED, call.weights_TK, call.rows, call.config
         )
     return d_x, d_weights, HiddenGradients(a, d_h)
 
@@ -161,7 +161,7 @@ def weight_grads(
 
     call = _Call.of(x_TD, experts, weights_TK, maps, cut=False)
     E, G, F, D = call.w_in_EGFD.shape
-    rows, plan, add = call.rows, call.plan, into is not None
+    rows, config, add = call.rows, call.config, into is not None
     w_in = w_out = x_TD.new_empty(0)
     b_in = b_out = None
     if needs.w_out and hidden.a_RF is not None:
@@ -170,8 +170,8 @@ def weight_grads(
             hidden.a_RF,
             grad_TD,
             rows,
-            plan,
-            plan.w_out_grad,
+            config,
+            config.w_out_grad,
             gathered_rows=True,
             out=w_out,
             accumulate=add,
@@ -182,8 +182,8 @@ def weight_grads(
             hidden.d_h_RH,
             call.x_TD,
             rows,
-            plan,
-            plan.w_in_grad,
+            config,
+            config.w_in_grad,
             gathered_rows=False,
             out=_in_memory_order(w_in).view(E, G * F, D),
             accumulate=add,
@@ -237,7 +237,7 @@ class _Call:
     b_out_ED: Tensor | None
     weights_TK: Tensor
     rows: Any
-    plan: Any
+    config: Any
 
     @staticmethod
     def of(
@@ -258,7 +258,7 @@ class _Call:
             b_in = b_in.transpose(1, 2).contiguous().transpose(1, 2)
         elif b_in is not None:
             b_in = b_in.contiguous()
-        plan = tiles.choose_plan(
+        config = tiles.choose_config(
             x_TD.device,
             x_TD.dtype,
             num_rows=maps.token_of_row_N.shape[0],
@@ -271,7 +271,7 @@ class _Call:
         order = (maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N)
         w_in = w_in if interleaved else w_in.contiguous()
         w_out = experts.w_out_EDF.contiguous()
-        plan = tiles.described(plan, w_in, w_out)
+        config = tiles.described(config, w_in, w_out)
         return _Call(
             x_TD.contiguous(),
             w_in,
@@ -279,8 +279,8 @@ class _Call:
             b_in,
             None if b_out is None else b_out.contiguous(),
             weights_TK.contiguous(),
-            grouped.Rows.cut(*order, plan.block_m) if cut else grouped.Rows.uncut(*order),
-            plan,
+            grouped.Rows.cut(*order, config.block_m) if cut else grouped.Rows.uncut(*order),
+            config,
         )
 
 

@@ -64,7 +64,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """How many rows a call of a product may have, so that each row gets the same result in every call.
 
     Attributes:
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
             start += size
 
 
-ONE_BY_ONE = Rows(0, 1)
+ONE_BY_ONE = RowRange(0, 1)
 
 
 def _doubled(t: Tensor, sign: int) -> Tensor:
@@ -98,7 +98,7 @@ def _doubled(t: Tensor, sign: int) -> Tensor:
     return torch.cat([half, sign * half.roll(_SHIFT, -1)], -1)
 
 
-def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor]) -> Rows:
+def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor]) -> RowRange:
     """What calls of a product give a row the same result: tried out with ordinary rows, then with rows that cancel.
 
     Args:
@@ -122,7 +122,7 @@ def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor])
             if not torch.equal(product(x_RK[:count]), blocks[0][:count]):
                 least = count + 1
                 break
-    return Rows(least, most)
+    return RowRange(least, most)
 
 
 def _drawing(num: int, like: Tensor) -> Callable[..., Tensor]:
@@ -141,7 +141,7 @@ def _rows_of(
     device: torch.device,
     misalignment: int,
     num_threads: int,
-) -> Rows:
+) -> RowRange:
     """What calls of a product of this shape may have: tried out once."""
     skipped = misalignment // dtype.itemsize
     w_NK = torch.zeros(num_columns * num_products + skipped, device=device, dtype=dtype)[skipped:]
@@ -191,7 +191,7 @@ class BlockProduct:
     w_NK: Tensor
     b_N: Tensor | None
     num_columns: int
-    rows: Rows
+    rows: RowRange
     packed: Tensor | None = None
     is_copy: bool = False
 
@@ -267,7 +267,7 @@ def _packs_alike(
     with_bias: bool,
     dtype: torch.dtype,
     device: torch.device,
-    rows: Rows,
+    rows: RowRange,
     num_threads: int,
 ) -> bool:
     """Whether products with the packed weight have the bits of those without, for all numbers of rows of a call: tried out once."""
@@ -326,7 +326,7 @@ def _batched_rows_of(
     dtype: torch.dtype,
     device: torch.device,
     num_threads: int,
-) -> Rows:
+) -> RowRange:
     """What calls of a batched product may have; `ONE_BY_ONE` as well if it matters what else is in the batch."""
     like = torch.empty(0, device=device, dtype=dtype)
     draw = _drawing(num_columns * 65537 + num_products, like)

@@ -22,8 +22,8 @@ from expertmesh.moe.dispatch import Dispatched
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.activation import num_branches
-from expertmesh.parallel.experts.exchange_layout import make_plan
 from expertmesh.parallel.experts.load_record import route_shape
+from expertmesh.parallel.experts.route_split import make_split
 from expertmesh.parallel.experts.tuner import (
     OVERLAP_DEGREES,
     Bucket,
@@ -141,7 +141,7 @@ def _routes(dispatcher: Any, pinned: int | None) -> dict[int, RouteShape]:
     W = degrees.num_ranks
     allowed = divisors(W) if pinned is None else [pinned]
     nodes = dispatcher.nodes
-    return {r: route_shape(make_plan(degrees, r), nodes) for r in allowed}
+    return {r: route_shape(make_split(degrees, r), nodes) for r in allowed}
 
 
 def layer_shape(

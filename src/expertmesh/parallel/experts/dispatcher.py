@@ -36,7 +36,6 @@ from expertmesh.parallel.experts.exchange import (
     Replicated,
     Route,
 )
-from expertmesh.parallel.experts.exchange_layout import Plan, make_plan
 from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
@@ -49,6 +48,7 @@ from expertmesh.parallel.experts.load_record import (
 )
 from expertmesh.parallel.experts.modules import ExpertModules
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
+from expertmesh.parallel.experts.route_split import RouteSplit, make_split
 from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
 from expertmesh.parallel.experts.tables import on_device
@@ -183,7 +183,7 @@ class ExpertDispatcher:
         )
         self._check(way)
         usual = DispatchOptions(
-            make_plan(storage.degrees, way.route_degree).route_degree,
+            make_split(storage.degrees, way.route_degree).route_degree,
             way.overlap_degree or 1,
             way.all_to_all or "flat",
             way.shadow_experts or 0,
@@ -191,10 +191,10 @@ class ExpertDispatcher:
         self.usual = usual
 
     def exchange(self, route_degree: int | None = None, *, is_flat: bool | None = None) -> Exchange:
-        """What moves tokens under a plan; every rank must ask when a plan is used first.
+        """What moves tokens under a split; every rank must ask when a split is used first.
 
         Args:
-            route_degree: of the plan; None: the usual one.
+            route_degree: of the split; None: the usual one.
             is_flat: straight, or between nodes first; None: as is usual.
 
         Raises:
@@ -204,7 +204,7 @@ class ExpertDispatcher:
         assert degree is not None
         key = degree, self.usual.all_to_all != "hierarchical" if is_flat is None else is_flat
         if key not in self._exchanges:
-            route = self._new_route(make_plan(self.storage.degrees, degree))
+            route = self._new_route(make_split(self.storage.degrees, degree))
             make = self.exchanges or partial(self._usual_exchange, is_flat=key[1])
             self._exchanges[key] = make(route)
         return self._exchanges[key]
@@ -235,7 +235,7 @@ class ExpertDispatcher:
         W, node_of = self.storage.degrees.num_ranks, self.nodes
         cells: dict[tuple[int, int, int], list[int]] = {}
         for copy in range(self.storage.num_replicas):
-            for i, cell in enumerate(route.plan.route_cells()):
+            for i, cell in enumerate(route.split.route_cells()):
                 for position in (copy * W + rank for rank in cell):
                     cells.setdefault((copy, i, node_of[position]), []).append(position)
         inside = self.storage.world.group(list(cells.values()), name="the ranks of a node")
@@ -245,17 +245,17 @@ class ExpertDispatcher:
         all_places = {p: place for place, p in enumerate(sorted(p for c in mine for p in c))}
         return Nodes([[all_places[p] for p in positions] for positions in mine], inside)
 
-    def _new_route(self, plan: Plan) -> Route:
-        cells = plan.route_cells()
+    def _new_route(self, split: RouteSplit) -> Route:
+        cells = split.route_cells()
         members = next(cell for cell in cells if self.storage.rank in cell)
-        places = [[0] * plan.route_f for _ in range(plan.route_e)]
+        places = [[0] * split.route_f for _ in range(split.route_e)]
         for place, rank in enumerate(members):
-            block, part = plan.block(rank)
+            block, part = split.block(rank)
             places[block][part] = place
-        first = plan.block(self.storage.rank)[0] * (self.num_experts // plan.route_e)
+        first = split.block(self.storage.rank)[0] * (self.num_experts // split.route_e)
         group = self.storage.group(cells, "the ranks that share tokens")
         layer, payload = self.storage.layer, self.dispatch_dtype
-        return Route(plan, group, self.num_experts, first, places, layer, payload)
+        return Route(split, group, self.num_experts, first, places, layer, payload)
 
     @_never_compiled
     def sum_over_processes(self, value: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ class ExpertDispatcher:
         cast = None if x_TD.dtype == torch.float64 else autocast_dtype(x_TD.device)
         hot = chosen.hot if exchange.route.group.size > 1 else ()
         shadow = self.storage.shadow(hot, cast) if hot else None
-        gathered = self.storage.start_gather(exchange.route.plan, cast)
+        gathered = self.storage.start_gather(exchange.route.split, cast)
         if cast is not None and self.storage.casts_tokens:
             # the experts would do so; on the way it is half the bytes
             tokens = replace(tokens, x_TD=x_TD.to(cast))
@@ -336,7 +336,7 @@ class ExpertDispatcher:
             mine if given is None else given
             for given, mine in zip(vars(way).values(), vars(usual).values(), strict=True)
         ]
-        route_degree = make_plan(self.storage.degrees, route_degree).route_degree
+        route_degree = make_split(self.storage.degrees, route_degree).route_degree
         if all_to_all == "auto":
             all_to_all = self._faster(route_degree, tokens)
         counts = self.load.counts() if shadow else None
@@ -362,7 +362,7 @@ class ExpertDispatcher:
         """The faster all-to-all by the cost model, from numbers that all ranks have in common."""
         if route_degree == 1 or self.exchanges is not None:
             return "flat"
-        route = route_shape(make_plan(self.storage.degrees, route_degree), self.nodes)
+        route = route_shape(make_split(self.storage.degrees, route_degree), self.nodes)
         if not route.has_two_levels:
             return "flat"
         x_TD, top_k = tokens.x_TD, tokens.expert_ids_TK.shape[1]

@@ -27,16 +27,16 @@ from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
-from expertmesh.parallel.experts.exchange_layout import Plan
+from expertmesh.parallel.experts.route_split import RouteSplit
 from expertmesh.parallel.experts.tables import on_device
 
 
 @dataclass(frozen=True)
 class Route:
-    """The ranks that one plan lets tokens travel over.
+    """The ranks that one split lets tokens travel over.
 
     Attributes:
-        plan: the plan that the route serves.
+        split: the split that the route serves.
         group: ranks that share their tokens.
         num_experts: E.
         first_expert: global id of the first expert that this rank computes.
@@ -45,7 +45,7 @@ class Route:
         payload: how tokens travel out.
     """
 
-    plan: Plan
+    split: RouteSplit
     group: RankGroup
     num_experts: int
     first_expert: int
@@ -56,11 +56,11 @@ class Route:
     @property
     def num_local(self) -> int:
         """Experts that this rank computes."""
-        return self.num_experts // self.plan.route_e
+        return self.num_experts // self.split.route_e
 
     def blocks(self, ids_TK: Tensor) -> Tensor:
-        """The block of experts of each choice; `plan.route_e` for no choice."""
-        return torch.where(ids_TK < self.num_experts, ids_TK // self.num_local, self.plan.route_e)
+        """The block of experts of each choice; `split.route_e` for no choice."""
+        return torch.where(ids_TK < self.num_experts, ids_TK // self.num_local, self.split.route_e)
 
     def local_ids(self, ids_RK: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor]:
         """Ids counted from a rank's first expert, `num_local` for those of other ranks; and which are the rank's own."""

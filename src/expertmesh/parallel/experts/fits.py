@@ -9,8 +9,8 @@ from expertmesh.config.run import ExpertOrder
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.parallel.experts.exchange_layout import make_plan
 from expertmesh.parallel.experts.modules import MODULES_STAY, check_modules, module_degrees
+from expertmesh.parallel.experts.route_split import make_split
 from expertmesh.parallel.experts.storage import ADAPTERS_STAY, Keep, check_shards
 
 
@@ -78,7 +78,7 @@ def check_spread(
         )
         check_modules(experts, degrees)
         stay = MODULES_STAY
-    make_plan(degrees, way.route_degree)
+    make_split(degrees, way.route_degree)
     check_dispatch(dispatch_dtype, nodes=nodes, fixed_tokens=fixed_tokens, num_ranks=num_ranks)
     check_way(way, num_experts=layer.num_experts, stay=stay, fixed_tokens=fixed_tokens)
     return degrees

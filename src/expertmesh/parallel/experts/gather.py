@@ -64,7 +64,7 @@ class ShardSource(FetchedLayer, Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the shards of one plan lie together on this rank.
+    """How the shards of one split lie together on this rank.
 
     Attributes:
         group: ranks that share their shards.
@@ -169,7 +169,7 @@ class GradientBuffers:
     """Where the operators add gradients of gathered weights: FP32 (FP64 for FP64), ordered slice by slice.
 
     They take memory from `open` to `close` only, that is while one layer's backward runs. (And for a moment here,
-    because a tensor without memory cannot be made: so they are made once per plan.)
+    because a tensor without memory cannot be made: so they are made once per split.)
 
     Args:
         source: of the shards.
@@ -259,13 +259,13 @@ def reduce_gradients(
 
 
 class GatheredWeights:
-    """The weights of one layer in one forward, under one plan.
+    """The weights of one layer in one forward, under one split.
 
     Args:
         source: of the shards.
-        layout: of the plan.
+        layout: of the split.
         dtype: that they are gathered in.
-        key: the plan and the type, which tell gathers of one layer apart.
+        key: the split and the type, which tell gathers of one layer apart.
         prefetcher: gathers them again in the backward where they were dropped.
         buffers: gradient buffers of the layout; several forwards may share them, because backwards run one at a time.
         drops: whether they live until the experts have run only, and are gathered again in the backward.
@@ -463,7 +463,7 @@ def _sum_of(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 class _Gathered(torch.autograd.Function):
-    """Shards in, slices of one plan out."""
+    """Shards in, slices of one split out."""
 
     @staticmethod
     def forward(

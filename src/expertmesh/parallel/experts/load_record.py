@@ -10,7 +10,7 @@ from torch import Tensor
 from expertmesh.comm.host_copy import on_host
 from expertmesh.costs.communication import RouteShape, TokenLoad
 from expertmesh.errors import ConfigError
-from expertmesh.parallel.experts.exchange_layout import Plan
+from expertmesh.parallel.experts.route_split import RouteSplit
 
 FIRST_TOKENS = 4096.0
 """Tokens of a rank that are assumed before any were seen."""
@@ -145,13 +145,13 @@ class LoadRecord:
         return TokenLoad(total / top_k / self._num_ranks, top_k, shares)
 
 
-def route_shape(plan: Plan, nodes: Sequence[int]) -> RouteShape:
-    """A plan for the cost model, by the first ranks that share tokens and the first that share weights."""
-    members, gathering = plan.route_cells()[0], plan.gather_cells()[0]
+def route_shape(split: RouteSplit, nodes: Sequence[int]) -> RouteShape:
+    """A split for the cost model, by the first ranks that share tokens and the first that share weights."""
+    members, gathering = split.route_cells()[0], split.gather_cells()[0]
     return RouteShape(
-        plan.route_degree,
-        tuple(plan.block(rank)[0] for rank in members),
-        plan.route_e,
+        split.route_degree,
+        tuple(split.block(rank)[0] for rank in members),
+        split.route_e,
         tuple(nodes[rank] for rank in members),
         len(gathering),
         len({nodes[rank] for rank in gathering}) > 1,

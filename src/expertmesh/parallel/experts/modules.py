@@ -14,8 +14,8 @@ from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.experts import ExpertList, ExpertParameters, Parameters
-from expertmesh.parallel.experts.exchange_layout import Plan
 from expertmesh.parallel.experts.gather import GatheredWeights
+from expertmesh.parallel.experts.route_split import RouteSplit
 from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.experts.storage import ExpertHolder
 
@@ -260,16 +260,16 @@ class ExpertModules(ExpertHolder):
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is kept that a step could change."""
 
-    def start_gather(self, plan: Plan, dtype: torch.dtype | None) -> None:
+    def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> None:
         """Nothing.
 
         Raises:
-            ConfigError: the plan would move the modules.
+            ConfigError: the split would move the modules.
         """
         W = self.degrees.num_ranks
-        if plan.route_degree != W:
+        if split.route_degree != W:
             raise ConfigError(
-                f"{named('route_degree', plan.route_degree)} with {self.stay}: they stay where they are, so tokens must "
+                f"{named('route_degree', split.route_degree)} with {self.stay}: they stay where they are, so tokens must "
                 f"travel; use {named('route_degree', W)} or leave it out"
             )
 

@@ -1,7 +1,7 @@
 """Weights are gathered one layer ahead: of the next layer in the forward, of the layer before in the backward.
 
-The order of the layers is that of the last forward, and a layer's plan is guessed: as in its last call, or, where the
-layer before has just changed its plan, the same change. Ranks that run the same program guess alike, so that they
+The order of the layers is that of the last forward, and a layer's split is guessed: as in its last call, or, where the
+layer before has just changed its split, the same change. Ranks that run the same program guess alike, so that they
 always start the same collectives. A wrong guess costs one gather in vain; the layer is then not fetched ahead before
 a guess would have been right.
 
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from expertmesh.parallel.experts.exchange_layout import Plan
+from expertmesh.parallel.experts.route_split import RouteSplit
 
 Whole = list[tuple[Tensor, ...]]
 """The slices of every parameter, in the order of a storage's names."""
 
-Key = tuple[Plan, torch.dtype]
+Key = tuple[RouteSplit, torch.dtype]
 """What tells gathers of one layer apart."""
 
 
@@ -85,7 +85,7 @@ class Prefetcher:
         self._next: dict[FetchedLayer, FetchedLayer] = {}
         self._keys: dict[FetchedLayer, Key] = {}
         self._missed: set[FetchedLayer] = set()
-        self._plan_changed = False
+        self._split_changed = False
         self._ahead: _Ahead | None = None
         self._last: Visit | None = None
         self._again: dict[tuple[FetchedLayer, Key], Fetch] = {}
@@ -104,7 +104,7 @@ class Prefetcher:
         if self._order:
             self._next[self._order[-1]] = layer
         self._order.append(layer)
-        self._plan_changed = self._keys.get(layer, key) != key
+        self._split_changed = self._keys.get(layer, key) != key
         self._keys[layer] = key
         ahead, self._ahead = self._ahead, None
         if ahead is None:
@@ -124,7 +124,7 @@ class Prefetcher:
         following = self._next.get(layer)
         if following is None:
             return
-        guess = following.similar_key(key) if self._plan_changed else self._keys[following]
+        guess = following.similar_key(key) if self._split_changed else self._keys[following]
         if guess is None or following.has_kept(guess):
             return
         fetch = None if following in self._missed else following.fetch(guess)

@@ -2,7 +2,7 @@
 
 The parameters stay where they are named (`experts.w_in`, ...), as DTensors over the mesh ("replica", "e", "f"): so
 optimisers, checkpoints and norms know how they are laid out. `start_gather` and `finish_gather` make from them what
-one plan needs; the gradient goes back by a reduce-scatter to the shards and a sum over the copies.
+one split needs; the gradient goes back by a reduce-scatter to the shards and a sum over the copies.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,6 @@ from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_adapters import Adapter, ExpertAdapters
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
-from expertmesh.parallel.experts.exchange_layout import Plan, make_plan
 from expertmesh.parallel.experts.gather import (
     SLICED_AXIS,
     Gather,
@@ -31,6 +30,7 @@ from expertmesh.parallel.experts.gather import (
     hand_over,
 )
 from expertmesh.parallel.experts.prefetch import Fetch, Key, Prefetcher, Whole, in_backward
+from expertmesh.parallel.experts.route_split import RouteSplit, make_split
 from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.offload import HostMemory, host_mesh
 
@@ -84,8 +84,8 @@ class ExpertHolder(ABC):
         """Know of each step of an optimiser."""
 
     @abstractmethod
-    def start_gather(self, plan: Plan, dtype: torch.dtype | None) -> GatheredWeights | None:
-        """Begin to gather what this rank computes under a plan, in a type (None: the parameters' own); None: nothing."""
+    def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> GatheredWeights | None:
+        """Begin to gather what this rank computes under a split, in a type (None: the parameters' own); None: nothing."""
 
     @abstractmethod
     def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
@@ -155,7 +155,7 @@ def check_shards(
 
 
 class ExpertStorage(ExpertHolder):
-    """Shards the parameters of grouped experts, and gathers them as a plan asks.
+    """Shards the parameters of grouped experts, and gathers them as a split asks.
 
     A loss is the sum of the losses of all ranks: gradients are sums over ranks, not means.
 
@@ -200,8 +200,8 @@ class ExpertStorage(ExpertHolder):
         self._prefetcher = prefetcher or Prefetcher()
         self.host = None if device is None else HostMemory(device)
         experts.compute_device = device
-        self._layouts: dict[Plan, Layout] = {}
-        self._buffers: dict[Plan, GradientBuffers] = {}
+        self._layouts: dict[RouteSplit, Layout] = {}
+        self._buffers: dict[RouteSplit, GradientBuffers] = {}
         self._kept: dict[Key, tuple[list[int], Whole]] = {}
         self.names = [name for name in SLICED_AXIS if getattr(experts, name) is not None]
         self._is_following = self._is_pinned = False
@@ -258,43 +258,43 @@ class ExpertStorage(ExpertHolder):
         """This rank's part of each parameter, in the order of `names`; differentiable."""
         return [getattr(self.experts, name).to_local() for name in self.names]
 
-    def layout(self, plan: Plan) -> Layout:
-        """Where the shards of a plan come from; every rank must ask when a plan is used first."""
-        if plan not in self._layouts:
-            self._layouts[plan] = self._new_layout(plan)
-        return self._layouts[plan]
+    def layout(self, split: RouteSplit) -> Layout:
+        """Where the shards of a split come from; every rank must ask when a split is used first."""
+        if split not in self._layouts:
+            self._layouts[split] = self._new_layout(split)
+        return self._layouts[split]
 
-    def _new_layout(self, plan: Plan) -> Layout:
-        cells = plan.gather_cells()
+    def _new_layout(self, split: RouteSplit) -> Layout:
+        cells = split.gather_cells()
         members = next(cell for cell in cells if self.rank in cell)
-        block_e, block_f = plan.block(self.rank)
-        first_e, first_f = block_e * plan.gather_e, block_f * plan.gather_f
+        block_e, block_f = split.block(self.rank)
+        first_e, first_f = block_e * split.gather_e, block_f * split.gather_f
         order = tuple(
             tuple(
                 members.index(self.degrees.rank_of(first_e + i, first_f + j))
-                for i in range(plan.gather_e)
+                for i in range(split.gather_e)
             )
-            for j in range(plan.gather_f)
+            for j in range(split.gather_f)
         )
         group = self.group(cells, "the ranks that share weights")
         return Layout(group, order, first_f, self.degrees.f)
 
-    def start_gather(self, plan: Plan, dtype: torch.dtype | None = None) -> GatheredWeights:
-        """Begin to gather what this rank computes under a plan.
+    def start_gather(self, split: RouteSplit, dtype: torch.dtype | None = None) -> GatheredWeights:
+        """Begin to gather what this rank computes under a split.
 
         Args:
-            plan: the same on all ranks.
+            split: the same on all ranks.
             dtype: to gather in (that of autocast); None: the parameters' own.
         """
         dtype = dtype or self.shards()[0].dtype
-        key, layout = (plan, dtype), self.layout(plan)
+        key, layout = (split, dtype), self.layout(split)
         use = GatheredWeights(
             self,
             layout,
             dtype,
             key=key,
             prefetcher=self._prefetcher,
-            buffers=lambda device: self._gradient_buffers(plan, device),
+            buffers=lambda device: self._gradient_buffers(split, device),
             drops=self.keep == "regather" and (layout.group.size > 1 or self.host is not None),
             main_grads=lambda: self.experts.main_grads,
         )
@@ -306,10 +306,10 @@ class ExpertStorage(ExpertHolder):
         return use
 
     def fetch(self, key: Key) -> Fetch:
-        """Begin to gather for a plan, in a type."""
-        plan, dtype = key
+        """Begin to gather for a split, in a type."""
+        split, dtype = key
         self._pin()
-        return Gather(self, self.layout(plan), dtype)
+        return Gather(self, self.layout(split), dtype)
 
     def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
         """Begin to bring the weights of some experts to all ranks."""
@@ -349,15 +349,15 @@ class ExpertStorage(ExpertHolder):
 
     def similar_key(self, key: Key) -> Key | None:
         """The key for another layer's route degree and type; None: this layer's ranks cannot be divided so."""
-        plan, dtype = key
-        if self.degrees.num_ranks % plan.route_degree:
+        split, dtype = key
+        if self.degrees.num_ranks % split.route_degree:
             return None
-        return make_plan(self.degrees, plan.route_degree), dtype
+        return make_split(self.degrees, split.route_degree), dtype
 
-    def _gradient_buffers(self, plan: Plan, device: torch.device) -> GradientBuffers:
-        if plan not in self._buffers:
-            self._buffers[plan] = GradientBuffers(self, self.layout(plan), device)
-        return self._buffers[plan]
+    def _gradient_buffers(self, split: RouteSplit, device: torch.device) -> GradientBuffers:
+        if split not in self._buffers:
+            self._buffers[split] = GradientBuffers(self, self.layout(split), device)
+        return self._buffers[split]
 
     def versions(self) -> list[int]:
         """Numbers that change with the parameters."""

@@ -4,7 +4,7 @@ import pytest
 
 from expertmesh.comm.mesh import ExpertDegrees, divisors
 from expertmesh.errors import ConfigError
-from expertmesh.parallel.experts.exchange_layout import make_plan
+from expertmesh.parallel.experts.route_split import make_split
 
 STORAGES = [
     ExpertDegrees(e, f, order)
@@ -16,22 +16,22 @@ STORAGES = [
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_cells(storage):
     for degree in divisors(storage.num_ranks):
-        plan = make_plan(storage, degree)
-        assert plan.route_e * plan.route_f == degree
-        assert plan.gather_e * plan.gather_f * degree == storage.num_ranks
-        for cell in plan.route_cells():
+        split = make_split(storage, degree)
+        assert split.route_e * split.route_f == degree
+        assert split.gather_e * split.gather_f * degree == storage.num_ranks
+        for cell in split.route_cells():
             assert len(cell) == degree
-            blocks = {plan.block(rank) for rank in cell}
-            assert blocks == {(b, q) for b in range(plan.route_e) for q in range(plan.route_f)}
-        for cell in plan.gather_cells():
-            assert len({plan.block(rank) for rank in cell}) == 1
-        for cells in (plan.route_cells(), plan.gather_cells()):
+            blocks = {split.block(rank) for rank in cell}
+            assert blocks == {(b, q) for b in range(split.route_e) for q in range(split.route_f)}
+        for cell in split.gather_cells():
+            assert len({split.block(rank) for rank in cell}) == 1
+        for cells in (split.route_cells(), split.gather_cells()):
             assert sorted(rank for cell in cells for rank in cell) == list(range(storage.num_ranks))
 
 
 def test_slices_are_joined_before_experts_are():
-    plan = make_plan(ExpertDegrees(4, 2), 4)
-    assert (plan.route_e, plan.route_f) == (4, 1)
+    split = make_split(ExpertDegrees(4, 2), 4)
+    assert (split.route_e, split.route_f) == (4, 1)
 
 
 def test_rank_order():
@@ -47,4 +47,4 @@ def test_no_divisor(degree):
     with pytest.raises(
         ConfigError, match=rf"route_degree={degree}: must divide the 4 ranks.*nearest: [124]$"
     ):
-        make_plan(ExpertDegrees(2, 2), degree)
+        make_split(ExpertDegrees(2, 2), degree)

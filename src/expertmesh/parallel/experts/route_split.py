@@ -1,6 +1,6 @@
 """What one forward makes of the one storage: how far tokens travel, and how much of the weights is gathered.
 
-The W ranks of one copy hold the experts as e parts along E times f slices along F. A plan splits W into
+The W ranks of one copy hold the experts as e parts along E times f slices along F. A `RouteSplit` divides W into
 route_degree x gather: token rows travel over `route_degree` ranks, and each rank gathers the weights of
 W / route_degree ranks. route_degree = W moves no weights (expert parallelism, with slicing where f > 1);
 route_degree = 1 moves no tokens (data parallelism with sharded weights). In between, gathering joins slices of the
@@ -16,7 +16,7 @@ from expertmesh.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Plan:
+class RouteSplit:
     """One way to use the storage; the same on all ranks.
 
     Attributes:
@@ -72,8 +72,8 @@ class Plan:
         return list(cells.values())
 
 
-def make_plan(storage: ExpertDegrees, route_degree: int | None) -> Plan:
-    """The plan of a route_degree.
+def make_split(storage: ExpertDegrees, route_degree: int | None) -> RouteSplit:
+    """The split of a route_degree.
 
     Args:
         storage: how the ranks hold the experts.
@@ -84,7 +84,7 @@ def make_plan(storage: ExpertDegrees, route_degree: int | None) -> Plan:
     """
     W = storage.num_ranks
     if route_degree is None:
-        return Plan(storage, W)
+        return RouteSplit(storage, W)
     if route_degree < 1 or W % route_degree:
         near = min(divisors(W), key=lambda d: abs(d - route_degree))
         raise ConfigError(
@@ -93,4 +93,4 @@ def make_plan(storage: ExpertDegrees, route_degree: int | None) -> Plan:
             f"must divide the {W} ranks that hold the experts",
             f"nearest: {near}",
         )
-    return Plan(storage, route_degree)
+    return RouteSplit(storage, route_degree)
