@@ -18,7 +18,7 @@ from torch import Tensor
 
 from expertmesh import MoELayer, Routing
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.comm.group import RankGroup, wait_for
+from expertmesh.comm.group import RankGroup, wait
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import Link, Network
@@ -153,7 +153,7 @@ def in_sequence(run: Callable[[], object]) -> None:
     start = RankGroup.start
 
     def start_and_wait(*args: Any, **named: Any) -> None:
-        wait_for(start(*args, **named))
+        wait(start(*args, **named))
 
     with mock.patch.object(RankGroup, "start", start_and_wait):
         run()

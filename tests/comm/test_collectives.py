@@ -14,7 +14,7 @@ from expertmesh.comm.collectives import (
     reduce_scatter,
     start_all_reduce,
 )
-from expertmesh.comm.group import wait_for
+from expertmesh.comm.group import wait
 from expertmesh.comm.world import World
 from expertmesh.errors import CollectiveError, ConfigError
 
@@ -111,7 +111,7 @@ def sums_of_any_size(num_elements):
     for dtype in (*DTYPES, torch.int64, torch.int32):
         x = torch.arange(num_elements).remainder(7).add(group.rank).to(dtype)
         with world_of().traffic.logged() as log:
-            wait_for(start_all_reduce(x, group, where="test"))
+            wait(start_all_reduce(x, group, where="test"))
         expected = 4 * torch.arange(num_elements).remainder(7) + 6
         assert torch.equal(x, expected.to(dtype)), dtype
         totals.append(log.num_bytes() / x.nbytes)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.comm.group import Pending, RankGroup, wait_for
-from expertmesh.comm.in_flight import InFlight
+from expertmesh.comm.async_collective import AsyncTensor
+from expertmesh.comm.group import Pending, RankGroup, wait
 
 # Newer versions of torch have new names for the same functions, and warn of the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,9 +99,9 @@ def start_all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Pending | No
     )
 
 
-def in_flight_all_gather(x: Tensor, group: RankGroup, *, where: str) -> InFlight:
+def in_flight_all_gather(x: Tensor, group: RankGroup, *, where: str) -> AsyncTensor:
     """Begin what `all_gather` does."""
-    return InFlight(
+    return AsyncTensor(
         x,
         lambda t: start_all_gather(t, group, where=where),
         lambda grad: start_reduce_scatter(grad, group, where=f"{where}, backward"),
@@ -124,7 +124,7 @@ def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
 
 def reduce_scatter(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
     """Sum (n, ...) over ranks, each keeping its block (...). Differentiable once: the gradient is gathered."""
-    return InFlight(
+    return AsyncTensor(
         x,
         lambda t: start_reduce_scatter(t, group, where=where),
         lambda grad: start_all_gather(grad, group, where=f"{where}, backward"),
@@ -140,7 +140,7 @@ def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
         total = t.detach().clone(memory_format=torch.contiguous_format)
         return total, start_all_reduce(total, group, where=where)
 
-    return InFlight(x, summed, lambda grad: summed(grad, f"{where}, backward")).finish()
+    return AsyncTensor(x, summed, lambda grad: summed(grad, f"{where}, backward")).finish()
 
 
 def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] | None:
@@ -155,7 +155,7 @@ def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] 
         CollectiveError: a rank is gone or late.
     """
     parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == 0 else None
-    wait_for(
+    wait(
         group.start(
             "gather",
             where,
@@ -179,7 +179,7 @@ def broadcast_(x: Tensor, group: RankGroup, *, where: str) -> None:
     """
     if group.size == 1:
         return
-    wait_for(
+    wait(
         group.start(
             "broadcast",
             where,

@@ -104,7 +104,7 @@ class Pending:
             self._then()
 
 
-def wait_for(pending: Pending | None) -> None:
+def wait(pending: Pending | None) -> None:
     """Wait for a collective; None is one that had nothing to do.
 
     Raises:

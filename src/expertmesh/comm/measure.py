@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expertmesh.comm.all_to_all.flat import in_flight_all_to_all
 from expertmesh.comm.collectives import all_gather, start_all_reduce
-from expertmesh.comm.group import RankGroup, wait_for
+from expertmesh.comm.group import RankGroup, wait
 from expertmesh.comm.world import World
 from expertmesh.costs.communication import USUAL_NETWORK, Link, Network
 
@@ -83,7 +83,7 @@ def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterato
 
 
 def _all_reduce(x: Tensor, group: RankGroup) -> None:
-    wait_for(start_all_reduce(x, group, where="bench"))
+    wait(start_all_reduce(x, group, where="bench"))
 
 
 def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.comm.all_to_all.flat import start_all_to_all
-from expertmesh.comm.group import RankGroup, wait_for
+from expertmesh.comm.group import RankGroup, wait
 from expertmesh.costs.placement import Placement, in_order, placed
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
@@ -179,7 +179,7 @@ class PlacedExperts:
                 self._everyone,
                 where=where,
             )
-            wait_for(pending)
+            wait(pending)
             names = [expert for each in takes for expert in each]
             rows |= dict(zip(names, arrived, strict=True))
         return torch.stack([rows[expert] for expert in new.of_rank(own)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.comm.collectives import start_all_reduce
-from expertmesh.comm.group import wait_for
+from expertmesh.comm.group import wait
 from expertmesh.comm.launcher import ended_with_launcher
 from expertmesh.comm.start import abort_groups, start_group
 from expertmesh.comm.world import World
@@ -71,7 +71,7 @@ class Ranks:
     def sum_(self, value: Tensor, *, what: str) -> Tensor:
         """Sum a contiguous tensor over ranks, in place."""
         if self.world is not None:
-            wait_for(start_all_reduce(value, self.world.everyone(), where=what))
+            wait(start_all_reduce(value, self.world.everyone(), where=what))
         return value
 
     def any(self, value: bool) -> bool:

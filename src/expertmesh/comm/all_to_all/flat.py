@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expertmesh.comm.all_to_all.payload import packed, unpacked
-from expertmesh.comm.group import Awaited, Pending, RankGroup, wait_for
+from expertmesh.comm.async_collective import AsyncTensor
+from expertmesh.comm.group import Awaited, Pending, RankGroup, wait
 from expertmesh.comm.host_copy import beside, on_host
-from expertmesh.comm.in_flight import InFlight
 from expertmesh.config.dispatch_options import DispatchDtype
 
 
@@ -58,7 +58,7 @@ class CountsInFlight:
                 self._numbers = self._begin_to_copy()
 
     def _begin_to_copy(self) -> Callable[[], list[Any]]:
-        wait_for(self._pending)
+        wait(self._pending)
         return on_host(torch.stack((self._sent_PC.t(), self._received_PC.t())))
 
     def finish(self) -> list[Counts]:
@@ -161,7 +161,7 @@ def in_flight_all_to_all(
     *,
     where: str,
     payload: DispatchDtype = "same",
-) -> InFlight:
+) -> AsyncTensor:
     """Begin to send rows to their ranks.
 
     Args:
@@ -180,13 +180,13 @@ def in_flight_all_to_all(
             x_RD.shape[1],
             x_RD.dtype,
         )  # not the rows themselves, which the backward does not need
-        return InFlight(
+        return AsyncTensor(
             x_RD,
             lambda rows: start_all_to_all(packed(rows, payload), send, receive, group, where=where),
             lambda grad: start_all_to_all(grad, receive, send, group, where=f"{where}, backward"),
             lambda arrived: unpacked(arrived, dim, dtype, payload),
         )
-    return InFlight(
+    return AsyncTensor(
         x_RD,
         lambda rows: start_all_to_all(rows, send, receive, group, where=where),
         lambda grad: start_all_to_all(grad, receive, send, group, where=f"{where}, backward"),

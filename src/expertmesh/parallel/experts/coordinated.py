@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from expertmesh.comm.all_to_all.flat import start_all_to_all
 from expertmesh.comm.collectives import all_gather, start_all_gather
-from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.group import Pending, RankGroup, wait
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.costs.placement import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
@@ -182,7 +182,7 @@ class CoordinatedJourney:
         """
         way = self._way
         with phase("dispatch"):
-            wait_for(self._pending)
+            wait(self._pending)
             tokens = self._own()
             if self._out is not None:
                 tokens = _unpacked(self._out.flatten(0, 1), self._padded)
@@ -225,7 +225,7 @@ class CoordinatedJourney:
         sizes = [len(y_RD) // column.size] * column.size
         where = f"{self._way.layer}, combine"
         rows, pending = start_all_to_all(y_RD, sizes, sizes, column, where=where)
-        wait_for(pending)
+        wait(pending)
         return _added(rows.unflatten(0, (column.size, -1)))
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_all_to_all
+from expertmesh.comm.async_collective import AsyncTensor
 from expertmesh.comm.collectives import in_flight_all_gather
 from expertmesh.comm.group import RankGroup
-from expertmesh.comm.in_flight import InFlight
 from expertmesh.config.dispatch_options import DispatchDtype
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import count_all_choices
@@ -75,7 +75,7 @@ class Route:
 
     def send(
         self, both_RK: Tensor, x_RD: Tensor, counts: Counts, group: RankGroup, purpose: str
-    ) -> tuple[InFlight, InFlight]:
+    ) -> tuple[AsyncTensor, AsyncTensor]:
         """Send rows out, and what `choices_of_rows` gave them, which is not rounded."""
         where = f"{self.layer}, {purpose}"
         both = in_flight_all_to_all(both_RK, counts, group, where=where)
@@ -175,7 +175,7 @@ def split(tokens: Dispatched, sizes: Sequence[int]) -> list[Dispatched]:
 class _Summed:
     """Rows on their way home, and how they are added."""
 
-    rows: InFlight
+    rows: AsyncTensor
     add: Callable[[Tensor], Tensor]
 
     def advance(self) -> None:
@@ -361,7 +361,7 @@ class _RaggedOutbound(Outbound):
         self.counts_PC = self._new_counts_PC(block_TK)
         self.numbers: CountsInFlight
         self.column = 0
-        self._rows: tuple[InFlight, InFlight] | None = None
+        self._rows: tuple[AsyncTensor, AsyncTensor] | None = None
 
     def _new_counts_PC(self, block_TK: Tensor) -> Tensor:  # noqa: N802
         """Rows to each rank, and live slots, so that the receiver can size its buffers."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from expertmesh.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from expertmesh.comm.group import RankGroup, wait_for
+from expertmesh.comm.group import RankGroup, wait
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.late import LateWeightGradients
@@ -158,7 +158,7 @@ class Gather:
             # Where copies have a stream of their own, what is sent lies in memory of that one: were it not to wait as well, the
             # next copy could take the memory while it is still being sent.
             with nullcontext() if host is None else host.copying():
-                wait_for(pending)
+                wait(pending)
             if host is not None:
                 host.joined(shards)
             self._whole.append(self.layout.slices(name, shards))
@@ -251,9 +251,9 @@ def reduce_gradients(
             reduced.append(None)
             continue
         grad, pending = item
-        wait_for(pending)
+        wait(pending)
         grad = grad.contiguous()
-        wait_for(start_all_reduce(grad, source.replicas, where=where))
+        wait(start_all_reduce(grad, source.replicas, where=where))
         reduced.append(grad)
     return reduced
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_all_to_all
+from expertmesh.comm.async_collective import AsyncTensor
 from expertmesh.comm.group import RankGroup
-from expertmesh.comm.in_flight import InFlight
 from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.permute import combine, permute
@@ -132,12 +132,12 @@ class _HomeInPieces:
 class _Homebound:
     def __init__(
         self,
-        inside: InFlight,
-        across: Callable[[Tensor], InFlight],
+        inside: AsyncTensor,
+        across: Callable[[Tensor], AsyncTensor],
         add: Callable[[Tensor], Tensor],
     ) -> None:
         self._inside, self._start_across, self._add = inside, across, add
-        self._across: InFlight | None = None
+        self._across: AsyncTensor | None = None
 
     def advance(self) -> None:
         if self._across is None:
@@ -166,9 +166,9 @@ class _Outbound(Outbound):
         self.counts_PC = self._new_counts_PC(place_TJ)
         self.numbers: CountsInFlight
         self.columns = slice(0, 0)
-        self._across: tuple[InFlight, InFlight] | None = None
+        self._across: tuple[AsyncTensor, AsyncTensor] | None = None
         self._inside: tuple[RouteMetadata, int, Counts] | None = None
-        self._arriving: tuple[InFlight, InFlight] | None = None
+        self._arriving: tuple[AsyncTensor, AsyncTensor] | None = None
 
     def _places(self, ids_TK: Tensor) -> Tensor:
         """(T, J) ranks that each token goes to, each once; the number of ranks in empty places."""
@@ -245,7 +245,7 @@ class _Outbound(Outbound):
         layer, group, inside = self._route.layer, self._route.group, self._nodes.inside
         rows = self._counts()[0]
 
-        def across(home_RD: Tensor) -> InFlight:
+        def across(home_RD: Tensor) -> AsyncTensor:
             y_RD = combine(home_RD, metadata, slots)
             where = f"{layer}, combine across nodes"
             return in_flight_all_to_all(y_RD, rows.mirrored(), group, where=where)

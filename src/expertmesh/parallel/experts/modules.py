@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from expertmesh.comm.collectives import start_all_reduce
-from expertmesh.comm.group import RankGroup, wait_for
+from expertmesh.comm.group import RankGroup, wait
 from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
@@ -190,14 +190,14 @@ class _SumOverCopies(torch.autograd.Function):
         own = ctx.saved_tensors
         called = torch.tensor([grad is not None for grad in grads], dtype=torch.int32)
         called = called.to(own[0].device)
-        wait_for(start_all_reduce(called, ctx.group, where=ctx.where))
+        wait(start_all_reduce(called, ctx.group, where=ctx.where))
         summed: list[Tensor | None] = []
         for grad, parameter, count in zip(grads, own, called.tolist(), strict=True):
             if count == 0:  # no module of any rank uses it: it has no gradient, as in one process
                 summed.append(None)
                 continue
             total = torch.zeros_like(parameter) if grad is None else grad.contiguous().clone()
-            wait_for(start_all_reduce(total, ctx.group, where=ctx.where))
+            wait(start_all_reduce(total, ctx.group, where=ctx.where))
             summed.append(total)
         return None, None, d_x_TD, *summed
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from expertmesh.comm.collectives import start_all_reduce
-from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.group import Pending, RankGroup, wait
 from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import ExpertParameters
@@ -90,7 +90,7 @@ class ShadowWeights:
 
     def parameters(self) -> ExpertParameters:
         """Wait for the weights; parameters of the hot experts, in their order, differentiable."""
-        wait_for(self._pending)
+        wait(self._pending)
         slices = _arranged(self.names, self._views(self._flat))
         counts = [len(each) for each in slices]
         needs = torch.is_grad_enabled() and any(shard.requires_grad for shard in self._shards)
@@ -142,7 +142,7 @@ class ShadowWeights:
 
     def finish_back(self) -> list[Tensor | None]:
         """Gradients of this rank's shards; gives the memory of the buffers back."""
-        wait_for(self._returning)
+        wait(self._returning)
         flat = self._gradients
         assert flat is not None
         found: list[Tensor | None] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.comm.group import Pending, wait_for
+from expertmesh.comm.group import Pending, wait
 
 Launch = Callable[[Tensor], tuple[Tensor, Pending | None]]
 """Starts a collective on a tensor: gives the result, and what to wait for before it may be used (None: nothing)."""
@@ -31,11 +31,11 @@ class _Way:
     def wait(self) -> Tensor:
         assert self._under_way is not None, "finished twice"
         (out, pending), self._under_way = self._under_way, None
-        wait_for(pending)
+        wait(pending)
         return out
 
 
-class InFlight:
+class AsyncTensor:
     """One tensor on its way. Differentiable once.
 
     Args:
