@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from expertmesh.comm import collectives
 from expertmesh.comm.all_to_all import flat
 from expertmesh.comm.world import World
-from expertmesh.ops.experts import late
+from expertmesh.ops.experts import deferred_wgrad
 from expertmesh.parallel import clip, ranks, tensor
 from expertmesh.parallel.experts import dispatcher, exchange, hierarchical, shadow, storage
 
@@ -271,7 +271,7 @@ MUTANTS |= {
     ),
     "late_gradients_are_forgotten": (
         "shadowed",
-        lambda: [(late.LateWeightGradients, "compute", lambda self: [])],
+        lambda: [(deferred_wgrad.DeferredWeightGradients, "compute", lambda self: [])],
     ),
     "weight_gradients_are_not_summed": (
         "spread",

@@ -6,8 +6,8 @@ from torch import Tensor
 from expertmesh.ops.experts import operator
 from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.checked_arguments import checked, main_buffers
+from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
 from expertmesh.ops.experts.experts_call import ExpertsCall
-from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients, Weights
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
@@ -25,7 +25,7 @@ def moe_mlp(
     recompute_h: bool = False,
     main_grads: WeightGradients | None = None,
     backend: str = "auto",
-    late: LateWeightGradients | None = None,
+    late: DeferredWeightGradients | None = None,
 ) -> Tensor:
     """Run every token through its experts and sum the weighted results.
 
@@ -88,7 +88,7 @@ def compute(
     max_rows: int | None = None,
     recompute_h: bool = False,
     main_grads: WeightGradients | None = None,
-    late: LateWeightGradients | None = None,
+    late: DeferredWeightGradients | None = None,
 ) -> Tensor:
     """Run every token through its experts, by the first of `BACKENDS` that serves the call.
 
@@ -126,7 +126,7 @@ def compute_rows(
     *,
     recompute_h: bool = False,
     main_grads: WeightGradients | None = None,
-    late: LateWeightGradients | None = None,
+    late: DeferredWeightGradients | None = None,
 ) -> Tensor:
     """As `compute`, for rows whose order is known."""
     call = checked(call._replace(experts=call.experts.in_order()), maps)

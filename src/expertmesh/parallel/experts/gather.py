@@ -21,7 +21,7 @@ from expertmesh.comm.collectives import start_all_gather, start_all_reduce, star
 from expertmesh.comm.group import RankGroup, wait
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.experts.late import LateWeightGradients
+from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.parallel.experts.prefetch import (
     Fetch,
@@ -291,7 +291,7 @@ class GatheredWeights:
         self._addresses: dict[int, int] = {}
         self._buffers: GradientBuffers | None = None
         self._wanted: list[bool] = []
-        self._late: LateWeightGradients | None = None
+        self._late: DeferredWeightGradients | None = None
 
     def start(self, fetch: Fetch) -> None:
         """Take what is gathered for the forward, or its repetition in the backward."""
@@ -336,7 +336,7 @@ class GatheredWeights:
         """The same parameters for one call whose weight gradients are computed after the tokens' have set out for home."""
         if not all(self._wanted) or not torch.is_grad_enabled():
             return parameters
-        self._late = LateWeightGradients()
+        self._late = DeferredWeightGradients()
         return replace(parameters, late=self._late)
 
     def _direct_main_grads(self) -> WeightGradients | None:

@@ -18,7 +18,7 @@ from expertmesh.ops.experts.experts_call import NUM_LISTS, ExpertsCall, call_of
 from expertmesh.ops.experts.weights import HiddenGradients
 
 
-class LateWeightGradients:
+class DeferredWeightGradients:
     """The weight gradients of one call, left to be computed. All parameters must want a gradient."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LateWeightGradients:
     def run(self, call: ExpertsCall, main: Sequence[Tensor], *, save_h: bool) -> Tensor:
         """The output (T, D); as `operator.run`, but for the weights' gradients, which autograd does not see."""
         self._main = main
-        y_TD: Tensor = _LateExperts.apply(self, call, save_h, *call.differentiable)
+        y_TD: Tensor = _DeferredExperts.apply(self, call, save_h, *call.differentiable)
         return y_TD
 
     def leave(self, call: ExpertsCall, grad_TD: Tensor, kept: tuple[HiddenGradients, ...]) -> None:
@@ -50,10 +50,10 @@ class LateWeightGradients:
         return [None] * len(found) if self._main else found
 
 
-class _LateExperts(torch.autograd.Function):
+class _DeferredExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, late: LateWeightGradients, call: ExpertsCall, save_h: bool, *tensors: Tensor
+        ctx: Any, late: DeferredWeightGradients, call: ExpertsCall, save_h: bool, *tensors: Tensor
     ) -> Tensor:
         with without_autocast(call.x_TD.device):
             y_TD, hidden = BACKENDS[call.backend].forward(call, save_h=save_h)

@@ -6,7 +6,7 @@ from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
 
 from expertmesh.functional import WeightGradients, moe_mlp
-from expertmesh.ops.experts.late import LateWeightGradients
+from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
 
 NAMES = ("w_in", "w_out", "b_in", "b_out")
 
@@ -16,7 +16,7 @@ def late(case, backend, *, recompute_h=False, sizes=None, main_grads=None):
     x, w_in, w_out, weights, b_in, b_out = case.leaves()
     if sizes is not None:
         w_in, w_out, b_in = (list(t.split(sizes, 2)) for t in (w_in, w_out, b_in))
-    left = LateWeightGradients()
+    left = DeferredWeightGradients()
     assert left.compute() == []
     with poisoned_empty():
         y = moe_mlp(
