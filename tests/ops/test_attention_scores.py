@@ -18,7 +18,7 @@ from expertmesh.models.attention import DenseContext
 from expertmesh.ops.attention import blockwise, query_blocks
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule, as_mask, in_window
 from expertmesh.ops.attention.visible import visible
-from expertmesh.ops.row_arithmetic import BATCH_INVARIANT, ORDINARY
+from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
 
 H, h, d = 6, 3, 16
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0, -20.0, 1.5], dtype=torch.float64)
@@ -31,7 +31,7 @@ RULES = {
     "sinks": ScoreRule(sinks_H=SINKS),
     "all": ScoreRule(window=5, softcap=2.0, sinks_H=SINKS),
 }
-ARITHMETICS = {"ordinary": ORDINARY, "invariant": BATCH_INVARIANT}
+ARITHMETICS = {"ordinary": DEFAULT_OPS, "invariant": BATCH_INVARIANT_OPS}
 SIZES = ((1, 1), (1, 70), (9, 9), (5, 11), (70, 70))
 
 
@@ -137,9 +137,9 @@ def test_rounding_is_no_worse_than_that_of_plain_products(rule, arithmetic, dtyp
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_invariant_bits_do_not_follow_what_is_asked_at_once(rule):
     q, k, v = draw(70, 70, torch.float32)
-    whole = dense(q, k, v, rule, BATCH_INVARIANT)
+    whole = dense(q, k, v, rule, BATCH_INVARIANT_OPS)
     for first, stop in ((0, 1), (3, 9), (60, 70), (69, 70)):
-        part = dense(q[first:stop], k[:stop], v[:stop], rule, BATCH_INVARIANT)
+        part = dense(q[first:stop], k[:stop], v[:stop], rule, BATCH_INVARIANT_OPS)
         assert torch.equal(part, whole[first:stop])
 
 
@@ -159,7 +159,7 @@ def test_gradients_of_both_arithmetics_are_those_of_differences(rule):
 def test_a_dense_context_hands_the_rule_on():
     q, k, v = draw(9, 9, torch.float64)
     context = DenseContext.of(9, device=q.device)
-    y = context.attend(0, q, k, v, arithmetic=ORDINARY, rule=RULES["all"])
+    y = context.attend(0, q, k, v, arithmetic=DEFAULT_OPS, rule=RULES["all"])
     assert_close_fp64(y.view(9, H, d), oracle(q, k, v, RULES["all"]), what="dense context")
 
 
@@ -240,7 +240,7 @@ def test_gradients_of_blocks_are_as_exact_as_plain_ones(dtype, threshold):
         for run, this in ((dense, dtype), (by_products, dtype), (by_products, torch.float64)):
             leaves = [t.to(this).requires_grad_() for t in wide]
             rule = replace(LARGE, sinks_H=leaves[3])
-            more = [ORDINARY] if run is dense else []
+            more = [DEFAULT_OPS] if run is dense else []
             y = run(*leaves[:3], rule, *more).to(this)
             sides.append([y.detach(), *torch.autograd.grad(y, leaves, grad.to(this))])
         draws.append(sides)

@@ -33,7 +33,7 @@ from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.experts_call import call_of
 from expertmesh.ops.experts.moe_mlp import compute
-from expertmesh.ops.row_arithmetic import ORDINARY
+from expertmesh.ops.op_set import DEFAULT_OPS
 
 FEWEST_WEIGHTS = 1 << 25
 """From about here on a token takes a third of the time (docs/log.md); smaller models are not worth the compiler's seconds."""
@@ -100,7 +100,7 @@ def _attend_now(
     layer_index: int,
 ) -> Tensor:
     rule = ScoreRule(window, softcap, sinks_H, chunk)
-    y: Tensor = context.attend(layer_index, q_THd, k_Thd, v_Thd, arithmetic=ORDINARY, rule=rule)
+    y: Tensor = context.attend(layer_index, q_THd, k_Thd, v_Thd, arithmetic=DEFAULT_OPS, rule=rule)
     return y
 
 

@@ -12,7 +12,7 @@ from expertmesh.ops.attention import blockwise
 from expertmesh.ops.attention.fixed_blocks import BLOCK_KEYS, one_query_attention
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
-from expertmesh.ops.row_arithmetic import RowArithmetic
+from expertmesh.ops.op_set import OpSet
 
 
 class PagedCache:
@@ -144,7 +144,7 @@ class PagedContext:
         k_Thd: Tensor,
         v_Thd: Tensor,
         *,
-        arithmetic: RowArithmetic,
+        arithmetic: OpSet,
         rule: ScoreRule | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`; none sees how many others there are."""

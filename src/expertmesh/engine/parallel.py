@@ -35,7 +35,7 @@ from expertmesh.engine.runner import (
 from expertmesh.engine.scheduler import Step
 from expertmesh.errors import CollectiveError, ConfigError, text_of
 from expertmesh.models.sharing import spread_for_engine
-from expertmesh.ops.row_arithmetic import RowArithmetic
+from expertmesh.ops.op_set import OpSet
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
 from expertmesh.parallel.placed_experts import PlacedExperts
 from expertmesh.parallel.ranks import Ranks
@@ -268,7 +268,7 @@ class _Idle:
         k_Thd: Tensor,
         v_Thd: Tensor,
         *,
-        arithmetic: RowArithmetic,
+        arithmetic: OpSet,
         rule: Any = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""

@@ -16,7 +16,7 @@ from expertmesh.models.layers import RMSNorm
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
-from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 Places = tuple[Tensor, Tensor]
 """(H, S, head_dim) queries and (H, keys, head_dim) keys of untied positions, which all layers of a side share."""
@@ -40,7 +40,7 @@ class AttentionContext(Protocol):
         k_Thd: Tensor,
         v_Thd: Tensor,
         *,
-        arithmetic: RowArithmetic,
+        arithmetic: OpSet,
         rule: ScoreRule | None = None,
     ) -> Tensor:
         """Keep the keys and values of these tokens, and let the queries look at what they may see.
@@ -127,7 +127,7 @@ class DenseContext:
         k_Thd: Tensor,
         v_Thd: Tensor,
         *,
-        arithmetic: RowArithmetic,
+        arithmetic: OpSet,
         rule: ScoreRule | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
@@ -160,7 +160,7 @@ def rope_tables(
     dtype: torch.dtype,
     fraction: float = 1.0,
     scaling: RopeScalingConfig | None = None,
-    arithmetic: RowArithmetic = ORDINARY,
+    arithmetic: OpSet = DEFAULT_OPS,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
@@ -249,7 +249,7 @@ class Attention(nn.Module):
         out_bias: bool = False,
         sinks: bool = False,
         window: int | None = None,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -10,7 +10,7 @@ from expertmesh.config.latent import LatentAttentionConfig
 from expertmesh.models.attention import AttentionContext, apply_rope
 from expertmesh.models.layers import RMSNorm
 from expertmesh.moe.dense_parts import Linear
-from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms on the small vectors, in every model of the family."""
@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         latent: LatentAttentionConfig,
         score_factor: float,
         layer_index: int,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
         c_T1d: Tensor,
         k_turned: Tensor,
         context: AttentionContext,
-        arithmetic: RowArithmetic,
+        arithmetic: OpSet,
     ) -> Tensor:
         """(T, H, v_head_dim), with keys and values of every head."""
         nope, values = self.latent.qk_nope_head_dim, self.latent.v_head_dim
@@ -137,7 +137,7 @@ class LatentAttention(nn.Module):
         c_T1d: Tensor,
         k_turned: Tensor,
         context: AttentionContext,
-        arithmetic: RowArithmetic,
+        arithmetic: OpSet,
     ) -> Tensor:
         """(T, H, v_head_dim), with one key for all heads, which is its own value."""
         nope = self.latent.qk_nope_head_dim
@@ -163,7 +163,7 @@ class LatentAttention(nn.Module):
         return product.t()
 
 
-def _per_head(x_THd: Tensor, w_per_head: Tensor, arithmetic: RowArithmetic) -> Tensor:
+def _per_head(x_THd: Tensor, w_per_head: Tensor, arithmetic: OpSet) -> Tensor:
     """(T, H, n) -> (T, H, m): each head times its own matrix."""
     if arithmetic.batch_invariant:
         heads = zip(x_THd.unbind(1), w_per_head.unbind(0), strict=True)

@@ -16,7 +16,7 @@ from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 
 def draw_weights(model: Any, *, device: torch.device | str | None, seed: int | None) -> None:
@@ -84,7 +84,7 @@ class FeedForward(nn.Module):
         activation: str,
         layer_index: int,
         bias: bool = False,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         **place: Any,
     ) -> None:
         """Make the layer.
@@ -148,7 +148,7 @@ class RMSNorm(nn.Module):
         dim: int,
         *,
         eps: float,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

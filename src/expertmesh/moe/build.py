@@ -12,7 +12,7 @@ from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.router import ROUTERS
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.row_arithmetic import row_arithmetic
+from expertmesh.ops.op_set import select_op_set
 
 
 def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None) -> nn.Module:
@@ -36,7 +36,7 @@ def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None
 
 def _arithmetic(options: LayerOptions) -> dict[str, Any]:
     return {
-        "arithmetic": row_arithmetic(options.batch_invariant),
+        "arithmetic": select_op_set(options.batch_invariant),
         "backend": options.backend,
     }
 

@@ -15,7 +15,7 @@ from expertmesh.config.moe_rules import MOST_FACTOR, check_invariant_factor
 from expertmesh.errors import ConfigError
 from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.row_arithmetic import RowArithmetic
+from expertmesh.ops.op_set import OpSet
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -46,7 +46,7 @@ def check_top_k(top_k: Any, num_experts: int) -> None:
         )
 
 
-def check_call_factor(value: Any, *, arithmetic: RowArithmetic) -> None:
+def check_call_factor(value: Any, *, arithmetic: OpSet) -> None:
     """Raise ConfigError unless the capacity factor of a call is positive (inf: dropless) or None.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 
 class Linear(nn.Linear):
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
         out_features: int,
         *,
         bias: bool = False,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

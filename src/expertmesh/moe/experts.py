@@ -16,9 +16,9 @@ from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
 from expertmesh.ops.experts.experts_call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
+from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
-from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 OfRows = Callable[[], tuple[AdapterRun, ...]]
 """Which tokens of the present call have an adapter of their own; whoever calls the model keeps it up to date."""
@@ -55,7 +55,7 @@ class DenseMLP(nn.Module):
         hidden_dim: int,
         activation: str,
         bias: bool,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -92,7 +92,7 @@ class DenseMLP(nn.Module):
 class HasBackend(Protocol):
     """A module that computes by the operators for experts."""
 
-    arithmetic: RowArithmetic
+    arithmetic: OpSet
     backend: str
     training: bool
 
@@ -124,7 +124,7 @@ class GroupedExperts(nn.Module):
         activation: str,
         bias: bool,
         recompute_h: bool = False,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

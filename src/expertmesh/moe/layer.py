@@ -37,7 +37,7 @@ from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import route
 from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.row_arithmetic import row_arithmetic
+from expertmesh.ops.op_set import select_op_set
 
 
 class MoELayer(nn.Module):
@@ -167,7 +167,7 @@ class MoELayer(nn.Module):
         self.options = options
         self.dim, self.num_experts, self.top_k = options.dim, options.num_experts, options.top_k
         self.layer_index = options.layer_index
-        self.arithmetic = row_arithmetic(options.batch_invariant)
+        self.arithmetic = select_op_set(options.batch_invariant)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         if not isinstance(router, nn.Module):
             router = make_router(options, **place)

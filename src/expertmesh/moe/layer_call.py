@@ -27,7 +27,7 @@ from expertmesh.moe.routing_noise import (
     uniform,
 )
 from expertmesh.moe.types import Routing, RoutingStats
-from expertmesh.ops.row_arithmetic import RowArithmetic
+from expertmesh.ops.op_set import OpSet
 from expertmesh.ops.transforms import refuse_transforms
 
 
@@ -62,7 +62,7 @@ class Call:
     routing: Routing | None
     top_k: int
     training: bool
-    arithmetic: RowArithmetic
+    arithmetic: OpSet
     noise_key: Tensor
     noise_samples: Tensor | None
     expert_bias_E: Tensor | None

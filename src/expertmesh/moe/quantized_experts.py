@@ -9,9 +9,9 @@ from expertmesh.moe.experts import ExpertParameters, GroupedExperts, call_of_mod
 from expertmesh.ops.experts import quantized_rows
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
+from expertmesh.ops.op_set import OpSet
 from expertmesh.ops.quantized.pack import for_cpu
 from expertmesh.ops.quantized.rounding import BLOCK, Format
-from expertmesh.ops.row_arithmetic import RowArithmetic
 
 _VALUES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 
@@ -49,7 +49,7 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         E, G, F, D = like.w_in.shape
         self.num_experts, self.activation, self.backend = E, like.activation, like.backend
-        self.arithmetic: RowArithmetic = like.arithmetic
+        self.arithmetic: OpSet = like.arithmetic
         self.format: str = format
         for name, shape in {"w_in": (E, G, F, D), "w_out": (E, D, F)}.items():
             *_, N, K = shape

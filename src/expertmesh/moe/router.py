@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.dtypes import without_autocast
-from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
@@ -62,7 +62,7 @@ class LinearRouter(_FullPrecisionModule):
         dim: int,
         num_experts: int,
         router_bias: bool = False,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -92,7 +92,7 @@ class CosineRouter(_FullPrecisionModule):
         dim: int,
         num_experts: int,
         cosine_dim: int,
-        arithmetic: RowArithmetic = ORDINARY,
+        arithmetic: OpSet = DEFAULT_OPS,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,

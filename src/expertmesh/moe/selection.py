@@ -9,18 +9,18 @@ from expertmesh.config.moe_rules import GROUP_SCORES, LayerOptions
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.routing_noise import STREAM_HASH, philox4x32
 from expertmesh.moe.types import Routing
-from expertmesh.ops.row_arithmetic import RowArithmetic
+from expertmesh.ops.op_set import OpSet
 from expertmesh.ops.topk import choose_experts, runs_fused
 
 
-def scores_of(logits_TE: Tensor, options: LayerOptions, arithmetic: RowArithmetic) -> Tensor:
+def scores_of(logits_TE: Tensor, options: LayerOptions, arithmetic: OpSet) -> Tensor:
     """Logits -> scores: sigmoid, or softmax over all experts (for softmax_after_topk as well)."""
     if options.score_function == "sigmoid":
         return arithmetic.sigmoid(logits_TE)
     return arithmetic.softmax(logits_TE)
 
 
-def normalized(scores_TE: Tensor, arithmetic: RowArithmetic) -> Tensor:
+def normalized(scores_TE: Tensor, arithmetic: OpSet) -> Tensor:
     """Divide by the sum over the experts, safely where all scores are zero."""
     total = arithmetic.row_sum(scores_TE)
     return scores_TE / total.clamp_min(torch.finfo(scores_TE.dtype).tiny)
@@ -33,7 +33,7 @@ def weights_at(
     *,
     normalize: bool,
     options: LayerOptions,
-    arithmetic: RowArithmetic,
+    arithmetic: OpSet,
 ) -> Tensor:
     """Routing weights of given choices, differentiable.
 
@@ -80,7 +80,7 @@ def selection_scores(
     noise_TE: Tensor | None,
     bias_E: Tensor | None,
     options: LayerOptions,
-    arithmetic: RowArithmetic,
+    arithmetic: OpSet,
 ) -> Tensor:
     """What the choice is made by: the noisy logits, or their scores plus the balancing bias; detached.
 
@@ -104,7 +104,7 @@ def choose_by_token(
     top_k: int,
     *,
     options: LayerOptions,
-    arithmetic: RowArithmetic,
+    arithmetic: OpSet,
     noise_TE: Tensor | None = None,
     bias_E: Tensor | None = None,
     with_load: bool = False,
@@ -160,7 +160,7 @@ def choose_by_token(
     return Routing(ids_TK, weights_TK, scores_TE, logits_TE, load_TE)
 
 
-def balance_scores(scores_TE: Tensor, options: LayerOptions, arithmetic: RowArithmetic) -> Tensor:
+def balance_scores(scores_TE: Tensor, options: LayerOptions, arithmetic: OpSet) -> Tensor:
     """Scores that sum to 1 per token, for the balance loss."""
     return normalized(scores_TE, arithmetic) if options.score_function == "sigmoid" else scores_TE
 
@@ -183,7 +183,7 @@ def choose_by_expert(
     top_k: int,
     *,
     options: LayerOptions,
-    arithmetic: RowArithmetic,
+    arithmetic: OpSet,
     factor: Ratio,
     token_mask_T: Tensor | None,
     noise_TE: Tensor | None = None,

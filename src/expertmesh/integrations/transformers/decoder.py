@@ -26,7 +26,7 @@ from expertmesh.models.attention import AttentionContext
 from expertmesh.ops.attention import query_blocks
 from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible
-from expertmesh.ops.row_arithmetic import ORDINARY
+from expertmesh.ops.op_set import DEFAULT_OPS
 from expertmesh.runs.precision import resolve_device
 from expertmesh.text.format import TextFormat, hub_start, text_format
 from expertmesh.text.tokenizer import load_tokenizer
@@ -351,7 +351,7 @@ def _attend(
     rule = pages.rules[layer]
     if softcap is not None or s_aux is not None:
         rule = replace(rule, softcap=softcap, sinks_H=s_aux)
-    y = pages.context.attend(layer, q_THd, k_Thd, v_Thd, arithmetic=ORDINARY, rule=rule)
+    y = pages.context.attend(layer, q_THd, k_Thd, v_Thd, arithmetic=DEFAULT_OPS, rule=rule)
     return y.view(1, T, H, size)[..., :values], None
 
 

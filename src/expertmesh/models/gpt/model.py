@@ -38,7 +38,7 @@ from expertmesh.moe.init import draw_seed
 from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.row_arithmetic import row_arithmetic
+from expertmesh.ops.op_set import select_op_set
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Block(FeedForward):
         super().__init__()
         dim, eps = config.dim, config.norm_eps
         how: dict[str, Any] = {
-            "arithmetic": row_arithmetic(config.batch_invariant),
+            "arithmetic": select_op_set(config.batch_invariant),
             "device": device,
             "dtype": dtype,
         }
@@ -226,7 +226,7 @@ class GPT(LanguageModel):
             )
         super().__init__()
         self.config = config
-        self.arithmetic = row_arithmetic(config.batch_invariant)
+        self.arithmetic = select_op_set(config.batch_invariant)
         self.activation_checkpointing = False
         self.shared: SharedSequences | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim, device="meta", dtype=dtype)

@@ -1,6 +1,6 @@
 """How a model's operations are computed: as fast as they go, or with the same bits for a row in every batch.
 
-A model chooses once, by `row_arithmetic(batch_invariant)`, and hands the choice down to its modules. Each of them computes
+A model chooses once, by `select_op_set(batch_invariant)`, and hands the choice down to its modules. Each of them computes
 by `arithmetic.in_mode(self.training)`, since training is by the ordinary way always.
 """
 
@@ -26,7 +26,7 @@ from expertmesh.ops.router_linear import router_linear
 
 
 @dataclass(frozen=True)
-class RowArithmetic:
+class OpSet:
     """The operations that sum along a row, or whose bits may depend on the place of a row.
 
     `backend` counts with batch_invariant only, but for the router.
@@ -59,14 +59,14 @@ class RowArithmetic:
     attention: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
 
-    def in_mode(self, training: bool) -> "RowArithmetic":
+    def in_mode(self, training: bool) -> "OpSet":
         """The arithmetic of a module in training (True) or in evaluation (False)."""
-        return ORDINARY if training else self
+        return DEFAULT_OPS if training else self
 
 
-def row_arithmetic(batch_invariant: bool) -> RowArithmetic:
+def select_op_set(batch_invariant: bool) -> OpSet:
     """The arithmetic of a model with the option `batch_invariant`."""
-    return BATCH_INVARIANT if batch_invariant else ORDINARY
+    return BATCH_INVARIANT_OPS if batch_invariant else DEFAULT_OPS
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -153,7 +153,7 @@ def _invariant_cos_and_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     return invariant.pointwise(angle, "cos"), invariant.pointwise(angle, "sin")
 
 
-ORDINARY = RowArithmetic(
+DEFAULT_OPS = OpSet(
     batch_invariant=False,
     linear=_linear,
     router_linear=router_linear,
@@ -169,7 +169,7 @@ ORDINARY = RowArithmetic(
 )
 """The fastest order of sums, which may follow the batch."""
 
-BATCH_INVARIANT = RowArithmetic(
+BATCH_INVARIANT_OPS = OpSet(
     batch_invariant=True,
     linear=invariant.linear,
     router_linear=_invariant_router_linear,
