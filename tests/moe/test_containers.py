@@ -62,7 +62,7 @@ def test_a_token_has_five_containers():
     x = torch.randn(24, 8, requires_grad=True)
     made = made_by(lambda: layer(x))
     assert [name for name in made if name not in WEIGHTS] == [
-        "Call",
+        "LayerCall",
         "Routing",
         "Dispatched",
         "ExpertsCall",
@@ -77,7 +77,7 @@ def test_decoding_needs_four():
     with torch.no_grad():
         made = made_by(lambda: layer(x, losses=False))
     assert [name for name in made if name not in WEIGHTS] == [
-        "Call",
+        "LayerCall",
         "Routing",
         "Dispatched",
         "ExpertsCall",

@@ -31,7 +31,7 @@ from expertmesh.ops.cpu.compiled_loops import DTYPES
 from expertmesh.ops.cpu.packed_linear import PackedWeights
 from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.experts.experts_call import call_of
+from expertmesh.ops.experts.experts_call import make_experts_call
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.op_set import DEFAULT_OPS
 
@@ -107,7 +107,7 @@ def _attend_now(
 def _experts_now(ids_TK: Tensor, *fields: Any) -> tuple[Tensor]:
     """The experts, by the ids in the place of `maps`."""
     given: tuple[Any, ...] = (*fields[:-3], [ids_TK] * 4, *fields[-3:])
-    call = call_of(*given)
+    call = make_experts_call(*given)
     return (compute(call._replace(ids_TK=ids_TK, maps=None)),)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters
-from expertmesh.moe.layer_call import Call
+from expertmesh.moe.layer_call import LayerCall
 from expertmesh.moe.phases import phase
 from expertmesh.moe.types import Routing
 
@@ -38,7 +38,7 @@ class Dispatched:
     capacity_factor: float | None = None
 
     @staticmethod
-    def of(call: Call, routing: Routing) -> "Dispatched":
+    def of(call: LayerCall, routing: Routing) -> "Dispatched":
         """This process's tokens, with what is left of their choices."""
         weights_TK = routing.weights_TK
         assert weights_TK is not None

@@ -29,7 +29,7 @@ from expertmesh.moe.dispatch import (
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.keywords import KEYWORDS, check_keywords, signature_with
 from expertmesh.moe.large_sizes import names_large_sizes
-from expertmesh.moe.layer_call import Call, call_of
+from expertmesh.moe.layer_call import LayerCall, make_layer_call
 from expertmesh.moe.losses import weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.reset import reset_layer
@@ -307,7 +307,7 @@ class MoELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        call = call_of(
+        call = make_layer_call(
             self,
             x,
             token_mask=token_mask,
@@ -348,7 +348,9 @@ class MoELayer(nn.Module):
         # no view: what wraps the layer (FSDP2) could not see x += y on one
         return torch.ops.aten._unsafe_view(y_TD.to(x.dtype).contiguous(), x.shape), stats
 
-    def _losses(self, call: Call, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _losses(
+        self, call: LayerCall, routing: Routing
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What `weighted_losses` gives, without an element where nobody wants it."""
         if not call.losses:
             nothing = call.x_TD.new_empty(0)

@@ -32,7 +32,7 @@ from expertmesh.ops.transforms import refuse_transforms
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer: its arguments, checked and flattened, and the layer's options.
 
     Attributes:
@@ -126,7 +126,7 @@ class Call:
         return replace(routing, weights_TK=weights_TK * (u_TK >= p) / (1.0 - p))
 
 
-def call_of(
+def make_layer_call(
     layer: Any,
     x: Tensor,
     *,
@@ -138,7 +138,7 @@ def call_of(
     capacity_factor: float | None,
     shared_tokens: SharedTokens | None,
     losses: bool,
-) -> Call:
+) -> LayerCall:
     """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings.
 
     Args:
@@ -194,7 +194,7 @@ def call_of(
     random_drop = factor is not None and drop_policy(options, training=training) == "random"
     masks = training and options.expert_output_masking > 0
     draws = masks or (training and (random_drop or options.needs_noise))
-    return Call(
+    return LayerCall(
         options=options,
         x_TD=x_TD,
         token_mask_T=mask_T,

@@ -13,7 +13,7 @@ from expertmesh.moe.assignment import (
     group_sizes,
     valid_tokens_per_group,
 )
-from expertmesh.moe.layer_call import Call
+from expertmesh.moe.layer_call import LayerCall
 from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import without_autocast
 
@@ -22,7 +22,7 @@ SumOverProcesses = Callable[[Tensor], Tensor]
 
 
 def weighted_losses(
-    call: Call,
+    call: LayerCall,
     routing: Routing,
     *,
     sum_over_processes: SumOverProcesses,

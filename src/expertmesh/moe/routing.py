@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import choice_factor
 from expertmesh.moe.check_arguments import check_ids
-from expertmesh.moe.layer_call import Call
+from expertmesh.moe.layer_call import LayerCall
 from expertmesh.moe.routing_noise import (
     STREAM_INPUT_DROPOUT,
     STREAM_INPUT_JITTER,
@@ -34,7 +34,7 @@ from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")
 
 
-def route(router: nn.Module, call: Call) -> Routing:
+def route(router: nn.Module, call: LayerCall) -> Routing:
     """Choices and weights of all tokens, with ids E and weights 0 at masked ones.
 
     All arithmetic but that of a custom router is FP32 (FP64 for FP64 input), with autocast off.
@@ -54,11 +54,11 @@ def route(router: nn.Module, call: Call) -> Routing:
             routing = _choose(given if heat == 1.0 else given / heat, call)
         if call.routing is not None:
             routing = _replay(routing, call.routing, call)
-        return _hide(routing, call.token_mask_T, options.num_experts)
+        return _mask_routing(routing, call.token_mask_T, options.num_experts)
 
 
-def _run_router(router: nn.Module, call: Call) -> Tensor | Routing:
-    x_TD = _perturb(call)
+def _run_router(router: nn.Module, call: LayerCall) -> Tensor | Routing:
+    x_TD = _add_router_input_noise(call)
     if call.options.router_kind != "module":
         return router(x_TD)
     T, E = call.x_TD.shape[0], call.options.num_experts
@@ -97,7 +97,7 @@ def _check_output(output: RouterOutput, num_tokens: int, num_experts: int) -> No
         )
 
 
-def _perturb(call: Call) -> Tensor:
+def _add_router_input_noise(call: LayerCall) -> Tensor:
     """The router's input: x itself, or in training x times jitter and dropout, in full precision."""
     x_TD, options = call.x_TD, call.options
     if not call.training:
@@ -113,7 +113,7 @@ def _perturb(call: Call) -> Tensor:
     return x_TD
 
 
-def _noise(call: Call, dtype: torch.dtype) -> Tensor | None:
+def _noise(call: LayerCall, dtype: torch.dtype) -> Tensor | None:
     """(T, E) noise on the logits, in training; None: none."""
     kind, std, E = call.options.noise_kind, call.options.router_noise_std, call.options.num_experts
     if not call.training or kind == "none":
@@ -124,7 +124,7 @@ def _noise(call: Call, dtype: torch.dtype) -> Tensor | None:
     return std * gaussian(bits[:, :E], bits[:, E:], dtype)
 
 
-def _choose(logits_TE: Tensor, call: Call) -> Routing:
+def _choose(logits_TE: Tensor, call: LayerCall) -> Routing:
     options = call.options
     how: dict[str, Any] = {"options": options, "arithmetic": call.arithmetic}
     if call.routing is not None:
@@ -159,7 +159,7 @@ def _choose(logits_TE: Tensor, call: Call) -> Routing:
     )
 
 
-def _hash(router: nn.Module, call: Call) -> Routing:
+def _hash(router: nn.Module, call: LayerCall) -> Routing:
     if call.token_ids_T is None:
         raise ConfigError(
             "token_ids=None with router='hash': the hash router routes by token id; pass token_ids=, of x.shape[:-1]"
@@ -174,7 +174,7 @@ def _hash(router: nn.Module, call: Call) -> Routing:
     )
 
 
-def _replay(routed: Routing, given: Routing, call: Call) -> Routing:
+def _replay(routed: Routing, given: Routing, call: LayerCall) -> Routing:
     """Put given ids in the place of the router's, with given or recomputed weights."""
     options, arithmetic = call.options, call.arithmetic
     ids_TK = given.expert_ids_TK.to(torch.int64)
@@ -203,7 +203,7 @@ def _replay(routed: Routing, given: Routing, call: Call) -> Routing:
     return replace(routed, expert_ids_TK=ids_TK, weights_TK=weights_TK, load_TE=None)
 
 
-def _hide(routing: Routing, token_mask_T: Tensor | None, num_experts: int) -> Routing:
+def _mask_routing(routing: Routing, token_mask_T: Tensor | None, num_experts: int) -> Routing:
     if token_mask_T is None:
         return routing
     hidden, weights_TK = ~token_mask_T[:, None], routing.weights_TK

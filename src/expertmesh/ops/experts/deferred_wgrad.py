@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts.backends import BACKENDS
-from expertmesh.ops.experts.experts_call import NUM_LISTS, ExpertsCall, call_of
+from expertmesh.ops.experts.experts_call import NUM_LISTS, ExpertsCall, make_experts_call
 from expertmesh.ops.experts.weights import HiddenGradients
 
 
@@ -70,7 +70,7 @@ class _DeferredExperts(torch.autograd.Function):
         x, weights = next(saved), next(saved)
         lists = [list(islice(saved, length)) for length in ctx.lengths]
         fields: list[Any] = [x, weights, *lists, *ctx.words]
-        call = call_of(*fields)
+        call = make_experts_call(*fields)
         grad_TD = grad_TD.contiguous()
         half = BACKENDS[call.backend].data_grads
         assert half is not None

@@ -88,7 +88,7 @@ class ExpertsCall(NamedTuple):
         return [self.x_TD, self.weights_TK, *self.experts.parameters]
 
     def flat(self) -> tuple[Any, ...]:
-        """The call as operators of a library take it; the inverse of `call_of`."""
+        """The call as operators of a library take it; the inverse of `make_experts_call`."""
         w, maps = self.experts, self.maps
         assert maps is not None
         order = [maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N, maps.row_of_slot_N]
@@ -117,7 +117,7 @@ NUM_LISTS = 6
 """Lists of tensors in `FLAT`."""
 
 
-def call_of(
+def make_experts_call(
     x_TD: Tensor,
     weights_TK: Tensor,
     w_in: Sequence[Tensor],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts.backends import BACKENDS
-from expertmesh.ops.experts.experts_call import FLAT, NUM_LISTS, ExpertsCall, call_of
+from expertmesh.ops.experts.experts_call import FLAT, NUM_LISTS, ExpertsCall, make_experts_call
 from expertmesh.ops.transforms import refuse_batched_gradient, refuse_second_derivative
 
 _GRADIENTS = "Tensor grad_TD, Tensor[] hidden, bool[] needs"
@@ -51,7 +51,7 @@ def backward(
 def _moe_mlp(*args: Any) -> list[Tensor]:
     """y and the pre-activations of every slice."""
     *fields, _, save_h = args
-    call = call_of(*fields)
+    call = make_experts_call(*fields)
     with without_autocast(call.x_TD.device):
         y_TD, hidden = forward(call, save_h=save_h)
     return [y_TD, *hidden]
@@ -60,7 +60,7 @@ def _moe_mlp(*args: Any) -> list[Tensor]:
 @_moe_mlp.register_fake
 def _(*args: Any) -> list[Tensor]:
     *fields, _, save_h = args
-    call = call_of(*fields)
+    call = make_experts_call(*fields)
     assert call.maps is not None
     num_rows = call.maps.token_of_row_N.shape[0] if save_h else 0
     shapes = (one.shape for one in call.experts.slices())
@@ -76,7 +76,7 @@ def _(*args: Any) -> list[Tensor]:
 def _moe_mlp_backward(*args: Any) -> list[Tensor]:
     """The gradients of `differentiable`; those not wanted are empty."""
     *fields, grad_TD, hidden, needs = args
-    call = call_of(*fields)
+    call = make_experts_call(*fields)
     with without_autocast(call.x_TD.device):
         grads = backward(call, grad_TD, hidden, needs)
     # fresh tensors even when empty: outputs of one operator may not be the same tensor
@@ -86,7 +86,7 @@ def _moe_mlp_backward(*args: Any) -> list[Tensor]:
 @_moe_mlp_backward.register_fake
 def _(*args: Any) -> list[Tensor]:
     *fields, _, _, needs = args
-    call, first_w_out = call_of(*fields), 2 + len(fields[2])
+    call, first_w_out = make_experts_call(*fields), 2 + len(fields[2])
     grads = []
     for i, (tensor, needed) in enumerate(zip(call.differentiable, needs, strict=True)):
         grad = tensor.new_empty(tensor.shape) if needed else call.x_TD.new_empty(0)
@@ -107,7 +107,7 @@ def _(*args: Any) -> list[Tensor]:
 def _moe_mlp_backward_into(*args: Any) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the routing weights; those of the parameters are added to `main`."""
     *fields, grad_TD, hidden, needs, main = args
-    call = call_of(*fields)
+    call = make_experts_call(*fields)
     with without_autocast(call.x_TD.device):
         d_x, d_weights, *_ = backward(call, grad_TD, hidden, needs, main)
     empty = call.x_TD.new_empty
