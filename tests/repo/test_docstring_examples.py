@@ -18,7 +18,7 @@ MODULES = [
     "moe.assignment",
     "moe.checkpointing",
     "moe.losses",
-    "moe.recognize",
+    "moe.match_mlp",
     "moe.warm_up",
     "ops.experts.moe_mlp",
     "ops.experts.weights",

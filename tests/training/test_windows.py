@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertmesh.data.order import permutation, spread
+from expertmesh.data.order import evenly_spaced, permutation
 from expertmesh.data.windows import Windows
 
 
@@ -55,5 +55,5 @@ def test_the_order_is_the_same_for_ever():
 
 
 def test_evaluation_samples_are_spread_evenly():
-    assert spread(100, 4) == [0, 25, 50, 75]
-    assert spread(100, 1000) == spread(100, None) == list(range(100))
+    assert evenly_spaced(100, 4) == [0, 25, 50, 75]
+    assert evenly_spaced(100, 1000) == evenly_spaced(100, None) == list(range(100))

@@ -8,7 +8,7 @@ MOST_LABELS = 64
 _log = logging.getLogger("expertmesh.data")
 
 
-def told_apart(names: Sequence[str], what: str) -> tuple[str, ...]:
+def labels_to_record(names: Sequence[str], what: str) -> tuple[str, ...]:
     """The names, if there are several and not too many to tell apart; else none.
 
     Args:

@@ -19,15 +19,15 @@ def shuffled(first_sample: int, num_samples: int, *, total: int, seed: int) -> l
     return found
 
 
-def spread(total: int, max_samples: int | None) -> list[int]:
+def evenly_spaced(total: int, max_samples: int | None) -> list[int]:
     """At most so many (None: all) of `total` samples, evenly spread, in their natural order."""
     count = total if max_samples is None else min(max_samples, total)
     return [i * total // count for i in range(count)]
 
 
 def spread_batches(total: int, max_samples: int | None, batch_size: int) -> Iterator[list[int]]:
-    """The samples of `spread` in lists of this length; the last may be shorter."""
-    chosen = spread(total, max_samples)
+    """The samples of `evenly_spaced` in lists of this length; the last may be shorter."""
+    chosen = evenly_spaced(total, max_samples)
     return (chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size))
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, default_collate
 
-from expertmesh.data.order import spread
-from expertmesh.data.tensors import Numbered, TensorData, num_samples, tensor_bytes
+from expertmesh.data.order import evenly_spaced
+from expertmesh.data.tensors import IndexedData, TensorData, num_samples, tensor_bytes
 from expertmesh.errors import ConfigError
 
 _DIGESTED = 16
@@ -26,7 +26,7 @@ class Indexed(Protocol):
         """One sample: tensors or numbers, alone or in tuples, lists and dictionaries."""
 
 
-class SampleData(Numbered):
+class SampleData(IndexedData):
     """Indexed datasets as the data of a run; batches are made by torch's `default_collate`.
 
     The key is a digest of the numbers of samples and of some samples of each side, so random augmentation counts as other data.
@@ -46,7 +46,7 @@ class SampleData(Numbered):
             if len(side) < 1:
                 raise ConfigError(f"{name} data: have no sample; give at least one")
             digest.update(f"{name} {len(side)} ".encode())
-            for index in spread(len(side), _DIGESTED):
+            for index in evenly_spaced(len(side), _DIGESTED):
                 for part in tree_leaves(default_collate([side[index]])):
                     is_tensor = isinstance(part, Tensor)
                     digest.update(tensor_bytes(part) if is_tensor else repr(part).encode())

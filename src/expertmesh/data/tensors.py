@@ -12,7 +12,7 @@ from expertmesh.data.order import shuffled, spread_batches
 from expertmesh.errors import ConfigError
 
 
-class Numbered:
+class IndexedData:
     """Training and validation samples that have numbers, as the data of a run; who inherits says how some become a batch.
 
     Args:
@@ -50,7 +50,7 @@ class Numbered:
         raise NotImplementedError
 
 
-class TensorData(Numbered):
+class TensorData(IndexedData):
     """Tensors whose first axis is the sample, as the data of a run; a batch has as many tensors as were given.
 
     Args:

@@ -11,7 +11,7 @@ from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
-from expertmesh.data.labels import told_apart
+from expertmesh.data.labels import labels_to_record
 from expertmesh.data.order import shuffled
 from expertmesh.data.paths import distinct, find_paths
 from expertmesh.data.shards import prepare_tokens
@@ -125,4 +125,4 @@ def _entries(config: TextConfig) -> tuple[str, ...]:
     if config.path is None or config.dataset is not None:
         return ()
     names = distinct(place.name for place in find_paths(config.path))
-    return told_apart(names, "entries of data.path")
+    return labels_to_record(names, "entries of data.path")

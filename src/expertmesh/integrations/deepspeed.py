@@ -23,7 +23,7 @@ from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
+from expertmesh.moe.match_mlp import MatchedMLP, match_mlp
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
@@ -239,9 +239,9 @@ def _noise(k: int, noisy_gate_policy: str | None, samples_second: bool) -> Route
     return "gumbel_after_first" if k == 2 and samples_second else "none"
 
 
-def _recognized(expert: nn.Module, hidden_size: int) -> RecognizedMLP | None:
+def _recognized(expert: nn.Module, hidden_size: int) -> MatchedMLP | None:
     """The expert's form, if grouped experts have the same parameters."""
-    mlp = recognize_mlp(expert)
+    mlp = match_mlp(expert)
     if mlp is None or mlp.dim != hidden_size or len(mlp.biased) not in (0, len(mlp.in_names) + 1):
         return None
     return mlp

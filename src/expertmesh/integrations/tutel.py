@@ -23,7 +23,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.recognize import recognize_activation
+from expertmesh.moe.match_mlp import match_activation
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
 _COUNT_NAMES = ("num_experts_per_device", "count_per_node", "local_experts")
@@ -303,7 +303,7 @@ def _expert(experts: Mapping[str, Any] | None, model_dim: int) -> dict[str, Any]
     if count == 0:
         raise ConfigError("num_experts_per_device=0: must be positive, or negative; use 1")
     default = nn.functional.relu if kind == "ffn" else nn.functional.silu
-    name = recognize_activation(experts.get("activation_fn") or default)
+    name = match_activation(experts.get("activation_fn") or default)
     gated = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
     if name is None or (kind == "llama_ffn" and name not in gated):
         raise ConfigError(

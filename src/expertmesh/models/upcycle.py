@@ -20,7 +20,7 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.upcycle import upcycle_gpt
 from expertmesh.moe.check_arguments import check_module
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
+from expertmesh.moe.match_mlp import MatchedMLP, match_mlp
 from expertmesh.moe.types import RoutingStats
 
 _OWN = (
@@ -117,7 +117,7 @@ def upcycle(
 ) -> list[str]:
     """Turn every n-th feed-forward block of a dense model into a mixture-of-experts layer, in place.
 
-    Blocks are found by structure and numbers (`recognize_mlp`), whatever the model's classes are called: transformers'
+    Blocks are found by structure and numbers (`match_mlp`), whatever the model's classes are called: transformers'
     Llama, Qwen, Mistral, GPT-NeoX and the like, or a model of your own. Experts are copies of the block and the routing
     weights of a token sum to one, so that the model computes what it did before, to rounding. With `granularity` g every copy
     is cut into g experts along its hidden size; the router begins with equal rows for the g parts of a copy (a virtual
@@ -274,26 +274,26 @@ def _check_options(options: dict[str, Any]) -> None:
         )
 
 
-def _find_blocks(model: nn.Module) -> Iterator[tuple[str, RecognizedMLP]]:
+def _find_blocks(model: nn.Module) -> Iterator[tuple[str, MatchedMLP]]:
     """Recognised blocks that give back the width they take, outermost first, in the order of the model's modules."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if not name or any(name.startswith(f"{outer}.") for outer in inside):
             continue
-        mlp = recognize_mlp(module)
+        mlp = match_mlp(module)
         if mlp is not None:
             inside.append(name)
             yield name, mlp
 
 
-def _named(model: nn.Module, name: str) -> tuple[nn.Module, RecognizedMLP]:
+def _named(model: nn.Module, name: str) -> tuple[nn.Module, MatchedMLP]:
     try:
         module = model.get_submodule(name)
     except AttributeError:
         raise ConfigError(
             f"names: {type(model).__name__} has no module {name!r}; see model.named_modules()"
         ) from None
-    mlp = recognize_mlp(module)
+    mlp = match_mlp(module)
     if mlp is None or not name:
         raise ConfigError(
             f"names: {name or 'the model itself'!r} ({type(module).__name__}) is not recognised as a feed-forward block of two "
@@ -304,7 +304,7 @@ def _named(model: nn.Module, name: str) -> tuple[nn.Module, RecognizedMLP]:
 
 def _upcycled(
     module: nn.Module,
-    mlp: RecognizedMLP,
+    mlp: MatchedMLP,
     copies: ExpertCopies,
     *,
     layer_index: int,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expertmesh.data.data_progress import note
 from expertmesh.data.noise import ENDS_OF_SENTENCES, Draws, add_noise
-from expertmesh.data.order import permutation, spread
+from expertmesh.data.order import evenly_spaced, permutation
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.seq2seq.config import ParallelTextConfig
 from expertmesh.models.seq2seq.parallel_text import (
@@ -275,7 +275,7 @@ class TranslationData:
             for index, task in enumerate(self._validation)
             for line in range(len(task.where))
         ]
-        chosen = [places[i] for i in spread(len(places), max_samples)]
+        chosen = [places[i] for i in evenly_spaced(len(places), max_samples)]
         chosen.sort(key=lambda place: int(self._validation[place[0]].lengths[place[1]]))
         for start in range(0, len(chosen), batch_size):
             rows = []

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from expertmesh.data.labels import told_apart
+from expertmesh.data.labels import labels_to_record
 from expertmesh.models.seq2seq.builder import Seq2SeqBuilder
 from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
 from expertmesh.models.seq2seq.data import TranslationData
@@ -35,7 +35,7 @@ class Seq2SeqTask(Task):
             seed=self.config.train.seed,
         )
         self._directions = data.directions
-        self.labels = told_apart(data.tasks, "directions")
+        self.labels = labels_to_record(data.tasks, "directions")
         return data
 
     def num_items(self, batch: Batch) -> int:

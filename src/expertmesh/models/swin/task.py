@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from expertmesh.data.labels import told_apart
+from expertmesh.data.labels import labels_to_record
 from expertmesh.models.swin.builder import SwinBuilder
 from expertmesh.models.swin.config import SwinRunConfig
 from expertmesh.models.swin.images import ImageData
@@ -33,7 +33,7 @@ class SwinTask(Task):
             seed=self.config.train.seed,
         )
         folders = tuple(dict.fromkeys(data.folder_of_class))
-        self.labels = told_apart(folders, "folders")
+        self.labels = labels_to_record(folders, "folders")
         self._folder_of_class = torch.tensor([folders.index(n) for n in data.folder_of_class])
         return data
 

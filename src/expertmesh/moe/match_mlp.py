@@ -23,7 +23,7 @@ PROBED = tuple(name for name in get_args(Activation) if name != "clamped_swiglu"
 
 
 @dataclass(frozen=True)
-class RecognizedMLP:
+class MatchedMLP:
     """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, as it was found in a module.
 
     Attributes:
@@ -71,7 +71,7 @@ class RecognizedMLP:
         return torch.stack(w_in), w_out, torch.stack(b_in), b_out
 
 
-def recognize_activation(function: Callable[[Tensor], Tensor]) -> str | None:
+def match_activation(function: Callable[[Tensor], Tensor]) -> str | None:
     """Name a point-wise function by its values on a grid.
 
     Args:
@@ -81,7 +81,7 @@ def recognize_activation(function: Callable[[Tensor], Tensor]) -> str | None:
         "silu", "gelu" (the exact one), "relu" or "relu2"; None: it is none of these, or it fails on FP64.
 
     Example:
-        >>> recognize_activation(torch.nn.functional.silu)
+        >>> match_activation(torch.nn.functional.silu)
         'silu'
     """
     grid = torch.cat([torch.linspace(-8, 8, 257, dtype=torch.float64), torch.zeros(1).double()])
@@ -94,7 +94,7 @@ def recognize_activation(function: Callable[[Tensor], Tensor]) -> str | None:
     return next((n for n in _PLAIN if _equal(found, pointwise(grid, inner_name(n)))), None)
 
 
-def recognize_mlp(module: nn.Module) -> RecognizedMLP | None:
+def match_mlp(module: nn.Module) -> MatchedMLP | None:
     """Recognise a feed-forward block of two linear maps, or of three with a gate.
 
     The module's structure gives candidates; a candidate counts if the module, copied to the CPU in FP64, gives its results for
@@ -109,7 +109,7 @@ def recognize_mlp(module: nn.Module) -> RecognizedMLP | None:
 
     Example:
         >>> block = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-        >>> recognize_mlp(block).activation
+        >>> match_mlp(block).activation
         'relu'
     """
     linears = {name: m for name, m in module.named_modules() if type(m) is nn.Linear}
@@ -139,7 +139,7 @@ def _holds_more(module: nn.Module, linears: dict[str, nn.Linear]) -> bool:
     )
 
 
-def _candidates(linears: dict[str, nn.Linear]) -> list[RecognizedMLP]:
+def _candidates(linears: dict[str, nn.Linear]) -> list[MatchedMLP]:
     """Every reading of two or three linear maps whose shapes fit."""
     found = []
     biased = tuple(name for name, linear in linears.items() if linear.bias is not None)
@@ -151,7 +151,7 @@ def _candidates(linears: dict[str, nn.Linear]) -> list[RecognizedMLP]:
             continue
         branches = len(into)
         found += [
-            RecognizedMLP(name, tuple(into), out, *shape, biased)
+            MatchedMLP(name, tuple(into), out, *shape, biased)
             for name in PROBED
             if num_branches(name) == branches
         ]
@@ -170,7 +170,7 @@ def _probed(probe: nn.Module, dim: int) -> tuple[Tensor, Tensor | None]:
     return x_TD, found if isinstance(found, Tensor) else None
 
 
-def _computed(probe: nn.Module, candidate: RecognizedMLP, x_TD: Tensor) -> Tensor:
+def _computed(probe: nn.Module, candidate: MatchedMLP, x_TD: Tensor) -> Tensor:
     """What a candidate says that the module computes, (T, D)."""
     w_in, w_out, b_in, b_out = candidate.weights(probe)
     h_TGF = torch.einsum("td,gfd->tgf", x_TD, w_in)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from expertmesh.config.moe_rules import Activation
-from expertmesh.moe.recognize import PROBED, recognize_activation, recognize_mlp
+from expertmesh.moe.match_mlp import PROBED, match_activation, match_mlp
 from expertmesh.ops.activation import activate, num_branches
 
 
@@ -56,7 +56,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_activations(name):
-    assert recognize_activation(FUNCTIONS[name]) == name
+    assert match_activation(FUNCTIONS[name]) == name
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_activations(name):
     [nn.GELU("tanh"), torch.sigmoid, lambda h: 3, lambda h: h[:2], F.leaky_relu, nn.Linear(2, 2)],
 )
 def test_unknown_activations(function):
-    assert recognize_activation(function) is None
+    assert match_activation(function) is None
 
 
 def test_a_clamped_block_is_not_recognized():
@@ -73,7 +73,7 @@ def test_a_clamped_block_is_not_recognized():
     block = Gated(lambda h: h * torch.sigmoid(1.702 * h), bias=True)
     with torch.no_grad():
         block.value.bias += 1
-    assert recognize_mlp(block) is None
+    assert match_mlp(block) is None
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -87,7 +87,7 @@ def test_blocks(activation, bias):
     else:
         layers = nn.ModuleList([nn.Linear(6, 10, bias=bias), nn.Linear(10, 6, bias=bias)])
         block = Plain(layers, act).double()
-    found = recognize_mlp(block)
+    found = match_mlp(block)
     assert (found.activation, found.dim, found.hidden_dim, found.bias) == (activation, 6, 10, bias)
     w_in, w_out, b_in, b_out = found.weights(block)
     x_TD = torch.randn(5, 6, dtype=torch.float64)
@@ -107,28 +107,28 @@ class Plain(nn.Module):
 
 def test_missing_biases_are_zero():
     block = nn.Sequential(nn.Linear(6, 10, bias=False), nn.ReLU(), nn.Linear(10, 6))
-    _, _, b_in, b_out = recognize_mlp(block).weights(block)
+    _, _, b_in, b_out = match_mlp(block).weights(block)
     assert torch.equal(b_in, torch.zeros(1, 10))
     assert torch.equal(b_out, block[2].bias)
 
 
 @pytest.mark.parametrize("kind", ["tanh", "skip", "scaled", "norm", "buffer", "dropout", "host"])
 def test_what_only_looks_like_a_block(kind):
-    assert recognize_mlp(Other("plain")) is not None
-    assert recognize_mlp(Other(kind)) is None
+    assert match_mlp(Other("plain")) is not None
+    assert match_mlp(Other(kind)) is None
 
 
 def test_hooks_and_meta_weights_are_not_looked_through():
     block = Other("plain")
     block.fc1.register_forward_hook(lambda m, args, out: out + 1)
-    assert recognize_mlp(block) is None
-    assert recognize_mlp(Other("plain").to("meta")) is None
+    assert match_mlp(block) is None
+    assert match_mlp(Other("plain").to("meta")) is None
 
 
 def test_the_module_is_left_alone():
     block = Other("plain").train()
     before = {k: v.clone() for k, v in block.state_dict().items()}
-    recognize_mlp(block)
+    match_mlp(block)
     assert block.training
     assert all(torch.equal(before[k], v) for k, v in block.state_dict().items())
 
@@ -141,5 +141,5 @@ def test_a_module_is_asked_once_for_each_width():
             self.widths.append(x.shape[1])
             return super().forward(x)
 
-    assert recognize_mlp(Counted(nn.Linear(8, 12), nn.SELU(), nn.Linear(12, 8))) is None
+    assert match_mlp(Counted(nn.Linear(8, 12), nn.SELU(), nn.Linear(12, 8))) is None
     assert sorted(Counted.widths) == [8, 12]  # both maps may be the first one
