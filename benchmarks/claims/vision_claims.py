@@ -37,7 +37,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.swin.recipes import swin_mnist
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
-from expertmesh.training.init_from import begun
+from expertmesh.training.init_from import with_init_from
 from expertmesh.training.loop import train
 
 FOLDERS = {
@@ -173,7 +173,7 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
     if data == "narrow":
         changes["model.dim"] = 16
     config = swin_mnist().updated({**changes, **CHANGED.get(data, {}), **plan.changes})
-    found = begun(config, SWIN)
+    found = with_init_from(config, SWIN)
     assert isinstance(found, SwinRunConfig)
     return found
 

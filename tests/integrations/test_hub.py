@@ -176,7 +176,7 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
     from expertmesh.models.gpt.config import GPTRunConfig
     from expertmesh.models.gpt.family import GPT
     from expertmesh.runs.run_dir import load_run
-    from expertmesh.training.init_from import begun
+    from expertmesh.training.init_from import with_init_from
     from expertmesh.training.loop import train
 
     convert(hub["qwen3_moe"][0], tmp_path / "run")
@@ -191,7 +191,7 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
         train={**small, **where, "device": "cpu", "dtype": "float32"},
         optim={"lr": 1e-30, "warmup_steps": 0},  # a step too small to change a number
     )
-    config = begun(config, GPT)
+    config = with_init_from(config, GPT)
     begin = load_run(tmp_path / "run")
     assert config.model == begin.config.model
     result = train(config)

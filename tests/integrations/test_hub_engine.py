@@ -17,7 +17,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.text.tokenizer import train_tokenizer
-from expertmesh.training.init_from import begun
+from expertmesh.training.init_from import with_init_from
 from expertmesh.training.loop import train
 
 VOCAB = 300
@@ -173,7 +173,7 @@ def test_dots1_is_trained_and_goes_out_as_dots1(hub, tmp_path):
         },
         optim={"lr": 1e-2, "warmup_steps": 2},
     )
-    result = train(begun(config, GPT))
+    result = train(with_init_from(config, GPT))
     assert result.evaluation["loss"] < result.initial_evaluation["loss"]
     convert(tmp_path / "run", tmp_path / "out")
     ours = em.load(tmp_path / "run").model.eval()

@@ -25,7 +25,7 @@ from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import route_metadata
-from expertmesh.training.init_from import begun
+from expertmesh.training.init_from import with_init_from
 
 VOCAB = 300
 PUBLISHED = {
@@ -262,7 +262,7 @@ def test_training_in_bf16_goes_on_to_the_bit(theirs, tmp_path):
             train={**small, **where, "device": "cpu", "dtype": "bfloat16"},
             optim={"lr": 1e-3, "warmup_steps": 2},
         )
-        return begun(config, GPT).updated(changes)
+        return with_init_from(config, GPT).updated(changes)
 
     result = train_quietly(run_of(tmp_path / "straight"))
     assert result.evaluation["loss"] < result.initial_evaluation["loss"]

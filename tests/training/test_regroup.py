@@ -19,7 +19,7 @@ from expertmesh.models.swin.recipes import swin_test
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.expert_use import read_use
-from expertmesh.training.init_from import begun
+from expertmesh.training.init_from import with_init_from
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.regroup import checked_layers, count_choices, join, moe_layers, prune
 
@@ -197,7 +197,7 @@ def test_what_was_made_is_trained_further(trained, tmp_path, capsys):
     assert main([*words, "--to", str(tmp_path / "few")]) == 0
     assert "2 layers of 2 experts, which had " in capsys.readouterr().out
     begin = {"train.init_from": str(tmp_path / "few"), "model.dropout": 0.3, "model.dim": 32}
-    config = begun(translation(trained, tmp_path / "tuned", **begin), SEQ2SEQ)
+    config = with_init_from(translation(trained, tmp_path / "tuned", **begin), SEQ2SEQ)
     assert config.model.moe.num_experts == (2,) and config.model.dim == 16
     assert config.model.dropout == 0.3, "what the weights do not fix is the run's own"
     assert config.data.encode_with == str(tmp_path / "few" / "tokenizer.json")

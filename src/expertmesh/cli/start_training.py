@@ -28,9 +28,9 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
         parsed = parse_run_config(argv)
         if parsed.config.train.init_from is None:
             return parsed
-        from expertmesh.training.init_from import begun
+        from expertmesh.training.init_from import with_init_from
 
-        config = begun(parsed.config, parsed.family)
+        config = with_init_from(parsed.config, parsed.family)
         for name in sorted(parsed.from_words):
             ours, theirs = attrgetter(name)(parsed.config), attrgetter(name)(config)
             if name.startswith("model.") and ours != theirs:

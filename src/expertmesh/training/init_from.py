@@ -32,7 +32,7 @@ from expertmesh.training.state import RunProgress
 _MODEL = "model."
 
 
-def begun(config: RunConfig, family: Family) -> RunConfig:
+def with_init_from(config: RunConfig, family: Family) -> RunConfig:
     """The configuration with what the weights of the run that it begins with (`train.init_from`) fix, if there is one.
 
     A run that goes on has all of that itself; the other one need not be there any more.
@@ -65,7 +65,9 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
     return found.updated({"train.init_from": begin})
 
 
-def begin_of(config: RunConfig, family: Family, run_dir: RunDir, ranks: Ranks) -> Run | None:
+def run_of_init_from(
+    config: RunConfig, family: Family, run_dir: RunDir, ranks: Ranks
+) -> Run | None:
     """The run, or the model of the hub, whose weights a run begins with, found whole before all that takes long; None: there is none.
 
     Args:

@@ -34,7 +34,7 @@ from expertmesh.training.check_run_memory import check_room
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
-from expertmesh.training.init_from import begin_of, begun, kept_files
+from expertmesh.training.init_from import kept_files, run_of_init_from, with_init_from
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
 from expertmesh.training.named_trackers import check_installed, open_trackers
@@ -136,7 +136,7 @@ def train(
         OSError: the disk is full, or cannot be written. Earlier checkpoints stay as they are.
     """
     family = find_family(config.family) if family is None else family
-    config = begun(config.model_copy(update={"family": family.name}), family)
+    config = with_init_from(config.model_copy(update={"family": family.name}), family)
     task: Task = family.open_task(config)
     ends = Ends(config.train)
     device = resolve_device(config.train.device)
@@ -170,7 +170,7 @@ def train(
             return branch_point(config, family=family) if is_new_branch else None
 
         leaves_from = ranks.first(open_run)
-        begin = None if leaves_from else begin_of(config, family, run_dir, ranks)
+        begin = None if leaves_from else run_of_init_from(config, family, run_dir, ranks)
         stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
         # a run on the CPU leaves the GPUs of its machine alone, unless the caller has used them
         uses_gpus = device.type == "cuda" or torch.cuda.is_initialized()
