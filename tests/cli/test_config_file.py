@@ -5,7 +5,7 @@ import json
 import pytest
 
 from expertmesh.cli.flags import parse_run_config
-from expertmesh.cli.program import Flags
+from expertmesh.cli.prog_name import Flags
 from expertmesh.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from expertmesh.cli.flags import OptionParser, parse_run_config, print_train_help
-from expertmesh.cli.program import Flags, flag_name, program
+from expertmesh.cli.prog_name import Flags, flag_name, prog_name
 from expertmesh.config.base import FieldError, option_names
 from expertmesh.errors import CheckpointError, ConfigError, Line, command, named
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -231,7 +231,7 @@ def test_mistakes(words, message):
     with pytest.raises(ConfigError) as caught:
         parse_run_config(words)
     said = Flags().spell(caught.value)
-    assert said.replace(program(), "expertmesh").startswith(message)
+    assert said.replace(prog_name(), "expertmesh").startswith(message)
     assert "\n" not in said
 
 
@@ -345,7 +345,7 @@ def test_options_are_spelled_where_they_are_printed(told, verb, python, typed):
     copies = [told] if isinstance(told, Line) else [told, pickle.loads(pickle.dumps(told))]
     for one in copies:
         assert str(one) == python
-        assert Flags(verb).spell(one).replace(program(), "PROGRAM") == typed
+        assert Flags(verb).spell(one).replace(prog_name(), "PROGRAM") == typed
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

@@ -9,7 +9,7 @@ import pytest
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import main as front
-from expertmesh.cli.program import program
+from expertmesh.cli.prog_name import prog_name
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
 
 
@@ -82,8 +82,8 @@ def test_failures_are_one_line(error, code, message, monkeypatch, capsys):
 
 def test_a_verb_alone_says_what_it_needs(capsys):
     assert front.main(["generate"]) == 2
-    needed = f"no run given; write one: {program()} generate runs/demo PROMPT ..."
-    assert f"{needed} (see {program()} generate --help)\n" in capsys.readouterr().err
+    needed = f"no run given; write one: {prog_name()} generate runs/demo PROMPT ..."
+    assert f"{needed} (see {prog_name()} generate --help)\n" in capsys.readouterr().err
 
 
 def test_debug_keeps_the_traceback(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.main import main
-from expertmesh.cli.program import Flags, program
+from expertmesh.cli.prog_name import Flags, prog_name
 from expertmesh.errors import ConfigError
 
 
@@ -102,7 +102,7 @@ def test_the_run_is_the_first_word(words, run, prompts):
 def test_mistakes_about_the_run(words, others, says):
     with pytest.raises(ConfigError) as caught:
         parsed(words, others)
-    assert Flags().spell(caught.value).replace(program(), "P").startswith(says)
+    assert Flags().spell(caught.value).replace(prog_name(), "P").startswith(says)
 
 
 VERBS = [

@@ -11,7 +11,7 @@ import pytest
 import expertmesh as em
 from expertmesh import MoELayer
 from expertmesh.cli.flags import parse_run_config
-from expertmesh.cli.program import Flags
+from expertmesh.cli.prog_name import Flags
 from expertmesh.config.base import (
     Config,
     FieldError,

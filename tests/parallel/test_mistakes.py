@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from expertmesh import MoELayer
 from expertmesh.cli.flags import parse_run_config
-from expertmesh.cli.program import Flags, flag_name
+from expertmesh.cli.prog_name import Flags, flag_name
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, PeerError

@@ -20,7 +20,7 @@ from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
-from expertmesh.cli.launched import leave
+from expertmesh.cli.torchrun import leave
 from expertmesh.comm.start import start_group
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import RECIPES

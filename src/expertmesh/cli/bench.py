@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.launched import said_once
+from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
         from expertmesh.cli.bench_serve import run as run_serve
 
         return run_serve(argv[1:])
-    with said_once():
+    with once_per_host():
         options = _parser().parse_args(argv)
         if not _LEAST_MIB <= options.largest_mib <= _MOST_MIB:
             raise ConfigError(

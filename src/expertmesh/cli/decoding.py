@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser
-from expertmesh.cli.launched import said_once
 from expertmesh.cli.terminal_progress import loading
+from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import launched_rank
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
@@ -133,7 +133,7 @@ def open_decoder(
             from expertmesh.runs.open import Slots, device_of, find_model, open_model
             from expertmesh.training.threads import threads_of_calls
 
-            with said_once():
+            with once_per_host():
                 found = find_model(options.run)
                 device = device_of(found, options.device)
                 shares = ParallelConfig(**given) if given.keys() - {"es_degree"} else None

@@ -22,8 +22,8 @@ from expertmesh.cli.binding import (
     threads_verdict,
 )
 from expertmesh.cli.flags import OptionParser
-from expertmesh.cli.launched import said_once
-from expertmesh.cli.program import Flags
+from expertmesh.cli.prog_name import Flags
+from expertmesh.cli.torchrun import once_per_host
 from expertmesh.comm.bind import numa_nodes, read_text
 from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
 from expertmesh.config.base import is_launched, launched_rank
@@ -104,7 +104,7 @@ def run(argv: list[str]) -> int:
         metavar="FILE",
         help="only measure, with all ranks that torchrun started, and write a cluster file for plan",
     )
-    with said_once():
+    with once_per_host():
         options = parser.parse_args(argv)
         if options.cluster is not None:
             output_file("cluster", options.cluster)

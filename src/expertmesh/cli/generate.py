@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.decoding import add_eplb, add_place, add_ranks, eplb_of, open_decoder, shared_by
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.launched import said_once
-from expertmesh.cli.program import Flags
+from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import told_of_data
+from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank, parse_json
 from expertmesh.config.output_file import naming, output_file, write_whole
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
@@ -61,11 +61,11 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    with said_once():
+    with once_per_host():
         options = _parse(argv)
     prompts = _prompts(options) if launched_rank()[0] == 0 else []
     if options.output is not None:
-        with said_once():
+        with once_per_host():
             options.output = output_file("output", options.output, read=[options.input])
     num_rows = min(len(prompts) or 1, options.batch_size)
     with ExitStack() as stack:

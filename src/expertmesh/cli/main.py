@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.launched import another_speaks, leave, linger, tell_launcher
-from expertmesh.cli.program import Flags
+from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import silence_output
+from expertmesh.cli.torchrun import another_speaks, leave, linger, report_to_elastic
 from expertmesh.cli.waiting import wait_passively
 from expertmesh.config.base import launched_rank
 from expertmesh.config.output_file import naming
@@ -276,5 +276,5 @@ def _fail(message: str, code: int, *, follows: bool = False) -> int:
     line = "error: " + " ".join(message.split())
     with suppress(OSError):  # nobody reads, but the exit code tells
         print(line, file=sys.stderr, flush=True)
-    tell_launcher(line, is_mistake=code == _MISTAKE, follows=follows)
+    report_to_elastic(line, is_mistake=code == _MISTAKE, follows=follows)
     return code

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from expertmesh.cli.decoding import add_ranks, check_several, shared_by
 from expertmesh.cli.flags import OptionParser, listed
-from expertmesh.cli.launched import said_by_first, said_once
 from expertmesh.cli.terminal_progress import loading, told_of_data
+from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule, the model is no decoder, or the extra is not installed.
         CheckpointError: the folder has no usable weights or tokenizer.
     """
-    with said_once():
+    with once_per_host():
         options = _parser().parse_args(argv)
         server = ServerConfig(**options_of(ServerConfig, options))
         engine_config = EngineConfig(**options_of(EngineConfig, options))
@@ -124,9 +124,9 @@ def _open_engine(
     from expertmesh.parallel.ranks import open_ranks
     from expertmesh.runs.open import device_of, find_model
 
-    with said_once():
+    with once_per_host():
         device = device_of(find_model(run), config.device)
-    with open_ranks(device_type=device.type, timeout_s=parallel.timeout_s), said_by_first():
+    with open_ranks(device_type=device.type, timeout_s=parallel.timeout_s), once_by_rank_0():
         engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine

@@ -6,8 +6,8 @@ from operator import attrgetter
 
 from expertmesh.cli.flags import ParsedRun, parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.cli.launched import said_once
 from expertmesh.cli.terminal_progress import loading, told_of_data
+from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
 
@@ -24,7 +24,7 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
         PeerError: on the other processes of a host, in its place.
         SystemExit: with code 0 after `--help`.
     """
-    with said_once():
+    with once_per_host():
         parsed = parse_run_config(argv)
         if parsed.config.train.init_from is None:
             return parsed
@@ -59,7 +59,7 @@ def ready_to_train(config: RunConfig, *, verbose: bool = False) -> Iterator[None
         with loading():
             import expertmesh.training.loop  # noqa: F401
             from expertmesh.runs.precision import resolve_device
-        with said_once():
+        with once_per_host():
             device = resolve_device(config.train.device)
         if device.type == "cpu":
             keep_freed_memory()

@@ -27,7 +27,7 @@ class _News(logging.Handler):
         self._is_open = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        from expertmesh.cli.program import Flags
+        from expertmesh.cli.prog_name import Flags
 
         is_progress, text = getattr(record, "is_progress", False), record.getMessage()
         if text and not is_progress:

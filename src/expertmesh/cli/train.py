@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from expertmesh.cli.program import program
+from expertmesh.cli.prog_name import prog_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output
 from expertmesh.config.base import launched_rank
@@ -144,7 +144,7 @@ def summary(result: "TrainResult", family: Family) -> str:
         lines.append(f"{result.skipped_steps} steps were skipped (not finite)")
     if result.checkpoint is not None:
         lines.append(f"checkpoint: {result.checkpoint}")
-        lines.append(f"try: {program()} report {shlex.quote(str(result.run_dir))}")
+        lines.append(f"try: {prog_name()} report {shlex.quote(str(result.run_dir))}")
     return "\n".join(lines)
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from expertmesh.cli.decoding import add_place, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import read_standard_input
-from expertmesh.cli.launched import said_once
 from expertmesh.cli.terminal_progress import told_of_data
+from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.data.files import lines_of
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule, or files do not fit together.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    with said_once():
+    with once_per_host():
         options = _parser().parse_args(argv)
         check_least(options, beams=1, batch_size=1, length_penalty=0)
     is_first = launched_rank()[0] == 0

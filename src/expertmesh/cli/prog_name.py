@@ -35,7 +35,7 @@ _ARGUMENTS = {
 """Arguments of functions that verbs have as options; other names without a section are of a file that was read."""
 
 
-def program() -> str:
+def prog_name() -> str:
     """`expertmesh` where that name leads here, because its environment is activated; else the path to it."""
     own = Path(sys.executable).with_name("expertmesh")
     found = shutil.which("expertmesh")
@@ -72,7 +72,7 @@ class Flags:
 
     def command(self, words: str) -> str:
         """A command that can be copied as it stands."""
-        return f"{program()} {words}"
+        return f"{prog_name()} {words}"
 
     def spell(self, told: object) -> str:
         """The text of an error, of a `Line`, or any other as it is."""

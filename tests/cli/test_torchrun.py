@@ -9,7 +9,7 @@ import threading
 import pytest
 from tests.support.patience import PATIENCE_S
 
-from expertmesh.cli import launched
+from expertmesh.cli import torchrun
 from expertmesh.cli.main import VERBS, main
 from expertmesh.errors import CollectiveError, ConfigError, PeerError, text_of
 
@@ -87,11 +87,11 @@ def leave(threshold, monkeypatch, capsys):
 
     def run(kind, patience_s):
         def fail(words):
-            with launched.said_once():
+            with torchrun.once_per_host():
                 raise FAILURES[kind][0] or ConfigError("unknown verb")
 
-        threshold(launched, "_PATIENCE_S", patience_s)
-        threshold(launched, "_LINGER_S", patience_s)
+        threshold(torchrun, "_PATIENCE_S", patience_s)
+        threshold(torchrun, "_LINGER_S", patience_s)
         monkeypatch.setitem(VERBS, "train", (fail, ""))
         assert main(["train"]) == 1
         return capsys.readouterr().err
@@ -132,14 +132,14 @@ def test_a_rank_waits_for_who_should_speak(as_rank, leave, kind):
 @pytest.mark.parametrize("kind", FAILURES)
 def test_nobody_waits_for_who_has_spoken(as_rank, leave, kind):
     as_rank(0, 0)
-    launched.tell_launcher("error: it was this", is_mistake=False)
+    torchrun.report_to_elastic("error: it was this", is_mistake=False)
     as_rank(1, 1)
     assert leave(kind, FOREVER).count("error:") == ("lost" in kind)
 
 
 def test_ranks_that_all_follow_from_something_else_do_not_wait_for_one_another(as_rank, leave):
     as_rank(0, 0)
-    launched.tell_launcher("error: lost another rank", is_mistake=False, follows=True)
+    torchrun.report_to_elastic("error: lost another rank", is_mistake=False, follows=True)
     as_rank(1, 1)
     assert "lost another rank" in leave("a rank is lost", FOREVER)
     assert "must be (rank 0)" in leave("the leader failed", FOREVER), "it may be on another host"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.cli.program import Flags, program
+from expertmesh.cli.prog_name import Flags, prog_name
 from expertmesh.cli.train import summary
 from expertmesh.errors import ConfigError, command
 from expertmesh.models.gpt.family import GPT
@@ -29,18 +29,18 @@ def environment(tmp_path, monkeypatch):
 
 
 def test_a_path_unless_the_environment_is_activated(environment, monkeypatch, tmp_path):
-    assert program() == ".venv/bin/expertmesh"
+    assert prog_name() == ".venv/bin/expertmesh"
     monkeypatch.setenv("PATH", str(environment))
-    assert program() == "expertmesh"
+    assert prog_name() == "expertmesh"
     monkeypatch.setenv("PATH", "/usr/bin")
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
-    assert program() == str(environment / "expertmesh")
+    assert prog_name() == str(environment / "expertmesh")
 
 
 def test_an_interpreter_without_a_program_beside_it(environment):
     Path(environment / "expertmesh").unlink()
-    assert program() == "expertmesh"
+    assert prog_name() == "expertmesh"
 
 
 def test_commands_in_messages_can_be_copied(environment):

@@ -29,7 +29,7 @@ _FOLLOWS = "follows_another"
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
+def once_per_host() -> Iterator[None]:
     """Mistakes that every process of a host makes alike, as in the command line, are said by the first of them.
 
     Raises:
@@ -44,8 +44,8 @@ def said_once() -> Iterator[None]:
 
 
 @contextmanager
-def said_by_first() -> Iterator[None]:
-    """As `said_once`, over several hosts: mistakes that all ranks find alike are said by rank 0.
+def once_by_rank_0() -> Iterator[None]:
+    """As `once_per_host`, over several hosts: mistakes that all ranks find alike are said by rank 0.
 
     Raises:
         PeerError: on the others, with the same words.
@@ -97,7 +97,7 @@ def _told_by_others() -> list[bool]:
     return found
 
 
-def tell_launcher(message: str, *, is_mistake: bool, follows: bool = False) -> None:
+def report_to_elastic(message: str, *, is_mistake: bool, follows: bool = False) -> None:
     """Let torchrun's own report end with the reason of the failure; without torchrun, nothing.
 
     Torchrun takes the oldest failure for the cause, in whole seconds. A mistake was there before any rank ended; another
