@@ -20,7 +20,7 @@ from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
 from expertmesh.models.seq2seq.family import SEQ2SEQ
 from expertmesh.models.seq2seq.task import Seq2SeqTask
-from expertmesh.models.token_losses import Lesson, token_losses
+from expertmesh.models.token_losses import DistillTargets, token_losses
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import resolve_precision
@@ -48,8 +48,8 @@ def test_the_divergence_equals_pytorchs(overwrite):
         return losses + beta * temperature**2 * divergence
 
     def ours(x):
-        lesson = Lesson(taught, beta, temperature)
-        return token_losses(x.clone(), targets, lesson=lesson, overwrite_logits=overwrite)
+        distill = DistillTargets(taught, beta, temperature)
+        return token_losses(x.clone(), targets, distill=distill, overwrite_logits=overwrite)
 
     results = []
     for function, dtype in ((ours, None), (plain, None), (plain, torch.float64)):

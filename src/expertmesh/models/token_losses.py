@@ -14,7 +14,7 @@ _BLOCK_ELEMENTS_CPU = 1 << 18
 _BLOCK_ELEMENTS_GPU = 1 << 28
 
 
-class Lesson(NamedTuple):
+class DistillTargets(NamedTuple):
     """What a teacher says of the same tokens.
 
     Attributes:
@@ -33,12 +33,12 @@ def token_losses(
     targets_BS: Tensor,
     *,
     label_smoothing: float = 0.0,
-    lesson: Lesson | None = None,
+    distill: DistillTargets | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
     """Cross-entropy of every token in nats: log sum_v exp(z_v) - z_target.
 
-    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With a lesson of
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With a distill of
     logits t, beta T^2 KL(softmax(t / T) || softmax(z / T)) is added (Hinton et al. 2015, section 2).
 
     Computed in FP32 (FP64 for FP64 logits) over a few rows at a time, forward and backward, so that no copy of the
@@ -48,7 +48,7 @@ def token_losses(
         logits_BSV: (B, S, V), any floating dtype.
         targets_BS: (B, S) int64.
         label_smoothing: s, in [0, 1).
-        lesson: of a teacher.
+        distill: of a teacher.
         overwrite_logits: the backward pass writes the gradient over the logits, which nobody may use after it. The
             logits are the largest tensor of a small model's step; memory that was just read is also the fastest to write.
 
@@ -56,9 +56,9 @@ def token_losses(
         (B * S,) FP32 or FP64, differentiable once. Does not synchronise.
     """
     flat = logits_BSV.flatten(0, 1), targets_BS.flatten()
-    if lesson is not None:
-        lesson = lesson._replace(logits_BSV=lesson.logits_BSV.detach().flatten(0, 1))
-    losses: Tensor = _CrossEntropy.apply(*flat, label_smoothing, lesson, overwrite_logits)
+    if distill is not None:
+        distill = distill._replace(logits_BSV=distill.logits_BSV.detach().flatten(0, 1))
+    losses: Tensor = _CrossEntropy.apply(*flat, label_smoothing, distill, overwrite_logits)
     return losses
 
 
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits_TV: Tensor,
         targets_T: Tensor,
         smoothing: float,
-        lesson: Lesson | None,
+        distill: DistillTargets | None,
         overwrite: bool,
     ) -> Tensor:
         dtype = accumulate_dtype(logits_TV.dtype)
@@ -82,14 +82,14 @@ class _CrossEntropy(torch.autograd.Function):
             torch.neg(logp.gather(1, targets_T[rows, None]).squeeze(1), out=losses_T[rows])
             if smoothing:
                 losses_T[rows].lerp_(-logp.mean(1), smoothing)
-            if lesson is not None:
-                T = lesson.temperature
+            if distill is not None:
+                T = distill.temperature
                 ours = torch.log_softmax(logits_TV[rows].to(dtype) / T, dim=1)
-                theirs = torch.log_softmax(lesson.logits_BSV[rows].to(dtype) / T, dim=1)
+                theirs = torch.log_softmax(distill.logits_BSV[rows].to(dtype) / T, dim=1)
                 divergence = (theirs.exp() * (theirs - ours)).sum(1)
-                losses_T[rows] += lesson.weight * T**2 * divergence
-        ctx.save_for_backward(logits_TV, targets_T, *([] if lesson is None else lesson[:1]))
-        ctx.smoothing, ctx.lesson, ctx.overwrite = smoothing, lesson and lesson[1:], overwrite
+                losses_T[rows] += distill.weight * T**2 * divergence
+        ctx.save_for_backward(logits_TV, targets_T, *([] if distill is None else distill[:1]))
+        ctx.smoothing, ctx.distill, ctx.overwrite = smoothing, distill and distill[1:], overwrite
         return losses_T
 
     @staticmethod
@@ -104,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
             if ctx.smoothing:
                 softmax.sub_(ctx.smoothing / softmax.shape[1])
             if teacher:
-                weight, T = ctx.lesson
+                weight, T = ctx.distill
                 theirs = torch.softmax(teacher[0][rows].to(grad_T.dtype) / T, dim=1)
                 softmax.add_(torch.softmax(logits / T, dim=1).sub_(theirs), alpha=weight * T)
             softmax.mul_(grad)

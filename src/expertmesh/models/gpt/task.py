@@ -15,7 +15,7 @@ from expertmesh.models.gpt.builder import GPTBuilder
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.task import Baseline, Batch, Data, Loss, Part, Task, each_tensor
-from expertmesh.models.token_losses import Lesson, token_losses
+from expertmesh.models.token_losses import DistillTargets, token_losses
 from expertmesh.parallel.ranks import Ranks
 
 
@@ -79,14 +79,16 @@ class GPTTask(Task):
         losses = token_losses(
             output.logits_BSV,
             part.positions(targets_BS),
-            lesson=self._lesson(ids_BS, _masks(more), part.step),
+            distill=self._distill_targets(ids_BS, _masks(more), part.step),
             overwrite_logits=True,
         )
         if "counts" in more:
             losses = losses * part.positions(more["counts"]).flatten()
         return Loss(losses.sum(), output.stats)
 
-    def _lesson(self, ids_BS: Tensor, masks: Mapping[str, Tensor], step: int) -> Lesson | None:
+    def _distill_targets(
+        self, ids_BS: Tensor, masks: Mapping[str, Tensor], step: int
+    ) -> DistillTargets | None:
         """What the teacher says; no token is dropped in it."""
         if self.teacher is None:
             return None
@@ -98,7 +100,7 @@ class GPTTask(Task):
         factor = self.teacher.config.moe.dropless_factor
         with torch.no_grad():
             output = self.teacher(ids_BS, capacity_factor=factor, **masks)
-        return Lesson(output.logits_BSV, weight, self.config.distill.temperature)
+        return DistillTargets(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Nats, tokens, and the bytes that they stand for."""
