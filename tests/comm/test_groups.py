@@ -35,7 +35,7 @@ def alone_among_others():
     """What a world of one rank tells itself, while the others do something else."""
     groups = [dist.new_group([rank]) for rank in range(4)]
     rank = dist.get_rank()
-    return rank if rank == 1 else Ranks(World(groups[rank])).first(lambda: rank)
+    return rank if rank == 1 else Ranks(World(groups[rank])).on_rank0(lambda: rank)
 
 
 def test_a_world_of_one_rank_asks_nobody_else(four_ranks):
@@ -61,7 +61,7 @@ def test_all_groups_end_without_the_others():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = World()
     world.mesh((1, 1), ("a", "b"), [0])
-    assert world.everyone().name == "all ranks", "what errors say, also when a mesh was first"
+    assert world.all_ranks().name == "all ranks", "what errors say, also when a mesh was first"
     end_groups(world, ours=True, agree=False)
     assert not dist.is_initialized()
 

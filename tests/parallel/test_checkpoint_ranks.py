@@ -358,7 +358,7 @@ def test_a_damaged_file_of_one_rank(folder, saved, four_ranks, damage, words):
 def other_model(folder):
     state, _ = state_on_ranks({})
     try:
-        state.ranks.each(lambda: state.load(folder))
+        state.ranks.on_all(lambda: state.load(folder))
     except (CheckpointError, PeerError) as error:
         return type(error).__name__, str(error)
     finally:

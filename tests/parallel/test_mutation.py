@@ -55,7 +55,7 @@ def mutant(case):
 
 def world_group(group):
     """All processes of the pool instead of the group."""
-    return world_of().everyone()
+    return world_of().all_ranks()
 
 
 def other_half(group):
@@ -251,7 +251,7 @@ def norm_over_the_world():
 
     def mistaken(*parameter_and_gradient):
         groups = right(*parameter_and_gradient)
-        return tuple(world_of().everyone().process_group for _ in groups)
+        return tuple(world_of().all_ranks().process_group for _ in groups)
 
     return [(clip, "_cut_along", mistaken)]
 

@@ -144,7 +144,7 @@ def kept_until_the_backward(kind):
     x_RD = torch.randn(2, D, requires_grad=True) * 1.0
     alive = weakref.ref(x_RD)
     moved = in_flight_all_to_all(
-        x_RD, counts, world_of(False).everyone(), where="a test", payload=kind
+        x_RD, counts, world_of(False).all_ranks(), where="a test", payload=kind
     )
     del x_RD
     y_RD = moved.finish()

@@ -101,7 +101,7 @@ def run_spread(case: SpreadCase) -> tuple[Tried, slice]:
         tried = _run(layer, x, cotangent, case, index, share=len(x) / max(sum(sizes), 1))
     for name, grad in tried.gradients.items():
         if not name.startswith("experts."):
-            pending = start_all_reduce(grad, world.everyone(), where="test")
+            pending = start_all_reduce(grad, world.all_ranks(), where="test")
             if pending is not None:
                 pending.wait()
     return replace(tried, transfers=log.transfers), mine

@@ -127,7 +127,7 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-        self.ranks.first(make_folder)
+        self.ranks.on_rank0(make_folder)
         staged = self.stager.stage(tensors, make)
         header = {"format_version": FORMAT_VERSION, "step": step, "eval_loss": eval_loss}
         text = json.dumps({**header, **state}, indent=1)
@@ -290,7 +290,7 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
         CheckpointError: there are checkpoints, and all are damaged.
     """
     ranks = Ranks() if ranks is None else ranks
-    paths = ranks.first(lambda: list_checkpoints(folder))
+    paths = ranks.on_rank0(lambda: list_checkpoints(folder))
     for path in reversed(paths):
         problems = ranks.gather(find_damage(path, share=(ranks.position, ranks.size)))
         problem = next(filter(None, problems), None)

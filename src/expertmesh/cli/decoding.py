@@ -157,7 +157,7 @@ def open_decoder(
                 opened = open_shared(found, shares, **place)
             else:
                 opened = open_model(found, es_degree=options.es_degree, **place)
-            ranks.each(lambda: opened.decoder)  # a family that writes no text says so here
+            ranks.on_all(lambda: opened.decoder)  # a family that writes no text says so here
             if shares is None:
                 threads = threads_of_calls(
                     opened.model, opened.precision, num_rows=num_rows, ranks=ranks

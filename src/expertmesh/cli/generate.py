@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
                 open_decoder(options, num_rows=num_rows, is_asked=options.interactive)
             )
         if opened.shared is None:
-            _generate(options, opened.ranks.first(lambda: prompts), opened)
+            _generate(options, opened.ranks.on_rank0(lambda: prompts), opened)
         else:
             _generate_together(options, prompts, opened)
     return 0
@@ -171,7 +171,7 @@ def _generate(
         return [*kept, {"role": "assistant", "content": answer(ids)}]
 
     is_alone = opened.shared is not None
-    ask: Callable[..., Any] = (lambda function: function()) if is_alone else ranks.first
+    ask: Callable[..., Any] = (lambda function: function()) if is_alone else ranks.on_rank0
     with torch.no_grad(), opened.precision.autocast():
         if options.interactive:
             turns: list[dict[str, str]] = []

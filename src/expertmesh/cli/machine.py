@@ -94,7 +94,7 @@ def _least(world: "World | None", value: float) -> float:
     from expertmesh.comm.collectives import all_gather
 
     number = torch.tensor([value], dtype=torch.float64, device=world.device_type)
-    return float(all_gather(number, world.everyone(), where="what ranks reach").min())
+    return float(all_gather(number, world.all_ranks(), where="what ranks reach").min())
 
 
 def _repeated(run: Callable[[], object], is_gpu: bool) -> float:

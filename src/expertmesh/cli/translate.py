@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
         check_sacrebleu()
     num_rows = options.beams * min(len(texts) or 1, options.batch_size)
     with told_of_data(), open_decoder(options, num_rows=num_rows) as opened:
-        found = _translated(options, opened.ranks.first(lambda: texts), opened)
+        found = _translated(options, opened.ranks.on_rank0(lambda: texts), opened)
     if not is_first:
         return 0
     text = "".join(f"{line}\n" for line in found)

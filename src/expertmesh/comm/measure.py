@@ -42,9 +42,9 @@ def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
     members: dict[int, list[int]] = {}
     for position, node in enumerate(nodes):
         members.setdefault(node, []).append(position)
-    found = {"all": world.everyone()}
+    found = {"all": world.all_ranks()}
     if len(members) == 1 or len(members) == world.size:
-        return found | {"inside" if len(members) == 1 else "across": world.everyone()}
+        return found | {"inside" if len(members) == 1 else "across": world.all_ranks()}
     by_place: dict[int, list[int]] = {}
     for positions in members.values():
         for place, position in enumerate(positions):
@@ -115,7 +115,7 @@ def _synchronize(world: World) -> None:
 
 def _slowest(world: World, seconds: float) -> float:
     mine = torch.tensor(seconds, dtype=torch.float64, device=world.device_type)
-    return float(all_gather(mine, world.everyone(), where="bench").max())
+    return float(all_gather(mine, world.all_ranks(), where="bench").max())
 
 
 def fit(points: Sequence[LinkMeasurement], nodes: Sequence[int]) -> Network:

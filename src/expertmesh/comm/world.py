@@ -116,7 +116,7 @@ class World:
         self._group = group or dist.group.WORLD
         self._groups: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
         self._meshes: dict[tuple[tuple[Any, ...], ...], DeviceMesh] = {}
-        self.everyone()  # the first who asks for a group gives it its name
+        self.all_ranks()  # the first who asks for a group gives it its name
 
     def __deepcopy__(self, memo: dict[int, object]) -> "World":
         """The same world: copies of a layer talk to the same ranks."""
@@ -140,7 +140,7 @@ class World:
             self._nodes = nodes_of(found, self.ranks)
         return self._nodes
 
-    def everyone(self) -> RankGroup:
+    def all_ranks(self) -> RankGroup:
         """The group of all ranks."""
         return self.group([range(self.size)], name="all ranks")
 

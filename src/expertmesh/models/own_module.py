@@ -57,7 +57,9 @@ class OwnBuilder(ModelBuilder):
             for tensor in self._module.state_dict().values():
                 # one axis: BatchNorm's counter has none, and could not be seen as bytes
                 digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
-            ranks.agree(digest.hexdigest(), what="the module's weights (give its class, not one)")
+            ranks.check_equal(
+                digest.hexdigest(), what="the module's weights (give its class, not one)"
+            )
         module = super().place(device=device, dtype=dtype, ranks=ranks)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(

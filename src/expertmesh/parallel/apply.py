@@ -336,7 +336,7 @@ def _sum_gradients(model: nn.Module) -> None:
 def _network(world: World, nodes: list[int] | None) -> tuple[Topology, Network]:
     """The ranks, and their links as the leader finds them measured, or as is usual; every rank must call."""
     topology = Topology.of(_device_name(world), world.nodes() if nodes is None else nodes)
-    found = Ranks(world).first(lambda: load_network(network_path(topology)))
+    found = Ranks(world).on_rank0(lambda: load_network(network_path(topology)))
     return topology, found or USUAL_NETWORK
 
 
@@ -368,7 +368,7 @@ def _adapt(
         network,
         num_gathers=2 if config.zero_stage == 3 else 1,
         resting_bytes=resting_bytes,
-        known=ranks.first(lambda: load_plans(path, model)),
+        known=ranks.on_rank0(lambda: load_plans(path, model)),
         on_settled=plan_keeper(path, model) if ranks.is_leader else None,
     )
 

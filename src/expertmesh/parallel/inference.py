@@ -71,7 +71,7 @@ def first_chooses(model: object) -> Callable[[Tensor], Tensor]:
     found = next((d for d in dispatchers if isinstance(d, ExpertDispatcher) and d.has_same_tokens), None)  # fmt: skip
     if found is None or found.storage.world.size == 1:
         return lambda choices: choices
-    group = found.storage.world.everyone()
+    group = found.storage.world.all_ranks()
 
     def as_first(choices: Tensor) -> Tensor:
         choices = choices.contiguous()

@@ -71,7 +71,7 @@ class Ranks:
     def sum_(self, value: Tensor, *, what: str) -> Tensor:
         """Sum a contiguous tensor over ranks, in place."""
         if self.world is not None:
-            wait(start_all_reduce(value, self.world.everyone(), where=what))
+            wait(start_all_reduce(value, self.world.all_ranks(), where=what))
         return value
 
     def any(self, value: bool) -> bool:
@@ -86,7 +86,7 @@ class Ranks:
         kind = "cpu" if self.world is None else self.world.device_type
         return torch.device(kind)
 
-    def first(self, function: Callable[[], T]) -> T:
+    def on_rank0(self, function: Callable[[], T]) -> T:
         """Let the leader do something alone; the others wait, and get what it returned (pickled).
 
         Raises:
@@ -105,7 +105,7 @@ class Ranks:
         dist.broadcast_object_list(
             answer,
             group_src=0,
-            group=self.world.everyone().process_group,
+            group=self.world.all_ranks().process_group,
             device=self.device,
         )
         if error is not None:
@@ -115,7 +115,7 @@ class Ranks:
             raise PeerError(f"{value} (rank 0)")
         return value
 
-    def each(self, function: Callable[[], T]) -> T:
+    def on_all(self, function: Callable[[], T]) -> T:
         """Do something on every rank, and let all know of a failure before any goes on.
 
         Raises:
@@ -142,10 +142,10 @@ class Ranks:
         if self.world is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.world.everyone().process_group)
+        dist.all_gather_object(values, value, group=self.world.all_ranks().process_group)
         return values
 
-    def agree(self, value: str, *, what: str) -> None:
+    def check_equal(self, value: str, *, what: str) -> None:
         """Check that all ranks have the same text.
 
         Raises:

@@ -161,7 +161,7 @@ def serving_groups(world: World, degrees: ServingDegrees) -> ServingGroups:
     columns = [list(range(place, p, L)) for place in range(L)]
     leaders = [columns[0], *([rank] for rank in range(p) if rank % L)]
     return ServingGroups(
-        world.everyone(),
+        world.all_ranks(),
         world.group(columns, name="the ranks that exchange tokens"),
         world.group(rows, name="the ranks that share tokens"),
         world.group(leaders, name="the first ranks of all groups"),

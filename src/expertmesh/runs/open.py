@@ -148,14 +148,14 @@ def open_model(
         tokenizer = run.load_tokenizer() if has_text and not is_placed else None
         return run, tokenizer, device_of(run, device)
 
-    sought, tokenizer, place = ranks.each(find)
+    sought, tokenizer, place = ranks.on_all(find)
     run = sought.with_weights(ranks)
 
     def choose() -> Arithmetic:
         train = run.config.train
         return resolve_precision(train, record=run.arithmetic, device=place).arithmetic
 
-    precision = Precision.of(place, ranks.first(choose))
+    precision = Precision.of(place, ranks.on_rank0(choose))
 
     def build() -> LoadedModel:
         weights = run.open_weights(dtype)
@@ -188,7 +188,7 @@ def open_model(
             as_plain(model)
         return LoadedModel(run, task, model.eval(), tokenizer, used, ranks)
 
-    return ranks.each(build)
+    return ranks.on_all(build)
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ class Run:
         Raises:
             CheckpointError: it has none, or a file is missing.
         """
-        (Ranks() if ranks is None else ranks).each(self.check_whole)
+        (Ranks() if ranks is None else ranks).on_all(self.check_whole)
         if self.weights is not None:
             return self
         checkpoint = newest_good(RunDir(self.path).checkpoints, ranks)

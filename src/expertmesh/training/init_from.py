@@ -82,10 +82,10 @@ def run_of_init_from(
         PeerError: another rank failed.
     """
     begin = config.train.init_from
-    if begin is None or ranks.first(lambda: list_checkpoints(run_dir.checkpoints)):
+    if begin is None or ranks.on_rank0(lambda: list_checkpoints(run_dir.checkpoints)):
         return None
     own = None if family.name in FAMILIES else family
-    return ranks.each(lambda: find_model(begin, own)).with_weights(ranks)
+    return ranks.on_all(lambda: find_model(begin, own)).with_weights(ranks)
 
 
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:

@@ -153,9 +153,9 @@ def train(
                 offload=config.parallel.offload,
             )
         )
-        ranks.agree(config.model_dump_json(), what="the configuration")
-        ranks.first(lambda: check_ranks(task, ranks))
-        ranks.first(lambda: check_room(family, config, device, num_ranks=ranks.size))
+        ranks.check_equal(config.model_dump_json(), what="the configuration")
+        ranks.on_rank0(lambda: check_ranks(task, ranks))
+        ranks.on_rank0(lambda: check_room(family, config, device, num_ranks=ranks.size))
 
         def open_run() -> Path | None:
             check_installed(config.train.trackers)
@@ -169,7 +169,7 @@ def train(
             is_new_branch = config.train.branch_from and not list_checkpoints(run_dir.checkpoints)
             return branch_point(config, family=family) if is_new_branch else None
 
-        leaves_from = ranks.first(open_run)
+        leaves_from = ranks.on_rank0(open_run)
         begin = None if leaves_from else run_of_init_from(config, family, run_dir, ranks)
         stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
         # a run on the CPU leaves the GPUs of its machine alone, unless the caller has used them
@@ -180,21 +180,21 @@ def train(
         if list_checkpoints(run_dir.checkpoints):
             stack.enter_context(notes_known())  # said when the run began
         prepared: list[Data] = []
-        ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
-        data = ranks.each(lambda: prepared[0] if prepared else task.prepare())
-        ranks.agree(data.key, what="the data")
+        ranks.on_rank0(lambda: prepared.append(task.prepare()))  # fills the cache
+        data = ranks.on_all(lambda: prepared[0] if prepared else task.prepare())
+        ranks.check_equal(data.key, what="the data")
         precision, threads = _settle(family, config, run_dir, ranks)
         if threads is not None:
             stack.enter_context(computing_with(threads))
         stack.enter_context(precision.products())
         torch.manual_seed(config.train.seed)  # whatever the data have drawn
-        trainer = ranks.each(
+        trainer = ranks.on_all(
             partial(_Trainer, family, task, recipe, run_dir, data, precision, threads, ranks, ends)
         )
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume(leaves_from, begin)
-        ranks.first(
+        ranks.on_rank0(
             lambda: run_dir.write_description(config, recipe=recipe, files=kept_files(config, data))
         )
         trainer.run(stop, console, stack, trackers)
@@ -207,8 +207,8 @@ def _settle(
     """What a run computes in, and with how many threads, both kept with the run; None on a GPU: as torch has them, or as is given."""
     products = family.products_of(config, num_parts=ranks.num_row_parts)
     record, given = run_dir.arithmetic, config.parallel.num_threads
-    goes_on = ranks.first(lambda: bool(list_checkpoints(run_dir.checkpoints)))
-    precision = ranks.first(
+    goes_on = ranks.on_rank0(lambda: bool(list_checkpoints(run_dir.checkpoints)))
+    precision = ranks.on_rank0(
         lambda: settle_precision(config.train, products=products, record=record)
     )
     if precision.device.type != "cpu" and given is None:
@@ -222,7 +222,7 @@ def _settle(
         began_with=torch.get_num_threads() if goes_on and began_with is None else began_with,
     )
     kept = replace(precision.arithmetic, threads=threads.count)
-    ranks.first(lambda: write_arithmetic(record, kept))
+    ranks.on_rank0(lambda: write_arithmetic(record, kept))
     return precision, threads
 
 
@@ -281,14 +281,14 @@ class _Trainer:
         if path is None:
             if begin is not None:
                 targets = self.task.builder.inherited(self.state.model, begin.config, self.data)
-                self.ranks.each(lambda: begin.load_into(targets))
+                self.ranks.on_all(lambda: begin.load_into(targets))
             return 0
         values = read_run_state(path)
-        self.ranks.first(
+        self.ranks.on_rank0(
             lambda: check_same_run(values["config"], self.config, family=self.family, where=path)
         )
-        self.ranks.first(lambda: check_same_data(values["data_key"], self.data, where=path))
-        self.ranks.each(lambda: self.state.load(path))
+        self.ranks.on_rank0(lambda: check_same_data(values["data_key"], self.data, where=path))
+        self.ranks.on_all(lambda: self.state.load(path))
         if path != trunk:
             self.saved_step = self.state.progress.step
         return self.state.progress.step
@@ -340,7 +340,7 @@ class _Trainer:
         for told in (lost, self.state.loaded):
             if told:
                 report.message(told)
-        self.ends.heard(self.ranks.first(lambda: self._losses_until(first)))
+        self.ends.heard(self.ranks.on_rank0(lambda: self._losses_until(first)))
         extra: dict[str, float] = {}
         if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}

@@ -112,7 +112,7 @@ def settle_threads(
             )
         return choose(measure(numbers_up_to(most)))
 
-    found = ranks.first(decide)
+    found = ranks.on_rank0(decide)
     if users_threads() is not None:
         return Threads(usual, found.why)
     return found if found.count <= share else Threads(share, found.why, found.seconds)

@@ -37,7 +37,7 @@ class ExpertMeshEP(EPImplementation):
         self.exchange: Exchange = (Ragged if W > 1 else Alone)(
             Route(
                 make_split(ExpertDegrees(W, 1), None),
-                world.everyone(),
+                world.all_ranks(),
                 W * count,
                 world.position * count,
                 [[place] for place in range(W)],

@@ -258,7 +258,7 @@ def _sharing_memory(device_type: str, nodes: Sequence[int]) -> int:
 def _agreed_least(world: Any, mine: float) -> float:
     """The least over all ranks, which leave together."""
     number = torch.tensor([mine], dtype=torch.float64, device=world.device_type)
-    return float(all_gather(number, world.everyone(), where="speed and memory of ranks").min())
+    return float(all_gather(number, world.all_ranks(), where="speed and memory of ranks").min())
 
 
 def _flops_per_s(layer: MoELayer) -> float:

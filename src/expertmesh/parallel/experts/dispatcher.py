@@ -173,7 +173,7 @@ class ExpertDispatcher:
         self.dispatch_dtype: DispatchDtype = dispatch_dtype
         self._fixed_tokens, self.exchanges = fixed_tokens, exchanges
         self._nodes = None if nodes is None else tuple(nodes)
-        self._everyone = storage.world.everyone()
+        self._everyone = storage.world.all_ranks()
         self._exchanges: dict[tuple[int, bool], Exchange] = {}
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
         self.chooser: LayerChooser | None = None

@@ -326,7 +326,7 @@ class ExpertStorage(ExpertHolder):
             copy=self.group(
                 [list(range(self.degrees.num_ranks))], "the ranks that hold the experts"
             ),
-            everyone=self.world.everyone(),
+            everyone=self.world.all_ranks(),
             deposit=lambda name, grad, shard: hand_over(
                 name, grad, shard, main=self.experts.main_grads, host=host
             ),
