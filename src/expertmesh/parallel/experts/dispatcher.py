@@ -50,7 +50,7 @@ from expertmesh.parallel.experts.modules import ExpertModules
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
 from expertmesh.parallel.experts.shadow import Staying, without_hot
-from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
+from expertmesh.parallel.experts.storage import ExpertShards, ExpertStorage, Keep
 from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
@@ -77,7 +77,7 @@ class SpreadJourney:
     def __init__(
         self,
         outbounds: Sequence[Outbound],
-        storage: ExpertHolder,
+        storage: ExpertShards,
         gathered: GatheredWeights | None,
         staying: Staying | None = None,
         when_over: Sequence[Callable[[Tensor], None]] = (),
@@ -159,7 +159,7 @@ class ExpertDispatcher:
 
     def __init__(
         self,
-        storage: ExpertHolder,
+        storage: ExpertShards,
         *,
         num_experts: int,
         way: DispatchOptions = AS_USUAL,
@@ -442,7 +442,7 @@ def spread_experts(
         offload=offload,
     )
     experts, name = layer.experts, f"layer {layer.layer_index}"
-    storage: ExpertHolder
+    storage: ExpertShards
     if isinstance(experts, GroupedExperts):
         device = compute_device(world.device_type) if offload else None
         storage = ExpertStorage(

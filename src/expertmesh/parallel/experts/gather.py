@@ -24,12 +24,12 @@ from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.parallel.experts.prefetch import (
-    Fetch,
-    FetchedLayer,
-    Key,
+    GatheredLayer,
+    GatheredTensors,
+    GatherHandle,
+    GatherKey,
+    LayerTurn,
     Prefetcher,
-    Visit,
-    Whole,
     in_backward,
 )
 from expertmesh.parallel.experts.tables import on_device
@@ -39,7 +39,7 @@ SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
 """Axis of each parameter that the f slices cut; b_out has no hidden axis, and is cut along D."""
 
 
-class ShardSource(FetchedLayer, Protocol):
+class ShardSource(GatheredLayer, Protocol):
     """Who owns shards, and gathers them.
 
     Attributes:
@@ -278,7 +278,7 @@ class GatheredWeights:
         layout: Layout,
         dtype: torch.dtype,
         *,
-        key: Key,
+        key: GatherKey,
         prefetcher: Prefetcher,
         buffers: Callable[[torch.device], GradientBuffers],
         drops: bool,
@@ -287,23 +287,23 @@ class GatheredWeights:
         self.source, self.layout, self.dtype, self.key = source, layout, dtype, key
         self.drops = drops
         self._prefetcher, self._buffers_for, self._main_grads = prefetcher, buffers, main_grads
-        self._first: Fetch | None = None
+        self._first: GatherHandle | None = None
         self._addresses: dict[int, int] = {}
         self._buffers: GradientBuffers | None = None
         self._wanted: list[bool] = []
         self._late: DeferredWeightGradients | None = None
 
-    def start(self, fetch: Fetch) -> None:
+    def start(self, fetch: GatherHandle) -> None:
         """Take what is gathered for the forward, or its repetition in the backward."""
         self._first = fetch
 
-    def wait(self) -> Whole:
+    def wait(self) -> GatheredTensors:
         """What was gathered for the forward; not held here any longer."""
         first, self._first = self._first, None
         assert first is not None, "a parameter changed while its layer was dispatching"
         return first.wait()
 
-    def parameters(self, whole: Whole, *, num_calls: int = 1) -> ExpertParameters:
+    def parameters(self, whole: GatheredTensors, *, num_calls: int = 1) -> ExpertParameters:
         """Gathered weights as parameters of the experts that this rank computes, differentiable.
 
         Args:
@@ -363,7 +363,7 @@ class GatheredWeights:
             visit = self._prefetcher.visit(self.source, self.key) if self.drops else None
             y_TD.register_hook(lambda _: self._prepare(visit))
 
-    def _prepare(self, visit: Visit | None) -> None:
+    def _prepare(self, visit: LayerTurn | None) -> None:
         if visit is not None:
             self._prefetcher.reach(visit)
         if self._buffers is not None:

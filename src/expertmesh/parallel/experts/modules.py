@@ -17,7 +17,7 @@ from expertmesh.moe.experts import ExpertList, ExpertParameters, Parameters
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.route_split import RouteSplit
 from expertmesh.parallel.experts.shadow import ShadowWeights
-from expertmesh.parallel.experts.storage import ExpertHolder
+from expertmesh.parallel.experts.storage import ExpertShards
 
 
 def module_degrees(
@@ -227,7 +227,7 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
     return count
 
 
-class ExpertModules(ExpertHolder):
+class ExpertModules(ExpertShards):
     """Holds modules of the user's; nothing is gathered.
 
     Args:

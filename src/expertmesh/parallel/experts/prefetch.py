@@ -17,30 +17,30 @@ from torch import Tensor
 
 from expertmesh.parallel.experts.route_split import RouteSplit
 
-Whole = list[tuple[Tensor, ...]]
+GatheredTensors = list[tuple[Tensor, ...]]
 """The slices of every parameter, in the order of a storage's names."""
 
-Key = tuple[RouteSplit, torch.dtype]
+GatherKey = tuple[RouteSplit, torch.dtype]
 """What tells gathers of one layer apart."""
 
 
-class Fetch(Protocol):
+class GatherHandle(Protocol):
     """The weights of one layer on their way."""
 
-    def wait(self) -> Whole:
+    def wait(self) -> GatheredTensors:
         """Wait for them."""
 
 
-class FetchedLayer(Protocol):
+class GatheredLayer(Protocol):
     """A layer whose weights are gathered."""
 
-    def fetch(self, key: Key) -> Fetch:
+    def fetch(self, key: GatherKey) -> GatherHandle:
         """Begin to gather."""
 
-    def has_kept(self, key: Key) -> bool:
+    def has_kept(self, key: GatherKey) -> bool:
         """Whether gathered weights are still there and right."""
 
-    def similar_key(self, key: Key) -> Key | None:
+    def similar_key(self, key: GatherKey) -> GatherKey | None:
         """This layer's key for another layer's route degree and type; None: it cannot route over so many."""
 
     def versions(self) -> Any:
@@ -48,7 +48,7 @@ class FetchedLayer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Visit:
+class LayerTurn:
     """One layer's turn in a forward, if its backward is going to gather again.
 
     Attributes:
@@ -57,19 +57,19 @@ class Visit:
         previous: the turn before it in the same forward.
     """
 
-    layer: FetchedLayer
-    key: Key
-    previous: "Visit | None"
+    layer: GatheredLayer
+    key: GatherKey
+    previous: "LayerTurn | None"
 
 
 @dataclass(frozen=True)
 class _Ahead:
     """A guess, and the gather that was started for it (None: the last guess for this layer was wrong)."""
 
-    layer: FetchedLayer
-    key: Key
+    layer: GatheredLayer
+    key: GatherKey
     versions: Any
-    fetch: Fetch | None
+    fetch: GatherHandle | None
 
 
 def in_backward() -> bool:
@@ -81,17 +81,17 @@ class Prefetcher:
     """Gathers ahead for the layers of one model."""
 
     def __init__(self) -> None:
-        self._order: list[FetchedLayer] = []
-        self._next: dict[FetchedLayer, FetchedLayer] = {}
-        self._keys: dict[FetchedLayer, Key] = {}
-        self._missed: set[FetchedLayer] = set()
+        self._order: list[GatheredLayer] = []
+        self._next: dict[GatheredLayer, GatheredLayer] = {}
+        self._keys: dict[GatheredLayer, GatherKey] = {}
+        self._missed: set[GatheredLayer] = set()
         self._split_changed = False
         self._ahead: _Ahead | None = None
-        self._last: Visit | None = None
-        self._again: dict[tuple[FetchedLayer, Key], Fetch] = {}
+        self._last: LayerTurn | None = None
+        self._again: dict[tuple[GatheredLayer, GatherKey], GatherHandle] = {}
         self._task = -1
 
-    def enter(self, layer: FetchedLayer, key: Key) -> Fetch | None:
+    def enter(self, layer: GatheredLayer, key: GatherKey) -> GatherHandle | None:
         """A layer's forward begins.
 
         Returns:
@@ -119,7 +119,7 @@ class Prefetcher:
             ahead.fetch.wait()
         return None
 
-    def go_ahead(self, layer: FetchedLayer, key: Key) -> None:
+    def go_ahead(self, layer: GatheredLayer, key: GatherKey) -> None:
         """A layer has its weights: begin to gather those of the next."""
         following = self._next.get(layer)
         if following is None:
@@ -130,14 +130,14 @@ class Prefetcher:
         fetch = None if following in self._missed else following.fetch(guess)
         self._ahead = _Ahead(following, guess, following.versions(), fetch)
 
-    def visit(self, layer: FetchedLayer, key: Key) -> Visit:
+    def visit(self, layer: GatheredLayer, key: GatherKey) -> LayerTurn:
         """Note that the backward of this forward is going to gather a layer again."""
         if in_backward():
-            return Visit(layer, key, None)
-        self._last = Visit(layer, key, self._last)
+            return LayerTurn(layer, key, None)
+        self._last = LayerTurn(layer, key, self._last)
         return self._last
 
-    def reach(self, visit: Visit) -> None:
+    def reach(self, visit: LayerTurn) -> None:
         """The backward has come to a layer: begin to gather its weights, if that has not begun, and those before it."""
         self._forget_ahead()
         wanted = [visit] if visit.previous is None else [visit, visit.previous]
@@ -145,7 +145,7 @@ class Prefetcher:
         for each in wanted:
             self.again(each.layer, each.key)
 
-    def again(self, layer: FetchedLayer, key: Key) -> Fetch:
+    def again(self, layer: GatheredLayer, key: GatherKey) -> GatherHandle:
         """Weights in the backward, gathered once until `done` with them."""
         task = torch._C._current_graph_task_id()
         if task == -1:
@@ -159,7 +159,7 @@ class Prefetcher:
             self._again[layer, key] = layer.fetch(key)
         return self._again[layer, key]
 
-    def done(self, layer: FetchedLayer, key: Key) -> None:
+    def done(self, layer: GatheredLayer, key: GatherKey) -> None:
         """The backward of a layer is over."""
         self._again.pop((layer, key), None)
 
@@ -169,7 +169,7 @@ class Prefetcher:
         ahead = self._ahead is not None and self._ahead.fetch is not None
         return len(self._again) + ahead
 
-    def _keep_only(self, wanted: set[tuple[FetchedLayer, Key]]) -> None:
+    def _keep_only(self, wanted: set[tuple[GatheredLayer, GatherKey]]) -> None:
         for item in [item for item in self._again if item not in wanted]:
             self._again.pop(item).wait()
 

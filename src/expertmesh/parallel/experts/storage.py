@@ -29,7 +29,13 @@ from expertmesh.parallel.experts.gather import (
     Layout,
     hand_over,
 )
-from expertmesh.parallel.experts.prefetch import Fetch, Key, Prefetcher, Whole, in_backward
+from expertmesh.parallel.experts.prefetch import (
+    GatheredTensors,
+    GatherHandle,
+    GatherKey,
+    Prefetcher,
+    in_backward,
+)
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
 from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.offload import HostMemory, host_mesh
@@ -49,7 +55,7 @@ def _to_local(factor: Tensor) -> Tensor:
     return local
 
 
-class ExpertHolder(ABC):
+class ExpertShards(ABC):
     """The ranks that hold the experts of one layer.
 
     Args:
@@ -154,7 +160,7 @@ def check_shards(
         )
 
 
-class ExpertStorage(ExpertHolder):
+class ExpertStorage(ExpertShards):
     """Shards the parameters of grouped experts, and gathers them as a split asks.
 
     A loss is the sum of the losses of all ranks: gradients are sums over ranks, not means.
@@ -202,7 +208,7 @@ class ExpertStorage(ExpertHolder):
         experts.compute_device = device
         self._layouts: dict[RouteSplit, Layout] = {}
         self._buffers: dict[RouteSplit, GradientBuffers] = {}
-        self._kept: dict[Key, tuple[list[int], Whole]] = {}
+        self._kept: dict[GatherKey, tuple[list[int], GatheredTensors]] = {}
         self.names = [name for name in SLICED_AXIS if getattr(experts, name) is not None]
         self._is_following = self._is_pinned = False
         self._shard_parameters()
@@ -305,7 +311,7 @@ class ExpertStorage(ExpertHolder):
             use.start(ahead or again or self.fetch(key))
         return use
 
-    def fetch(self, key: Key) -> Fetch:
+    def fetch(self, key: GatherKey) -> GatherHandle:
         """Begin to gather for a split, in a type."""
         split, dtype = key
         self._pin()
@@ -343,11 +349,11 @@ class ExpertStorage(ExpertHolder):
             parameter._local_tensor = self.host.pinned(parameter._local_tensor)
         self._is_pinned = True
 
-    def has_kept(self, key: Key) -> bool:
+    def has_kept(self, key: GatherKey) -> bool:
         """Whether gathered weights are there that are still those of the parameters."""
         return self._kept_weights(key) is not None
 
-    def similar_key(self, key: Key) -> Key | None:
+    def similar_key(self, key: GatherKey) -> GatherKey | None:
         """The key for another layer's route degree and type; None: this layer's ranks cannot be divided so."""
         split, dtype = key
         if self.degrees.num_ranks % split.route_degree:
@@ -365,7 +371,7 @@ class ExpertStorage(ExpertHolder):
         parameters = [getattr(self.experts, name) for name in self.names]
         return [p._version for p in parameters] + [s.detach()._version for s in self.shards()]
 
-    def _kept_weights(self, key: Key) -> Whole | None:
+    def _kept_weights(self, key: GatherKey) -> GatheredTensors | None:
         """Gathered weights that are still those of the parameters; all ranks change these together."""
         kept = self._kept.get(key)
         if kept is not None and kept[0] == self.versions():
