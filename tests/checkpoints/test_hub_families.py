@@ -11,8 +11,8 @@ from tests.support.patience import PATIENCE_S
 
 from expertmesh.checkpoints.hub import families
 from expertmesh.checkpoints.hub.configs import model_config
+from expertmesh.checkpoints.hub.family import PLAIN, option
 from expertmesh.checkpoints.hub.find_family import ENTRY_POINTS, FAMILIES, find_hub_family
-from expertmesh.checkpoints.hub.hub_family import PLAIN, option
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.models.gpt.config import ModelConfig

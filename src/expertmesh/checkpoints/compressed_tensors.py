@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.box import Box, overlap, whole_box
-from expertmesh.checkpoints.hub.hub_family import Piece
+from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.widened import is_widened
 from expertmesh.checkpoints.safetensors import QUANTIZATION, HubFiles, read_json
-from expertmesh.checkpoints.source import StoredTensor
+from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.ops.quantized.pack import bytes_of_words, from_nibbles, int8_of_bytes
 from expertmesh.ops.quantized.rounding import BLOCK, GROUP_SIZES, Format, Rounded, widened
@@ -69,20 +69,20 @@ class Scheme:
             "kv_cache_scheme": None,
         }
 
-    def parts(self, N: int, K: int, scale_dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def parts(self, N: int, K: int, scale_dtype: torch.dtype) -> dict[str, Stored]:
         """What a matrix (N, K) is in a file, by the ends of the names."""
         if self.format == "fp8":
             scales = (-(-N // BLOCK), -(-K // BLOCK))
             return {
-                "weight": StoredTensor((N, K), torch.float8_e4m3fn),
-                "weight_scale": StoredTensor(scales, scale_dtype),
+                "weight": Stored((N, K), torch.float8_e4m3fn),
+                "weight_scale": Stored(scales, scale_dtype),
             }
         per_word = 8 if self.format == "int4" else 4
         groups = K // self.group_size if self.format == "int4" else 1
         return {
-            "weight_packed": StoredTensor((N, -(-K // per_word)), torch.int32),
-            "weight_scale": StoredTensor((N, groups), scale_dtype),
-            "weight_shape": StoredTensor((2,), torch.int64),
+            "weight_packed": Stored((N, -(-K // per_word)), torch.int32),
+            "weight_scale": Stored((N, groups), scale_dtype),
+            "weight_shape": Stored((2,), torch.int64),
         }
 
     def check(self, K: int, name: str) -> None:
@@ -138,7 +138,7 @@ def is_expert(name: str) -> bool:
     return name.endswith((".experts.w_in", ".experts.w_out"))
 
 
-def own_pieces(tensors: Mapping[str, StoredTensor]) -> Iterator[Piece]:
+def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
     """Which part of which tensor of a folder under our own names is which part of ours; stacked matrices are single ones there.
 
     Args:
@@ -190,7 +190,7 @@ class QuantizedModel:
         folder: Path,
         scheme: Scheme,
         pieces: list[Piece],
-        tensors: Mapping[str, StoredTensor],
+        tensors: Mapping[str, Stored],
         *,
         left_out: tuple[str, ...] = (),
     ) -> None:
@@ -265,9 +265,9 @@ class QuantizedModel:
         return sums
 
     @cached_property
-    def tensors(self) -> Mapping[str, StoredTensor]:
+    def tensors(self) -> Mapping[str, Stored]:
         """See the class."""
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, Stored] = {}
         for name, stored in self._plain.items():
             if not is_expert(name):
                 found[name] = stored
@@ -276,15 +276,15 @@ class QuantizedModel:
             lead = stored.shape[:-1]
             scales: tuple[int, ...]
             if self.scheme.format == "fp8":
-                found[name] = StoredTensor(stored.shape, torch.float8_e4m3fn)
+                found[name] = Stored(stored.shape, torch.float8_e4m3fn)
                 scales = (*stored.shape[:-2], -(-N // BLOCK), -(-K // BLOCK))
             elif self.scheme.format == "int8":
-                found[name] = StoredTensor(stored.shape, torch.int8)
+                found[name] = Stored(stored.shape, torch.int8)
                 scales = (*lead, 1)
             else:
-                found[name] = StoredTensor((*lead, K // 2), torch.uint8)
+                found[name] = Stored((*lead, K // 2), torch.uint8)
                 scales = (*lead, K // self.scheme.group_size)
-            found[f"{name}_scale"] = StoredTensor(scales, self.scale_dtype)
+            found[f"{name}_scale"] = Stored(scales, self.scale_dtype)
         return found
 
     def read(self, name: str, box: Box, into: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.checkpoints.box import Box, overlap
 from expertmesh.checkpoints.dcp_files import copy_piece
 from expertmesh.checkpoints.dcp_index import read_index
-from expertmesh.checkpoints.source import StoredTensor
+from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
 
@@ -197,7 +197,7 @@ class Checkpoint:
         }
         self._places = index.storage_data
         self.tensors = {
-            name: StoredTensor(tuple(entry.size), entry.properties.dtype)
+            name: Stored(tuple(entry.size), entry.properties.dtype)
             for name, (_, entry) in self._entries.items()
         }
 

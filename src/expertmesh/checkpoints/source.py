@@ -16,7 +16,7 @@ from expertmesh.checkpoints.box import Box, whole_box
 from expertmesh.errors import CheckpointError
 
 
-class StoredTensor(NamedTuple):
+class Stored(NamedTuple):
     """What a source has under a name.
 
     Attributes:
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
         """The folder."""
 
     @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
+    def tensors(self) -> Mapping[str, Stored]:
         """What there is, by name."""
 
     def read(self, name: str, box: Box, into: Tensor) -> None:

@@ -31,7 +31,7 @@ from expertmesh.ops.cpu.compiled_loops import DTYPES
 from expertmesh.ops.cpu.packed_linear import PackedWeights
 from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.experts.experts_call import make_experts_call
+from expertmesh.ops.experts.call import make_experts_call
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.op_set import DEFAULT_OPS
 

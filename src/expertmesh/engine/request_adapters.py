@@ -22,7 +22,7 @@ from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.ops.experts.experts_call import AdapterRun, LowRank
+from expertmesh.ops.experts.call import AdapterRun, LowRank
 
 OVER_RANKS = "adapters over ranks are not served; use one process"
 _RANK = 16

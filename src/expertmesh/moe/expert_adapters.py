@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.ops.experts.experts_call import LowRank
+from expertmesh.ops.experts.call import LowRank
 
 TARGETS = ("w_in", "w_out")
 """The parameters of experts that can have an adapter."""

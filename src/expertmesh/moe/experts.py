@@ -12,8 +12,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_adapters import ExpertAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
-from expertmesh.ops.experts.experts_call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet

@@ -17,7 +17,7 @@ from expertmesh.moe.types import Routing
 
 
 class SharedTokens(Protocol):
-    """Processes with equally many tokens of one call; `expertmesh.parallel.tensor.SequenceShards` is one."""
+    """Processes with equally many tokens of one call; `expertmesh.parallel.tensor.SharedSequences` is one."""
 
     @property
     def rank(self) -> int:

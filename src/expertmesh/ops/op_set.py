@@ -18,7 +18,7 @@ from expertmesh.ops.attention import dense as dense_attention
 from expertmesh.ops.attention import fixed_blocks as invariant_attention
 from expertmesh.ops.cpu import norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
-from expertmesh.ops.experts.experts_call import AdapterRun, ExpertsCall
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.invariant import operators as invariant

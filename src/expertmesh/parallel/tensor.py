@@ -48,7 +48,7 @@ def tensor_group(world: World, tp_degree: int) -> RankGroup:
 
 
 @dataclass(frozen=True)
-class SequenceShards:
+class SharedSequences:
     """What a model asks of the ranks that share its sequences.
 
     Attributes:
@@ -107,7 +107,7 @@ def sum_own_part(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor
 
 
 class ShardedStorage(ParallelStyle):
-    """Cuts a module's parameters for storage; who uses them gathers them first (`SequenceShards.gather`).
+    """Cuts a module's parameters for storage; who uses them gathers them first (`SharedSequences.gather`).
 
     Args:
         cut: axis of each parameter, by name; those left out are whole on every rank.

@@ -14,7 +14,7 @@ from expertmesh.checkpoints.compressed_tensors import (
 )
 from expertmesh.checkpoints.hub.find_family import hub_family
 from expertmesh.checkpoints.hub.layout import pieces
-from expertmesh.checkpoints.source import StoredTensor
+from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.experts import GroupedExperts
@@ -40,7 +40,7 @@ def open_quantized(folder: Path, config: Any) -> QuantizedModel:
     scheme = scheme_of(values, folder)
     dtype = dtype_of(values, folder)
     state = GPT(config.model, device="meta", dtype=dtype).state_dict()
-    tensors = {name: StoredTensor(tuple(t.shape), t.dtype) for name, t in state.items()}
+    tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
     found = (
         pieces(config.model, hub_family(values).model_type, one_by_one=True)
         if "model_type" in values

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.source import StoredTensor, TensorSource, read_into, read_whole
+from expertmesh.checkpoints.source import Stored, TensorSource, read_into, read_whole
 from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.layout.moments import THEIRS
@@ -175,7 +175,7 @@ class MomentsReader:
         return part.view(-1, sizes[-1])
 
 
-def _saved_as(saved: Mapping[str, StoredTensor], lead: str, key: str) -> StateDtype:
+def _saved_as(saved: Mapping[str, Stored], lead: str, key: str) -> StateDtype:
     """The type of a saved moment that may be negative: torchao's codes have no sign and no axis of scales but one."""
     info = saved[lead + key]
     if info.dtype != torch.uint8:

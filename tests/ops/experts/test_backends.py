@@ -11,8 +11,8 @@ from tests.oracle.numerics import assert_two_times
 import expertmesh
 from expertmesh.functional import route_metadata
 from expertmesh.ops.experts.backends import BACKENDS
+from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.checked_arguments import checked
-from expertmesh.ops.experts.experts_call import ExpertsCall, LowRank
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import FORMATS, ExpertWeights, WeightFormat
 

@@ -7,7 +7,7 @@ from tests.oracle.numerics import assert_two_times
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.experts import quantized_rows
-from expertmesh.ops.experts.experts_call import ExpertsCall
+from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import FORMATS, ExpertWeights
 from expertmesh.ops.quantized.pack import nibbles

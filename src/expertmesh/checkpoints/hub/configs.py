@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.checkpoints.hub import parts
+from expertmesh.checkpoints.hub.family import ACTIVATIONS, HubFamily, Values, other_model
 from expertmesh.checkpoints.hub.find_family import hub_family
-from expertmesh.checkpoints.hub.hub_family import ACTIVATIONS, HubFamily, Values, other_model
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 

@@ -12,7 +12,7 @@ from expertmesh.checkpoints.hub.families.mixtral import MIXTRAL
 from expertmesh.checkpoints.hub.families.olmoe import OLMOE
 from expertmesh.checkpoints.hub.families.qwen2_moe import QWEN2_MOE
 from expertmesh.checkpoints.hub.families.qwen3_moe import QWEN3_MOE
-from expertmesh.checkpoints.hub.hub_family import HubFamily, Values
+from expertmesh.checkpoints.hub.family import HubFamily, Values
 from expertmesh.errors import ConfigError
 
 ENTRY_POINTS = "expertmesh.hub_families"

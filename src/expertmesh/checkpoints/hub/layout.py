@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from expertmesh.checkpoints.box import whole_box
+from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.find_family import FAMILIES, find_hub_family
-from expertmesh.checkpoints.hub.hub_family import Piece
 from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from expertmesh.checkpoints.box import Box, overlap
 from expertmesh.checkpoints.hub.configs import model_config, say_left_out
+from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.find_family import hub_family
-from expertmesh.checkpoints.hub.hub_family import Piece
 from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.hub.widened import hub_files, is_widened
 from expertmesh.checkpoints.safetensors import (
@@ -21,7 +21,7 @@ from expertmesh.checkpoints.safetensors import (
     read_json,
     sub_slice,
 )
-from expertmesh.checkpoints.source import StoredTensor, read_into
+from expertmesh.checkpoints.source import Stored, read_into
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
@@ -118,7 +118,7 @@ class HubModel:
         state = GPT(
             self.config, device="meta", dtype=dtype or hub_dtype(values, folder)
         ).state_dict()
-        self.tensors = {name: StoredTensor(tuple(t.shape), t.dtype) for name, t in state.items()}
+        self.tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
         self._pieces: dict[str, list[Piece]] = {name: [] for name in state}
         for piece in found:
             self._pieces[piece.ours].append(piece)

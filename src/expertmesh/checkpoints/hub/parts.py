@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from expertmesh.checkpoints.hub.hub_family import Fits, Values, anything, other_model
+from expertmesh.checkpoints.hub.family import Fits, Values, anything, other_model
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig

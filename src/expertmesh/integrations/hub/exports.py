@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints.hub.configs import YARN
+from expertmesh.checkpoints.hub.family import ACTIVATIONS, HubFamily, option
 from expertmesh.checkpoints.hub.find_family import FAMILIES, hub_family
-from expertmesh.checkpoints.hub.hub_family import ACTIVATIONS, HubFamily, option
 from expertmesh.config.base import parse_json
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError

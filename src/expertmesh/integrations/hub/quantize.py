@@ -13,8 +13,8 @@ from torch import Tensor
 
 from expertmesh.checkpoints.compressed_tensors import Scheme, is_expert, own_pieces
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.find_family import find_hub_family, hub_family
-from expertmesh.checkpoints.hub.hub_family import Piece
 from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_dtype, read_config
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards

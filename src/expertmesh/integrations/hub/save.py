@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.hub.hub_family import HubFamily, Piece
+from expertmesh.checkpoints.hub.family import HubFamily, Piece
 from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole

@@ -59,8 +59,8 @@ torch.utils._pytree.register_dataclass(
 )
 
 
-class SharedSequences(SharedTokens, Protocol):
-    """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SequenceShards` is one."""
+class SequenceGroup(SharedTokens, Protocol):
+    """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SharedSequences` is one."""
 
     @property
     def size(self) -> int:
@@ -228,7 +228,7 @@ class GPT(LanguageModel):
         self.config = config
         self.arithmetic = select_op_set(config.batch_invariant)
         self.activation_checkpointing = False
-        self.shared: SharedSequences | None = None
+        self.shared: SequenceGroup | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim, device="meta", dtype=dtype)
         self.layers = nn.ModuleList(
             Block(config, layer_index=index, num_experts=experts, device="meta", dtype=dtype)
@@ -314,7 +314,7 @@ class GPT(LanguageModel):
         )
         return output.logits_BSV[:, 0]
 
-    def share_sequences(self, shared: SharedSequences) -> None:
+    def share_sequences(self, shared: SequenceGroup) -> None:
         """From now on this rank computes its own positions, and its own heads; called by `parallelize_gpt`."""
         self.shared = shared
         for block in self.layers:

@@ -20,8 +20,8 @@ from expertmesh.parallel.serving import (
     spread_layers,
 )
 from expertmesh.parallel.tensor import (
-    SequenceShards,
     ShardedStorage,
+    SharedSequences,
     Sliced,
     TensorPlan,
     sliced_mlp,
@@ -60,7 +60,7 @@ def parallelize_gpt(
         bytes_beside=bytes_beside,
     )
     if plan is not None:
-        model.share_sequences(SequenceShards(group))
+        model.share_sequences(SharedSequences(group))
     return world
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate
 from expertmesh.ops.experts.adapted_linear import adapted_linear
-from expertmesh.ops.experts.experts_call import AdapterRun, ExpertsCall, LowRank
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.invariant import forward_of_runs as invariant_forward
 from expertmesh.ops.experts.weighted_activation import weighted_activation

@@ -13,7 +13,7 @@ from torch import Tensor
 from expertmesh.ops import reference
 from expertmesh.ops.experts import (
     adapters,
-    experts_call,
+    call,
     few_rows,
     invariant,
     quantized_formats,
@@ -23,7 +23,7 @@ from expertmesh.ops.experts import (
     torch_forward,
     triton_backend,
 )
-from expertmesh.ops.experts.experts_call import ExpertsCall
+from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.ops.plain_call import runs_plainly
 
@@ -119,8 +119,8 @@ def _reads(c: ExpertsCall, name: str) -> bool:
 
 
 assert quantized_formats.QUANTIZED  # which are in FORMATS from here on
-_BY_TORCH = partial(experts_call.backward, torch_backward.backward)
-_BY_TRITON = partial(experts_call.backward, triton_backend.backward)
+_BY_TORCH = partial(call.backward, torch_backward.backward)
+_BY_TRITON = partial(call.backward, triton_backend.backward)
 
 BACKENDS: dict[str, Backend] = {
     "few_rows": Backend(_has_few_rows, _few_rows),
@@ -144,20 +144,20 @@ BACKENDS: dict[str, Backend] = {
     ),
     "triton": Backend(
         lambda c: c.backend == "triton" and _reads(c, "triton"),
-        partial(experts_call.forward, triton_backend.forward),
+        partial(call.forward, triton_backend.forward),
         _BY_TRITON,
         trains=True,
         is_triton=True,
-        data_grads=partial(experts_call.data_grads, triton_backend.data_grads),
-        weight_grads=partial(experts_call.weight_grads, triton_backend.weight_grads),
+        data_grads=partial(call.data_grads, triton_backend.data_grads),
+        weight_grads=partial(call.weight_grads, triton_backend.weight_grads),
     ),
     "torch": Backend(
         lambda c: c.maps is not None,
-        partial(experts_call.forward, torch_forward.forward),
+        partial(call.forward, torch_forward.forward),
         _BY_TORCH,
         trains=True,
-        data_grads=partial(experts_call.data_grads, torch_backward.data_grads),
-        weight_grads=partial(experts_call.weight_grads, torch_backward.weight_grads),
+        data_grads=partial(call.data_grads, torch_backward.data_grads),
+        weight_grads=partial(call.weight_grads, torch_backward.weight_grads),
     ),
 }
 """Backends by name, in the order in which they are asked."""

@@ -7,7 +7,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
-from expertmesh.ops.experts.experts_call import ExpertsCall
+from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.ops.route_metadata import RouteMetadata
 from expertmesh.ops.transforms import refuse_transforms

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts.backends import BACKENDS
-from expertmesh.ops.experts.experts_call import NUM_LISTS, ExpertsCall, make_experts_call
+from expertmesh.ops.experts.call import NUM_LISTS, ExpertsCall, make_experts_call
 from expertmesh.ops.experts.weights import HiddenGradients
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from expertmesh.ops.activation import inner_name
 from expertmesh.ops.dtypes import gemm_dtype
 from expertmesh.ops.experts import triton_backend
-from expertmesh.ops.experts.experts_call import ExpertsCall, LowRank
+from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.torch_forward import row_weights
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant

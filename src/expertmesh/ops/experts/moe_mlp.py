@@ -5,9 +5,9 @@ from torch import Tensor
 
 from expertmesh.ops.experts import operator
 from expertmesh.ops.experts.backends import BACKENDS
+from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.checked_arguments import checked, main_buffers
 from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
-from expertmesh.ops.experts.experts_call import ExpertsCall
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients, Weights
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 

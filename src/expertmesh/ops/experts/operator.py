@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts.backends import BACKENDS
-from expertmesh.ops.experts.experts_call import FLAT, NUM_LISTS, ExpertsCall, make_experts_call
+from expertmesh.ops.experts.call import FLAT, NUM_LISTS, ExpertsCall, make_experts_call
 from expertmesh.ops.transforms import refuse_batched_gradient, refuse_second_derivative
 
 _GRADIENTS = "Tensor grad_TD, Tensor[] hidden, bool[] needs"

@@ -11,7 +11,7 @@ from torch import Tensor
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
 from expertmesh.ops.dtypes import autocast_dtype, has_products_of
 from expertmesh.ops.experts import quantized_loop
-from expertmesh.ops.experts.experts_call import ExpertsCall
+from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.quantized.pack import cpu_reads_blocks

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
-from expertmesh.ops.experts.experts_call import ExpertsCall
+from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.torch_forward import row_weights
 
 _FORMATS = ("int8", "int4", "fp8")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from expertmesh.checkpoints.hub import parts
-from expertmesh.checkpoints.hub.hub_family import HubFamily, Values
+from expertmesh.checkpoints.hub.family import HubFamily, Values
 from expertmesh.models.gpt.config import ModelConfig
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from expertmesh.checkpoints.box import whole_box
 from expertmesh.checkpoints.hub import parts
-from expertmesh.checkpoints.hub.hub_family import HubFamily, Piece, Values, anything
+from expertmesh.checkpoints.hub.family import HubFamily, Piece, Values, anything
 from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
 from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
