@@ -20,7 +20,7 @@ from expertmesh.moe.types import Routing
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Tokens and their choices, as a process sends them or as its experts see them; of tokens that stay, their `Journey`, too.
+    """Tokens and their choices, as a process sends them or as its experts see them; of tokens that stay, their `RoundTrip`, too.
 
     Attributes:
         x_TD: tokens, in the dtype of the layer's input.
@@ -92,7 +92,7 @@ def apply_experts(
         )
 
 
-class Journey(Protocol):
+class RoundTrip(Protocol):
     """Tokens between their start and the return of their sums."""
 
     def advance(self) -> None:
@@ -115,7 +115,7 @@ class TokenDispatcher(Protocol):
     Every process that shares the experts must call, with any number of tokens, none included.
     """
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> Journey:
+    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
         """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
 
         Args:
@@ -184,7 +184,7 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
 class LocalDispatcher:
     """All experts are here: nothing moves. Never synchronises."""
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> Journey:
+    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
         """Keep the tokens."""
         check_at_home(way)
         return tokens

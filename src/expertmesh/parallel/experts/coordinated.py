@@ -133,7 +133,7 @@ class CoordinatedDispatcher:
 
 
 class CoordinatedJourney:
-    """The tokens of a rank's group on their way. A `Journey`.
+    """The tokens of a rank's group on their way. A `RoundTrip`.
 
     Args:
         dispatcher: whose way they go.

@@ -28,10 +28,10 @@ from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.parallel.experts.adaptive import LayerChooser
 from expertmesh.parallel.experts.exchange import (
     Alone,
+    CombineHandle,
+    DispatchHandle,
     Exchange,
     Fixed,
-    Homebound,
-    Outbound,
     Ragged,
     Replicated,
     Route,
@@ -63,7 +63,7 @@ MAX_PIECES = 8
 
 
 class SpreadJourney:
-    """Tokens and weights on their way to each other. A `Journey`.
+    """Tokens and weights on their way to each other. A `RoundTrip`.
 
     Args:
         outbounds: the tokens, in one part or several: while the experts compute on one, the next travels out and the one
@@ -76,7 +76,7 @@ class SpreadJourney:
 
     def __init__(
         self,
-        outbounds: Sequence[Outbound],
+        outbounds: Sequence[DispatchHandle],
         storage: ExpertShards,
         gathered: GatheredWeights | None,
         staying: Staying | None = None,
@@ -108,7 +108,7 @@ class SpreadJourney:
         parameters = None
         if gathered is not None:
             parameters = self._storage.finish_gather(gathered, num_calls=len(outbounds))
-        under_way: list[Homebound] = []
+        under_way: list[CombineHandle] = []
         found: list[Tensor] = []
         for outbound, following in zip_longest(outbounds, outbounds[1:]):
             with phase("dispatch"):

@@ -1,6 +1,6 @@
 """How tokens reach the ranks of their experts and come home: `Alone`, `Replicated`, `Fixed` and `Ragged`.
 
-An exchange starts and finishes two moves, out (`start`, `Outbound.finish`) and home (`Outbound.start_home`, `Homebound.finish`).
+An exchange starts and finishes two moves, out (`start`, `DispatchHandle.finish`) and home (`DispatchHandle.start_home`, `CombineHandle.finish`).
 What runs between a start and its finish hides the travel, in the backward too. A start never waits for another rank.
 
 A token goes once to each rank that holds an expert of its choice (once to each slice of one, where experts are
@@ -88,8 +88,8 @@ class Route:
         return self.own(Dispatched(x_RD, ids_RK.detach().to(torch.int64), weights_RK, max_rows))
 
 
-class Homebound(Protocol):
-    """Partial sums on their way home."""
+class CombineHandle(Protocol):
+    """Partial sums on their way home: the second half of an exchange (combine)."""
 
     def advance(self) -> None:
         """Send on what waits at a rank between; `finish` does it if nobody did."""
@@ -98,8 +98,8 @@ class Homebound(Protocol):
         """Wait for them and add them per token, in FP32 (FP64 for FP64) and a fixed order; (T, D)."""
 
 
-class Outbound(ABC):
-    """Tokens on their way to their experts."""
+class DispatchHandle(ABC):
+    """Tokens on their way to their experts: the first half of an exchange (dispatch)."""
 
     travels = True
     """Whether there is a way that something could hide."""
@@ -117,8 +117,12 @@ class Outbound(ABC):
         """
 
     @abstractmethod
-    def start_home(self, y_RD: Tensor) -> Homebound:
+    def start_home(self, y_RD: Tensor) -> CombineHandle:
         """Send a partial sum for each token that arrived back to where it came from."""
+
+
+Outbound = DispatchHandle
+"""Its former name, which exchanges of one's own may import."""
 
 
 class Exchange:
@@ -131,7 +135,7 @@ class Exchange:
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    def start(self, tokens: Dispatched) -> Outbound:
+    def start(self, tokens: Dispatched) -> DispatchHandle:
         """Send tokens out; returns without waiting for other ranks.
 
         Args:
@@ -141,7 +145,7 @@ class Exchange:
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[Outbound]:
+    ) -> Sequence[DispatchHandle]:
         """Send tokens out in parts that travel one by one.
 
         Args:
@@ -186,7 +190,7 @@ class _Summed:
 
 
 @dataclass(frozen=True)
-class _AtHome:
+class _LocalCombine:
     y_TD: Tensor
 
     def advance(self) -> None:
@@ -196,7 +200,7 @@ class _AtHome:
         return self.y_TD
 
 
-class _Staying(Outbound):
+class _LocalDispatch(DispatchHandle):
     travels = False
 
     def __init__(self, tokens: Dispatched) -> None:
@@ -208,8 +212,8 @@ class _Staying(Outbound):
     def finish(self) -> Dispatched:
         return self._tokens
 
-    def start_home(self, y_RD: Tensor) -> Homebound:
-        return _AtHome(y_RD)
+    def start_home(self, y_RD: Tensor) -> CombineHandle:
+        return _LocalCombine(y_RD)
 
 
 class Alone(Exchange):
@@ -217,9 +221,9 @@ class Alone(Exchange):
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[Outbound]:
+    ) -> Sequence[DispatchHandle]:
         """Keep the tokens, together."""
-        return [_Staying(tokens)]
+        return [_LocalDispatch(tokens)]
 
 
 class Replicated(Exchange):
@@ -230,7 +234,7 @@ class Replicated(Exchange):
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[Outbound]:
+    ) -> Sequence[DispatchHandle]:
         """Keep the tokens, together.
 
         Raises:
@@ -243,10 +247,10 @@ class Replicated(Exchange):
                 f"{self.route.layer}: is spread for inference, over ranks that all have the same tokens; call it under"
                 " torch.no_grad(), or spread it for training with parallelize"
             )
-        return [_Everywhere(self.route, tokens)]
+        return [_AllReduceDispatch(self.route, tokens)]
 
 
-class _Everywhere(Outbound):
+class _AllReduceDispatch(DispatchHandle):
     travels = False
 
     def __init__(self, route: Route, tokens: Dispatched) -> None:
@@ -258,7 +262,7 @@ class _Everywhere(Outbound):
     def finish(self) -> Dispatched:
         return self._route.own(self._tokens)
 
-    def start_home(self, y_RD: Tensor) -> Homebound:
+    def start_home(self, y_RD: Tensor) -> CombineHandle:
         where = f"{self._route.layer}, combine"
         return _Summed(in_flight_all_gather(y_RD, self._route.group, where=where), _added)
 
@@ -277,7 +281,7 @@ class Fixed(Exchange):
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[Outbound]:
+    ) -> Sequence[DispatchHandle]:
         """Send all tokens to every rank, which leaves those of others alone; each part padded to its part of the bound.
 
         Raises:
@@ -292,11 +296,11 @@ class Fixed(Exchange):
         bounds = [end - start for start, end in pairwise(ends)]
         parts = split(tokens, [min(end, T) - min(start, T) for start, end in pairwise(ends)])
         return [
-            _FixedOutbound(self.route, part, size) for part, size in zip(parts, bounds, strict=True)
+            _FixedDispatch(self.route, part, size) for part, size in zip(parts, bounds, strict=True)
         ]
 
 
-class _FixedOutbound(Outbound):
+class _FixedDispatch(DispatchHandle):
     def __init__(self, route: Route, tokens: Dispatched, bound: int) -> None:
         self._route, self._num_tokens = route, len(tokens.x_TD)
         missing = (0, 0, 0, bound - self._num_tokens)
@@ -318,7 +322,7 @@ class _FixedOutbound(Outbound):
         both_RK, x_RD = (move.finish().flatten(0, 1) for move in (self._both, self._x))
         return self._route.arrived(both_RK, x_RD)
 
-    def start_home(self, y_RD: Tensor) -> Homebound:
+    def start_home(self, y_RD: Tensor) -> CombineHandle:
         group = self._route.group
         rows = in_flight_all_to_all(y_RD, None, group, where=f"{self._route.layer}, combine")
         return _Summed(rows, self._add)
@@ -337,10 +341,10 @@ class Ragged(Exchange):
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[Outbound]:
-        """Tell the other ranks how many rows to expect, in one exchange for all parts; `Outbound.advance` sends them."""
+    ) -> Sequence[DispatchHandle]:
+        """Tell the other ranks how many rows to expect, in one exchange for all parts; `DispatchHandle.advance` sends them."""
         parts = split(tokens, part_sizes(tokens, num_parts))
-        found = [_RaggedOutbound(self.route, part) for part in parts]
+        found = [_RaggedDispatch(self.route, part) for part in parts]
         counts_PC = torch.cat([part.counts_PC for part in found], 1)
         where = f"{self.route.layer}, dispatch"
         numbers = CountsInFlight(counts_PC, self.route.group, where=where)
@@ -349,7 +353,7 @@ class Ragged(Exchange):
         return found
 
 
-class _RaggedOutbound(Outbound):
+class _RaggedDispatch(DispatchHandle):
     def __init__(self, route: Route, tokens: Dispatched) -> None:
         self._route, self._tokens = route, tokens
         ids_TK = tokens.expert_ids_TK
@@ -388,7 +392,7 @@ class _RaggedOutbound(Outbound):
         both_RK, x_RD = (move.finish() for move in self._rows)
         return self._route.arrived(both_RK, x_RD, sum(self._counts()[1].receive))
 
-    def start_home(self, y_RD: Tensor) -> Homebound:
+    def start_home(self, y_RD: Tensor) -> CombineHandle:
         counts, _ = self._counts()
         where = f"{self._route.layer}, combine"
         rows = in_flight_all_to_all(y_RD, counts.mirrored(), self._route.group, where=where)

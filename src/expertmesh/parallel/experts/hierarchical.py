@@ -20,9 +20,9 @@ from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.parallel.experts.exchange import (
+    CombineHandle,
+    DispatchHandle,
     Exchange,
-    Homebound,
-    Outbound,
     Route,
     choices_of_rows,
     destinations,
@@ -70,10 +70,10 @@ class Hierarchical(Exchange):
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[Outbound]:
+    ) -> Sequence[DispatchHandle]:
         """Tell the other ranks how many rows to expect, on both ways, in one exchange for all parts; each crosses in pieces."""
         cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
-        found = [_Outbound(self.route, self.nodes, piece) for piece in cut]
+        found = [_NodeDispatch(self.route, self.nodes, piece) for piece in cut]
         counts_PC = torch.cat([piece.counts_PC for piece in found], 1)
         numbers = CountsInFlight(counts_PC, self.route.group, where=f"{self.route.layer}, dispatch")
         width = counts_PC.shape[1] // len(found)
@@ -84,10 +84,10 @@ class Hierarchical(Exchange):
         return [_Pieces(found[i : i + num_pieces]) for i in range(0, len(found), num_pieces)]
 
 
-class _Pieces(Outbound):
+class _Pieces(DispatchHandle):
     """Tokens that cross piece by piece; the pieces arrive one behind the other, as one."""
 
-    def __init__(self, pieces: Sequence["_Outbound"]) -> None:
+    def __init__(self, pieces: Sequence["_NodeDispatch"]) -> None:
         self._pieces, self._sizes = pieces, [0]
 
     def advance(self) -> None:
@@ -107,14 +107,14 @@ class _Pieces(Outbound):
             sum(tokens.max_rows or 0 for tokens in found),
         )
 
-    def start_home(self, y_RD: Tensor) -> Homebound:
+    def start_home(self, y_RD: Tensor) -> CombineHandle:
         return _HomeInPieces(self._pieces, y_RD.split(self._sizes))
 
 
 class _HomeInPieces:
     """The first piece sets out at once; each other one when the sums of the one before are next to be made."""
 
-    def __init__(self, pieces: Sequence["_Outbound"], y: Sequence[Tensor]) -> None:
+    def __init__(self, pieces: Sequence["_NodeDispatch"], y: Sequence[Tensor]) -> None:
         self._pieces, self._y = pieces, y
         self._under_way = [pieces[0].start_home(y[0])]
 
@@ -149,7 +149,7 @@ class _Homebound:
         return self._add(self._across.finish())
 
 
-class _Outbound(Outbound):
+class _NodeDispatch(DispatchHandle):
     """Rows are those across nodes, copies those inside this rank's node."""
 
     def __init__(self, route: Route, nodes: Nodes, tokens: Dispatched) -> None:
@@ -239,7 +239,7 @@ class _Outbound(Outbound):
         metadata = route_metadata(place_inside_P[place_RJ], inside.size)
         return only_rows(metadata, sum(send)), place_RJ.shape[1], Counts(send, receive)
 
-    def start_home(self, y_RD: Tensor) -> Homebound:
+    def start_home(self, y_RD: Tensor) -> CombineHandle:
         assert self._inside is not None, "tokens go home after they have arrived"
         metadata, slots, copies = self._inside
         layer, group, inside = self._route.layer, self._route.group, self._nodes.inside
