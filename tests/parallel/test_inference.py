@@ -15,7 +15,7 @@ from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.parallel.construct import give_memory
-from expertmesh.parallel.inference import first_chooses, spread_for_inference
+from expertmesh.parallel.inference import broadcast_from_rank0, spread_for_inference
 from expertmesh.translation.beam import beam_search
 
 LAYERS = {
@@ -115,11 +115,11 @@ def test_translates_what_one_process_does(two_ranks):
 
 def choices():
     layer = build(SpreadCase(training=False), torch.float32)
-    before = first_chooses(layer)(torch.tensor([3]))
+    before = broadcast_from_rank0(layer)(torch.tensor([3]))
     spread_for_inference(layer, world_of())
     chosen = torch.arange(6).view(2, 3).t() + 10 * world_of().position
     refused = messages_of(lambda: layer(torch.zeros(2, D)))
-    return before.tolist(), first_chooses(layer)(chosen).tolist(), refused
+    return before.tolist(), broadcast_from_rank0(layer)(chosen).tolist(), refused
 
 
 def test_all_go_on_with_what_the_first_chose(two_ranks):

@@ -22,7 +22,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, evaluating
 from expertmesh.moe.init import draw_seed
 from expertmesh.ops.sampling import draw
-from expertmesh.parallel.inference import first_chooses
+from expertmesh.parallel.inference import broadcast_from_rank0
 
 _SERVED = {
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
@@ -195,7 +195,7 @@ class Lockstep:
             vocab_size=model.vocab_size,
             device=device,
         )
-        as_first = first_chooses(model)
+        from_rank0 = broadcast_from_rank0(model)
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         for number in range(num_steps):
             with evaluating(model), torch.no_grad():
@@ -208,7 +208,7 @@ class Lockstep:
                 logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
                 chosen_B = draw(logits_BV, replace(batch, position_R=lengths_B + number))
                 is_finite_B = logits_BV.isfinite().all(-1)
-                agreed_2B = as_first(torch.stack((chosen_B, is_finite_B.long())))
+                agreed_2B = from_rank0(torch.stack((chosen_B, is_finite_B.long())))
             chosen, finite = agreed_2B.tolist()
             yield list(zip(chosen, map(bool, finite), strict=True))
             running = [reason is None for reason in reasons]

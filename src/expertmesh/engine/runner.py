@@ -19,7 +19,7 @@ from expertmesh.engine.scheduler import Chunk, Step
 from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.ops.invariant.kept import Kept, keeping
 from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
-from expertmesh.parallel.inference import first_chooses
+from expertmesh.parallel.inference import broadcast_from_rank0
 
 KEPT_BYTES = 1 << 30
 """Of experts' weights that deterministic mode keeps as products want them, about."""
@@ -121,7 +121,7 @@ class Runner:
     ) -> None:
         self.model, self.cache, self.compiled = model, cache, compiled
         self.adapters: Adapters | None = None
-        self._as_first = first_chooses(model)
+        self._from_rank0 = broadcast_from_rank0(model)
         self._kept = None
         if model.config.batch_invariant:
             self._kept = Kept(self._lasting(), most_bytes=KEPT_BYTES)
@@ -224,7 +224,7 @@ class Runner:
             is_finite_R = are_finite(own_RV)
             changed_RV = self._changed(own_RV, drawing)
             drawn_R = draw(changed_RV, self._batch(drawing, own_RV.shape[-1]))
-            both = self._as_first(torch.stack((drawn_R, is_finite_R.long()))).tolist()
+            both = self._from_rank0(torch.stack((drawn_R, is_finite_R.long()))).tolist()
             tokens = dict(zip(drawing, both[0], strict=True))
             broken = {s for s, ok in zip(drawing, both[1], strict=True) if not ok}
         return RunnerOutput(tokens, self._logprobs(logits_RV, rows, tokens), broken, experts)

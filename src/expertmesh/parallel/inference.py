@@ -9,7 +9,7 @@ from expertmesh.comm.world import World
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
-from expertmesh.parallel.experts.exchange import Replicated
+from expertmesh.parallel.experts.exchange import AllReduceExchange
 from expertmesh.parallel.experts.fits import check_spread
 
 
@@ -46,7 +46,7 @@ def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | Non
     for layer, number in zip(layers, slices, strict=True):  # all before one is changed
         check_spread(layer, world.size, es_degree=number)
     for layer, number in zip(layers, slices, strict=True):
-        spread_experts(layer, world, es_degree=number, exchanges=Replicated)
+        spread_experts(layer, world, es_degree=number, exchanges=AllReduceExchange)
 
 
 def _slices(layer: MoELayer, num_ranks: int) -> int | None:
@@ -57,7 +57,7 @@ def _slices(layer: MoELayer, num_ranks: int) -> int | None:
     return None
 
 
-def first_chooses(model: object) -> Callable[[Tensor], Tensor]:
+def broadcast_from_rank0(model: object) -> Callable[[Tensor], Tensor]:
     """What makes all ranks of a model go on with the choices of the first one; for a model in one process, nothing.
 
     Ranks compute the same bits where their processors are alike. Where these differ, a tie could fall otherwise, and ranks
@@ -68,14 +68,14 @@ def first_chooses(model: object) -> Callable[[Tensor], Tensor]:
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     dispatchers = (module.dispatcher for module in modules if isinstance(module, MoELayer))
-    found = next((d for d in dispatchers if isinstance(d, ExpertDispatcher) and d.has_same_tokens), None)  # fmt: skip
+    found = next((d for d in dispatchers if isinstance(d, ExpertDispatcher) and d.tokens_are_replicated), None)  # fmt: skip
     if found is None or found.storage.world.size == 1:
         return lambda choices: choices
     group = found.storage.world.all_ranks()
 
-    def as_first(choices: Tensor) -> Tensor:
+    def from_rank0(choices: Tensor) -> Tensor:
         choices = choices.contiguous()
         broadcast_(choices, group, where="the chosen tokens")
         return choices
 
-    return as_first
+    return from_rank0

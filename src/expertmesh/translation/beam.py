@@ -12,7 +12,7 @@ from expertmesh.engine.output import NOT_FINITE
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder, evaluating
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.parallel.inference import first_chooses
+from expertmesh.parallel.inference import broadcast_from_rank0
 
 MOST_BEAMS = 1000
 _MOST_PENALTY = 10  # beyond it, powers of lengths leave the numbers
@@ -132,13 +132,13 @@ def _search(
     cut = _Hypotheses(scores_BK[:, :1], none[:, :1])
     # all beams are alike at first
     running = _Hypotheses(F.pad(scores_BK[:, 1:], (1, 0)), none)
-    as_first = first_chooses(model)
+    from_rank0 = broadcast_from_rank0(model)
     for step in range(steps):
         logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
         logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
         total_BKV = running.scores_BK[..., None] + logp_BKV
         # Of 2 K candidates at most K are ends, one of each beam; only one among the best K finishes an output.
-        scores_BN, flat_BN = map(as_first, total_BKV.flatten(1).topk(2 * K, dim=1))
+        scores_BN, flat_BN = map(from_rank0, total_BKV.flatten(1).topk(2 * K, dim=1))
         beam_BN, token_BN = flat_BN // logp_BKV.shape[2], flat_BN % logp_BKV.shape[2]
         is_end_BN = token_BN == end_id
         ids_BNS = torch.cat((_rows(running.ids_BKS, beam_BN), token_BN[..., None]), 2)

@@ -27,13 +27,13 @@ from expertmesh.moe.phases import phase
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.parallel.experts.adaptive import LayerChooser
 from expertmesh.parallel.experts.exchange import (
+    AllReduceExchange,
     Alone,
     CombineHandle,
     DispatchHandle,
     Exchange,
     Fixed,
     Ragged,
-    Replicated,
     Route,
 )
 from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
@@ -210,9 +210,9 @@ class ExpertDispatcher:
         return self._exchanges[key]
 
     @property
-    def has_same_tokens(self) -> bool:
+    def tokens_are_replicated(self) -> bool:
         """Whether every rank has all tokens, for inference."""
-        return self.exchanges is Replicated
+        return self.exchanges is AllReduceExchange
 
     def _usual_exchange(self, route: Route, *, is_flat: bool) -> Exchange:
         if route.group.size == 1:
@@ -263,7 +263,7 @@ class ExpertDispatcher:
 
         Where all ranks have the same tokens, theirs are those of all.
         """
-        if self.has_same_tokens:
+        if self.tokens_are_replicated:
             return value
         where = f"{self.storage.layer}, statistics"
         if not self.load.is_awaited(value):

@@ -1,4 +1,4 @@
-"""How tokens reach the ranks of their experts and come home: `Alone`, `Replicated`, `Fixed` and `Ragged`.
+"""How tokens reach the ranks of their experts and come home: `Alone`, `AllReduceExchange`, `Fixed` and `Ragged`.
 
 An exchange starts and finishes two moves, out (`start`, `DispatchHandle.finish`) and home (`DispatchHandle.start_home`, `CombineHandle.finish`).
 What runs between a start and its finish hides the travel, in the backward too. A start never waits for another rank.
@@ -226,7 +226,7 @@ class Alone(Exchange):
         return [_LocalDispatch(tokens)]
 
 
-class Replicated(Exchange):
+class AllReduceExchange(Exchange):
     """Every rank has the same tokens: each computes what its experts, or its slices of them, give to all, and every rank adds up all.
 
     For inference: one exchange per layer, nothing that a host would wait for, and the same bits on all ranks.
