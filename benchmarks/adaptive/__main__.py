@@ -31,12 +31,12 @@ STATIC = {
     "r2 n1": {"route_degree": 2},
     "r2 n2": {"route_degree": 2, "overlap_degree": 2},
     "r1": {"route_degree": 1},
-    "r4 shadow 1": {"route_degree": 4, "shadow_experts": 1},
-    "r4 n2 shadow 1": {"route_degree": 4, "overlap_degree": 2, "shadow_experts": 1},
+    "r4 shadow 1": {"route_degree": 4, "replicated_experts": 1},
+    "r4 n2 shadow 1": {"route_degree": 4, "overlap_degree": 2, "replicated_experts": 1},
     "r4 hierarchical shadow 1": {
         "route_degree": 4,
         "all_to_all": "hierarchical",
-        "shadow_experts": 1,
+        "replicated_experts": 1,
     },
 }
 """Twelve plans by name, for four ranks; of eight ranks r is doubled."""
@@ -106,7 +106,7 @@ def hot() -> None:
     found = {}
     for number in (2, 4):
         job = {**SHAPE, "experts": 8, "top_k": 1, "tokens": 4096, "rounds": 3, "hidden": 1024}
-        ways = {"without": {}, "one shadow": {"shadow_experts": 1}}
+        ways = {"without": {}, "one shadow": {"replicated_experts": 1}}
         with hosts(1, None) as names:
             job |= {"kind": "layer", "ways": ways, "fullest": 5.5}
             times = run_ranks(names, number, job)["times"]

@@ -100,7 +100,7 @@ GPT_CALLS = {
     "a way of no name": (IDS, {"dispatch": DispatchOptions(all_to_all="fast")}, "all_to_all='fast'"),
     "half a part": (IDS, {"dispatch": DispatchOptions(overlap_degree=1.0)}, "overlap_degree=1.0"),
     "no options": (IDS, {"dispatch": 2}, "dispatch=2: must be"),
-    "shadows on one process": (IDS, {"dispatch": DispatchOptions(shadow_experts=1)}, "shadow_experts=1"),
+    "replicated experts on one process": (IDS, {"dispatch": DispatchOptions(replicated_experts=1)}, "replicated_experts=1"),
 }  # fmt: skip
 
 

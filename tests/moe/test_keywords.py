@@ -317,7 +317,7 @@ CALLS = {
     "route_degree": ({"dispatcher": DegreeDispatcher()}, {"route_degree": 2}, "y"),
     "overlap_degree": ({"dispatcher": DegreeDispatcher()}, {"overlap_degree": 2}, "y"),
     "all_to_all": ({"dispatcher": DegreeDispatcher()}, {"all_to_all": "flat"}, "y"),
-    "shadow_experts": ({"dispatcher": DegreeDispatcher()}, {"shadow_experts": 2}, "y"),
+    "replicated_experts": ({"dispatcher": DegreeDispatcher()}, {"replicated_experts": 2}, "y"),
     "shared_tokens": (
         {"capacity_factor": 0.5, "min_capacity": 1, "drop_policy": "first"},
         {"shared_tokens": EarlierTwin(), "token_index": torch.arange(T) + T},

@@ -74,10 +74,10 @@ def test_the_trial_notices_a_place_that_differs():
 @pytest.mark.parametrize(
     ("odd", "rows"),
     [
-        (lambda count: count < 4, invariant.Rows(4, 64)),
-        (lambda count: count == 15, invariant.Rows(16, 64)),
-        (lambda count: count > 16, invariant.Rows(1, 16)),
-        (lambda count: False, invariant.Rows(1, 64)),
+        (lambda count: count < 4, invariant.RowRange(4, 64)),
+        (lambda count: count == 15, invariant.RowRange(16, 64)),
+        (lambda count: count > 16, invariant.RowRange(1, 16)),
+        (lambda count: False, invariant.RowRange(1, 64)),
     ],
 )
 def test_the_trial_notices_a_number_of_rows_that_differs(odd, rows):
@@ -100,7 +100,7 @@ def test_the_trial_notices_another_order_of_sums_behind_the_rounding_to_bf16():
             y += term
         return y.to(x.dtype)
 
-    assert tried(product, torch.bfloat16, 16, 64) == invariant.Rows(2, 64)
+    assert tried(product, torch.bfloat16, 16, 64) == invariant.RowRange(2, 64)
 
 
 def test_where_batches_differ_products_go_one_by_one(monkeypatch):
@@ -118,7 +118,12 @@ def test_where_batches_differ_products_go_one_by_one(monkeypatch):
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 64, 70, 150])
 @pytest.mark.parametrize(
     "rows",
-    [invariant.Rows(1, 64), invariant.Rows(4, 16), invariant.Rows(16, 64), invariant.ONE_BY_ONE],
+    [
+        invariant.RowRange(1, 64),
+        invariant.RowRange(4, 16),
+        invariant.RowRange(16, 64),
+        invariant.ONE_BY_ONE,
+    ],
 )
 def test_calls_have_rows_that_were_tried(rows, num_rows):
     calls = list(rows.calls(num_rows))

@@ -83,7 +83,7 @@ def at_random():
             "route_degree": one_of(1, 2, 4),
             "overlap_degree": one_of(1, 2, 3, 8),
             "all_to_all": one_of("flat", "hierarchical", "auto"),
-            "shadow_experts": one_of(0, 1, 3, 8),
+            "replicated_experts": one_of(0, 1, 3, 8),
         }
         for _ in range(STEPS)
     ]
@@ -258,7 +258,7 @@ def test_layers_with_adapters_keep_their_way(four_ranks):
 def refused():
     layer = spread(world_of()).first
     for way, words in (
-        ({"shadow_experts": 9}, "shadow_experts=9: must be from 0 to the 8 experts"),
+        ({"replicated_experts": 9}, "replicated_experts=9: must be from 0 to the 8 experts"),
         ({"overlap_degree": 0}, "overlap_degree=0: must be at least 1"),
         ({"route_degree": 3}, "route_degree=3: must divide the 4 ranks"),
         ({"all_to_all": "fast"}, "all_to_all='fast': must be flat, hierarchical, auto"),

@@ -241,7 +241,7 @@ def mistakes():
         lambda: spread_experts(Model().moe, world, es_degree=2),
         lambda: spread_experts(Model().moe, world, route_degree=1),
         lambda: spread_experts(Model().moe, world, offload=True),
-        lambda: spread_experts(Model().moe, world, shadow_experts=1),
+        lambda: spread_experts(Model().moe, world, replicated_experts=1),
         lambda: spread_experts(Model(experts=half_of_nothing).moe, world),
         lambda: layer(torch.zeros(1, D, dtype=torch.float64), route_degree=1),
     )
@@ -258,7 +258,7 @@ def test_mistakes(two_ranks):
             "es_degree=2 with experts that are modules of your own: they cannot be sliced",
             "route_degree=1 with experts that are modules of your own: they stay where they are",
             "offload=True with experts that are modules of your own",
-            "shadow_experts=1 with experts that are modules of your own: they stay where they are",
+            "replicated_experts=1 with experts that are modules of your own: they stay where they are",
             f"experts {E // 2} to {E - 1} have no parameter, and are all that one rank would have",
             "route_degree=1 with experts that are modules of your own: they stay where they are",
         )

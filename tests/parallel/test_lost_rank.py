@@ -19,7 +19,7 @@ TIMEOUT_S = 20.0
 STEPS = 10_000
 TRAVEL = [
     *("--parallel.overlap-degree", "2", "--parallel.all-to-all", "hierarchical"),
-    *("--parallel.ranks-per-node", "2", "--parallel.shadow-experts", "1"),
+    *("--parallel.ranks-per-node", "2", "--parallel.replicated-experts", "1"),
 ]
 """In training tokens are under way in every manner when the rank is lost."""
 

@@ -103,7 +103,7 @@ def test_a_run_directory_in_use(two_ranks, tmp_path):
         ("ep_degree", 2),
         ("es_degree", 2),
         ("adaptive", True),
-        ("shadow_experts", 1),
+        ("replicated_experts", 1),
         ("all_to_all", "hierarchical"),
         ("expert_order", "experts_inner"),
     ],
@@ -221,8 +221,8 @@ def left_by_refusals():
     cases = [
         (layers(num_experts=3), lambda m: parallelize(m, ParallelConfig(es_degree=1), world=world)),
         (layers(hidden_dim=7), lambda m: parallelize(m, ParallelConfig(es_degree=2), world=world)),
-        (layers(), lambda m: parallelize(m, ParallelConfig(shadow_experts=5), world=world)),
-        (layers(num_experts=2), lambda m: parallelize(m, ParallelConfig(shadow_experts=4), world=world)),
+        (layers(), lambda m: parallelize(m, ParallelConfig(replicated_experts=5), world=world)),
+        (layers(num_experts=2), lambda m: parallelize(m, ParallelConfig(replicated_experts=4), world=world)),
         (layers(experts=lambda _: nn.Linear(8, 8)), lambda m: parallelize(m, ParallelConfig(es_degree=2), world=world)),
         (layers(), lambda m: parallelize(m, sliced, world=world, tensor_plan={"no.such": Whole()})),
         (layers(num_shared_experts=1, shared_hidden_dim=3), lambda m: parallelize(m, sliced, world=world)),
@@ -230,7 +230,7 @@ def left_by_refusals():
         (layers(num_experts=3, hidden_dim=7), lambda m: spread_for_inference(m, world)),
         (layers(hidden_dim=7), lambda m: spread_for_inference(m, world, es_degree=2)),
         (shared(), lambda m: parallelize_gpt(m, sliced, world=world)),
-        (gpt(), lambda m: parallelize_gpt(m, ParallelConfig(shadow_experts=99), world=world)),
+        (gpt(), lambda m: parallelize_gpt(m, ParallelConfig(replicated_experts=99), world=world)),
     ]  # fmt: skip
     found = []
     for model, call in cases:

@@ -20,7 +20,13 @@ from expertmesh.comm.all_to_all import flat
 from expertmesh.comm.world import World
 from expertmesh.ops.experts import deferred_wgrad
 from expertmesh.parallel import clip, ranks, tensor
-from expertmesh.parallel.experts import dispatcher, exchange, hierarchical, shadow, storage
+from expertmesh.parallel.experts import (
+    dispatcher,
+    exchange,
+    hierarchical,
+    replicated_experts,
+    storage,
+)
 
 CLEARLY = 1e4 * FP64_RELATIVE
 
@@ -31,8 +37,8 @@ KEPT = FormCase(form="E+Z1", route="one", micro_batches=2)
 SHARED = FormCase(form="E+D+M", rows="unequal", dense_parts=True)
 PARTS = FormCase(rows="unequal", overlap=2)
 NODES = FormCase(top_k=4, ranks_per_node=2)
-SHADOWED = FormCase(form="E+D", rows="unequal", shadow=2, bias=True)
-CASES = {"shadowed": SHADOWED, "parts": PARTS, "nodes": NODES} | {
+REPLICATED = FormCase(form="E+D", rows="unequal", replicated=2, bias=True)
+CASES = {"replicated": REPLICATED, "parts": PARTS, "nodes": NODES} | {
     "spread": SPREAD,
     "copies": COPIES,
     "halves": HALVES,
@@ -122,16 +128,16 @@ def a_part_of_the_sums_counted_twice():
     return [(exchange, "combine", mistaken)]
 
 
-@mutant("shadowed")
+@mutant("replicated")
 def gradients_of_hot_experts_are_those_of_one_copy():
-    start = shadow.start_all_reduce
+    start = replicated_experts.start_all_reduce
 
     def mistaken(x, group, *, where):
         if "gradients of hot" in where:
             group = world_of().group([[0, 1], [2, 3]], name="a copy")
         return start(x, group, where=where)
 
-    return [(shadow, "start_all_reduce", mistaken)]
+    return [(replicated_experts, "start_all_reduce", mistaken)]
 
 
 def everywhere(function, replacement):
@@ -266,11 +272,11 @@ MUTANTS |= {
         ),
     ),
     "hot_experts_are_computed_twice": (
-        "shadowed",
+        "replicated",
         lambda: [(dispatcher, "without_hot", lambda tokens, hot, num_experts: tokens)],
     ),
     "late_gradients_are_forgotten": (
-        "shadowed",
+        "replicated",
         lambda: [(deferred_wgrad.DeferredWeightGradients, "compute", lambda self: [])],
     ),
     "weight_gradients_are_not_summed": (
@@ -317,7 +323,7 @@ def run_mutant(name, case):
 
 def steps_of(case):
     """What is kept over a step, and experts that the first one found hot, show in the second; all else in the first."""
-    return 2 if case in (KEPT, SHADOWED) else 1
+    return 2 if case in (KEPT, REPLICATED) else 1
 
 
 def error(results, case):

@@ -20,9 +20,9 @@ TWO_BY_TWO = {"nodes": (0, 0, 1, 1)}
 CASES = {
     "parts": ({}, {"overlap_degree": 4}),
     "between nodes first": ({**TWO_BY_TWO, "all_to_all": "hierarchical"}, {"overlap_degree": 2}),
-    "uneven nodes": ({**UNEVEN, "all_to_all": "hierarchical", "shadow_experts": 1}, {}),
+    "uneven nodes": ({**UNEVEN, "all_to_all": "hierarchical", "replicated_experts": 1}, {}),
     "auto": ({**UNEVEN, "all_to_all": "auto"}, {}),
-    "hot experts": ({"shadow_experts": 2, "es_degree": 2}, {}),
+    "hot experts": ({"replicated_experts": 2, "es_degree": 2}, {}),
     "gathered again": ({"route_degree": 2, "keep": "regather"}, {"overlap_degree": 2}),
     "copies": ({"num_replicas": 2, "route_degree": 1}, {}),
     "8 bits": ({"dispatch_dtype": "int8"}, {}),

@@ -126,7 +126,10 @@ def compiled(layer):
 
 @pytest.mark.parametrize("changed", [copy.deepcopy, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_a_graph_may_be_gone_through_twice_in_copies_and_compiled_models(two_ranks, changed):
-    layer, spread = {"bias": True, "aux_loss_weight": 0.0}, {"shadow_experts": 2, "es_degree": 2}
+    layer, spread = (
+        {"bias": True, "aux_loss_weight": 0.0},
+        {"replicated_experts": 2, "es_degree": 2},
+    )
     for once, both in two_ranks.run(twice, SpreadCase(layer, spread), changed):
         for name, grad in once.items():
             assert relative_error(both[name], 2 * grad) <= FP64_RELATIVE, name
@@ -146,6 +149,10 @@ def test_low_rank_adapters_spread_like_their_experts(two_ranks, bias):
         ({"num_replicas": 2}, {"rank": 2}, "num_replicas=2 with low-rank adapters"),
         ({}, {"rank": 2, "shared": True}, "that all experts share does not spread"),
         ({"route_degree": 1}, {"rank": 2}, "leave route_degree out"),
-        ({"shadow_experts": 4}, {"rank": 2}, "shadow_experts=4 with low-rank adapters: they stay"),
+        (
+            {"replicated_experts": 4},
+            {"rank": 2},
+            "replicated_experts=4 with low-rank adapters: they stay",
+        ),
     ):
         two_ranks.run(_refused, spread, adapters, words)

@@ -118,7 +118,7 @@ def after_gradients_of_tokens(spread):
 
 
 @pytest.mark.parametrize(
-    "spread", [{"es_degree": 2, "route_degree": 1}, {"shadow_experts": 2}], ids=str
+    "spread", [{"es_degree": 2, "route_degree": 1}, {"replicated_experts": 2}], ids=str
 )
 def test_gradients_of_tokens_alone_leave_nothing_behind(two_ranks, spread):
     assert two_ranks.run(after_gradients_of_tokens, spread) == [True, True]

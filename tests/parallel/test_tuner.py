@@ -54,7 +54,7 @@ def choices(**changes):
         "routes": routes,
         "overlap_degrees": (1, 2),
         "kinds": ("flat", "hierarchical"),
-        "shadows": (0, 1),
+        "replicated": (0, 1),
         "usual": usual,
         "budget_bytes": 1e12,
     }
@@ -88,18 +88,18 @@ def test_the_all_to_all_with_fewer_bytes_across_a_slow_link_is_chosen():
     assert travel_seconds("flat", route(1), HOT, SLOW, **sizes) == 0
 
 
-def test_parts_hide_travel_and_shadows_take_rows_from_the_fullest_rank():
+def test_parts_hide_travel_and_replicated_experts_take_rows_from_the_fullest_rank():
     machine = Machine(SLOW, 1e10)
     one, two = (
         step_time(DispatchOptions(4, n, "flat", 0), route(4), SHAPE, HOT, machine) for n in (1, 2)
     )
     assert two.total_s < one.total_s == one.products_s + one.travel_s + one.weights_s
-    shadowed = step_time(DispatchOptions(4, 1, "flat", 1), route(4), SHAPE, HOT, machine)
+    replicated = step_time(DispatchOptions(4, 1, "flat", 1), route(4), SHAPE, HOT, machine)
     # of 0.65 + 0.05 on one rank of four, the hot expert's part is shared by all
     rows, of_part = HOT.num_tokens * HOT.top_k, 2 * ROWS_OF_A_PART
     ratio = ((0.1 * 4 + 0.65) * rows + of_part) / (0.7 * 4 * rows + of_part)
-    assert shadowed.products_s / one.products_s == pytest.approx(ratio)
-    assert shadowed.weights_s > one.weights_s == 0
+    assert replicated.products_s / one.products_s == pytest.approx(ratio)
+    assert replicated.weights_s > one.weights_s == 0
     kept, every = (
         step_time(DispatchOptions(1, 1, "flat", 0), route(1), SHAPE, load, machine).products_s
         for load in (TokenLoad(512, 2, (1 / 16,) * 8), TokenLoad.even(512, 2, 8))
@@ -136,7 +136,7 @@ def play(truth, effort, *, first=100.0):
 def test_the_starts_are_of_all_sorts():
     ways = search().starts(HOT, True, 6)
     assert DispatchOptions(4, 1, "flat", 0) in ways and {w.route_degree for w in ways} == {1, 2, 4}
-    wide = search(overlap_degrees=(1, 2, 4, 8), shadows=(0,)).starts(
+    wide = search(overlap_degrees=(1, 2, 4, 8), replicated=(0,)).starts(
         TokenLoad.even(512, 2, 8), True, 6
     )
     assert {w.all_to_all for w in wide if w.route_degree == 4} == {"flat", "hierarchical"}
@@ -167,8 +167,8 @@ def test_what_the_model_does_not_name_is_found_from_its_neighbours(best):
 
     def truth(way):
         parts = abs((way.overlap_degree or 1) - best.overlap_degree)
-        shadows = abs((way.shadow_experts or 0) - best.shadow_experts)
-        far = parts + shadows + (way.all_to_all != best.all_to_all)
+        more = abs((way.replicated_experts or 0) - best.replicated_experts)
+        far = parts + more + (way.all_to_all != best.all_to_all)
         return 1.0 + 0.2 * far + (way.route_degree != 4)
 
     effort = Effort(num_starts=4)
@@ -304,9 +304,9 @@ def test_trials_whose_times_do_not_come_are_made_again():
         if tuner.settled:
             break
         if trial is not None and call > 20_000 and call % 2:
-            tuner.report(trial, 1.0 + (trial.way.shadow_experts or 0))
+            tuner.report(trial, 1.0 + (trial.way.replicated_experts or 0))
     assert sum(begun[:20_000]) < 10 * sum(begun[:50]), "ever more seldom"
-    assert call > 20_000 and tuner.settled[bucket.key].shadow_experts == 0
+    assert call > 20_000 and tuner.settled[bucket.key].replicated_experts == 0
 
 
 def test_plans_of_another_time_are_checked():
@@ -314,7 +314,7 @@ def test_plans_of_another_time_are_checked():
     for changes, fits in (({}, True), ({"budget_bytes": 0}, False)):
         tuner = Tuner(search(**changes), known={bucket.key: way})
         assert (tuner.choose(HOT, bucket) == (way, None)) is fits
-    for changes in ({"overlap_degrees": (1,)}, {"kinds": ("hierarchical",)}, {"shadows": (0,)}):
+    for changes in ({"overlap_degrees": (1,)}, {"kinds": ("hierarchical",)}, {"replicated": (0,)}):
         assert choices().allow(way) and not choices(**changes).allow(way)
     assert choices(overlap_degrees=(4,)).allow(DispatchOptions(1, 1, "flat", 0))
     assert not choices().allow(DispatchOptions(8, 1, "flat", 0)) and not choices().allow(

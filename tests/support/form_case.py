@@ -59,7 +59,7 @@ class FormCase:
         route: route_degree: "one", "middle" or "all".
         overlap: overlap_degree.
         ranks_per_node: of the hierarchical all-to-all; None: the flat one.
-        shadow: shadow_experts.
+        replicated: replicated_experts.
         es_degree: slices of each expert; None: the default.
         order: of the ranks that hold the experts.
         subgroup: the world is every other rank of twice as many, and the others are a world too.
@@ -81,7 +81,7 @@ class FormCase:
     route: str = "all"
     overlap: int = 1
     ranks_per_node: int | None = None
-    shadow: int = 0
+    replicated: int = 0
     es_degree: int | None = None
     order: str = "slices_inner"
     subgroup: bool = False
@@ -125,7 +125,7 @@ class FormCase:
             overlap_degree=self.overlap,
             all_to_all="flat" if self.ranks_per_node is None else "hierarchical",
             ranks_per_node=self.ranks_per_node,
-            shadow_experts=self.shadow,
+            replicated_experts=self.replicated,
             es_degree=self.es_degree,
             expert_order=self.order,  # type: ignore[arg-type]
             **FORMS[self.form],
@@ -329,7 +329,7 @@ def covering_factors() -> dict[str, Sequence[Any]]:
         "route": ("one", "middle", "all"),
         "overlap": (1, 2, 4, 8),
         "ranks_per_node": (None, 2, 3),
-        "shadow": (0, 1, 3),
+        "replicated": (0, 1, 3),
         "es_degree": (None, 2),
         "order": ("slices_inner", "experts_inner"),
         "subgroup": (False, True),

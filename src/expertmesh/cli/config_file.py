@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertmesh.config.base import expanded, nearest_name, shown
+from expertmesh.config.renamed import current_name
 from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError, command
 
@@ -78,7 +79,7 @@ def flat_values(
     found: dict[str, Any] = {}
     sections = {name.rpartition(".")[0] for name in names if "." in name}
     for key, value in values.items():
-        name = f"{prefix}{str(key).replace('-', '_')}"
+        name = current_name(f"{prefix}{str(key).replace('-', '_')}")
         read: dict[str, Any] = {}
         inside = sorted(known for known in names if known.startswith(f"{name}."))
         if name in names:

@@ -23,6 +23,7 @@ from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import flag_name
 from expertmesh.config.base import expanded, nearest_name, shown
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.renamed import current_name
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError, command
 from expertmesh.models.family import Family, Recipes
@@ -406,7 +407,7 @@ def _options(config_type: type[BaseModel], prefix: str = "") -> dict[str, _Optio
 
 def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
     """The option of a word, and whether it was spelled `--section.no-field`."""
-    name = spelled.lstrip("-").replace("-", "_")
+    name = current_name(spelled.lstrip("-").replace("-", "_"))
     if spelled.startswith("--") and name in options:
         return options[name], False
     section, dot, leaf = name.rpartition(".")

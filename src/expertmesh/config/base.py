@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, current_name, with_current_names
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
@@ -100,6 +101,18 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise first_error(error, type(self)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_names(cls, values: Any) -> Any:
+        """Options that a saved run, a file or a program names as they were once called."""
+        former = {old: new for old, new in RENAMED.items() if new in cls.model_fields}
+        if not isinstance(values, Mapping) or former.keys().isdisjoint(values):
+            return values
+        for old, new in former.items():
+            if old in values and new in values:
+                raise FieldError(old, values[old], f"{BOTH_GIVEN} {new}", "leave it out")
+        return with_current_names(values)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -221,7 +234,7 @@ class Config(BaseModel):
         """
         values = self.model_dump()
         for name, value in flat_changes(self, changes).items():
-            *sections, field = name.split(".")
+            *sections, field = current_name(name).split(".")
             group = values
             for section in sections:
                 inner = group.get(section)

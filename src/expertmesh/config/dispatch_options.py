@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from expertmesh.config.renamed import reads_former_names
+
 AllToAll = Literal["flat", "hierarchical", "auto"]
 DispatchDtype = Literal["same", "int8", "float8_e4m3"]
 
@@ -16,7 +18,7 @@ class DispatchOptions:
         overlap_degree: parts that the tokens travel in, each while the experts compute on another.
         all_to_all: "flat": straight to the processes of their experts; "hierarchical": between nodes first, once to each
             node; "auto": what the cost model says is faster.
-        shadow_experts: number of hot experts whose weights come to the tokens, which stay.
+        replicated_experts: number of hot experts whose weights come to the tokens, which stay.
 
     Example:
         >>> import torch
@@ -30,7 +32,9 @@ class DispatchOptions:
     route_degree: int | None = None
     overlap_degree: int | None = None
     all_to_all: AllToAll | None = None
-    shadow_experts: int | None = None
+    replicated_experts: int | None = None
 
+
+DispatchOptions.__init__ = reads_former_names(DispatchOptions.__init__)  # type: ignore[method-assign]
 
 AS_USUAL = DispatchOptions()

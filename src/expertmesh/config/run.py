@@ -229,10 +229,10 @@ class ParallelConfig(Config):
     """Neighbouring ranks on one node, where that is asked; none: as torchrun started them."""
     dispatch_dtype: DispatchDtype = "same"
     """How tokens travel to their experts: in their own type (same), or in 8 bits with a scale for every 128 elements."""
-    shadow_experts: int = Field(default=0, ge=0)
+    replicated_experts: int = Field(default=0, ge=0)
     """Hot experts of a layer, those with most tokens in the step before, whose weights come to the tokens."""
     adaptive: bool = False
-    """Choose route_degree, overlap_degree, all_to_all and shadow_experts per layer and load; what is given stays."""
+    """Choose route_degree, overlap_degree, all_to_all and replicated_experts per layer and load; what is given stays."""
     bind: Bind = "auto"
     """auto: ranks of a machine with several NUMA nodes run on the cores of one each, where the launcher has not bound them; off."""
     expert_order: ExpertOrder = "slices_inner"

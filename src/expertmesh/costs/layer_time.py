@@ -97,7 +97,7 @@ def _rows(
     way: DispatchOptions, route: RouteShape, load: TokenLoad
 ) -> tuple[tuple[int, ...], TokenLoad, float]:
     """The hot experts, the load that is left to travel, and rows of the rank with most."""
-    hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
+    hot = hottest(load.shares, way.replicated_experts or 0) if route.route_degree > 1 else ()
     moving = load.without(hot)
     fullest = max(moving.block_shares(route.num_blocks)) * route.num_blocks
     stay = sum(load.shares[e] for e in hot)
@@ -138,13 +138,13 @@ def step_time(
         elements * layer.element_bytes, route.num_gathering, link
     )
     spans = len(route.members) > 1
-    shadow_link = network.across if spans else network.inside
-    shadow = len(hot) * layer.expert_elements
+    replica_link = network.across if spans else network.inside
+    replicated = len(hot) * layer.expert_elements
     # A sum over all ranks is a reduce-scatter and a gather.
-    weights_s += 2 * ring_seconds(shadow * layer.element_bytes, W, shadow_link)
+    weights_s += 2 * ring_seconds(replicated * layer.element_bytes, W, replica_link)
     if layer.trains:
         weights_s += ring_seconds(elements * layer.gradient_bytes, route.num_gathering, link)
-        weights_s += 2 * ring_seconds(shadow * layer.gradient_bytes, W, shadow_link)
+        weights_s += 2 * ring_seconds(replicated * layer.gradient_bytes, W, replica_link)
     travel = TravelTime(ways * travel.inside_s, ways * travel.across_s)
     return StepTime(products_s, travel.total_s, weights_s, parts, travel.across_s)
 
@@ -159,12 +159,12 @@ def extra_bytes(
     """
     hot, _, rows = _rows(way, route, load)
     here = layer.num_experts / len(route.blocks) if route.num_gathering > 1 else 0
-    gathered, shadow = here * layer.expert_elements, len(hot) * layer.expert_elements
+    gathered, replicated = here * layer.expert_elements, len(hot) * layer.expert_elements
     row = layer.dim + layer.num_matrices * layer.hidden_dim
     if not layer.trains:
-        return (rows * row + gathered + shadow) * layer.element_bytes
+        return (rows * row + gathered + replicated) * layer.element_bytes
     is_kept = layer.num_gathers == 1
-    kept = rows * row + shadow + gathered * is_kept
+    kept = rows * row + replicated + gathered * is_kept
     one = gathered * (not is_kept) * layer.element_bytes
-    one += (gathered + shadow) * layer.gradient_bytes
+    one += (gathered + replicated) * layer.gradient_bytes
     return layer.num_layers * kept * layer.element_bytes + one

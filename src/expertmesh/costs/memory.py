@@ -120,7 +120,7 @@ def rank_memory(
     * of dense parameters, 1 / tp of those outside the layers and of two neighbouring layers (one where dp_shard is 1, which
       FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2; with tp > 1 the vocabulary's matrices whole;
     * of experts, 1 / route_degree of two neighbouring MoE layers in the compute dtype, or of all where zero_stage is 1 or 2;
-      none where route_degree = W; and shadow_experts of each layer, from its forward to its backward.
+      none where route_degree = W; and replicated_experts of each layer, from its forward to its backward.
 
     Args:
         spec: the model's parameters.
@@ -165,7 +165,7 @@ def rank_memory(
         ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
         slices = parallel.es_degree or W // math.gcd(num_experts[layer], W)
         route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
-        hot += 0 if route == 1 else parallel.shadow_experts * elements // num_experts[layer]
+        hot += 0 if route == 1 else parallel.replicated_experts * elements // num_experts[layer]
         shares.append(0 if route == W else elements // route)
     return RankMemory(
         parameters_bytes=held * master,

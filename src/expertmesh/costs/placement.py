@@ -1,7 +1,7 @@
 """Which experts have copies, and on which ranks all of them lie: by the load that was counted.
 
 One idea for training and for serving: the hottest experts are worth room on more ranks than one. In training they come to all ranks for
-a call (`shadow_experts`); an engine keeps copies in slots of their own, and packs slots onto ranks so that none has much more to do than
+a call (`replicated_experts`); an engine keeps copies in slots of their own, and packs slots onto ranks so that none has much more to do than
 the others, as DeepSeek's EPLB does: the expert with most load per copy gets the next copy until the slots are full, then the heaviest goes
 first, to the rank with least load that has room.
 """

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
+from expertmesh.config.renamed import with_current_names
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.layer_call import LayerCall
@@ -134,7 +135,7 @@ _AT_HOME = {
     "route_degree": (None, 1),
     "overlap_degree": (None, 1),
     "all_to_all": (None, "flat", "auto"),
-    "shadow_experts": (None, 0),
+    "replicated_experts": (None, 0),
 }
 """Values that ask nothing of one process."""
 
@@ -175,6 +176,7 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
         raise ConfigError(
             f"dispatch= and {', '.join(choices)}=: both say how tokens travel; give dispatch= alone"
         )
+    choices = with_current_names(choices)
     unknown = [name for name in choices if name not in _AT_HOME]
     if unknown:
         raise TypeError(f"MoELayer.forward() got an unexpected keyword argument {unknown[0]!r}")

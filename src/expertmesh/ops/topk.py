@@ -157,7 +157,7 @@ def _choose_experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from expertmesh.kernels import topk as kernels
 
-    rule = kernels.Rule(score_function, normalize, weight_scale, *groups)
+    rule = kernels.SelectionRule(score_function, normalize, weight_scale, *groups)
     return kernels.choose(logits_TE, top_k, rule, noise_TE=noise_TE, bias_E=bias_E)
 
 
@@ -182,7 +182,7 @@ def _choose_experts_backward(
 ) -> Tensor:
     from expertmesh.kernels import topk as kernels
 
-    rule = kernels.Rule(score_function, normalize, weight_scale)
+    rule = kernels.SelectionRule(score_function, normalize, weight_scale)
     return kernels.choose_backward(logits_TE, ids_TK, rule, d_weights_TK, d_scores_TE)
 
 

@@ -47,7 +47,7 @@ _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
 
 _OF_EXPERTS = (
     *("ep_degree", "es_degree", "route_degree", "expert_order"),
-    *("overlap_degree", "all_to_all", "shadow_experts", "dispatch_dtype"),
+    *("overlap_degree", "all_to_all", "replicated_experts", "dispatch_dtype"),
 )
 """Options that are about experts alone."""
 
@@ -275,7 +275,7 @@ def _spread_layers(
             route_degree=way.route_degree,
             overlap_degree=config.overlap_degree,
             all_to_all=config.all_to_all,
-            shadow_experts=config.shadow_experts,
+            replicated_experts=config.replicated_experts,
             network=network,
             prefetcher=prefetcher,
             **common,
@@ -304,7 +304,7 @@ def _plan_of(
         )
         es_degree, route_degree = split.storage.f, split.route_degree
     way = DispatchOptions(
-        route_degree, config.overlap_degree, config.all_to_all, config.shadow_experts
+        route_degree, config.overlap_degree, config.all_to_all, config.replicated_experts
     )
     return es_degree, way
 
@@ -356,7 +356,7 @@ def _adapt(
         config.route_degree or (max(config.ep_degree) if config.ep_degree else None),
         config.overlap_degree if config.overlap_degree > 1 else None,
         "hierarchical" if config.all_to_all == "hierarchical" else None,
-        config.shadow_experts or None,
+        config.replicated_experts or None,
     )
     model = f"{sorted(shapes, key=str)}, zero_stage {config.zero_stage}"
     if pinned != AS_USUAL:  # the best of fewer ways is not the best of all

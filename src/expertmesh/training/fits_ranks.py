@@ -14,7 +14,7 @@ _OF_SEVERAL = (
     "es_degree",
     "route_degree",
     "overlap_degree",
-    "shadow_experts",
+    "replicated_experts",
     "adaptive",
     "all_to_all",
     "expert_order",

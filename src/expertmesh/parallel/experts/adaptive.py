@@ -34,7 +34,7 @@ from expertmesh.parallel.experts.tuner import (
     Tuner,
 )
 
-SHADOWS = (0, 1, 2)
+REPLICATED = (0, 1, 2)
 EFFORT = Effort()
 PROBE_ROWS, PROBE_S = 256, 0.03
 MEMORY_SHARE = 0.5
@@ -215,7 +215,7 @@ def adapt(
                 routes,
                 OVERLAP_DEGREES if pinned.overlap_degree is None else (pinned.overlap_degree,),
                 kinds if pinned.all_to_all in (None, "auto") else (pinned.all_to_all,),
-                SHADOWS if pinned.shadow_experts is None else (pinned.shadow_experts,),
+                REPLICATED if pinned.replicated_experts is None else (pinned.replicated_experts,),
                 _plain(dispatcher.usual),
                 probe[1] * MEMORY_SHARE,
             )

@@ -12,6 +12,7 @@ from expertmesh.comm.all_to_all.payload import row_bytes
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch_options import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
+from expertmesh.config.renamed import reads_former_names
 from expertmesh.config.run import ExpertOrder
 from expertmesh.costs.communication import (
     USUAL_NETWORK,
@@ -48,8 +49,8 @@ from expertmesh.parallel.experts.load_record import (
 )
 from expertmesh.parallel.experts.modules import ExpertModules
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
+from expertmesh.parallel.experts.replicated_experts import LocalTokens, without_hot
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
-from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertShards, ExpertStorage, Keep
 from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
@@ -79,7 +80,7 @@ class SpreadJourney:
         outbounds: Sequence[DispatchHandle],
         storage: ExpertShards,
         gathered: GatheredWeights | None,
-        staying: Staying | None = None,
+        staying: LocalTokens | None = None,
         when_over: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
         self._outbounds, self._storage, self._gathered = outbounds, storage, gathered
@@ -186,7 +187,7 @@ class ExpertDispatcher:
             make_split(storage.degrees, way.route_degree).route_degree,
             way.overlap_degree or 1,
             way.all_to_all or "flat",
-            way.shadow_experts or 0,
+            way.replicated_experts or 0,
         )
         self.usual = usual
 
@@ -296,7 +297,7 @@ class ExpertDispatcher:
 
         Raises:
             ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, there are fewer experts than
-                shadow_experts, or more tokens than `fixed_tokens`.
+                replicated_experts, or more tokens than `fixed_tokens`.
             CollectiveError: a rank is gone or late.
         """
         chosen = self._choose(way, tokens)
@@ -310,14 +311,14 @@ class ExpertDispatcher:
         x_TD = tokens.x_TD
         cast = None if x_TD.dtype == torch.float64 else autocast_dtype(x_TD.device)
         hot = chosen.hot if exchange.route.group.size > 1 else ()
-        shadow = self.storage.shadow(hot, cast) if hot else None
+        replicated = self.storage.replicate(hot, cast) if hot else None
         gathered = self.storage.start_gather(exchange.route.split, cast)
         if cast is not None and self.storage.casts_tokens:
             # the experts would do so; on the way it is half the bytes
             tokens = replace(tokens, x_TD=x_TD.to(cast))
         staying = None
-        if shadow is not None:
-            staying = Staying(tokens, shadow, self.num_experts)
+        if replicated is not None:
+            staying = LocalTokens(tokens, replicated, self.num_experts)
             tokens = without_hot(tokens, hot, self.num_experts)
         outbounds = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
         return SpreadJourney(outbounds, self.storage, gathered, staying, when_over)
@@ -332,15 +333,15 @@ class ExpertDispatcher:
         usual = self.usual
         if self.chooser is not None and way == AS_USUAL:  # a call that says how it goes is no trial
             usual = self.chooser.way(self, top_k, factor)
-        route_degree, num_parts, all_to_all, shadow = [
+        route_degree, num_parts, all_to_all, replicated = [
             mine if given is None else given
             for given, mine in zip(vars(way).values(), vars(usual).values(), strict=True)
         ]
         route_degree = make_split(self.storage.degrees, route_degree).route_degree
         if all_to_all == "auto":
             all_to_all = self._faster(route_degree, tokens)
-        counts = self.load.counts() if shadow else None
-        hot = () if counts is None else hottest(counts, shadow)
+        counts = self.load.counts() if replicated else None
+        hot = () if counts is None else hottest(counts, replicated)
         is_flat = all_to_all == "flat"
         num_pieces = 1 if is_flat else self.num_pieces(top_k, tokens.x_TD, num_parts)
         return Chosen(route_degree, num_parts, is_flat, hot, num_pieces)
@@ -374,6 +375,7 @@ class ExpertDispatcher:
         return faster_all_to_all(route, load, self.network, **sizes, out_bytes=out_bytes)
 
 
+@reads_former_names
 def spread_experts(
     layer: MoELayer,
     world: World,
@@ -386,7 +388,7 @@ def spread_experts(
     fixed_tokens: int | None = None,
     overlap_degree: int = 1,
     all_to_all: AllToAll = "flat",
-    shadow_experts: int = 0,
+    replicated_experts: int = 0,
     nodes: Sequence[int] | None = None,
     network: Network = USUAL_NETWORK,
     exchanges: Callable[[Route], Exchange] | None = None,
@@ -411,7 +413,7 @@ def spread_experts(
         fixed_tokens: see `ExpertDispatcher`.
         overlap_degree: see `DispatchOptions`.
         all_to_all: see `DispatchOptions`.
-        shadow_experts: see `DispatchOptions`.
+        replicated_experts: see `DispatchOptions`.
         nodes: see `ExpertDispatcher`.
         network: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
@@ -427,7 +429,7 @@ def spread_experts(
     Raises:
         ConfigError: the degrees do not fit, or the layer is spread already.
     """
-    way = DispatchOptions(route_degree, overlap_degree, all_to_all, shadow_experts)
+    way = DispatchOptions(route_degree, overlap_degree, all_to_all, replicated_experts)
     degrees = check_spread(
         layer,
         world.size,

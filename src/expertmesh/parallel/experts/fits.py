@@ -126,13 +126,13 @@ def check_way(
             "must be at least 1",
             "use 1 to send all tokens at once",
         )
-    if not 0 <= (way.shadow_experts or 0) <= num_experts:
+    if not 0 <= (way.replicated_experts or 0) <= num_experts:
         raise ConfigError(
-            f"shadow_experts={way.shadow_experts}: must be from 0 to the {num_experts} experts; choose fewer"
+            f"replicated_experts={way.replicated_experts}: must be from 0 to the {num_experts} experts; choose fewer"
         )
-    if way.shadow_experts and stay:
+    if way.replicated_experts and stay:
         raise ConfigError(
-            f"shadow_experts={way.shadow_experts} with {stay}: they stay where they are; leave it out"
+            f"replicated_experts={way.replicated_experts} with {stay}: they stay where they are; leave it out"
         )
     if way.all_to_all is not None:
         check_word("all_to_all", way.all_to_all, AllToAll)
@@ -141,9 +141,9 @@ def check_way(
             f"all_to_all={way.all_to_all} with fixed_tokens={fixed_tokens}: exchanges of fixed size are flat; "
             "leave one out"
         )
-    if fixed_tokens is not None and way.shadow_experts:
+    if fixed_tokens is not None and way.replicated_experts:
         raise ConfigError(
-            f"shadow_experts={way.shadow_experts} with fixed_tokens={fixed_tokens}: the host reads which experts are "
+            f"replicated_experts={way.replicated_experts} with fixed_tokens={fixed_tokens}: the host reads which experts are "
             "hot; leave one out"
         )
 

@@ -15,8 +15,8 @@ from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.experts import ExpertList, ExpertParameters, Parameters
 from expertmesh.parallel.experts.gather import GatheredWeights
+from expertmesh.parallel.experts.replicated_experts import ReplicatedWeights
 from expertmesh.parallel.experts.route_split import RouteSplit
-from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.experts.storage import ExpertShards
 
 
@@ -277,6 +277,6 @@ class ExpertModules(ExpertShards):
         """Not asked for: nothing is gathered."""
         raise AssertionError("nothing is gathered")
 
-    def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
+    def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
         """Not asked for: they stay."""
         raise AssertionError("they stay")

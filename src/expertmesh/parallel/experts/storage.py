@@ -36,8 +36,8 @@ from expertmesh.parallel.experts.prefetch import (
     Prefetcher,
     in_backward,
 )
+from expertmesh.parallel.experts.replicated_experts import ReplicatedWeights
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
-from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.offload import HostMemory, host_mesh
 
 Keep = Literal["until_step", "until_backward", "regather"]
@@ -103,7 +103,7 @@ class ExpertShards(ABC):
         """
 
     @abstractmethod
-    def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
+    def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
         """Begin to bring the weights of some experts to all ranks, in a type (None: the parameters' own)."""
 
 
@@ -317,11 +317,11 @@ class ExpertStorage(ExpertShards):
         self._pin()
         return Gather(self, self.layout(split), dtype)
 
-    def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
+    def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
         """Begin to bring the weights of some experts to all ranks."""
         self._pin()
         shards, host = self.shards(), self.host
-        return ShadowWeights(
+        return ReplicatedWeights(
             self.names,
             self.activation,
             shards,

@@ -26,7 +26,7 @@ PATIENCE = 64
 HOPELESS = 5.0
 """A way for which the model says so many times the fastest's time is not measured at all."""
 HOT = 1.5
-"""Experts with this times the mean rows are worth a shadow."""
+"""Experts with this times the mean rows are worth being replicated."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Choices:
         routes: the ranks of each route_degree that is allowed.
         overlap_degrees: numbers of parts that are allowed.
         kinds: all-to-alls that are allowed, "flat" before "hierarchical".
-        shadows: numbers of hot experts that are allowed.
+        replicated: numbers of hot experts that are allowed.
         usual: what runs without a choice.
         budget_bytes: memory that a way may need beside the shards.
     """
@@ -91,14 +91,14 @@ class Choices:
     routes: Mapping[int, RouteShape]
     overlap_degrees: Sequence[int]
     kinds: Sequence[AllToAll]
-    shadows: Sequence[int]
+    replicated: Sequence[int]
     usual: DispatchOptions
     budget_bytes: float
 
     def ways(self, load: TokenLoad) -> list[DispatchOptions]:
         """All that make a difference under a load."""
         mean = 1 / len(load.shares)
-        shadows = [h for h in self.shadows if h == 0 or max(load.shares) >= HOT * mean]
+        replicated = [h for h in self.replicated if h == 0 or max(load.shares) >= HOT * mean]
         found = []
         for r, route in self.routes.items():
             if r == 1:
@@ -108,7 +108,7 @@ class Choices:
                 DispatchOptions(r, n, kind, h)
                 for n in self.overlap_degrees
                 for kind in self._kinds(route)
-                for h in shadows or [self.shadows[0]]
+                for h in replicated or [self.replicated[0]]
             ]
         return found
 
@@ -120,7 +120,7 @@ class Choices:
         return (
             way.overlap_degree in self.overlap_degrees
             and way.all_to_all in self._kinds(route)
-            and way.shadow_experts in self.shadows
+            and way.replicated_experts in self.replicated
         )
 
     def _kinds(self, route: RouteShape) -> Sequence[AllToAll]:
@@ -159,7 +159,7 @@ class ModelSearch:
     machine: Machine
 
     def starts(self, load: TokenLoad, trains: bool, number: int) -> list[DispatchOptions]:
-        """So many to begin with, at least one, the best first: of each route_degree, of each all-to-all and number of shadows."""
+        """So many to begin with, at least one, the best first: of each route_degree, of each all-to-all and number of replicated experts."""
         ranked = self._ranked(load, trains)
         if not ranked:
             return [self.choices.usual]
@@ -167,13 +167,13 @@ class ModelSearch:
         kinds: dict[tuple[object, ...], DispatchOptions] = {}
         for way in ranked:
             routes.setdefault(way.route_degree, way)
-            kinds.setdefault((way.route_degree, way.all_to_all, way.shadow_experts), way)
+            kinds.setdefault((way.route_degree, way.all_to_all, way.replicated_experts), way)
         usual = [way for way in self._fitting(load, trains) if way == self.choices.usual]
         wanted = dict.fromkeys([ranked[0], *routes.values(), *usual, *kinds.values(), *ranked])
         return sorted(list(wanted)[:number], key=lambda way: self._seconds(way, load, trains))
 
     def near(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
-        """Another number of parts, another all-to-all, or one shadow more or less; the best first."""
+        """Another number of parts, another all-to-all, or one replicated expert more or less; the best first."""
         return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
 
     def _is_near(self, one: DispatchOptions, other: DispatchOptions) -> bool:
@@ -183,7 +183,7 @@ class ModelSearch:
         steps = (
             abs(degrees.index(one.overlap_degree or 1) - degrees.index(other.overlap_degree or 1)),
             int(one.all_to_all != other.all_to_all),
-            abs((one.shadow_experts or 0) - (other.shadow_experts or 0)),
+            abs((one.replicated_experts or 0) - (other.replicated_experts or 0)),
         )
         return sum(steps) == 1
 
@@ -285,7 +285,7 @@ class _Bucket:
 
 def _simplicity(way: DispatchOptions) -> tuple[object, ...]:
     """Less to send, to start and to keep comes first."""
-    return way.overlap_degree, way.shadow_experts, way.all_to_all != "flat"
+    return way.overlap_degree, way.replicated_experts, way.all_to_all != "flat"
 
 
 @dataclass(frozen=True)

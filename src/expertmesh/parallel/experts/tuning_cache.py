@@ -133,7 +133,7 @@ def known() -> list[tuple[Path, Network | None, dict[str, DispatchOptions]]]:
 
 
 def _checked(way: DispatchOptions) -> DispatchOptions:
-    least = {"route_degree": 1, "overlap_degree": 1, "shadow_experts": 0}
+    least = {"route_degree": 1, "overlap_degree": 1, "replicated_experts": 0}
     if way.all_to_all not in ("flat", "hierarchical") or not all(
         type(n := getattr(way, name)) is int and n >= smallest for name, smallest in least.items()
     ):

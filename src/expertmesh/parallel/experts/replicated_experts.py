@@ -25,7 +25,7 @@ Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
 """Hands the gradient of a shard on: its name, the gradient, the shard; gives what autograd is to see."""
 
 
-class ShadowWeights:
+class ReplicatedWeights:
     """The weights of some experts on their way to all ranks, and their gradients on the way back.
 
     Args:
@@ -170,7 +170,7 @@ class _Leave(torch.autograd.Function):
     """Shards set out; in the backward it is last, and waits for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, use: ShadowWeights, *shards: Tensor) -> Tensor:
+    def forward(ctx: Any, use: ReplicatedWeights, *shards: Tensor) -> Tensor:
         ctx.use = use
         return shards[0].new_zeros(())
 
@@ -185,7 +185,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, use: ShadowWeights, counts: list[int], *whole: Tensor
+        ctx: Any, token: Tensor, use: ReplicatedWeights, counts: list[int], *whole: Tensor
     ) -> Any:
         ctx.use, ctx.counts, ctx.token = use, counts, token.detach()
         ctx.set_materialize_grads(False)
@@ -198,7 +198,7 @@ class _Arrive(torch.autograd.Function):
         return ctx.token, None, None, *(None for _ in grads)
 
 
-class Staying:
+class LocalTokens:
     """Tokens whose experts come to them.
 
     Args:
@@ -207,7 +207,7 @@ class Staying:
         num_experts: E.
     """
 
-    def __init__(self, tokens: Dispatched, weights: ShadowWeights, num_experts: int) -> None:
+    def __init__(self, tokens: Dispatched, weights: ReplicatedWeights, num_experts: int) -> None:
         self._tokens, self._weights, self._num_experts = tokens, weights, num_experts
 
     def finish(self, experts: Experts) -> Tensor:

@@ -1,0 +1,60 @@
+"""Options that had another name: it is still read, and one line says the new one. Never imports torch."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from expertmesh.errors import ConfigError, Line, named
+
+RENAMED = {"shadow_experts": "replicated_experts"}
+"""Today's name by the former one, without its section."""
+
+BOTH_GIVEN = "is a former name, and is given beside"
+"""The rule that a value breaks which is given by both of its names."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_log = logging.getLogger("expertmesh.config")
+
+
+def current_name(name: str) -> str:
+    """Today's name of an option, dotted or not; of a former one it is said, once in a process."""
+    section, dot, last = name.rpartition(".")
+    if last not in RENAMED:
+        return name
+    current = f"{section}{dot}{RENAMED[last]}"
+    _say(name, current)
+    return current
+
+
+@functools.cache
+def _say(former: str, current: str) -> None:
+    _log.warning(Line(f"{named(former)} is called {named(current)} now; both are read"))
+
+
+def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by today's names.
+
+    Raises:
+        ConfigError: one is given by both of its names.
+    """
+    found = {}
+    for name, value in values.items():
+        current = current_name(name)
+        if current != name and current in values:
+            raise ConfigError(name, value, f"{BOTH_GIVEN} {named(current)}", "leave it out")
+        found[current] = value
+    return found
+
+
+def reads_former_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function, which takes its keywords by their former names, too."""
+
+    @functools.wraps(function)
+    def read(*args: _P.args, **values: _P.kwargs) -> _T:
+        if RENAMED.keys().isdisjoint(values):
+            return function(*args, **values)
+        return function(*args, **with_current_names(values))  # type: ignore[arg-type]
+
+    return read

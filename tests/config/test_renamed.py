@@ -1,0 +1,76 @@
+"""Former names of options are read wherever a user may have them, and each is said in one line, once."""
+
+import json
+import logging
+
+import pytest
+
+from expertmesh.cli.flags import parse_run_config
+from expertmesh.config import renamed
+from expertmesh.config.dispatch_options import DispatchOptions
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.recipes import RECIPES
+
+SAID = "shadow_experts is called {0}replicated_experts now; both are read"
+
+
+@pytest.fixture(autouse=True)
+def said(caplog):
+    """The lines that were said."""
+    renamed._say.cache_clear()
+    caplog.set_level(logging.WARNING, logger="expertmesh.config")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def as_word(tmp_path):
+    return parse_run_config(["gpt-moe-test", "--parallel.shadow-experts", "2"]).config
+
+
+def in_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("parallel: {shadow_experts: 2}\n")
+    return parse_run_config(["gpt-moe-test", "--config", str(tmp_path / "run.yaml")]).config
+
+
+def in_a_saved_run(tmp_path):
+    config = RECIPES["gpt-moe-test"]()
+    values = config.model_dump(mode="json")
+    values["parallel"]["shadow_experts"] = 2
+    del values["parallel"]["replicated_experts"]
+    return type(config).model_validate_json(json.dumps(values))
+
+
+def as_a_change(tmp_path):
+    return RECIPES["gpt-moe-test"]().updated({"parallel.shadow_experts": 2})
+
+
+@pytest.mark.parametrize("read", [as_word, in_a_file, in_a_saved_run, as_a_change])
+def test_a_run_reads_the_former_name(read, tmp_path, said):
+    assert read(tmp_path).parallel == ParallelConfig(replicated_experts=2)
+    (line,) = said()
+    section = "" if read is in_a_saved_run else "parallel."
+    assert line == section + SAID.format(section)
+    read(tmp_path)
+    assert len(said()) == 1, "it is said once"
+
+
+def test_python_reads_the_former_name(said):
+    assert ParallelConfig(shadow_experts=3) == ParallelConfig(replicated_experts=3)
+    assert DispatchOptions(shadow_experts=3) == DispatchOptions(replicated_experts=3)
+    assert said() == [SAID.format("")]
+
+
+def test_today_s_name_says_nothing(said):
+    ParallelConfig(replicated_experts=1)
+    DispatchOptions(replicated_experts=1)
+    parse_run_config(["gpt-moe-test", "--parallel.replicated-experts", "2"])
+    assert said() == []
+
+
+@pytest.mark.parametrize("kind", [ParallelConfig, DispatchOptions])
+def test_both_names_are_refused(kind):
+    with pytest.raises(
+        ConfigError,
+        match="shadow_experts=1: is a former name, and is given beside replicated_experts; leave it out",
+    ):
+        kind(shadow_experts=1, replicated_experts=2)
