@@ -13,14 +13,18 @@ from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.onednn import has_onednn
 from expertmesh.runs import arithmetic
-from expertmesh.runs.arithmetic import Way, choose, fastest, measure
+from expertmesh.runs.arithmetic import MatmulChoice, choose, fastest, measure
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.runs.run_dir import RunDir
 
 CPU = torch.device("cpu")
 USUAL = cpu_products.usual_library()
 OTHER = "blas" if USUAL == "onednn" else "onednn"
-FP32, FP32_OTHER, BF16 = Way("float32", USUAL), Way("float32", OTHER), Way("bfloat16", USUAL)
+FP32, FP32_OTHER, BF16 = (
+    MatmulChoice("float32", USUAL),
+    MatmulChoice("float32", OTHER),
+    MatmulChoice("bfloat16", USUAL),
+)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from expertmesh.models.swin.recipes import swin_test
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
-from expertmesh.training.check_run_memory import check_room
+from expertmesh.training.check_run_memory import check_run_memory
 from expertmesh.training.optim import freeze
 
 
@@ -254,7 +254,7 @@ def test_too_many_images_at_once_are_refused(folder, tmp_path):
     config = run_of(folder, tmp_path, **{"train.batch_size": 2**40})
     said = r"too large for memory: .*; lower train.micro_batch_size \(train --dry-run"
     with pytest.raises(ConfigError, match=said):
-        check_room(SWIN, config, torch.device("cpu"), num_ranks=1)
+        check_run_memory(SWIN, config, torch.device("cpu"), num_ranks=1)
 
 
 def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, capsys):

@@ -17,7 +17,7 @@ Launch = Callable[[Tensor], tuple[Tensor, Pending | None]]
 """Starts a collective on a tensor: gives the result, and what to wait for before it may be used (None: nothing)."""
 
 
-class _Way:
+class _Move:
     """What a start leaves for its finish, and in the backward the other way round."""
 
     def __init__(self, there: Launch, back: Launch, unpack: Callable[[Tensor], Tensor]) -> None:
@@ -36,7 +36,7 @@ class _Way:
 
 
 class AsyncTensor:
-    """One tensor on its way. Differentiable once.
+    """One tensor in a collective. Differentiable once.
 
     Args:
         x: what is sent.
@@ -52,9 +52,9 @@ class AsyncTensor:
         back: Launch,
         unpack: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._way = _Way(there, back, unpack or (lambda arrived: arrived))
+        self._move = _Move(there, back, unpack or (lambda arrived: arrived))
         # Of the shape of x, so that the gradient under way has the shape that autograd expects.
-        self._sent: Tensor = _Start.apply(x, self._way)
+        self._sent: Tensor = _Start.apply(x, self._move)
 
     def finish(self) -> Tensor:
         """Wait for it (on a GPU the host does not wait); gives the result. To be called once.
@@ -62,30 +62,30 @@ class AsyncTensor:
         Raises:
             CollectiveError: a rank is gone or late.
         """
-        out: Tensor = _Finish.apply(self._sent, self._way)
+        out: Tensor = _Finish.apply(self._sent, self._move)
         return out
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        way.start(way.there, x)
+    def forward(ctx: Any, x: Tensor, move: _Move) -> Tensor:
+        ctx.move = move
+        move.start(move.there, x)
         return x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.wait(), None
+        return ctx.move.wait(), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        return way.unpack(way.wait())
+    def forward(ctx: Any, sent: Tensor, move: _Move) -> Tensor:
+        ctx.move = move
+        return move.unpack(move.wait())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.start(ctx.way.back, grad), None
+        return ctx.move.start(ctx.move.back, grad), None

@@ -121,7 +121,7 @@ class Lockstep:
         check_prompts(prompts, self.model.vocab_size, what="prompt")
         check_sources(self.model, sources, num_prompts=len(prompts))
         return [
-            check_room(self.model, [prompt], max_tokens=one.max_tokens)
+            check_context_room(self.model, [prompt], max_tokens=one.max_tokens)
             for prompt, one in zip(prompts, params, strict=True)
         ]
 
@@ -247,7 +247,9 @@ def check_sources(
         )
 
 
-def check_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:
+def check_context_room(
+    model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None
+) -> int:
     """The number of new tokens, checked against the longest prompt.
 
     Raises:

@@ -35,7 +35,7 @@ _ROUNDS = 5
 _BUDGET_S = 0.12
 
 
-class Way(NamedTuple):
+class MatmulChoice(NamedTuple):
     """One way to multiply on a CPU.
 
     Attributes:
@@ -95,31 +95,33 @@ def fastest(products: Sequence[Product]) -> Arithmetic:
     return choose(measure(products or USUAL_PRODUCTS))
 
 
-def choose(seconds: Mapping[Way, float]) -> Arithmetic:
+def choose(seconds: Mapping[MatmulChoice, float]) -> Arithmetic:
     """The fastest way, where those that are no clear gain count for nothing.
 
     Args:
         seconds: the seconds of each way; FP32 by the usual library is one of them.
     """
-    best = Way("float32", cpu_products.usual_library())
+    best = MatmulChoice("float32", cpu_products.usual_library())
     for way in sorted(seconds, key=lambda way: way.dtype != "float32"):
         if seconds[way] < MARGIN * seconds[best]:
             best = way
     return Arithmetic("cpu", *best, {way.name: found for way, found in seconds.items()})
 
 
-def measure(products: Sequence[Product]) -> dict[Way, float]:
+def measure(products: Sequence[Product]) -> dict[MatmulChoice, float]:
     """Seconds that each way takes for the products of a forward and backward pass, casts of FP32 weights and inputs included.
 
     Large products stand for themselves as smaller ones. A way that is far slower than another on the smallest is
     not measured further.
     """
-    ways = [Way("float32", cpu_products.usual_library())]
+    ways = [MatmulChoice("float32", cpu_products.usual_library())]
     if has_onednn():
         ways += [
-            way for way in (Way("float32", "onednn"), Way("float32", "blas")) if way not in ways
+            way
+            for way in (MatmulChoice("float32", "onednn"), MatmulChoice("float32", "blas"))
+            if way not in ways
         ]
-        ways.append(Way("bfloat16", ways[0].library))
+        ways.append(MatmulChoice("bfloat16", ways[0].library))
     rough = _measured([cut(p, _ROUGH) for p in products], ways, rounds=2, budget_s=_BUDGET_S)
     limit = _HOPELESS * min(rough.values())
     close = [way for way in ways if rough[way] <= limit or way == ways[0]]
@@ -140,10 +142,10 @@ def cut(product: Product, size: int) -> Product:
 
 
 def _measured(
-    products: Sequence[Product], ways: Sequence[Way], *, rounds: int, budget_s: float
-) -> dict[Way, float]:
+    products: Sequence[Product], ways: Sequence[MatmulChoice], *, rounds: int, budget_s: float
+) -> dict[MatmulChoice, float]:
     """The shortest time of each product in each way, by turns, after a round that does not count (code is generated)."""
-    best: dict[tuple[Way, Product], float] = {}
+    best: dict[tuple[MatmulChoice, Product], float] = {}
     with torch.no_grad(), _one_thread():
         for number in range(rounds + 1):
             began = time.thread_time()
@@ -173,7 +175,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _time(way: Way, x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> float:
+def _time(way: MatmulChoice, x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> float:
     """Of one product forward and backward, of FP32 values with FP32 gradients."""
     dtype = getattr(torch, way.dtype)
     grad = grad_MN.to(dtype)

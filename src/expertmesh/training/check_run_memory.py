@@ -9,7 +9,9 @@ from expertmesh.runs.check_memory import FAR, largest_size, memory_of_process
 from expertmesh.training.teacher import teacher_bytes
 
 
-def check_room(family: Family, config: RunConfig, device: torch.device, *, num_ranks: int) -> None:
+def check_run_memory(
+    family: Family, config: RunConfig, device: torch.device, *, num_ranks: int
+) -> None:
     """Refuse a model whose weights, gradients, optimiser and teacher are larger than the memory that there is.
 
     Args:

@@ -30,7 +30,7 @@ from expertmesh.runs.arithmetic import write_arithmetic
 from expertmesh.runs.precision import Precision, resolve_device, settle_precision
 from expertmesh.runs.run_dir import Run, RunDir
 from expertmesh.training.branch import branch_point
-from expertmesh.training.check_run_memory import check_room
+from expertmesh.training.check_run_memory import check_run_memory
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
@@ -155,7 +155,7 @@ def train(
         )
         ranks.check_equal(config.model_dump_json(), what="the configuration")
         ranks.on_rank0(lambda: check_ranks(task, ranks))
-        ranks.on_rank0(lambda: check_room(family, config, device, num_ranks=ranks.size))
+        ranks.on_rank0(lambda: check_run_memory(family, config, device, num_ranks=ranks.size))
 
         def open_run() -> Path | None:
             check_installed(config.train.trackers)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.engine.lockstep import check_room, check_sources, pad_right
+from expertmesh.engine.lockstep import check_context_room, check_sources, pad_right
 from expertmesh.engine.output import NOT_FINITE
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder, evaluating
@@ -98,7 +98,7 @@ def beam_search(
         raise ConfigError(
             f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source"
         )
-    room = {most: check_room(model, [start], max_tokens=most) for most in set(given)}
+    room = {most: check_context_room(model, [start], max_tokens=most) for most in set(given)}
     limits = [room[most] for most in given]
     with evaluating(model):
         return _search(model, sources, list(start), end_id, num_beams, length_penalty, limits)
