@@ -55,6 +55,6 @@ def reads_former_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def read(*args: _P.args, **values: _P.kwargs) -> _T:
         if RENAMED.keys().isdisjoint(values):
             return function(*args, **values)
-        return function(*args, **with_current_names(values))  # type: ignore[arg-type]
+        return function(*args, **with_current_names(values))
 
     return read
