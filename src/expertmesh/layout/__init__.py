@@ -1,1 +1,1 @@
-"""Torch-free types that several layers speak of."""
+"""Torch-free descriptions of models: parameters, feed-forward layers, and sizes of optimiser moments."""

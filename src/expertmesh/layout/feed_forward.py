@@ -1,4 +1,4 @@
-"""The parameters of feed-forward layers, dense or with experts, as all families have them."""
+"""Parameters of feed-forward layers, dense or with experts, for all model families."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -10,7 +10,7 @@ GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu", "clamped_swiglu"})
 
 
 class HasFeedForwards(Protocol):
-    """What the feed-forward layers of a model depend on; the configurations of transformers have it."""
+    """Configuration fields that the feed-forward layers of a model depend on."""
 
     @property
     def dim(self) -> int:
@@ -22,7 +22,7 @@ class HasFeedForwards(Protocol):
 
     @property
     def activation(self) -> str:
-        """Of experts and dense layers."""
+        """Activation of experts and dense layers."""
 
     @property
     def moe(self) -> MoEConfig:
@@ -30,7 +30,7 @@ class HasFeedForwards(Protocol):
 
 
 def num_branches(activation: str) -> int:
-    """G: the matrices that a feed-forward network begins with, two of a gated one."""
+    """G: input matrices of a feed-forward network, 2 (gate, up) if the activation is gated, else 1."""
     return 2 if activation in GATED_ACTIVATIONS else 1
 
 
@@ -42,11 +42,11 @@ def mlp_parameters(*, dim: int, hidden_dim: int, activation: str, bias: bool) ->
 
 
 def feed_forward(config: HasFeedForwards, num_experts: int) -> Iterator[Parameter]:
-    """Every parameter of one layer's feed-forward, `ffn` or `moe`, in the order of the model.
+    """Every parameter of one feed-forward layer, `ffn` or `moe`, in the order of the model.
 
     Args:
         config: the model.
-        num_experts: of the layer; 0: dense.
+        num_experts: experts of the layer; 0: it is dense.
     """
     if not num_experts:
         yield from mlp("ffn", "dense_ffn", config, config.ffn_hidden_dim, bias=False)
@@ -59,7 +59,7 @@ def moe(config: HasFeedForwards, num_experts: int) -> Iterator[Parameter]:
 
     Args:
         config: the model.
-        num_experts: of the layer.
+        num_experts: experts of the layer.
     """
     D, options, E = config.dim, config.moe, num_experts
     if options.router == "cosine":
@@ -120,12 +120,12 @@ def mlp(
     """The parameters of a `DenseMLP`, or of the stacked experts of a layer.
 
     Args:
-        name: of the module.
+        name: name of the module.
         part: see `Parameter`.
-        config: the model, of which width and activation count.
+        config: the model, whose width and activation are read.
         hidden_dim: F.
         bias: whether there are biases.
-        num_experts: E; 0: it is one network.
+        num_experts: E; 0: a single network, without an expert axis.
     """
     G = num_branches(config.activation)
     sizes = {"expert": num_experts, "branch": G, "hidden": hidden_dim, "model": config.dim}

@@ -1,7 +1,8 @@
-"""How many bytes an optimiser keeps of a tensor, in each of its types, without torch.
+"""Bytes of the optimiser's moments of a tensor, for each state dtype, without torch.
 
-A tensor keeps its moments in FP32 (FP64 in a float64 run), whatever the type, where it has one axis or few elements, and with
-int8 where a cut of the last axis over ranks falls inside a block. Torchao's take all that is large and whole blocks. The rest has them in the type that is asked for.
+Moments stay in FP32 (FP64 in a float64 run) for tensors with one axis or few elements, and with int8 for tensors whose cut of
+the last axis over ranks falls inside a block. All other tensors use the requested dtype. Torchao's dtypes apply to every
+part that is large and consists of whole blocks.
 """
 
 import math
@@ -11,9 +12,9 @@ from typing import NamedTuple
 from expertmesh.config.run import StateDtype
 
 FEWEST_ELEMENTS = 4096
-"""Of a whole tensor whose moments are worth less than FP32; bitsandbytes and torchao draw the line there, too."""
+"""Elements below which a tensor's moments stay in FP32; bitsandbytes and torchao have the same limit."""
 BLOCK = 64
-"""Neighbours along the last axis that share a scale in int8; fewer where the axis is short."""
+"""Elements along the last axis that share a scale in int8; fewer where the axis is short."""
 _SMALLEST_BLOCK = 8
 _SCALE_BYTES = 4
 
@@ -27,7 +28,7 @@ THEIRS: Mapping[StateDtype, _Theirs] = {
     "torchao-int8": _Theirs(256, 8),
     "torchao-int4": _Theirs(128, 4),
 }
-"""Elements of a tensor, in the order of memory, that share a scale in torchao's moments, and bits of each."""
+"""Block size (elements contiguous in memory that share a scale) and bits per element of torchao's dtypes."""
 
 
 def block_size(width: int) -> int:
@@ -48,12 +49,12 @@ def block_size(width: int) -> int:
 
 
 def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype) -> bool:
-    """Whether a tensor has its moments in the type that is asked for.
+    """Whether a tensor has its moments in the requested dtype.
 
     Args:
-        shape: of the whole tensor.
-        part: of what one rank has of it.
-        state_dtype: the type.
+        shape: shape of the whole tensor.
+        part: shape of one rank's part of it.
+        state_dtype: the requested dtype.
     """
     if theirs := THEIRS.get(state_dtype):
         return math.prod(part) >= FEWEST_ELEMENTS and math.prod(part) % theirs.block == 0
@@ -69,9 +70,9 @@ def moment_bytes(
     """Bytes of one moment of one rank's part of a tensor.
 
     Args:
-        shape: of the whole tensor.
-        part: of what the rank has of it.
-        state_dtype: the type that is asked for.
+        shape: shape of the whole tensor.
+        part: shape of the rank's part of it.
+        state_dtype: the requested dtype.
         master: bytes of an element of the parameter.
 
     Example:
@@ -83,7 +84,7 @@ def moment_bytes(
     if not is_compact(shape, part, state_dtype):
         return elements * master
     if theirs := THEIRS.get(state_dtype):
-        table = 4 * 2**theirs.bits  # what each code stands for
+        table = 4 * 2**theirs.bits  # FP32 value of each code
         return elements * theirs.bits // 8 + _SCALE_BYTES * elements // theirs.block + table
     if state_dtype == "int8":
         blocks = math.prod(part[:-1]) * -(-part[-1] // block_size(shape[-1]))

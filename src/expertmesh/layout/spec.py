@@ -1,7 +1,7 @@
-"""The parameters of a model, written once per family and read by all who need to know them, without torch.
+"""Specification of a model's parameters, written once per family, without torch.
 
-A family's `spec.py` lists every parameter in the order of the model. Costs count them, the optimiser and the initial weights go
-by their roles, tensor parallelism by their cut, experts by their axes, files of the hub by their names there.
+A family's `spec.py` lists every parameter in the order of the model. Costs count them. The optimiser and the initial weights
+read their roles, tensor parallelism reads their cut, expert parallelism their axes, and checkpoints of the hub their hub names.
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Literal
 Role = Literal[
     "embedding", "positions", "head", "router", "gate", "matrix", "norm", "bias", "scale"
 ]
-"""What a parameter is. embedding: rows that are looked up; positions: what is added or scaled with by place; head: from or to
-what is outside the model; router: scores of experts; gate: weights of parts; matrix: a product inside; norm: its weight; bias;
-scale: a factor that is learned."""
+"""Kind of a parameter. embedding: rows that are looked up; positions: added or multiplied by position; head: projection of the
+model's inputs or outputs; router: scores of experts; gate: mixing weights of parallel blocks; matrix: product inside the model;
+norm: weight of a norm; bias; scale: a learned factor."""
 
 LearnedAs = Literal["table", "edge", "matrix", "vector"]
-"""What an optimiser does: table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where there is one, decayed."""
+"""Optimiser group. table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where it is used, with decay."""
 
 LEARNED_AS: Mapping[Role, LearnedAs] = {
     "embedding": "table",
@@ -37,20 +37,20 @@ _FIRST: Mapping[Role, float] = {"norm": 1.0, "bias": 0.0}
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a model.
+    """Specification of one parameter.
 
     Attributes:
-        name: in the model.
-        shape: its sizes.
-        axes: what each of them counts: vocab, model (D), heads (rows of all heads), hidden (F), branch (G), expert (E), ...
-        role: what it is.
-        part: of the model that it counts as, `attention` or `experts`; the word is the family's.
-        layer: number of its layer in the model; None: it is outside the layers.
-        cut: axis of `axes` along which tensor parallelism cuts it, even sizes permitting; None: every rank has it whole.
-        is_output: whether its product is added to the residual stream; such matrices begin smaller.
-        begins: the value that all its elements begin with; None: 1 of norms, 0 of biases, drawn of all others.
-        hub: names of what it is made of in the hub's files: along heads queries, keys and values, along branches one each;
-            `{expert}` stands for an expert's number. Empty: the hub has none.
+        name: name in the model.
+        shape: sizes of its axes.
+        axes: names of its axes: vocab, model (D), heads (rows of all heads), hidden (F), branch (G), expert (E), ...
+        role: see `Role`.
+        part: part of the model that it is counted in, such as `attention` or `experts`; each family names its own.
+        layer: index of its layer in the model; None: it is outside the layers.
+        cut: axis of `axes` along which tensor parallelism cuts it, if the sizes divide evenly; None: every rank has it whole.
+        is_output: whether its product is added to the residual stream; such matrices have smaller initial values.
+        begins: initial value of all its elements; None: 1 for norms, 0 for biases, drawn at random for all others.
+        hub: names of the tensors that it is made of in checkpoints of the hub: queries, keys and values along heads, one per
+            branch along branches; `{expert}` stands for an expert's number. Empty: the hub has none.
     """
 
     name: str
@@ -66,46 +66,46 @@ class Parameter:
 
     @property
     def first_value(self) -> float | None:
-        """What all its elements begin with; None: they are drawn."""
+        """Initial value of all its elements; None: they are drawn at random."""
         return _FIRST.get(self.role) if self.begins is None else self.begins
 
     @property
     def num_elements(self) -> int:
-        """Product of the sizes."""
+        """Number of elements, the product of the sizes."""
         return math.prod(self.shape)
 
     @property
     def learned_as(self) -> LearnedAs:
-        """What an optimiser does with it; a tied head is an embedding."""
+        """Optimiser group; a tied head is an embedding."""
         return LEARNED_AS[self.role]
 
     @property
     def is_matrix(self) -> bool:
-        """Whether Muon is for it."""
+        """Whether it is a matrix that Muon may update."""
         return self.learned_as == "matrix"
 
     @property
     def expert_axis(self) -> int | None:
-        """Which axis is one of routed experts, each of which has its own part; None: none is."""
+        """Index of the axis over routed experts; None: it belongs to no routed experts."""
         return self.axes.index("expert") if self.part == "experts" else None
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is one of routed experts."""
+        """Whether it belongs to routed experts."""
         return self.expert_axis is not None
 
     @property
     def tensor_axis(self) -> int | None:
-        """Number of the axis that tensor parallelism cuts."""
+        """Index of the axis that tensor parallelism cuts; None: none."""
         return None if self.cut is None else self.axes.index(self.cut)
 
     def inside(self, ours: str, theirs: str = "", *, layer: int | None = None) -> "Parameter":
-        """The same parameter inside a module.
+        """Copy of the parameter, placed inside a module.
 
         Args:
-            ours: what its name begins with then, `layers.3.`.
-            theirs: the same of its names in the hub's files.
-            layer: its layer then.
+            ours: prefix of its name, such as `layers.3.`.
+            theirs: prefix of its names in checkpoints of the hub.
+            layer: index of its layer.
         """
         hub = tuple(theirs + name for name in self.hub)
         return replace(self, name=ours + self.name, hub=hub, layer=layer)
@@ -125,14 +125,14 @@ def parameter(
     """A parameter with its axes as keywords in their order.
 
     Args:
-        name: in its module.
+        name: name in its module.
         role: see `Parameter`.
         part: see `Parameter`.
         cut: see `Parameter`.
         is_output: see `Parameter`.
         begins: see `Parameter`.
-        hub: see `Parameter`; one name stands for a tuple of it.
-        **sizes: of each axis by its name.
+        hub: see `Parameter`; a string stands for a tuple of one name.
+        **sizes: size of each axis by its name.
 
     Example:
         >>> from expertmesh.layout.spec import parameter
@@ -148,11 +148,11 @@ def parameter(
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model consists of, from its configuration alone.
+    """Parameters of a model, from its configuration alone.
 
     Attributes:
-        parameters: all of them, in the order of the model.
-        experts_per_token: routed experts that a token uses, K; of which at most as many as there are count.
+        parameters: all parameters, in the order of the model.
+        experts_per_token: K, routed experts that a token uses; in a layer with fewer experts, all of them.
 
     Example:
         >>> from expertmesh.models.gpt.spec import gpt_spec
@@ -175,7 +175,7 @@ class ModelSpec:
 
     @cached_property
     def layers(self) -> Mapping[int | None, tuple[Parameter, ...]]:
-        """The parameters by number of layer; under None those outside."""
+        """The parameters by index of their layer; None: parameters outside the layers."""
         found: dict[int | None, list[Parameter]] = {None: []}
         for one in self.parameters:
             found.setdefault(one.layer, []).append(one)
@@ -183,7 +183,7 @@ class ModelSpec:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all of them."""
+        """Elements of all parameters."""
         return num_elements(self.parameters)
 
     @cached_property
@@ -204,12 +204,12 @@ class ModelSpec:
 
     @cached_property
     def num_of_muon(self) -> int:
-        """Elements of the matrices, which Muon is for."""
+        """Elements of the matrices, which Muon may update."""
         return num_elements(one for one in self.parameters if one.is_matrix)
 
     @cached_property
     def dense_layers(self) -> list[int]:
-        """Elements of each layer without its routed experts, in their order."""
+        """Elements of each layer without its routed experts, in layer order."""
         numbered = (ones for layer, ones in self.layers.items() if layer is not None)
         return [num_elements(one for one in ones if not one.is_expert) for ones in numbered]
 

@@ -1,1 +1,1 @@
-"""Text: tokenizers, chat formats, and tokens that become text piece by piece."""
+"""Text: tokenizers, chat formats, and incremental decoding of tokens."""

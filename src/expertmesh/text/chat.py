@@ -1,13 +1,14 @@
-"""How a conversation becomes tokens, and which of them a model learns: those of the assistant and what ends its turn.
+"""Chat formats: conversations as tokens, with the tokens that a model learns (the assistant's turns and their end tokens).
 
-Generation stops at what ends a turn in training: a format says both, the one in `samples`, the other as `ends`.
+A format gives training samples by `samples` and the stop tokens of generation as `ends`, so that generation stops at the
+tokens that end a turn in training.
 
-With a tokenizer that came with a chat template (a converted checkpoint of the hub), the template's text; else our own format:
+A tokenizer with a chat template (from a converted checkpoint of the hub) uses the template. All others use our own format:
 
     <|endoftext|> <|user|> What is 2 + 2? <|endoftext|> <|assistant|> 4. <|endoftext|>
 
-Each message is the mark of its role, its content and the end of text. A tokenizer that is learned from conversations has the marks
-as tokens; one that has not writes them as text. docs/decisions/009-conversations.md says why.
+Each message is the mark of its role, its content and the end of text. A tokenizer learned from conversations has the marks
+as special tokens; any other tokenizer encodes them as text. docs/decisions/009-conversations.md says why.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from expertmesh.text.tokenizer import end_of_text_id
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGES = "messages"
 NOT_LEARNED = "masked"
-"""What a message has whose flag says that it is not learned; in files, torchtune's flag."""
+"""Key of the flag that excludes a message from learning; torchtune's name for it in files."""
 
 Conversation = dict[str, Any]
 """`messages`, each with a role and a string as content, and `tools` where there are any."""
@@ -43,14 +44,14 @@ OWN_TEMPLATE = (
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:
-    """Whether it is the assistant's and says something, or calls for a tool."""
+    """Whether a message is the assistant's and has content or tool calls."""
     return message["role"] == "assistant" and bool(
         message["content"].strip() or message.get("tool_calls")
     )
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether it is an answer, and no flag says that it is not to be learned."""
+    """Whether a message is an answer and is not masked."""
     return is_answer(message) and not message.get(NOT_LEARNED)
 
 
@@ -58,8 +59,8 @@ class TokenSpan(NamedTuple):
     """Neighbouring tokens of a conversation.
 
     Attributes:
-        ids: of the tokens.
-        is_learned: whether they are the assistant's, who says something there.
+        ids: token ids.
+        is_learned: whether the loss includes them: they are an answer of the assistant or its end token.
     """
 
     ids: list[int]
@@ -67,15 +68,15 @@ class TokenSpan(NamedTuple):
 
 
 class OwnFormat:
-    """Marks of roles, and the end of text after each message.
+    """Our own chat format: the mark of the role, the content and the end of text for each message.
 
     Args:
-        tokenizer: any with an end of text, that writes special tokens in a text as text.
+        tokenizer: has an end of text, and encodes special tokens that occur in a text as plain text.
 
     Attributes:
-        identity: of all that the tokens depend on beside the tokenizer.
-        source: the same as a chat template.
-        ends: tokens with which an answer ends, never none.
+        identity: key of everything that the tokens depend on, except the tokenizer.
+        source: the format as a chat template.
+        ends: tokens that end an answer; never empty.
     """
 
     identity = "own 1"
@@ -86,14 +87,14 @@ class OwnFormat:
         self.ends: tuple[int, ...] = (self._end,)
 
     def problem(self, conversation: Conversation) -> str | None:
-        """Why a conversation cannot be written without a lie, in the plural; None: whatever a message says is text."""
+        """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as text."""
         return None
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
-        """Token sequences to learn from: one.
+        """Token sequences to learn from: always one.
 
         Raises:
-            ConfigError: it calls tools.
+            ConfigError: the conversation calls tools.
         """
         _check_tools(self, conversation)
         pieces = [TokenSpan([self._end], False)]
@@ -104,14 +105,14 @@ class OwnFormat:
         return [pieces]
 
     def writes(self, field: str) -> bool:
-        """Whether a field of a message beside its role and content is written."""
+        """Whether a field of messages is written besides role and content."""
         return False
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """What a model is given to answer as the assistant: the messages and its mark.
+        """Prompt for an answer of the assistant: the messages, then the assistant's mark.
 
         Raises:
-            ConfigError: they call tools.
+            ConfigError: the messages call tools.
         """
         (pieces,) = self.samples({MESSAGES: messages})
         return [i for piece in pieces for i in piece.ids] + self._mark("assistant")
@@ -126,23 +127,23 @@ class OwnFormat:
 
 
 class TemplateFormat:
-    """A chat template of the hub, rendered in jinja2's sandbox.
+    """Chat format given by a chat template of the hub, rendered in jinja2's sandbox.
 
-    The text up to an assistant's turn is what the template gives for the messages before it with its prompt for an answer, so
-    that a model learns what it is asked for later. Where a template writes earlier turns otherwise than the last one (models
-    that leave their thoughts out), each turn of the assistant is a sequence of its own.
+    The text before an assistant's turn is the template's output for the earlier messages with its generation prompt, so that
+    training and generation see the same prompt. If a template writes earlier turns differently from the last one (models that
+    drop their reasoning), each turn of the assistant becomes a sequence of its own.
 
-    An answer ends in the special token that the template writes behind it. Where it writes none (GLM-4-MoE), the special token
-    that begins the next turn is learned as the end, and behind the last answer of a sequence the end of text; where the next turn
-    begins in plain text, each answer is a sequence of its own.
+    An answer ends in the special token that the template writes behind it. If the template writes none (GLM-4-MoE), the special
+    token that begins the next turn is learned as the end, and the end of text behind the last answer of a sequence. If the next
+    turn begins in plain text, each answer becomes a sequence of its own.
 
     Args:
-        tokenizer: of the model.
-        template: Jinja's source.
-        variables: names such as bos_token that the template may use.
+        tokenizer: the model's tokenizer.
+        template: source of the Jinja template.
+        variables: variables such as bos_token that the template may use.
 
     Attributes:
-        identity: of all that the tokens depend on beside the tokenizer.
+        identity: key of everything that the tokens depend on, except the tokenizer.
         source: the template.
     """
 
@@ -156,10 +157,10 @@ class TemplateFormat:
 
     @cached_property
     def identity(self) -> str:
-        """Of template and variables."""
+        """Digest of the template and its variables."""
         told = json.dumps([self.source, self._variables], sort_keys=True)
         digest = hashlib.sha256(told.encode()).hexdigest()
-        # of templates that write an end behind every answer the tokens never changed: the caches of old runs are theirs
+        # templates that end every answer themselves keep the plain digest, so that token caches of old runs stay valid
         more = (" ends", any(self._ends.values())), (" header", self._header)
         return f"template {digest}" + "".join(text for text, is_so in more if is_so)
 
@@ -171,9 +172,9 @@ class TemplateFormat:
 
     @cached_property
     def _header(self) -> str:
-        """What a template that ignores `add_generation_prompt` writes before an answer: a prompt for it, which is not learned.
+        """Generation prompt of a template that ignores `add_generation_prompt`: the text that it writes before an answer.
 
-        "": the template asks by itself, or an answer follows with nothing but blanks before it (Mistral).
+        "": the template handles `add_generation_prompt`, or writes only blanks before an answer (Mistral).
         """
         for talk in ([_ASKED], [_SYSTEM, _ASKED]):
             try:
@@ -188,12 +189,12 @@ class TemplateFormat:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer in `samples`, whatever comes next; never none."""
+        """Tokens that end an answer in `samples`, whatever follows it; never empty."""
         return tuple(self._ends) or (self._end,)
 
     @cached_property
     def _ends(self) -> dict[int, bool]:
-        """Those of a few conversations, and whether the template leaves an answer open that is closed by it."""
+        """End tokens found by probe conversations, each with whether it closes answers that the template leaves open."""
         calls = [(_ASKED, _CALL)] if self.writes("tool_calls") else []
         found: dict[int, bool] = {}
         for talk in ((_ASKED, _ANSWER), (_SYSTEM, _ASKED, _ANSWER), *calls):
@@ -205,7 +206,10 @@ class TemplateFormat:
     def _ends_of(
         self, talk: list[dict[str, Any]], following: list[dict[str, Any]]
     ) -> list[tuple[int, bool]]:
-        """What ends the last answer of a conversation that goes on in this way; nothing where the template refuses it."""
+        """End token of the last answer of `talk` if `following` comes next, and whether the template left the answer open.
+
+        Empty if the template refuses the conversation.
+        """
         try:
             (answer,) = self._answers({MESSAGES: talk}, [len(talk) - 1])
             whole = self._render([*talk, *following], None)
@@ -227,7 +231,7 @@ class TemplateFormat:
         return field in self.source
 
     def problem(self, conversation: Conversation) -> str | None:
-        """Whether anything in it quotes a special token, which the template would write as that token."""
+        """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
         return None if self._quoted(conversation) is None else _QUOTED
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
@@ -243,7 +247,7 @@ class TemplateFormat:
             return []
         whole = answers[-1].until
         is_one = all(whole.startswith(text) for one in answers for text in (one.before, one.until))
-        # a next turn that begins in plain text, or of a role that never follows, gives an answer no end
+        # an answer has no end if the next turn begins in plain text, or with a token that is none of the ends
         is_one &= all(
             self._last_special(one.text)
             or self._special.get(self._first_special(whole[len(one.until) :]) or "") in self.ends
@@ -252,7 +256,7 @@ class TemplateFormat:
         return [self._pieces(answers)] if is_one else [self._pieces([one]) for one in answers]
 
     def _answers(self, conversation: Conversation, turns: list[int]) -> list["_ParsedAnswer"]:
-        """The text of these turns."""
+        """The answers at these indices of the messages, each with the text before it."""
         messages, tools = conversation[MESSAGES], conversation.get("tools")
         found = []
         for i in turns:
@@ -266,20 +270,20 @@ class TemplateFormat:
         return found
 
     def _last_special(self, text: str) -> str | None:
-        """The special token that ends a text, but for blanks."""
+        """The special token that ends a text, blanks aside."""
         bare = text.rstrip()
         return max((t for t in self._special if bare.endswith(t)), key=len, default=None)
 
     def _first_special(self, text: str) -> str | None:
-        """The special token that begins a text, but for blanks."""
+        """The special token that begins a text, blanks aside."""
         bare = text.lstrip()
         return max((t for t in self._special if bare.startswith(t)), key=len, default=None)
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The template's prompt.
+        """Prompt for an answer of the assistant, with the template's generation prompt.
 
         Raises:
-            ConfigError: a message quotes a special token, so that it would end what is said, or the template refuses it.
+            ConfigError: a message quotes a special token, which could end its turn, or the template refuses the messages.
         """
         if (token := self._quoted(messages)) is not None:
             raise ConfigError(
@@ -288,12 +292,12 @@ class TemplateFormat:
         return self._encode(self._render(messages, None, asks=True))
 
     def _quoted(self, values: Any) -> str | None:
-        """A special token that a string in JSON values quotes."""
+        """A special token that occurs in a string of JSON values; None: none does."""
         texts = list(_strings(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
     def _pieces(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
-        """The text of a sequence, cut at its answers; what is only blank behind the token that ends one is not learned."""
+        """Token spans of one sequence, cut at its answers; blanks behind an end token are not learned."""
         text, pieces, at, is_open = answers[-1].until, [], 0, False
         for answer in answers:
             pieces += self._between(text[at : len(answer.before)], ends_answer=is_open)
@@ -306,7 +310,7 @@ class TemplateFormat:
         return [piece for piece in pieces if piece.ids]
 
     def _between(self, text: str, *, ends_answer: bool) -> list[TokenSpan]:
-        """What stands before an answer; up to its first special token it is learned where that ends the answer before."""
+        """Spans of the text before an answer. If `ends_answer`, its first special token ends the last answer and is learned."""
         ids = self._encode(text)
         special = set(self._special.values())
         count = 1 + next(i for i, token in enumerate(ids) if token in special) if ends_answer else 0
@@ -337,7 +341,12 @@ class TemplateFormat:
 
 
 class _ParsedAnswer(NamedTuple):
-    """The text before an answer with the prompt for it, and the text up to its end."""
+    """Rendered text of an answer.
+
+    Attributes:
+        before: text before the answer, with the generation prompt.
+        until: text up to the end of the answer.
+    """
 
     before: str
     until: str
@@ -356,7 +365,7 @@ _CALL = {
     "content": "",
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
 }
-"""Messages by which a template shows what it writes behind an answer."""
+"""Probe messages that show the end tokens of a template's answers."""
 
 _FAILURES = (
     TypeError,
@@ -367,15 +376,15 @@ _FAILURES = (
     RuntimeError,  # and RecursionError
     MemoryError,
 )
-"""What the program of a template may raise beside jinja2's own."""
+"""Exceptions that rendering a template may raise besides jinja2's own."""
 
 
 ChatFormat = OwnFormat | TemplateFormat
-"""How conversations are written."""
+"""Format of conversations: our own or a chat template."""
 
 
 def _check_tools(form: ChatFormat, conversation: Conversation) -> None:
-    """Raise ConfigError where a conversation calls tools, or has them, and the format does not write that."""
+    """Raise ConfigError if a conversation has tools or tool calls and the format cannot write them."""
     has_calls = any(m.get("tool_calls") for m in conversation[MESSAGES])
     if (has_calls and not form.writes("tool_calls")) or (
         "tools" in conversation and not form.writes("tools")
@@ -386,12 +395,12 @@ def _check_tools(form: ChatFormat, conversation: Conversation) -> None:
 def latest_turns(
     form: ChatFormat, messages: list[dict[str, Any]], *, most: int
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """The end of a conversation that a model has room for, and its prompt.
+    """Latest messages of a conversation that fit into a number of tokens, and their prompt.
 
     Args:
-        form: of the conversation.
-        messages: turns of the user and the assistant, one after the other; the last one, the user's, stays however long it is.
-        most: tokens that there is room for.
+        form: chat format.
+        messages: alternating turns of the user and the assistant; the last one, the user's, is kept however long it is.
+        most: maximum tokens of the prompt.
 
     Raises:
         ConfigError: see `prompt`.

@@ -1,8 +1,8 @@
 """Chat templates of the hub: Jinja in jinja2's immutable sandbox, with the few functions that templates expect.
 
-A template is somebody else's program. It gets the messages and nothing else: no clock (templates that ask for the date take
-their own default, so that tokens do not depend on the day, and those without one, gpt-oss's, `DATE`), no attributes that begin with
-an underscore, no classes.
+A template is an untrusted program. It gets the messages and nothing else: no clock, no attributes that begin with an
+underscore, no classes. Templates that ask for the date use their own default, or `DATE` if they have none (gpt-oss), so that
+tokens do not depend on the day.
 """
 
 import json
@@ -20,17 +20,17 @@ from jinja2.utils import Namespace
 from expertmesh.errors import ConfigError
 
 DATE = datetime(2025, 1, 1)
-"""Today, for templates that write it and have no default."""
+"""Date for templates that write today's date and have no default."""
 _HAS_DEFAULT = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 _FIRST_SAFE = (3, 1, 6)
-"""Older releases have known ways out of the sandbox."""
+"""Oldest accepted release of jinja2; older ones have known escapes from the sandbox."""
 
 
 def compiled(source: str) -> Any:
-    """A template to be rendered.
+    """Compiled jinja2 template of a source.
 
     Raises:
-        ConfigError: it is none, or jinja2 is too old.
+        ConfigError: the source is not valid Jinja, or jinja2 is too old.
     """
     if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < _FIRST_SAFE:
         raise ConfigError(
@@ -59,12 +59,12 @@ def compiled(source: str) -> Any:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} around answers: here, what is inside."""
+    """Tag {% generation %} ... {% endgeneration %} around answers, which renders its contents."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The nodes inside."""
+        """The nodes inside the tag."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
@@ -90,7 +90,7 @@ def _check_name(name: Any) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON as it is: Jinja's own filter writes it for HTML."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -1,7 +1,7 @@
-"""What text is to a model: its tokens, what is put before a text, what ends one, and how a conversation is written.
+"""Text format of a model: tokenizer, start tokens, end tokens and chat format.
 
-Whoever generates text takes a `TextFormat`, so that all put the same before a prompt and stop at the same. It is found in the
-files beside a tokenizer and in the model's own configuration.
+Everything that generates text uses a `TextFormat`, so that prompts begin and outputs end with the same tokens everywhere. It
+is read from the files beside a tokenizer and from the model's configuration.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ _TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class TextFormat:
-    """What generation needs to know of text.
+    """Tokenizer, special tokens and chat format for generation.
 
     Attributes:
-        tokenizer: of the model.
-        start_ids: tokens put before a prompt; none of a model of the hub whose tokenizer puts none there.
-        end_ids: tokens that end a text, or an answer.
-        chat: how a conversation is written.
+        tokenizer: the model's tokenizer.
+        start_ids: tokens put before a prompt; empty for a model of the hub whose tokenizer adds none.
+        end_ids: tokens that end a text or an answer.
+        chat: format of conversations.
     """
 
     tokenizer: Tokenizer
@@ -46,23 +46,23 @@ class TextFormat:
 
     @property
     def first_ids(self) -> tuple[int, ...]:
-        """What a text without a prompt begins with: `start_ids`, else the end of the text before it."""
+        """Tokens that a text without a prompt begins with: `start_ids`, or if empty the end of text."""
         return self.start_ids or (end_of_text_id(self.tokenizer),)
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Tokens of a text to continue; of an empty one its beginning."""
+        """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [*self.start_ids, *ids] if ids else [*self.first_ids]
 
 
 def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = None) -> TextFormat:
-    """What text is to a model.
+    """The text format of a model.
 
     Args:
-        tokenizer: of the model.
-        path: the tokenizer's file, beside which a chat template may lie; None: not known.
-        model: says more where it has `end_ids` (tokens that end a text) and `start_ids` (put before a prompt; None: those that the
-            tokenizer puts there, else its end of text).
+        tokenizer: the model's tokenizer.
+        path: the tokenizer's file, which may have a chat template beside it; None: not known.
+        model: configuration of the model. `end_ids`, if it has them, are further tokens that end a text; `start_ids` are put
+            before a prompt (None: the tokens that the tokenizer adds there, else its end of text).
 
     Raises:
         CheckpointError: the tokenizer has no token for the end of a text.
@@ -78,24 +78,24 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
 
 
 def hub_start(folder: Path) -> tuple[int, ...]:
-    """What is put before a prompt of a hub model: what its tokenizer.json puts there, as transformers does; nothing without one.
+    """Start tokens of a hub model: the tokens that its tokenizer.json adds, as in transformers; empty without this file.
 
     Args:
-        folder: of the hub.
+        folder: folder of the hub model.
     """
     path = folder / "tokenizer.json"
     return own_start(load_tokenizer(path)) if path.is_file() else ()
 
 
 def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
-    """What the files beside a run's tokenizer say of its texts, as options of its model.
+    """Model options that the files beside a run's tokenizer determine.
 
     Args:
         path: the tokenizer's file.
-        tokenizer: read from it.
+        tokenizer: the tokenizer read from it.
 
     Returns:
-        "end_ids", those of the chat template; "start_ids" of a model that came from the hub.
+        "end_ids" if there is a chat template; "start_ids" if the model came from the hub.
 
     Raises:
         ConfigError: the files are damaged.
@@ -113,11 +113,11 @@ def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]
 
 
 def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
-    """The format of a tokenizer.
+    """The chat format of a tokenizer.
 
     Args:
         tokenizer: the tokenizer.
-        path: its file; a chat template lies beside it or in the folder `hub` there. None: it has just been learned.
+        path: its file; a chat template may be beside it or in the folder `hub` there. None: it was just learned.
 
     Raises:
         ConfigError: the files beside it are damaged.
@@ -127,9 +127,10 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
 
 
 def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
-    """Files that a run keeps of the place where its tokenizer came from, by their names there.
+    """Files to copy into a run from the place of its tokenizer, by their names in the run.
 
-    Those of a converted model, and those that `find_format` read, so that it finds the same format beside the run's copy.
+    They are the files of a converted model and the files that `find_format` reads, so that it finds the same format beside
+    the run's copy.
 
     Args:
         tokenizer_path: tokenizer.json of a run, or of a folder of the hub; None: there is none.
@@ -142,7 +143,7 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
     folder = Path(tokenizer_path).parent / EXTRAS
     found = {path.name: path for path in (sorted(folder.iterdir()) if folder.is_dir() else [])}
     if (template := _find_template(Path(tokenizer_path))) is not None:
-        for name in (CONFIG, _TEMPLATE):  # these two belong together
+        for name in (CONFIG, _TEMPLATE):  # both from the same folder
             found.pop(name, None)
             found[name] = template.folder / name
     elif CONFIG not in found and named_end(load_tokenizer(Path(tokenizer_path))) is not None:
@@ -151,10 +152,10 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
 
 
 def hub_files(folder: Path) -> dict[str, Path]:
-    """Files that a run with the model of a hub folder keeps of it, by their names there; none where the folder is another.
+    """Files to copy into a run from the hub folder of its model, by their names in the run; empty for any other folder.
 
     Raises:
-        ConfigError: its config.json is damaged.
+        ConfigError: the folder's config.json is damaged.
     """
     if "model_type" not in _json(folder / _MODEL):
         return {}
@@ -172,7 +173,7 @@ class _Template(NamedTuple):
 
 
 def _find_template(path: Path) -> _Template | None:
-    """The chat template of a tokenizer's file."""
+    """The chat template beside a tokenizer's file; None: there is none."""
     for folder in (path.parent / EXTRAS, path.parent):
         values = _json(folder / CONFIG)
         source = values.get("chat_template")

@@ -1,4 +1,4 @@
-"""From token ids to text, piece by piece, never half a character."""
+"""Incremental decoding of token ids to text, without incomplete characters."""
 
 import codecs
 import re
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from expertmesh.text.tokenizer import is_byte_level
 
-# The bytes that byte-level BPE (Radford et al. 2019, 2.2) writes as themselves; the other 68 become 256, 257, ...
+# Bytes that byte-level BPE (Radford et al. 2019, 2.2) writes as their own characters; the other 68 become 256, 257, ...
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -17,24 +17,24 @@ _BLANK = "\u2581"
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary, inverted."""
+    """Byte of each character in a byte-level vocabulary."""
     others = [byte for byte in range(256) if byte not in _PRINTABLE]
     table = {chr(byte): byte for byte in _PRINTABLE}
     return table | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TextStream:
-    """Turns token ids into text as they come, and holds back the bytes of a character that is not complete yet.
+    """Decoder of one token sequence, which holds back the bytes of a character until it is complete.
 
-    Bytes that are no UTF-8 become U+FFFD. Special tokens (end of text, ...) are left out. The pieces joined are the text of
-    the ids joined, as it stands behind other text: a blank at its beginning stays.
+    Bytes that are not UTF-8 become U+FFFD. Special tokens (end of text, ...) are left out. The joined pieces are the text of
+    the whole sequence, with a blank at its beginning kept.
 
     Args:
-        tokenizer: byte-level BPE, or one that writes blanks as U+2581 and single bytes as <0x0A> (SentencePiece's).
+        tokenizer: byte-level BPE, or a tokenizer that writes blanks as U+2581 and single bytes as <0x0A> (SentencePiece).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Starts with no text."""
+        """Start an empty stream."""
         self._tokenizer = tokenizer
         self._special = {
             token_id
@@ -45,21 +45,21 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """The text that this token completes; often "" in the middle of a character."""
+        """The text that this token completes; "" in the middle of a character."""
         token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
         return self._decoder.decode(self._bytes(token))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token stands for, whatever stands around it; of a special one its name, of an unknown id nothing."""
+        """Bytes of a single token, without context: the name of a special token, b"" for an unknown id."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
         return token.encode() if token_id in self._special else self._bytes(token)
 
     def _bytes(self, token: str) -> bytes:
-        """What a token of the vocabulary stands for."""
+        """Bytes of a token of the vocabulary."""
         if self._is_byte_level:
             table = byte_of_character()
             if all(character in table for character in token):
@@ -70,5 +70,5 @@ class TextStream:
         return token.replace(_BLANK, " ").encode()
 
     def finish(self) -> str:
-        """What is left: U+FFFD for an incomplete character, else ""."""
+        """Text of the bytes held back: U+FFFD for an incomplete character, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,7 @@
-"""Byte-level BPE (Radford et al. 2019, 2.2; Sennrich et al. 2016), trained on the training split only."""
+"""Tokenizers: byte-level BPE (Radford et al. 2019, 2.2; Sennrich et al. 2016) trained here, and tokenizer files from elsewhere.
+
+Training uses the training split only.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,25 +15,25 @@ from expertmesh.errors import CheckpointError, ConfigError, named
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
-"""Its id in every tokenizer trained here."""
+"""Id of the end of text in every tokenizer trained here."""
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 EXTRAS, CONFIG = "hub", "tokenizer_config.json"
-"""Folder of a run directory with what lay beside its tokenizer elsewhere, and the file that names special tokens."""
+"""Folder of a run directory for the files that came with its tokenizer, and name of the file that lists special tokens."""
 _IN_NO_TEXT = set("\xc0\xc1\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff")
-"""Characters of the bytes that UTF-8 never has."""
+"""Characters of the bytes that never occur in UTF-8."""
 TRAINING_BYTES = 16_000_000
-"""The merges are learned from about so many bytes of the training split; more changes little."""
+"""Bytes of the training split that merges are learned from, about; more changes little."""
 
 
 def train_tokenizer(
     training_texts: Iterable[str], *, vocab_size: int, marks: Sequence[str] = ()
 ) -> Tokenizer:
-    """Learn the merges.
+    """Train a byte-level BPE tokenizer.
 
     Args:
         training_texts: documents of the training split; about the first `TRAINING_BYTES` characters are used.
-        vocab_size: tokens at most, at least 257 and the marks: the 256 bytes and the end of text.
-        marks: more tokens that no text becomes; their ids are 1, 2, ...
+        vocab_size: maximum number of tokens, at least 257 (the 256 bytes and the end of text) plus the marks.
+        marks: further special tokens, which no text is encoded to; their ids are 1, 2, ...
 
     Returns:
         A tokenizer that encodes any text without loss and treats `END_OF_TEXT` and the marks in a text as text.
@@ -50,21 +53,19 @@ def train_tokenizer(
 
 
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
-    """Read a tokenizer that a run saved, or the hub has.
+    """Read a tokenizer of a run or of the hub.
 
     Args:
-        path: the file; where it has no known token for the end of a text, the `eos_token` of the tokenizer_config.json beside it is
-            that.
+        path: the tokenizer.json; if it has no known end-of-text token, the `eos_token` of the tokenizer_config.json beside it is
+            used.
         vocab_size: V of the run's model; None: not known.
 
     Raises:
-        CheckpointError: the file is missing or damaged, fails at a text that it does not know, or of a model with a larger vocabulary.
+        CheckpointError: the file is missing or damaged, cannot encode unknown characters, or has more tokens than the model.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.encode(
-            "\U0010fffd"
-        )  # in no vocabulary: fails where the token for the unknown is missing
+        tokenizer.encode("\U0010fffd")  # in no vocabulary: fails if the unknown token is missing
     except Exception as error:  # The library raises plain Exception.
         reason = " ".join(str(error).split())[:120]
         raise CheckpointError(
@@ -78,16 +79,16 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
         )
     if _known_end(tokenizer) is None:
         vars(tokenizer)["eos_token"] = eos_token_beside(path)
-    # Not in the file: without it a text that quotes the end-of-text token would become that token.
+    # The file does not keep this flag; without it an end-of-text token quoted in a text would become that token.
     tokenizer.encode_special_tokens = True
-    # In the file where it was saved after a use with them: every text would silently be cut, or filled up.
+    # The file keeps truncation and padding of earlier uses, which would silently cut or pad every text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
-    """Write tokenizer.json, and beside it what says how a text ends where that is not known; returns what is read back."""
+    """Write tokenizer.json, and a tokenizer_config.json if the end of text is named there; return the tokenizer read back."""
     path = folder / "tokenizer.json"
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     if (token := named_end(tokenizer)) is not None:
@@ -96,10 +97,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a text: of a tokenizer trained here, or of one that came with a converted model, its own.
+    """Id of the token that ends a text: a well-known one, else the one named by a file beside the tokenizer.
 
     Raises:
-        CheckpointError: it has none that is known, and no file beside it named one when it was loaded.
+        CheckpointError: the tokenizer has no well-known end, and no file beside it named one when it was loaded.
     """
     found = _known_end(tokenizer)
     if found is None and (token := named_end(tokenizer)) is not None:
@@ -118,16 +119,16 @@ def _known_end(tokenizer: Tokenizer) -> int | None:
 
 
 def named_end(tokenizer: Tokenizer) -> str | None:
-    """The token that ends a text because a file beside the tokenizer says so; None: it has a known one, or none."""
+    """End-of-text token that a file beside the tokenizer named; None: the tokenizer has a well-known one, or none."""
     found: str | None = vars(tokenizer).get("eos_token")
     return found
 
 
 def eos_token_beside(path: Path) -> str | None:
-    """The eos_token that the files beside a tokenizer.json name.
+    """The eos_token named by the files beside a tokenizer.json; None: they name none.
 
     Raises:
-        CheckpointError: such a file is damaged.
+        CheckpointError: one of these files is damaged.
     """
     for place in (path.parent / EXTRAS / CONFIG, path.parent / CONFIG):
         if not place.is_file():
@@ -143,7 +144,7 @@ def eos_token_beside(path: Path) -> str | None:
 
 
 def own_start(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that the tokenizer itself puts before a text (`<s>`)."""
+    """Special tokens that the tokenizer itself puts before a text (`<s>`)."""
     found = tokenizer.encode("a")
     return tuple(found.ids[: found.special_tokens_mask.index(0)])
 
@@ -156,14 +157,15 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer that was made elsewhere.
+    """Read a tokenizer that was made elsewhere, for option data.encode_with.
 
     Args:
         path: a tokenizer.json.
         vocab_size: V of the model.
 
     Raises:
-        ConfigError: it is missing, no byte-level one, without a byte that texts have, larger than the vocabulary, or has no end of text.
+        ConfigError: the file is missing, or the tokenizer is not byte-level, lacks a byte that texts have, is larger than the
+            vocabulary, or has no end of text.
     """
     try:
         tokenizer = load_tokenizer(path)
@@ -204,7 +206,7 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
 
 
 def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-    """Bytes of text that every token stands for.
+    """Number of bytes of text that every token stands for.
 
     Args:
         tokenizer: byte-level BPE.
@@ -219,8 +221,8 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
         if token_id not in added:
             sizes[token_id] = len(
                 token
-            )  # A byte-level vocabulary writes each byte as one character.
-        elif not added[token_id].special:  # plain text, several blanks for example
+            )  # a byte-level vocabulary writes each byte as one character
+        elif not added[token_id].special:  # added as plain text, for example several blanks
             sizes[token_id] = len(token.encode())
     return sizes
 

@@ -1,1 +1,1 @@
-"""Texts of one language in another: beam search over an encoder-decoder."""
+"""Translation of texts: beam search over an encoder-decoder."""

@@ -1,4 +1,4 @@
-"""Beam search: the most likely outputs of an encoder-decoder, for many sources at once, with a key-value cache."""
+"""Batched beam search over an encoder-decoder with a key-value cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.inference import broadcast_from_rank0
 
 MOST_BEAMS = 1000
-_MOST_PENALTY = 10  # beyond it, powers of lengths leave the numbers
+_MOST_PENALTY = 10  # larger powers of lengths overflow
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An output.
+    """Output of beam search for one source.
 
     Attributes:
-        ids: its tokens, without the start and the end.
-        score: log probability, the end's included, over the length penalty; larger is better.
-        is_finished: whether it has an end, or was cut off at the greatest length.
+        ids: tokens of the output, without the start and the end.
+        score: log probability, with the end token, divided by the length penalty; larger is better.
+        is_finished: whether it ended with the end token; False: it was cut off at the maximum length.
     """
 
     ids: list[int]
@@ -35,13 +35,13 @@ class Hypothesis:
 
 @dataclass
 class _Hypotheses:
-    """The best so far of every source, sorted: (B, K) scores, -inf where there is none, and (B, K, length) tokens."""
+    """Best hypotheses so far of every source, sorted: (B, K) scores, -inf for empty places, and (B, K, length) tokens."""
 
     scores_BK: Tensor
     ids_BKS: Tensor
 
     def best_of(self, scores_BN: Tensor, ids_BNS: Tensor, count: int) -> "_Hypotheses":
-        """The best `count` of these and of others, which may be longer."""
+        """The best `count` of these hypotheses and new ones, which may be longer."""
         longer = ids_BNS.shape[2] - self.ids_BKS.shape[2]
         mine = F.pad(self.ids_BKS, (0, longer), value=-1)
         scores, order = torch.cat((self.scores_BK, scores_BN), 1).topk(count, dim=1)
@@ -50,7 +50,7 @@ class _Hypotheses:
 
 
 def length_penalty_of(length: int, alpha: float) -> float:
-    """((5 + length) / 6)^alpha, by which log probabilities are divided (Wu et al. 2016, eq. 14)."""
+    """Length penalty ((5 + length) / 6)^alpha, by which log probabilities are divided (Wu et al. 2016, eq. 14)."""
     return float(((5 + length) / 6) ** alpha)
 
 
@@ -65,19 +65,19 @@ def beam_search(
     length_penalty: float = 1.0,
     max_tokens: int | Sequence[int] | None = None,
 ) -> list[Hypothesis]:
-    """The best output that is found for each source.
+    """The best output found for each source.
 
-    A sentence is done when it has `num_beams` finished outputs and no unfinished one can still become better than the last of
-    them, however long it grows. Synchronises with the device once per token.
+    A source is done when it has `num_beams` finished outputs and no unfinished one can still score higher than the worst of
+    them at any length. Synchronises with the device once per token.
 
     Args:
-        model: its cache must be an `expertmesh.models.decoder.BeamCache`.
-        sources: token ids, none of them empty.
+        model: the encoder-decoder; its cache must be an `expertmesh.models.decoder.BeamCache`.
+        sources: token ids of each source, none of them empty.
         start: ids that every output begins with.
-        end_id: ends an output.
-        num_beams: unfinished outputs that are kept for each source; 1 without a length penalty: greedy.
-        length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain probabilities, which favour short outputs.
-        max_tokens: most tokens of an output, the end included, of all or of each source; None: as many as the model has room for.
+        end_id: id that ends an output.
+        num_beams: unfinished outputs kept for each source; 1 without a length penalty: greedy decoding.
+        length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain log probabilities, which favour short outputs.
+        max_tokens: maximum tokens of an output, with the end, for all sources or for each; None: limited by the model's context.
 
     Returns:
         One hypothesis per source: the best finished one, or, if there is none, the best that was cut off.
@@ -128,16 +128,16 @@ def _search(
     scores_BK = torch.full((B, K), float("-inf"), device=device)
     none = torch.empty(B, K, 0, dtype=torch.int64, device=device)
     finished = _Hypotheses(scores_BK, none)
-    # the best unfinished one of each source when it was cut off
+    # the best unfinished output of each source at its maximum length
     cut = _Hypotheses(scores_BK[:, :1], none[:, :1])
-    # all beams are alike at first
+    # all beams are equal at first, so only the first one starts with a score
     running = _Hypotheses(F.pad(scores_BK[:, 1:], (1, 0)), none)
     from_rank0 = broadcast_from_rank0(model)
     for step in range(steps):
         logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
         logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
         total_BKV = running.scores_BK[..., None] + logp_BKV
-        # Of 2 K candidates at most K are ends, one of each beam; only one among the best K finishes an output.
+        # At most K of the 2 K candidates are ends, one per beam. An end finishes an output only if it is among the best K.
         scores_BN, flat_BN = map(from_rank0, total_BKV.flatten(1).topk(2 * K, dim=1))
         beam_BN, token_BN = flat_BN // logp_BKV.shape[2], flat_BN % logp_BKV.shape[2]
         is_end_BN = token_BN == end_id
@@ -178,5 +178,5 @@ def _best(cut: _Hypotheses, finished: _Hypotheses, penalties: Sequence[float]) -
 
 
 def _rows(ids_BKS: Tensor, which_BN: Tensor) -> Tensor:
-    """(B, N, S): rows of the second axis."""
+    """Rows of the second axis, (B, N, S)."""
     return ids_BKS.gather(1, which_BN[..., None].expand(-1, -1, ids_BKS.shape[2]))

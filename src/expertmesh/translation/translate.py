@@ -1,4 +1,4 @@
-"""Translation of texts by an encoder-decoder: tokens, batches of about one length, beam search, text again."""
+"""Translation of texts by an encoder-decoder: tokenize, batch by length, beam search, decode."""
 
 import logging
 import re
@@ -12,9 +12,9 @@ from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
 from expertmesh.translation.beam import beam_search
 
 _NAMED = 20
-"""Texts whose numbers a message says."""
+"""Limit of texts that a message names by number."""
 _SENTENCE = re.compile(r"[.!?…]+[\"')\]»”’]*\s+|[。！？]+[」』）”’]*\s*")
-"""The end of one, with the blanks behind it."""
+"""End of a sentence, with the blanks behind it."""
 _BLANKS = re.compile(r"\s+")
 _log = logging.getLogger("expertmesh.data")
 
@@ -31,20 +31,20 @@ def translate(
     max_tokens: int | None = None,
     split_long: bool = False,
 ) -> list[str]:
-    """The texts in another language, in their order; a blank one stays blank.
+    """Translations of the texts, in their order; a blank text stays blank.
 
-    Says which translations have no end, because they came to their greatest length.
+    Logs a warning that names the translations cut off at their maximum length.
 
     Args:
         model: an encoder-decoder.
-        tokenizer: of the model.
-        translation: how it is asked for a language: `expertmesh.models.builder.ModelBuilder.translation`.
+        tokenizer: the model's tokenizer.
+        translation: special tokens for the target language, from `expertmesh.models.builder.ModelBuilder.translation`.
         texts: one line each.
         num_beams: see `beam_search`.
         length_penalty: see `beam_search`.
         batch_size: texts that are translated together.
-        max_tokens: see `beam_search`; None: twice the tokens of each text and 16 more, at most what the model has room for.
-        split_long: texts that the model cannot read at once are translated in pieces, cut where sentences end.
+        max_tokens: see `beam_search`; None: twice the source's tokens plus 16, limited by the model's context.
+        split_long: whether texts longer than the model's context are translated in pieces, cut at ends of sentences.
 
     Raises:
         ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
@@ -102,11 +102,11 @@ def translate(
 
 
 def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """A text in pieces that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the middle.
+    """Pieces of a text that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the middle.
 
     Args:
-        text: without blanks around it.
-        fits: whether a piece is short enough.
+        text: text without blanks around it.
+        fits: returns whether a piece is short enough.
     """
     if len(text) < 2 or fits(text):
         return [text]
@@ -119,12 +119,12 @@ def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
 
 
 def _joined(pieces: Sequence[str]) -> str:
-    """Pieces with blanks between them, but behind the full-width end of a sentence none."""
+    """Pieces joined by blanks, but without a blank behind a full-width end of a sentence."""
     return re.sub(r"(?<=[。！？]) ", "", " ".join(pieces)) if len(pieces) > 1 else pieces[0]
 
 
 def _named(what: str, numbers: Iterable[int]) -> str:
-    """As "texts 1, 4 and 9 more"."""
+    """Enumeration such as "texts 1, 4 and 9 more"."""
     ordered = sorted(numbers)
     shown = ", ".join(map(str, ordered[:_NAMED]))
     more = f" and {len(ordered) - _NAMED:,} more" if len(ordered) > _NAMED else ""
@@ -132,7 +132,7 @@ def _named(what: str, numbers: Iterable[int]) -> str:
 
 
 def _check_lengths(lengths: Mapping[int, int], limit: int) -> None:
-    """All that are too long are named by their numbers, so that they are found at one start, before any work."""
+    """Raise one ConfigError that names every text which is too long, before any is translated."""
     long = [number for number, length in lengths.items() if length > limit]
     if not long:
         return
@@ -144,5 +144,5 @@ def _check_lengths(lengths: Mapping[int, int], limit: int) -> None:
 
 
 def one_line(text: str) -> str:
-    """What a model has written as one line of a file, whatever ends of lines it has."""
+    """Generated text as one line: line breaks become blanks."""
     return text.replace("\r", " ").replace("\n", " ").strip()
