@@ -164,8 +164,11 @@ def test_a_dense_context_hands_the_rule_on():
 
 
 @pytest.mark.parametrize(("S", "L"), [(2, 2), (64, 64), (65, 200), (200, 200), (130, 131)])
-def test_blocks_of_queries_are_attention_too(S, L):
+def test_blocks_of_queries_are_attention_too(S, L, monkeypatch):
     q, k, v = (t.transpose(0, 1)[None] for t in draw(S, L, torch.bfloat16))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not blockwise.serves(q, k)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert blockwise.serves(q, k) and not blockwise.serves(q.requires_grad_(), k)
     q = q.detach()
     found = blockwise.causal_attention(q, k, v)[0].transpose(0, 1)
