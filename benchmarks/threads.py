@@ -6,7 +6,8 @@
 Training (`gpt-moe-test`, and some steps of `gpt-moe-demo`) and decoding (greedy, by a model of `gpt-moe-demo` after two steps), each as a command of its own: by
 default, and with every number of threads set by hand (OMP_NUM_THREADS, which also has the default's way of waiting). The
 commands take turns, so that what else runs on the machine meets all of them. Tokens per second are those that the program prints,
-or of decoding the tokens of the whole command without what a command of one token takes.
+or of decoding the tokens of the whole command without what a command of one token takes. Each round is printed when it ends, and
+a table that has had its minutes begins no other round.
 
 What it checks: with a busy loop on each core the default is at least 0.8 x the best number; else it takes the number with the best median, or one
 whose median lies within the spread of the best.
@@ -120,11 +121,14 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=60, help="of gpt-moe-test")
     parser.add_argument("--demo-steps", type=int, default=10)
+    parser.add_argument(
+        "--minutes", type=float, default=5, help="of each table, after which no round begins"
+    )
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     numbers = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < cores] + [cores]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
         (folder / "text.txt").write_text(
             "".join(
                 f"the quick brown fox number {i} jumps over {7 * i} dogs\n" for i in range(60_000)
@@ -140,32 +144,38 @@ def main() -> None:
         for loops in options.loops:
             with busy(loops):
                 for what in options.what:
-                    measure(what, work[what], numbers, options.rounds, loops)
+                    print(f"\n{what}, {loops} busy loops per core", flush=True)
+                    measure(work[what], numbers, options.rounds, options.minutes, loops)
 
 
-def measure(what, work, numbers, rounds, loops) -> None:
-    """One table."""
+def name(number: int | None) -> str:
+    """Of a number of threads in a table."""
+    return "default" if number is None else str(number)
+
+
+def measure(work, numbers, rounds, minutes, loops) -> None:
+    """One table, and each of its rounds as soon as it is there."""
     rates: dict[int | None, list[float]] = {n: [] for n in (None, *numbers)}
-    taken = []
-    for _ in range(rounds):
+    taken: list[str] = []
+    began = time.monotonic()
+    while len(taken) < rounds and (not taken or time.monotonic() - began < 60 * minutes):
         for n in rates:
             rate, found = work(n)
             rates[n].append(rate)
             if n is None:
                 taken.append(found)
-    load = os.getloadavg()[0]
-    print(
-        f"\n{what}, {loops} busy loops per core, load {load:.1f}, {rounds} rounds by turns; default took {', '.join(taken)} threads"
-    )
+        said = ", ".join(f"{name(n)} {found[-1]:,.1f}" for n, found in rates.items())
+        print(f"  round {len(taken)}, load {os.getloadavg()[0]:.1f}: {said}", flush=True)
+    print(f"  {len(taken)} rounds by turns; default took {', '.join(taken)} threads")
     best = max(numbers, key=lambda n: median(rates[n]))
     for n, found in rates.items():
-        print(
-            f"  {'default' if n is None else n:>7}  {median(found):10,.1f} tokens/s  ({min(found):,.1f} to {max(found):,.1f})"
-        )
+        spread = f"({min(found):,.1f} to {max(found):,.1f})"
+        print(f"  {name(n):>7}  {median(found):10,.1f} tokens/s  {spread}")
     ratio = median(rates[None]) / median(rates[best])
     print(
         f"  default / best ({best}): {ratio:.2f}"
-        + (f", at least {LEAST}: {ratio >= LEAST}" if loops else "")
+        + (f", at least {LEAST}: {ratio >= LEAST}" if loops else ""),
+        flush=True,
     )
     if not loops and "?" not in taken:
         spread = min(rates[best])
