@@ -1,1 +1,1 @@
-"""Models on many ranks: experts spread, sliced and gathered, dense layers sharded; equal to one process."""
+"""Models on many ranks: experts are sharded, sliced and gathered, dense layers sharded; results equal one process."""

@@ -1,4 +1,4 @@
-"""Spread a model over ranks: its experts by our storage, the rest by FSDP2."""
+"""`parallelize`: shard a model over ranks, experts with `ExpertStorage`, dense parameters with FSDP2."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -49,7 +49,7 @@ _OF_EXPERTS = (
     *("ep_degree", "es_degree", "route_degree", "expert_order"),
     *("overlap_degree", "all_to_all", "replicated_experts", "dispatch_dtype"),
 )
-"""Options that are about experts alone."""
+"""Options of `ParallelConfig` that need a model with experts."""
 
 
 def parallelize(
@@ -62,12 +62,12 @@ def parallelize(
     adaptive: bool = False,
     bytes_beside: float = 0.0,
 ) -> World:
-    """Spread a model over all ranks of a world, in place. Every rank must call.
+    """Shard a model over all ranks of a world, in place. Every rank must call.
 
     The model must hold the same parameters on all ranks (same seed). Each rank then computes its own part of the batch,
     and the loss of the batch is the **sum** of the ranks' losses: divide by the tokens of the whole batch, not by this
-    rank's. Gradients come out summed. Build the optimiser afterwards, tell the model of it (`follow_optimizer`), and clip with
-    `expertmesh.parallel.clip`.
+    rank's. Gradients come out summed. Build the optimiser afterwards, register it with `follow_optimizer`, and clip
+    with `expertmesh.parallel.clip`.
 
     Args:
         model: any module; each `MoELayer` with grouped experts inside has them spread.
@@ -75,17 +75,19 @@ def parallelize(
         world: the ranks; None: all of torch.distributed, with tensors where the model is.
         blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
             transformer); the model's other parameters make one more block.
-        tensor_plan: the plan of tensor parallelism, needed with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
-            by name of module, see `TensorPlan`. Modules without one run on this rank's tokens with whole parameters.
-        adaptive: as `config.adaptive`: each layer chooses how its tokens travel, by its load.
-        bytes_beside: memory of a rank that something else is still to take for good, which no way may count on.
+        tensor_plan: the plan of tensor parallelism, needed with a tp_degree above 1, module names to styles of
+            `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`, see `TensorPlan`. Modules without a
+            style run on this rank's tokens with whole parameters.
+        adaptive: same as `config.adaptive`: each layer chooses its dispatch options by its load.
+        bytes_beside: memory of a rank that is reserved for other long-lived allocations; adaptive dispatch does not use
+            it.
 
     Returns:
-        The world, which counts bytes and can be closed.
+        The world; it counts communicated bytes, and `World.close` ends its groups.
 
     Raises:
-        ConfigError: nothing is changed then: the degrees do not fit the ranks or the model, the model is spread or wrapped already, has a parameter
-            without an axis, or has others on another rank.
+        ConfigError: the degrees do not fit the ranks or the model, the model is sharded or wrapped already, has a
+            parameter with no dimension, or has different parameters on another rank. The model is then unchanged.
 
     Example:
         >>> import torch
@@ -144,7 +146,7 @@ def parallelize(
 
 
 def _blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The blocks, if they are modules of the model."""
+    """Checked list of blocks; raises ConfigError for a block that is not a module inside the model."""
     found, inside = list(blocks), set(model.modules())
     for index, block in enumerate(found):
         if not isinstance(block, nn.Module) or block not in inside or block is model:
@@ -155,7 +157,9 @@ def _blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]
 
 
 def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
-    """Raise ConfigError unless this is a module that nobody has spread, and the options of how to."""
+    """Raise ConfigError unless the model is a module that is not yet sharded or wrapped, and `config` is a
+    ParallelConfig.
+    """
     check_module(model)
     if not isinstance(config, ParallelConfig):
         raise ConfigError(
@@ -181,7 +185,9 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def _check_same(model: nn.Module, world: World) -> None:
-    """Raise ConfigError unless all ranks have the same parameters, by sums of their bits; on the meta device there are none."""
+    """Raise ConfigError unless all ranks have the same parameters, by sums of their bits; models on the meta device
+    pass.
+    """
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     parameters = [parameter.detach() for parameter in model.parameters()]
     if world.size == 1 or any(parameter.is_meta for parameter in parameters):
@@ -197,10 +203,10 @@ def _check_same(model: nn.Module, world: World) -> None:
 
 
 def model_device_type(model: nn.Module) -> str | None:
-    """The type of the device that a model is on; None: on the meta device, or nowhere.
+    """Device type of a model's parameters; None: on the meta device, or no parameters.
 
     Raises:
-        ConfigError: it is on another GPU than the current one, which all that is made here would be on.
+        ConfigError: the model is on another GPU than the current one, where new tensors would be allocated.
     """
     device = next((p.device for p in model.parameters()), torch.device("meta"))
     if device.type == "cuda":
@@ -209,14 +215,14 @@ def model_device_type(model: nn.Module) -> str | None:
 
 
 def check_current(device: torch.device, current: int) -> None:
-    """Refuse another GPU than the current one.
+    """Raise ConfigError for a model on another GPU than the current one.
 
     Args:
-        device: of a model.
-        current: number of the current GPU.
+        device: device of the model.
+        current: index of the current GPU.
 
     Raises:
-        ConfigError: it is another.
+        ConfigError: the device has another index.
     """
     if device.index not in (None, current):
         raise ConfigError(
@@ -231,7 +237,7 @@ def _spread_layers(
     world: World,
     degrees: DenseDegrees,
 ) -> tuple[Topology | None, Network]:
-    """Spread the experts of all layers; gives the ranks and their links where a cost model asks for them."""
+    """Shard the experts of all layers; returns topology and network, the topology only if a cost model needs it."""
     prefetcher = Prefetcher()
     per_node, adaptive = config.ranks_per_node, config.adaptive
     nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
@@ -291,7 +297,7 @@ def _plan_of(
     *,
     num_moe_layers: int,
 ) -> tuple[int | None, DispatchOptions]:
-    """Slices of each expert of a layer, and how its tokens travel."""
+    """Expert-slicing degree of a layer, and its dispatch options."""
     ep_degree = config.ep_degree_of(index, num_moe_layers=num_moe_layers)
     es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
     if isinstance(layer.experts, GroupedExperts):
@@ -310,11 +316,11 @@ def _plan_of(
 
 
 def resting_bytes(model: nn.Module, *, num_parts: int) -> float:
-    """Memory of a rank that weights, their gradients and two moments are still to take, of a model whose experts are spread.
+    """Bytes that weights, gradients and two moments will still take on a rank, for a model whose experts are sharded.
 
     Args:
-        model: on the meta device, or there already.
-        num_parts: into which dense parameters are going to be cut.
+        model: on the meta device, or with memory.
+        num_parts: shards that each dense parameter will be cut into.
     """
     total = 0.0
     for parameter in model.parameters():
@@ -326,7 +332,7 @@ def resting_bytes(model: nn.Module, *, num_parts: int) -> float:
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Let FSDP2 add gradients over ranks, where it would take means."""
+    """Make FSDP2 sum gradients over ranks instead of averaging them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -334,7 +340,7 @@ def _sum_gradients(model: nn.Module) -> None:
 
 
 def _network(world: World, nodes: list[int] | None) -> tuple[Topology, Network]:
-    """The ranks, and their links as the leader finds them measured, or as is usual; every rank must call."""
+    """Topology of the ranks, and their links as measured on rank 0's disk, else the defaults; every rank must call."""
     topology = Topology.of(_device_name(world), world.nodes() if nodes is None else nodes)
     found = Ranks(world).on_rank0(lambda: load_network(network_path(topology)))
     return topology, found or USUAL_NETWORK
@@ -349,7 +355,9 @@ def _adapt(
     *,
     resting_bytes: float,
 ) -> None:
-    """Let layers choose what the configuration leaves open, and keep what they find."""
+    """Let layers choose the dispatch options that the configuration leaves open, and save the plans that they settle
+    on.
+    """
     ranks = Ranks(world)
     shapes = {(m.num_experts, m.dim, m.options.hidden_dim, m.options.activation) for m in layers}
     pinned = DispatchOptions(
@@ -359,7 +367,7 @@ def _adapt(
         config.replicated_experts or None,
     )
     model = f"{sorted(shapes, key=str)}, zero_stage {config.zero_stage}"
-    if pinned != AS_USUAL:  # the best of fewer ways is not the best of all
+    if pinned != AS_USUAL:  # plans found among fewer options are stored apart
         model += f", {pinned}"
     path = plans_path(topology, model)
     adapt(
@@ -378,9 +386,9 @@ def _device_name(world: World) -> str:
 
 
 def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let a spread model keep gathered expert weights from step to step of an optimiser (zero_stage 1 and 2).
+    """Keep gathered expert weights between optimizer steps in a sharded model (zero_stage 1 and 2).
 
-    Without it they are gathered in each forward, which is right but slower.
+    Without this call weights are gathered in each forward: correct, but slower.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and isinstance(layer.dispatcher, ExpertDispatcher):
@@ -395,10 +403,10 @@ def expert_split(
     hidden_dim: int,
     ep_degree: int | None,
 ) -> RouteSplit:
-    """The storage of a layer's experts and the split that its forwards start from.
+    """Storage degrees of a layer's experts, and the split that its forwards start from.
 
     Args:
-        config: the degrees wanted.
+        config: requested degrees.
         degrees: the degrees of the dense layers.
         num_experts: E.
         hidden_dim: F.
@@ -432,10 +440,11 @@ def expert_split(
 
 
 def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
-    """How the ranks are factored for the dense layers.
+    """Factors of the number of ranks for the dense layers.
 
     Raises:
-        ConfigError: the degrees do not make the number of ranks, or tokens are to travel in 8 bits and there is one rank.
+        ConfigError: the product of the degrees is not the number of ranks, or an 8-bit dispatch_dtype is given for one
+            rank.
     """
     if config.dispatch_dtype != "same" and num_ranks == 1:
         raise ConfigError(
@@ -453,7 +462,7 @@ def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
 
 
 def _axis_of_shards(parameter: nn.Parameter, *, num_parts: int) -> Shard:
-    """Where FSDP2 cuts: along the first axis in equal parts, and not along one that is cut already, if it can."""
+    """Axis along which FSDP2 shards: the first that divides evenly and is not cut by tensor parallelism, else 0."""
     taken = parameter.placements if isinstance(parameter, DTensor) else ()
     free = [axis for axis in range(parameter.ndim) if not any(p.is_shard(axis) for p in taken)]
     even = [axis for axis in free if parameter.shape[axis] % num_parts == 0]

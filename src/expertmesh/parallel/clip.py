@@ -1,4 +1,4 @@
-"""The gradient's norm over parameters of several meshes, which the stock function refuses."""
+"""Gradient clipping for parameters on several meshes, which `torch.nn.utils.clip_grad_norm_` refuses."""
 
 from collections.abc import Iterable
 
@@ -15,16 +15,16 @@ from expertmesh.parallel.experts.modules import OwnedParameter
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`; every rank must call.
 
-    Each rank squares its parts; the sums are added over the axes along which a parameter is cut, once per set of
-    axes (and device, where some gradients are in host memory), and not over those along which it is copied.
+    Each rank sums the squares of its shards. These sums are all-reduced over the mesh axes along which parameters are
+    cut, not over replicated axes: once per set of axes and device (some gradients may be in host memory).
 
     Args:
-        parameters: plain ones, equal on all ranks, DTensors of any mesh, and those that only some ranks have.
+        parameters: plain ones that are equal on all ranks, DTensors on any mesh, and `OwnedParameter`s.
         max_norm: above 0.
 
     Returns:
-        The norm before clipping, a scalar equal on all ranks. Does not wait for the device, unless only some gradients are
-        there.
+        The norm before clipping, a scalar equal on all ranks. Does not synchronize with the device, unless some
+        gradients are in host memory.
     """
     squares: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[Tensor]] = {}
     local = []

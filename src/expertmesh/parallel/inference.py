@@ -1,4 +1,4 @@
-"""A model that several ranks run together on the same tokens: each has a part of every layer's experts, and all of the rest."""
+"""Expert slicing for inference: all ranks run the same tokens, each with a part of every layer's experts."""
 
 from collections.abc import Callable
 
@@ -14,21 +14,22 @@ from expertmesh.parallel.experts.fits import check_spread
 
 
 def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | None = None) -> None:
-    """Spread the experts of a model over ranks that are all given the same tokens, in place. Every rank must call.
+    """Shard the experts of a model over ranks that all receive the same tokens, in place. Every rank must call.
 
-    Expert slicing (DeepSpeed-MoE, Rajbhandari et al. 2022, arXiv 2201.05596, 5.2.2): with W ranks each reads and computes
-    1 / W of every expert that a token chose, so that a token's latency falls with W while experts take the time. All else runs
-    on every rank. One exchange per layer adds the ranks' parts, in FP32 and in the order of the ranks: all ranks have
-    the same bits. Only under `torch.no_grad()`.
+    Expert slicing (DeepSpeed-MoE, Rajbhandari et al. 2022, arXiv 2201.05596, 5.2.2): each of W ranks reads and computes
+    1 / W of every chosen expert, so latency falls with W while experts dominate. All other modules run on every rank.
+    One exchange per layer adds the partial outputs in FP32 and in rank order, so all ranks have the same bits. Requires
+    `torch.no_grad()`.
 
     Args:
-        model: any module, with the same parameters on all ranks or on the meta device; each `MoELayer` inside is spread.
+        model: any module, with the same parameters on all ranks or on the meta device; each `MoELayer` inside is
+            sharded.
         world: the ranks.
-        es_degree: slices of each expert; None: as many as there are ranks, where these divide the experts' hidden size (each
-            rank then works as long as the others, whichever experts are chosen), else as few as possible.
+        es_degree: slices of each expert; None: the number of ranks if it divides the experts' hidden size (equal work
+            on all ranks, whichever experts are chosen), else as few as possible.
 
     Raises:
-        ConfigError: the degrees do not fit the ranks or a layer, or a layer is spread already.
+        ConfigError: the degrees do not fit the ranks or a layer, or a layer is sharded already.
 
     Example:
         >>> import torch
@@ -50,7 +51,7 @@ def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | Non
 
 
 def _slices(layer: MoELayer, num_ranks: int) -> int | None:
-    """As many as there are ranks, where these divide the experts' hidden size."""
+    """Number of ranks if it divides the experts' hidden size, else None."""
     experts = layer.experts
     if isinstance(experts, GroupedExperts) and experts.w_in.shape[2] % num_ranks == 0:
         return num_ranks
@@ -58,13 +59,13 @@ def _slices(layer: MoELayer, num_ranks: int) -> int | None:
 
 
 def broadcast_from_rank0(model: object) -> Callable[[Tensor], Tensor]:
-    """What makes all ranks of a model go on with the choices of the first one; for a model in one process, nothing.
+    """Function that replaces chosen tokens on all ranks with rank 0's; the identity for a model in one process.
 
-    Ranks compute the same bits where their processors are alike. Where these differ, a tie could fall otherwise, and ranks
-    that go on with other tokens would wait for each other in vain.
+    Ranks compute the same bits on equal processors. On different processors a tie may be broken differently; ranks that
+    continue with different tokens would then deadlock.
 
     Args:
-        model: perhaps spread by `spread_for_inference`.
+        model: any model, sharded by `spread_for_inference` or not.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     dispatchers = (module.dispatcher for module in modules if isinstance(module, MoELayer))

@@ -1,4 +1,4 @@
-"""Whole matrices of parameters that are cut over ranks, for optimisers that must see a matrix as one."""
+"""Functions of whole matrices (Muon) on parameters that are sharded over ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,25 +10,25 @@ from torch.distributed.tensor import DTensor, Replicate
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], part: Tensor, *, parameter: Tensor
 ) -> Tensor:
-    """Apply a function of matrices to a tensor that is laid out over ranks as a parameter is.
+    """Apply a function of matrices to a tensor that has the DTensor layout of a parameter.
 
-    Axes before the last two count matrices (experts, branches): what is cut along them stays where it is, so experts that are
-    whole on their rank move nothing. What is cut along one of the last two axes is gathered, computed on each of these ranks, and cut
-    again; then every rank that has a part of the parameter must call.
+    Axes before the last two count matrices (experts, branches): cuts along them stay, so experts that are whole on
+    their rank move no data. A tensor that is cut along one of the last two axes is gathered, computed on each of these
+    ranks, and cut again; every rank that has a shard must then call.
 
     Args:
-        function: (..., A, B) -> (..., A, B), one matrix by itself.
-        part: this rank's part.
-        parameter: a plain one, or a DTensor whose layout the part has.
+        function: (..., A, B) -> (..., A, B), each matrix on its own.
+        part: this rank's shard.
+        parameter: a plain tensor, or a DTensor with the layout of `part`.
 
     Returns:
-        This rank's part of the function's result.
+        This rank's shard of the function's result.
     """
     if not isinstance(parameter, DTensor):
         return function(part)
     mesh, cut = parameter.device_mesh, parameter.placements
     axes = (parameter.ndim - 2, parameter.ndim - 1)
-    # `is_shard` is false of the strided parts that FSDP2 makes of an axis which tensor parallelism has cut before
+    # `is_shard` is False for the _StridedShard placement of an axis that tensor parallelism cut before FSDP2
     whole = [Replicate() if getattr(p, "dim", None) in axes else p for p in cut]
     if whole == list(cut):
         return function(part)
@@ -44,7 +44,7 @@ def on_whole_matrices(
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, its gradient or a moment of it, sharing memory."""
+    """Local shard of a parameter, its gradient or a moment, sharing memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     local: Tensor = tensor._local_tensor

@@ -1,8 +1,8 @@
-"""Experts that rest in host memory: copied to the compute device for each gather, gradients copied back.
+"""Expert offload: parameters rest in host memory, are copied to the device for each gather, and gradients are copied
+back.
 
-On a CPU the host's memory is the device's, too, and the copies are made all the same: so the code is tested where
-there is no GPU. On a GPU host memory is pinned, and copies to the device have a stream of their own, so that they run
-beside the computation.
+On a CPU the copies are made as well, so that the code is tested without a GPU. On a GPU host memory is pinned, and
+copies use a stream of their own, so they overlap with computation.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ _HOST = torch.device("cpu")
 
 
 def compute_device(device_type: str) -> torch.device:
-    """Where this process computes."""
+    """Device of this process."""
     if device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device_type)
 
 
 class HostMemory:
-    """Moves tensors between where they rest and where they are computed with.
+    """Copies tensors between host memory and the device that computes.
 
     Args:
         device: the device that computes.
@@ -34,7 +34,7 @@ class HostMemory:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def rest(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory for as long as the model lives; of a meta tensor, nothing but its shape."""
+        """Permanent copy in host memory, pinned on GPU machines; a meta tensor stays a meta tensor."""
         if tensor.is_meta:
             return tensor.clone(memory_format=torch.contiguous_format)
         pin = self._stream is not None
@@ -42,21 +42,21 @@ class HostMemory:
         return copy.copy_(tensor)
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """The same in pinned memory, if there is a GPU and it is not."""
+        """Pinned copy of a host tensor; the tensor itself if it is pinned, or without a GPU."""
         return tensor if self._stream is None or tensor.is_pinned() else tensor.pin_memory()
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy on the device, in another type; on a GPU under way on the stream of `copying`."""
+        """Copy on the device in a dtype; on a GPU asynchronous, on the stream of `copying`."""
         copy = tensor.detach().to(self.device, non_blocking=True, copy=True)
         return copy.to(dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory; the host waits for it, because an optimiser may read it next."""
+        """Copy in host memory; the host waits for it, because an optimizer may read it next."""
         return tensor.to(_HOST, copy=True)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies and collectives launched here do not wait for the computation."""
+        """Context whose copies and collectives run on the copy stream, without waiting for the computation."""
         if self._stream is None:
             yield
         else:
@@ -64,7 +64,7 @@ class HostMemory:
                 yield
 
     def joined(self, tensor: Tensor) -> Tensor:
-        """The same tensor, launched under `copying`, for use by the computation."""
+        """Tensor that was launched under `copying`, synchronized with the computing stream."""
         if self._stream is not None:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_stream(self._stream)
@@ -73,7 +73,7 @@ class HostMemory:
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks and groups for tensors in host memory; the groups need a backend for the CPU."""
+    """CPU mesh of the same ranks and groups; the groups need a CPU backend."""
     if mesh.device_type == _HOST.type:
         return mesh
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]

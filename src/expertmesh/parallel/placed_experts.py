@@ -1,8 +1,9 @@
-"""Copies of hot experts on the ranks of an engine: slots for them, tables of who has what, and experts on their way to new slots.
+"""Redundant experts on the ranks of an engine (EPLB): slots, slot tables, and transfers of weights to new slots.
 
-A choice of an expert goes to its copies in turn, by the place of its token among those that the ranks exchange, which all of them know:
-no message is added. Where experts lie follows from the counted loads (`expertmesh.costs.placement`), which every rank has, so that all
-compute the same placement and only weights travel, layer by layer, straight from a rank that has an expert to one that lacks it.
+Choices of an expert are assigned to its copies round-robin, by the index of the token among those that the ranks
+exchange. All ranks know this index, so no message is added. Placement follows from the counted loads
+(`expertmesh.costs.placement`). Every rank has these loads and computes the same placement; only weights travel, layer
+by layer, from a rank that has an expert to one that lacks it.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,14 @@ from expertmesh.parallel.serving import ServingDegrees, part_of
 
 @dataclass
 class PlacementCounts:
-    """What became of placements so far.
+    """Counters of expert rebalancing.
 
     Attributes:
-        num_rebalances: times that the loads were looked at.
-        num_moved: experts that came to a rank which had none of their copies, in all layers.
-        before: of each layer with experts, mean load of a rank by the largest, of what was counted last, where experts lay then.
-        after: the same load where they lie now.
+        num_rebalances: number of calls of `rebalance`.
+        num_moved: experts that moved to a rank without a copy of them, summed over layers.
+        before: balance of each MoE layer (mean load of a rank / largest) for the last counted loads, under the
+            placement before the last rebalance.
+        after: balance for the same loads, under the current placement.
     """
 
     num_rebalances: int
@@ -38,20 +40,21 @@ class PlacementCounts:
 
 
 class PlacedExperts:
-    """The experts of a model whose parts the ranks have, with slots for copies. Every rank makes one.
+    """Experts of a sharded model with slots for redundant copies. Every rank must construct it.
 
     Args:
-        model: cut by `spread_layers`, its parts as plain parameters.
-        degrees: how.
-        everyone: all ranks.
-        nodes: the node of each rank.
-        num_redundant: slots of a layer beside one for each expert.
+        model: cut by `spread_layers`, with plain parameters (`as_plain`).
+        degrees: parallel degrees of the model.
+        everyone: group of all ranks.
+        nodes: node of each rank.
+        num_redundant: slots per layer beyond one for each expert.
 
     Raises:
-        ConfigError: the model has no experts on ranks, or the parts of the experts have no equal number of slots, or too many.
+        ConfigError: the model has no experts over ranks, or the slots do not divide evenly over the parts, or there are
+            too many slots.
 
     Attributes:
-        counts: what became of placements.
+        counts: counters of rebalancing.
     """
 
     def __init__(
@@ -95,14 +98,14 @@ class PlacedExperts:
 
     @property
     def placements(self) -> list[Placement]:
-        """Of each layer with experts."""
+        """Current placement of each MoE layer."""
         return list(self._placements)
 
     def rebalance(self, loads: Sequence[Sequence[int]]) -> None:
-        """Let experts lie where loads want them; every rank must call, with the same.
+        """Move experts to the placement for new loads; every rank must call, with the same loads.
 
         Args:
-            loads: of the experts of each layer, counted since the last time.
+            loads: tokens per expert of each layer, counted since the last call.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -128,7 +131,7 @@ class PlacedExperts:
 
     @torch.no_grad()
     def _put(self, number: int, layer: MoELayer, new: Placement) -> int:
-        """Bring a layer's experts where a placement has them; returns how many came to a part that lacked them."""
+        """Apply a placement to a layer; returns the number of experts that moved to a part without them."""
         old = self._placements[number]
         wants = [
             sorted(set(new.of_rank(part)) - set(old.of_rank(part))) for part in range(new.num_ranks)
@@ -159,7 +162,7 @@ class PlacedExperts:
         *,
         where: str,
     ) -> Tensor:
-        """This rank's part (slots, ...) of a parameter under a new placement."""
+        """Weights (slots, ...) of a parameter on this rank under a new placement."""
         own, _ = part_of(self._everyone.rank, self._degrees)
         here = {expert: slot for slot, expert in enumerate(old.of_rank(own))}
         rows = {expert: parameter[slot] for expert, slot in here.items()}
@@ -185,19 +188,19 @@ class PlacedExperts:
         return torch.stack([rows[expert] for expert in new.of_rank(own)])
 
     def _twin(self, part: int) -> int:
-        """The rank that has the same slice of another part of the experts, and this one's place in its group."""
+        """Rank that has the same slice, and the same place in its group, for another part of the experts."""
         d, rank = self._degrees, self._everyone.rank
         own, _ = part_of(rank, d)
         return rank + _position(part, d) - _position(own, d)
 
 
 def _position(part: int, degrees: ServingDegrees) -> int:
-    """The first rank that has a part of the experts."""
+    """First rank that has a part of the experts."""
     return part * degrees.f * (degrees.tp if degrees.is_split else 1)
 
 
 def _equal_nodes(nodes: list[int]) -> int:
-    """How many nodes the parts of the experts lie on, where each has as many, one node behind the other; else 1."""
+    """Number of nodes if each holds equally many consecutive parts of the experts, else 1."""
     count = len(set(nodes))
     size = len(nodes) // count
     if len(nodes) % count or any(

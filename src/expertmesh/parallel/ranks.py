@@ -1,4 +1,4 @@
-"""What a training loop needs of its ranks; with one rank every method is the plain thing."""
+"""Collectives of a training loop (`Ranks`), and the process groups of a run; with one rank every method is local."""
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of one training run, all of which work on the same batches.
+    """Ranks of one training run, all of which work on the same batches.
 
     Args:
         world: the ranks; None: this process alone.
-        tp_degree: neighbouring ranks that share the same rows, each with its part of their positions.
+        tp_degree: number of neighbouring ranks that share the same rows, each with its part of their positions.
         reduces_once: whether dense gradients are summed over ranks once per step, not once per micro-batch.
     """
 
@@ -42,28 +42,30 @@ class Ranks:
 
     @property
     def num_row_parts(self) -> int:
-        """Parts into which the rows of a batch are split."""
+        """Number of parts into which the rows of a batch are split."""
         return self.size // self.tp_degree
 
     @property
     def position(self) -> int:
-        """Of this rank among them, from 0."""
+        """Index of this rank, from 0."""
         return 0 if self.world is None else self.world.position
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank prints, and writes what is written once."""
+        """Whether this rank is rank 0, which prints and writes shared files."""
         return self.position == 0
 
     def rows(self, start: int, stop: int) -> slice:
-        """This rank's share of the rows start ... stop - 1: equal ones if the parts divide them, in rank order."""
+        """Slice of the rows start ... stop - 1 that this rank computes: consecutive in rank order, equal if the parts
+        divide them.
+        """
         if self.world is None:
             return slice(start, stop)
         n, p, R = stop - start, self.world.position // self.tp_degree, self.num_row_parts
         return slice(start + n * p // R, start + n * (p + 1) // R)
 
     def positions(self, x_BS: Tensor) -> Tensor:
-        """This rank's positions of its rows, those that the model gives logits for; tp_degree must divide S."""
+        """Sequence positions of this rank in its rows, for which the model returns logits; tp_degree must divide S."""
         if self.world is None or self.tp_degree == 1:
             return x_BS
         return x_BS.chunk(self.tp_degree, 1)[self.world.position % self.tp_degree]
@@ -75,22 +77,22 @@ class Ranks:
         return value
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on some rank; waits for all."""
+        """Whether a value is true on any rank; waits for all ranks."""
         if self.world is None:
             return value
         return bool(self.sum_(torch.tensor(int(value), device=self.device), what="a vote"))
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's small tensors lie."""
+        """Device of small tensors in collectives."""
         kind = "cpu" if self.world is None else self.world.device_type
         return torch.device(kind)
 
     def on_rank0(self, function: Callable[[], T]) -> T:
-        """Let the leader do something alone; the others wait, and get what it returned (pickled).
+        """Run a function on rank 0 only and return its result on all ranks (pickled); the other ranks wait.
 
         Raises:
-            PeerError: on the others, with the reason, when the leader failed; it raises its own error.
+            PeerError: on the other ranks, with the reason, when rank 0 failed; rank 0 raises its own error.
         """
         if self.world is None:
             return function()
@@ -116,10 +118,11 @@ class Ranks:
         return value
 
     def on_all(self, function: Callable[[], T]) -> T:
-        """Do something on every rank, and let all know of a failure before any goes on.
+        """Run a function on every rank, and report a failure to all before any continues.
 
         Raises:
-            PeerError: when a rank failed, on all but the first that did, with its reason; that one raises its own error.
+            PeerError: a rank failed. The first rank that failed raises its own error, all others this one with its
+                reason.
         """
         error: BaseException | None = None
         value: Any = None
@@ -138,7 +141,7 @@ class Ranks:
         raise PeerError(f"{reasons[first]} (rank {first})") from error
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks (pickled), in rank order, on every rank."""
+        """Values of all ranks (pickled), in rank order, on every rank."""
         if self.world is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -149,8 +152,8 @@ class Ranks:
         """Check that all ranks have the same text.
 
         Raises:
-            ConfigError: on rank 0, names the first rank that has another.
-            PeerError: on the others then.
+            ConfigError: on rank 0, with the first rank that has another text.
+            PeerError: on the other ranks in that case.
         """
         texts = self.gather(value)
         odd = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
@@ -162,13 +165,13 @@ class Ranks:
         )
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip gradients by their joint norm over all ranks; returns it."""
+        """Clip gradients by their joint norm over all ranks; returns the norm before clipping."""
         if self.world is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return clip_grad_norm_(parameters, max_norm)
 
     def announce_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
-        """Tell the model before the forward pass whether gradients are due after the backward pass."""
+        """Tell FSDP2 before the forward whether gradients are reduced after the backward."""
         if self.reduces_once and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
 
@@ -182,17 +185,17 @@ def open_ranks(
     reduces_once: bool = False,
     offload: bool = False,
 ) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone.
+    """Ranks that torchrun started, or this process alone.
 
-    A process group that exists already is used and left open.
+    An existing process group is used and left open.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (NCCL).
         timeout_s: the timeout of every collective.
         tp_degree: see `Ranks`.
         reduces_once: see `Ranks`.
-        offload: whether parameters rest in host memory. Groups then have a backend for the CPU, too, and a process alone
-            is a world of one rank.
+        offload: whether parameters rest in host memory. Groups then have a CPU backend as well, and a single process is
+            a world of one rank.
     """
     launched = dist.is_torchelastic_launched()
     ours = not dist.is_initialized() and (launched or offload)
@@ -206,13 +209,13 @@ def open_ranks(
     world = None
     if dist.is_initialized() and (offload or dist.get_world_size() > 1):
         world = World(device_type=device_type, timeout_s=timeout_s)
-    agree = device_type == "cpu"  # gloo ends without the others, and they hear of it at once
+    agree = device_type == "cpu"  # a gloo rank can end alone: its peers notice at once
     try:
         with ended_with_launcher():
             yield Ranks(world, tp_degree=tp_degree, reduces_once=reduces_once)
         agree = True
     except RuntimeError as error:
-        # FSDP2's collectives and torch's object collectives are not ours to name.
+        # FSDP2's collectives and torch's object collectives raise without naming the rank.
         if world is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         reason = str(error).strip().partition("\n")[0]
@@ -230,9 +233,10 @@ def end_groups(world: World | None, *, ours: bool, agree: bool) -> None:
     """End the groups of a run.
 
     Args:
-        world: that made them; None: there are none.
-        ours: whether torch's default group is the run's, too; if not, it stays.
-        agree: whether all ranks come here, or need not. After an error of one of them groups that are not ours are left as they are.
+        world: the world that created the groups; None: no groups.
+        ours: whether the run created torch's default group; if not, it stays.
+        agree: whether all ranks arrive here, or need not. Otherwise the run's own groups are aborted, and other groups
+            are left open.
     """
     if not agree:
         if ours:

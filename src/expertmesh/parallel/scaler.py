@@ -1,4 +1,4 @@
-"""Loss scaling for gradients that are spread over ranks and devices."""
+"""Loss scaling for gradients that are sharded over ranks and devices."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from expertmesh.parallel.ranks import Ranks
 class LossScaler(torch.amp.GradScaler):
     """PyTorch's loss scaler (Micikevicius et al. 2018, 3.2), with one scale for all ranks.
 
-    Each rank looks at its own shards. When one of them finds an overflow, all skip the step and halve the scale.
+    Each rank checks its own shards. If one finds an overflow, all ranks skip the step and halve the scale.
 
     Args:
-        device_type: where losses are.
-        enabled: whether it does anything.
+        device_type: device type of the losses.
+        enabled: whether losses are scaled; if not, the scale is 1.
         ranks: the ranks; None: this process alone.
     """
 
@@ -30,7 +30,7 @@ class LossScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        # The stock one hands DTensors of several meshes to one operator, which refuses them.
+        # torch's version passes DTensors of several meshes to one operator, which refuses them.
         parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,8 +1,8 @@
-"""How the ranks of an engine share one model: dense parts cut over tensor groups, experts over all ranks, tokens over the groups.
+"""Sharding of a model over the ranks of an engine: dense modules over tensor groups, experts over all ranks.
 
-The p ranks are p / L tensor groups of L neighbours. Each group answers sequences of its own: its ranks have the same tokens, and each a
-part of the heads, of the cache and of dense layers. Experts lie over all ranks, e ways along E and f ways along F; see
-`expertmesh.parallel.experts.coordinated` for how tokens reach them.
+The p ranks form p / L tensor groups of L neighbouring ranks. Each group serves its own sequences: its ranks have the
+same tokens, and each has a part of the heads, the KV cache and the dense layers. Experts are sharded over all ranks, e
+ways along E and f ways along F; `expertmesh.parallel.experts.coordinated` exchanges tokens with them.
 """
 
 from collections.abc import Mapping
@@ -34,20 +34,20 @@ from expertmesh.parallel.tensor import distribute
 
 _OF_ENGINES = ("tp_degree", "ep_degree", "es_degree", "timeout_s", "num_threads", "bind")
 _EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2}
-"""Axis of the hidden size of each parameter of experts."""
+"""Hidden-size axis of each expert parameter."""
 _ADDED_ONCE = ("b_out", "out.bias")
-"""Biases of a sum over slices."""
+"""Biases that are added after a sum over slices, so on one rank only."""
 
 
 @dataclass(frozen=True)
 class ServingDegrees:
-    """How p ranks share a model.
+    """Parallel degrees of a model on p ranks.
 
     Attributes:
         num_ranks: p.
         tp: L, ranks of a tensor group.
         e: parts of the experts.
-        f: slices of each expert's hidden size; e f is p, or p / L: then the ranks of a group have the same experts.
+        f: slices of each expert's hidden size. e f is p, or p / L if the ranks of a group have the same experts.
     """
 
     num_ranks: int
@@ -57,7 +57,7 @@ class ServingDegrees:
 
     @property
     def num_groups(self) -> int:
-        """Tensor groups."""
+        """Number of tensor groups."""
         return self.num_ranks // self.tp
 
     @property
@@ -74,14 +74,14 @@ class ServingDegrees:
 def serving_degrees(
     config: ParallelConfig, *, num_ranks: int, num_experts: tuple[int, ...], hidden_dim: int
 ) -> ServingDegrees:
-    """How ranks share a model that an engine serves.
+    """Parallel degrees of a model that an engine serves.
 
     Args:
-        config: tp_degree, ep_degree and es_degree count. Of the last two one is what the other leaves; without both experts are cut as
-            little as may be.
+        config: only tp_degree, ep_degree and es_degree are read. If one of ep_degree and es_degree is unset, it follows
+            from the other; if both are, experts get as few slices as possible.
         num_ranks: p.
-        num_experts: of each layer that has some.
-        hidden_dim: of an expert.
+        num_experts: number of experts of each MoE layer.
+        hidden_dim: hidden size of an expert.
 
     Raises:
         ConfigError: an option has no effect here, or the degrees do not fit.
@@ -131,7 +131,7 @@ def serving_degrees(
             f"{shown or 'experts'} on {num_ranks} ranks: parts of the {min(num_experts)} experts times slices of their hidden_dim "
             f"{hidden_dim} must make the ranks; {f'use ep_degree x es_degree of {choices}' if choices else 'use fewer ranks'}"
         )
-    # all ranks' memory for experts before copies of them, then as few slices as may be
+    # first the most ranks with distinct experts, then the fewest slices
     e, f = max(wanted, key=lambda one: (one[0] * one[1], one[0]))
     return ServingDegrees(num_ranks, tp, e, f)
 
@@ -140,10 +140,10 @@ ONE_PROCESS = "parallel: says how ranks share a model, and this is one process; 
 
 
 def world_of(config: ParallelConfig, *, device_type: str) -> World:
-    """The ranks of torch's group, which is begun where there is none and torchrun started them.
+    """World of torch's default process group; the group is initialized if torchrun started this process.
 
     Raises:
-        ConfigError: there is one process.
+        ConfigError: torchrun did not start this process, and there is no group.
         CollectiveError: the ranks could not connect.
     """
     if not dist.is_initialized():
@@ -155,7 +155,7 @@ def world_of(config: ParallelConfig, *, device_type: str) -> World:
 
 
 def serving_groups(world: World, degrees: ServingDegrees) -> ServingGroups:
-    """The groups of this rank; every rank must ask."""
+    """Process groups of this rank; every rank must call."""
     L, p = degrees.tp, degrees.num_ranks
     rows = [list(range(first, first + L)) for first in range(0, p, L)]
     columns = [list(range(place, p, L)) for place in range(L)]
@@ -176,18 +176,18 @@ def spread_layers(
     sizes: StepSizes,
     dense: Mapping[str, Mapping[str, int]],
 ) -> None:
-    """Cut the parameters of a model over ranks, as DTensors, and let its layers exchange what they need to. Every rank must call.
+    """Shard the parameters of a model as DTensors, and give its layers their collectives. Every rank must call.
 
     Args:
-        model: with the same parameters on all ranks, or on the meta device. `as_plain` is called when it has its weights.
+        model: with the same parameters on all ranks, or on the meta device. Call `as_plain` once it has its weights.
         world: the ranks.
-        degrees: how they share it.
-        groups: of this rank.
-        sizes: of the step that is computed, which whoever calls the model keeps up to date.
-        dense: modules that are cut over a tensor group, and the axis of each of their parameters that is.
+        degrees: parallel degrees.
+        groups: process groups of this rank.
+        sizes: sizes of the current step; the caller updates them before each forward.
+        dense: modules that are cut over a tensor group, with the cut axis by parameter name.
 
     Raises:
-        ConfigError: experts that are not grouped parameters, or have adapters.
+        ConfigError: experts are not `GroupedExperts`, or have adapters.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
@@ -224,14 +224,14 @@ def spread_layers(
 
 
 def part_of(position: int, degrees: ServingDegrees) -> tuple[int, int]:
-    """Part of the experts, and slice of them, that a rank has."""
+    """Indices (part of the experts, slice of the hidden size) of a rank."""
     return divmod(position // degrees.tp if degrees.is_split else position, degrees.f)
 
 
 def _cut_module(
     module: nn.Module, mesh: DeviceMesh, row: RankGroup, cut: Mapping[str, int], *, where: str
 ) -> None:
-    """Let each rank of a tensor group have a slice of a module; its output is the sum of theirs."""
+    """Cut a module over a tensor group; its output is summed over the ranks."""
     for name, _ in list(module.named_parameters()):
         distribute(module, name, mesh, cut.get(name))
 
@@ -244,7 +244,7 @@ def _cut_module(
 
 
 def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None:
-    """Let each rank have its part of the experts."""
+    """Replace the experts' parameters by this rank's shards, as DTensors."""
     e, f = degrees.e, degrees.f
     copies = degrees.num_ranks // (e * f)
     sizes = {"e": e, "f": f, "copy": copies}
@@ -272,7 +272,7 @@ def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None
 
 @torch.no_grad()
 def as_plain(model: nn.Module) -> None:
-    """Put each rank's parts in the place of the parameters that `spread_layers` cut, once these have their values."""
+    """Replace the DTensors of `spread_layers` by plain local parameters, once they have their values."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
@@ -288,12 +288,13 @@ def as_plain(model: nn.Module) -> None:
 def bring_rows_home(
     module: nn.Module, groups: ServingGroups, sizes: StepSizes
 ) -> torch.utils.hooks.RemovableHandle:
-    """Let rank 0 go on with the rows of all tensor groups where a module begins, and the others with none.
+    """Add a hook that gathers the rows of all tensor groups on rank 0 before a module runs; other ranks continue with
+    no rows.
 
     Args:
-        module: behind which only rank 0 is asked: the norm before the logits.
-        groups: of this rank.
-        sizes: of the step.
+        module: the norm before the logits, from which only rank 0 computes.
+        groups: process groups of this rank.
+        sizes: sizes of the current step.
     """
 
     def gathered(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -309,13 +310,13 @@ def bring_rows_home(
 def gather_home(
     x_RD: Tensor, groups: ServingGroups, counts: list[int], *, where: str
 ) -> Tensor | None:
-    """The rows of all tensor groups one after the other on rank 0; None elsewhere. The first rank of each group must call.
+    """Concatenate the rows of all tensor groups on rank 0; None elsewhere. The first rank of each group must call.
 
     Args:
-        x_RD: of this rank's group.
-        groups: of this rank.
-        counts: rows of each group.
-        where: for errors and the byte counter.
+        x_RD: rows of this rank's group.
+        groups: process groups of this rank.
+        counts: number of rows of each group.
+        where: layer and purpose, for errors and the byte counter.
     """
     leaders, most = groups.leaders, max(counts)
     if leaders.size == 1 or most == 0:

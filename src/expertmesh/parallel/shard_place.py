@@ -1,4 +1,4 @@
-"""Where a rank's part of a parameter lies in the whole, and what is laid out over ranks as the parameter is."""
+"""Offsets of a rank's shard in a whole parameter, and tensors with the same DTensor layout as a parameter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from expertmesh.parallel.matrices import own_part
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part lies in a whole tensor.
+    """Offsets and sizes of a shard in a whole tensor.
 
     Attributes:
-        shape: of the whole.
-        offsets: first index of the part along each axis.
-        sizes: of the part.
+        shape: shape of the whole tensor.
+        offsets: first index of the shard along each axis.
+        sizes: shape of the shard.
     """
 
     shape: tuple[int, ...]
@@ -28,13 +28,13 @@ class Place:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """The part, a slice per axis."""
+        """Slices of the shard, one per axis."""
         ends = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(start, start + size) for start, size in ends)
 
 
 def place_of(parameter: Tensor) -> Place:
-    """Where this rank's part of a parameter lies; of a plain one, all of it."""
+    """Place of this rank's shard of a parameter; for a plain tensor, the whole."""
     shape = tuple(parameter.shape)
     sizes = tuple(own_part(parameter).shape)
     chunks: Any = ()
@@ -45,15 +45,15 @@ def place_of(parameter: Tensor) -> Place:
 
 
 def laid_out_as(parameter: Tensor, part: Tensor, *, last: int) -> Tensor:
-    """A rank's part as a tensor that lies over the ranks as a parameter does.
+    """A rank's shard as a tensor with the DTensor layout of a parameter.
 
     Args:
-        parameter: a plain one or a DTensor.
-        part: sizes are those of the parameter's part, but for the last axis.
+        parameter: a plain tensor or a DTensor.
+        part: shard of the same sizes as the parameter's, except along the last axis.
         last: length of the whole last axis.
 
     Returns:
-        The part itself for a plain parameter, else a DTensor that shares its memory.
+        `part` itself for a plain parameter, else a DTensor that shares its memory.
     """
     if not isinstance(parameter, DTensor):
         return part
@@ -70,13 +70,13 @@ def laid_out_as(parameter: Tensor, part: Tensor, *, last: int) -> Tensor:
 
 
 def maxima_over_ranks(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """The largest of a number of each rank for each parameter, over the ranks that hold parts of it; all of them must call.
+    """Largest value per parameter over the ranks that hold shards of it; all of these ranks must call.
 
-    One collective for all parameters of a mesh and each of its axes.
+    One collective per mesh axis covers all parameters of that mesh.
 
     Args:
-        parameters: plain ones, of which the number is this rank's, or DTensors.
-        values: scalars, one of each.
+        parameters: plain tensors, whose values are returned as they are, or DTensors.
+        values: one scalar per parameter.
     """
     found = list(values)
     for mesh in {p.device_mesh: None for p in parameters if isinstance(p, DTensor)}:

@@ -1,11 +1,12 @@
-"""Tensor parallelism: ranks that share sequences, and modules of which each of them computes a slice.
+"""Tensor parallelism with sequence parallelism: ranks share sequences, and each computes a slice of some modules.
 
-The ranks of one tensor-parallel group work on the same rows of a batch, each on its own positions of every sequence. What treats
-tokens one by one (norms, routers) runs on those with whole parameters, `Whole`; what mixes positions or is large runs as a
-slice on the tokens of the whole group, `Sliced`: gather, compute, sum and scatter (Korthikanti et al. 2022, arXiv
-2205.05198, figure 5). Experts take no part in this: each rank routes its own tokens.
+The ranks of a tensor-parallel group work on the same rows of a batch, each on its own positions of every sequence.
+Modules that treat tokens one by one (norms, routers) run on these positions with whole parameters (`Whole`). Modules
+that mix positions or are large run sliced on the tokens of the whole group (`Sliced`): all-gather, compute,
+reduce-scatter (Korthikanti et al. 2022, arXiv 2205.05198, figure 5). Experts are not cut: each rank routes its own
+tokens.
 
-Parameters are DTensors that say how they lie. Modules see plain local tensors while they run, so that operators need to know nothing.
+Parameters are DTensors. Modules see plain local tensors while they run, so operators do not depend on DTensor.
 """
 
 from collections.abc import Mapping
@@ -30,11 +31,11 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import autocast_dtype
 
 TensorPlan = Mapping[str, ParallelStyle]
-"""Styles by name of module, `layers.*.attention`; * stands for anything between two dots."""
+"""Module names to styles, such as `layers.*.attention`; * stands for any text between two dots."""
 
 
 def tensor_group(world: World, tp_degree: int) -> RankGroup:
-    """The neighbouring ranks that share sequences with this one; every rank must ask.
+    """Tensor-parallel group of this rank: neighbouring ranks that share sequences; every rank must call.
 
     Raises:
         ConfigError: tp_degree does not divide the ranks.
@@ -49,7 +50,7 @@ def tensor_group(world: World, tp_degree: int) -> RankGroup:
 
 @dataclass(frozen=True)
 class SharedSequences:
-    """What a model asks of the ranks that share its sequences.
+    """Interface of a model to the tensor-parallel ranks that share its sequences.
 
     Attributes:
         group: the ranks that share sequences.
@@ -59,23 +60,23 @@ class SharedSequences:
 
     @property
     def size(self) -> int:
-        """Their number."""
+        """Number of ranks that share sequences."""
         return self.group.size
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank in the group."""
         return self.group.rank
 
     def gather_tokens(self, x_T: Tensor) -> Tensor:
-        """What each rank knows of its tokens, one rank after the other."""
+        """All-gather a tensor of one value per token, concatenated in rank order."""
         return all_gather(x_T, self.group, where="routing groups over ranks").flatten(0, 1)
 
     def own_part(self, x: Tensor, *, dim: int) -> Tensor:
-        """This rank's positions of what the ranks have in common; a view.
+        """View of the positions of this rank along an axis that covers all ranks.
 
         Raises:
-            ConfigError: the ranks do not divide it.
+            ConfigError: the number of ranks does not divide its length.
         """
         length, n = x.shape[dim], self.size
         if length % n:
@@ -86,7 +87,9 @@ class SharedSequences:
         return x.narrow(dim, length // n * self.group.rank, length // n)
 
     def gather(self, parameter: Tensor) -> Tensor:
-        """All of a parameter that is cut over the ranks (`ShardedStorage`), as a plain tensor; its gradient is summed over them."""
+        """All-gather a parameter that is cut over the ranks (`ShardedStorage`) as a plain tensor; its gradient is
+        reduce-scattered.
+        """
         assert isinstance(parameter, DTensor), "only a parameter with a style is cut"
         placement = parameter.placements[0]
         part = _local_view(parameter)
@@ -96,21 +99,21 @@ class SharedSequences:
 
 
 def join_parts(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor:
-    """The parts of all ranks side by side along an axis; the gradient comes back summed."""
+    """All-gather tensors and concatenate them along an axis; the gradient is reduce-scattered."""
     return all_gather(x, group, where=where).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def sum_own_part(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor:
-    """The sum over the ranks, of which each gets its part along an axis; the gradient is gathered."""
+    """Reduce-scatter a tensor along an axis; the gradient is all-gathered."""
     parts = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0)
     return reduce_scatter(parts, group, where=where)
 
 
 class ShardedStorage(ParallelStyle):
-    """Cuts a module's parameters for storage; who uses them gathers them first (`SharedSequences.gather`).
+    """Style that shards a module's parameters for storage; users gather them first (`SharedSequences.gather`).
 
     Args:
-        cut: axis of each parameter, by name; those left out are whole on every rank.
+        cut: sharded axis by parameter name; other parameters are whole on every rank.
     """
 
     def __init__(self, cut: Mapping[str, int]) -> None:
@@ -123,13 +126,15 @@ class ShardedStorage(ParallelStyle):
 
 
 class Whole(ParallelStyle):
-    """A module that treats tokens one by one: it runs on this rank's tokens, and gradients are summed over the group.
+    """Style of a module that treats tokens one by one: it runs on this rank's tokens, and gradients are summed over the
+    group.
 
-    Parameters that are DTensors already (of a module inside with a style of its own, of experts) are left alone.
+    Parameters that are DTensors already (of a nested module with its own style, of experts) are left unchanged.
 
     Args:
-        recurse: whether its forward reads parameters of modules inside it, which then must not be blocks of their own.
-        apart: parameters inside that differ from rank to rank.
+        recurse: whether its forward reads parameters of nested modules, which must then not be FSDP blocks of their
+            own.
+        apart: nested parameters that differ from rank to rank.
     """
 
     def __init__(
@@ -143,15 +148,16 @@ class Whole(ParallelStyle):
 
 
 class Sliced(ParallelStyle):
-    """A module of which each rank computes a slice for the tokens of the whole group; their sum is its output.
+    """Style of a module of which each rank computes a slice for all tokens of the group; the output is the sum of the
+    slices.
 
-    The first argument is gathered along the tokens' axis, and each rank gets its own tokens of the summed output.
+    The first argument is all-gathered along the tokens' axis, and the output is reduce-scattered along it.
 
     Args:
-        group: the ranks.
+        group: the tensor-parallel ranks.
         cut: axis along which each parameter is cut, by name within the module; the others are whole on every rank.
-        once: parameters that are added to the output, so that one rank alone may use them.
-        dim: the tokens' axis.
+        once: parameters that are added to the output, and therefore used on rank 0 only.
+        dim: axis of the tokens.
         where: layer and purpose, for errors and the byte counter.
     """
 
@@ -174,7 +180,7 @@ class Sliced(ParallelStyle):
             x, *rest = args
             cast = autocast_dtype(x.device)
             if cast is not None and x.dtype != torch.float64:
-                x = x.to(cast)  # the products would do so; on the way it is half the bytes
+                x = x.to(cast)  # the matmuls cast in any case; casting first halves the bytes sent
             return join_parts(x, self.group, dim=self.dim, where=self.where), *rest
 
         def after(module: nn.Module, args: Any, y: Tensor) -> Tensor:
@@ -186,18 +192,18 @@ class Sliced(ParallelStyle):
 
 
 def sliced_mlp(group: RankGroup, *, where: str) -> Sliced:
-    """The style of a `DenseMLP`: cut along its hidden size."""
+    """Style of a `DenseMLP`, cut along its hidden size."""
     return Sliced(group, MLP_CUT, once=frozenset({"b_out"}), where=where)
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: TensorPlan) -> None:
-    """Give every module of a model a style: that of the plan, or `Whole`. Experts must be spread before.
+    """Give every module of a model its style from the plan, or `Whole`. Experts must be sharded before.
 
     The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden size.
 
     Args:
         model: the model, with the same parameters on all ranks.
-        mesh: the mesh of one axis, the ranks that share sequences.
+        mesh: one-dimensional mesh of the ranks that share sequences.
         group: the same ranks.
         plan: see `TensorPlan`.
 
@@ -208,7 +214,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
     modules = dict(model.named_modules())
     for pattern, style in plan.items():
         for name in [name for name in modules if _matches(name, pattern)]:
-            # Each rank has the same parameters, so nothing needs to be sent.
+            # All ranks have the same parameters, so no broadcast is needed.
             parallelize_module(modules[name], mesh, style, src_data_rank=None)
     layers = [module for module in modules.values() if isinstance(module, MoELayer)]
     for layer in layers:
@@ -217,7 +223,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
             if mlp is not None and not any(isinstance(p, DTensor) for p in mlp.parameters()):
                 where = f"layer {layer.layer_index}, {name}"
                 parallelize_module(mlp, mesh, sliced_mlp(group, where=where), src_data_rank=None)
-    # A MoE layer reads parameters of modules inside it; elsewhere each module is taken to read its own.
+    # A MoE layer reads parameters of nested modules; other modules are assumed to read their own only.
     experts = {p for layer in layers for p in layer.experts.parameters()}
     for layer in layers:
         parallelize_module(layer, mesh, Whole(apart=experts), src_data_rank=None)
@@ -228,15 +234,15 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
 
 
 def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
-    """Whether a model can be given the styles of a plan, before it is; styles of torch's own are not looked into.
+    """Check, before a model is changed, that it fits a tensor plan; torch's own styles are not checked.
 
     Args:
-        model: as it is before.
+        model: the model without styles.
         plan: see `TensorPlan`.
-        num_ranks: that share sequences.
+        num_ranks: number of ranks that share sequences.
 
     Raises:
-        ConfigError: a name fits no module, two modules share a parameter, or one cannot be cut evenly.
+        ConfigError: a name matches no module, two modules share a parameter, or a parameter cannot be cut evenly.
     """
     _refuse_shared(model)
     modules, cuts = dict(model.named_modules()), dict[str, Mapping[str, int]]()
@@ -290,15 +296,15 @@ def _refuse_shared(model: nn.Module) -> None:
 
 
 class _LocalParameters:
-    """Distributes parameters of a module and those inside, and lets them be plain local tensors while it runs.
+    """Turns parameters of a module and its nested modules into DTensors, and shows plain local tensors while it runs.
 
     Args:
-        module: whose forward reads them.
-        mesh: the mesh of the group.
-        cut: axis by name.
-        once: names of those that count for nothing on this rank.
-        recurse: whether parameters of the modules inside count, too.
-        apart: parameters to leave alone.
+        module: module whose forward reads the parameters.
+        mesh: mesh of the tensor-parallel group.
+        cut: sharded axis by parameter name.
+        once: names of parameters that are multiplied by zero on this rank.
+        recurse: whether parameters of nested modules are included.
+        apart: parameters that are left unchanged.
     """
 
     def __init__(
@@ -326,11 +332,11 @@ class _LocalParameters:
         for owner, name, is_idle in self._owners:
             parameter = owner._parameters[name]
             local = _local_view(parameter)
-            # Not left out: its gradient, zero here, is summed by all ranks.
+            # Kept in the graph: all ranks sum its gradient, which is zero here.
             owner._parameters[name] = local * 0.0 if is_idle else local  # type: ignore[assignment]
 
     def _hide(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._hidden:  # forward failed before it began
+        if not self._hidden:  # the pre-hook failed, so nothing is hidden
             return
         for (owner, name, _), parameter in zip(self._owners, self._hidden.pop(), strict=True):
             owner._parameters[name] = parameter
@@ -347,7 +353,7 @@ def _local_view(parameter: Tensor | None) -> Tensor:
 def distribute(
     module: nn.Module, path: str, mesh: DeviceMesh, axis: int | None
 ) -> tuple[nn.Module, str]:
-    """Replace a parameter by a DTensor; returns who has it, and its name there."""
+    """Replace a parameter by a DTensor; returns the module that holds it, and its name there."""
     prefix, _, name = path.rpartition(".")
     owner = module.get_submodule(prefix)
     full = owner.get_parameter(name)

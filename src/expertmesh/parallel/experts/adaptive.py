@@ -1,8 +1,8 @@
-"""Lets a tuner choose how the tokens of spread layers travel, and tells it how long that took.
+"""Adaptive dispatch: a tuner chooses the dispatch options of sharded layers from measured times.
 
-The time of a trial is that of the layer's forward and backward on each rank; its sum over ranks travels with the counts
-of a later call, so that all ranks hear the same number and decide alike. When all loads that occur are settled, nothing
-is measured and nothing travels.
+A trial measures the layer's forward and backward on each rank. Its sum over ranks travels with the counts of a later
+call, so all ranks report the same number and decide alike. Once all loads that occur are settled, nothing is measured
+or sent.
 """
 
 import time
@@ -38,11 +38,11 @@ REPLICATED = (0, 1, 2)
 EFFORT = Effort()
 PROBE_ROWS, PROBE_S = 256, 0.03
 MEMORY_SHARE = 0.5
-"""Of the memory that weights, gradients and optimiser leave free, what the layers may take."""
+"""Share of the free memory, after weights, gradients and optimizer state, that the layers may use."""
 
 
 class Stopwatch:
-    """Times one call: from `start` to `stop`, on a GPU by events that nobody waits for."""
+    """Time spans of one call; on a GPU measured by events without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -56,11 +56,11 @@ class Stopwatch:
         return event
 
     def mark(self) -> None:
-        """The end of a span, or the begin of the next."""
+        """Mark the end of a span, or the start of the next."""
         self._marks.append(self._now())
 
     def seconds(self) -> float:
-        """All spans, from odd mark to even mark."""
+        """Sum of all spans."""
         pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
         if not self._on_gpu:
             return sum(end - start for start, end in pairs)
@@ -69,12 +69,12 @@ class Stopwatch:
 
 
 class LayerChooser:
-    """Chooses for one layer, alike on all ranks.
+    """Chooses dispatch options for one layer, alike on all ranks.
 
     Args:
-        tuner: of all layers of its shape.
-        num_ranks: W, that hold its experts.
-        world_size: ranks over which times are summed.
+        tuner: tuner of all layers of its shape.
+        num_ranks: W, ranks that hold its experts.
+        world_size: number of ranks over which times are averaged.
     """
 
     def __init__(self, tuner: Tuner, *, num_ranks: int, world_size: int) -> None:
@@ -84,7 +84,7 @@ class LayerChooser:
         self._sent: Trial | None = None
 
     def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> DispatchOptions:
-        """The way of the call that begins, all of it."""
+        """All dispatch options of the call that begins."""
         load = dispatcher.load.token_load(top_k, capacity_factor)
         self._trial = None
         if load is None:
@@ -100,7 +100,7 @@ class LayerChooser:
         return way
 
     def timed(self, tokens: Dispatched) -> tuple[Dispatched, Callable[[Tensor], None] | None]:
-        """The tokens, whose gradient ends the time of this call, and what ends its forward; None: it is no trial."""
+        """Tokens whose gradient ends the timing of this call, and a callback for its result; None: the call is no trial."""
         trial, self._trial = self._trial, None
         if trial is None:
             return tokens, None
@@ -124,14 +124,14 @@ class LayerChooser:
         self._done.append((trial, watch))
 
     def to_agree_on(self) -> list[int]:
-        """Microseconds of the oldest trial that is over; nothing if there is none."""
+        """Microseconds of the oldest finished trial; empty if there is none."""
         if not self._done:
             return []
         self._sent, watch = self._done.pop(0)
         return [round(watch.seconds() * 1e6)]
 
     def agreed(self, sums: Tensor) -> None:
-        """Tell the tuner."""
+        """Report the sum over ranks of the last `to_agree_on` to the tuner."""
         assert self._sent is not None
         self.tuner.report(self._sent, int(sums[0]) / 1e6 / self._world_size)
 
@@ -147,7 +147,7 @@ def _routes(dispatcher: Any, pinned: int | None) -> dict[int, RouteShape]:
 def layer_shape(
     layer: MoELayer, *, num_ranks: int, num_gathers: int, num_layers: int
 ) -> LayerShape:
-    """One of so many layers for the cost model; element_bytes are those of its parameters."""
+    """Shape of one of `num_layers` layers for the cost model; element_bytes is the size of its parameters' dtype."""
     experts = layer.experts
     assert isinstance(experts, GroupedExperts)
     _, branches, hidden_dim, dim = experts.w_in.shape
@@ -166,7 +166,7 @@ def layer_shape(
 
 
 def may_choose(layer: MoELayer) -> bool:
-    """Whether a layer's tokens have several ways: not where modules or low-rank adapters stay on their ranks."""
+    """Whether a layer has several dispatch options: grouped experts without adapters."""
     experts = layer.experts
     return isinstance(experts, GroupedExperts) and experts.adapters is None
 
@@ -181,16 +181,16 @@ def adapt(
     known: Mapping[str, DispatchOptions] | None = None,
     on_settled: Any = None,
 ) -> None:
-    """Let spread layers choose how their tokens travel; every rank must call, with the same.
+    """Let sharded layers choose their dispatch options; every rank must call, with equal arguments.
 
     Args:
-        layers: spread; those of which `may_choose` is false keep their way.
-        pinned: what is not to be chosen.
+        layers: sharded layers; those without a choice (`may_choose`) keep their options.
+        pinned: options that are fixed.
         network: the links.
-        num_gathers: of weights per step, see `LayerShape`.
-        resting_bytes: memory that the model is still to take on this rank, for good.
+        num_gathers: gathers of the weights per step, see `LayerShape`.
+        resting_bytes: memory that the model will still allocate permanently on this rank.
         known: settled plans, by shape and bucket.
-        on_settled: told of all settled plans when there is a new one.
+        on_settled: called with all settled plans when there is a new one.
     """
     tuners: dict[tuple[LayerShape, int | None], Tuner] = {}
     settled: dict[str, DispatchOptions] = dict(known or {})
@@ -246,23 +246,23 @@ def _new_tuner(
 
 
 def _plain(usual: DispatchOptions) -> DispatchOptions:
-    """A way in which nothing is left to the cost model."""
+    """Options with all_to_all="auto" replaced by "flat"."""
     return replace(usual, all_to_all="flat") if usual.all_to_all == "auto" else usual
 
 
 def _sharing_memory(device_type: str, nodes: Sequence[int]) -> int:
-    """Most ranks that have one memory: those of a node, unless each has a GPU."""
+    """Number of ranks that share one memory: 1 on GPUs, else the most ranks of a node."""
     return 1 if device_type == "cuda" else max(map(nodes.count, set(nodes)))
 
 
 def _agreed_least(world: Any, mine: float) -> float:
-    """The least over all ranks, which leave together."""
+    """Minimum of a value over all ranks."""
     number = torch.tensor([mine], dtype=torch.float64, device=world.device_type)
     return float(all_gather(number, world.all_ranks(), where="speed and memory of ranks").min())
 
 
 def _flops_per_s(layer: MoELayer) -> float:
-    """Of products as large as the experts', while the ranks of this machine all measure it; their cores may be fewer."""
+    """Measured matmul speed at the experts' sizes, while all ranks of the machine measure it and share its cores."""
     experts = layer.experts
     assert isinstance(experts, GroupedExperts)
     _, branches, F, D = experts.w_in.shape
@@ -282,7 +282,7 @@ def _flops_per_s(layer: MoELayer) -> float:
 
 
 def _free_bytes(device_type: str) -> float:
-    """Memory that is free on this rank's device."""
+    """Free memory of this rank's device, or of the host."""
     if device_type == "cuda":
         return float(torch.cuda.mem_get_info()[0])
     try:

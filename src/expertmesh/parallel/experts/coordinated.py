@@ -1,11 +1,12 @@
-"""Tokens of a step to the ranks of their experts and home, where tensor-parallel ranks have the same tokens.
+"""Dispatch and combine for an engine whose tensor-parallel ranks have the same tokens.
 
-Coordinated all-to-all (DeepSpeed-MoE, Rajbhandari et al. 2022, arXiv 2201.05596, 5.3): of p ranks, L neighbours share their tokens (a
-tensor group). What the rank with place l in its group sends goes only to the ranks with place l in the p / L groups, and the L ranks then
-gather what each of them got home: p / L + L messages, where each rank that sends to all others has p.
+Coordinated all-to-all (DeepSpeed-MoE, Rajbhandari et al. 2022, arXiv 2201.05596, 5.3): of p ranks, L neighbours share
+their tokens (a tensor group). A rank with index l in its group exchanges tokens only with the ranks of index l in the p
+/ L groups; the L ranks of a group then all-gather their results. This takes p / L + L messages per rank, where a plain
+all-to-all takes p.
 
-Sizes are fixed: every group has room for as many tokens as the group that has most, which all know from the step's description, so that
-the host never waits for numbers of other ranks. Only under `torch.no_grad()`.
+Sizes are fixed: every group has room for as many tokens as the largest group. All ranks know this number from the
+step's description, so the host never waits for row counts. Requires `torch.no_grad()`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,10 @@ from expertmesh.ops.permute import sum_rows
 
 @dataclass
 class StepSizes:
-    """What all ranks know of the step that is computed.
+    """Sizes of the current step that all ranks know.
 
     Attributes:
-        most_tokens: of the tensor group that has most; at least 1.
+        most_tokens: tokens of the largest tensor group; at least 1.
         rows: rows of logits of each tensor group.
     """
 
@@ -41,13 +42,13 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class ServingGroups:
-    """Where this rank is among those that answer together.
+    """Process groups of this rank in an engine.
 
     Attributes:
         everyone: all p ranks.
-        column: the p / L ranks with this one's place in their tensor groups.
+        column: the p / L ranks with this rank's index in their tensor groups.
         row: the tensor group: L neighbours with the same tokens.
-        leaders: the first rank of each tensor group; of another rank itself alone.
+        leaders: the first rank of each tensor group; for any other rank, itself alone.
     """
 
     everyone: RankGroup
@@ -57,17 +58,17 @@ class ServingGroups:
 
     @property
     def number(self) -> int:
-        """Of this rank's tensor group."""
+        """Index of this rank's tensor group."""
         return self.column.rank
 
 
 @dataclass(frozen=True)
 class SlotTables:
-    """Where the copies of experts lie, on the device.
+    """Slots of the copies of experts, on the device.
 
     Attributes:
-        slot_EC: (E + 1, C) the slots of each expert, over and over; in the last row none.
-        copies_E: (E + 1,) how many there are.
+        slot_EC: (E + 1, C) slots of each expert, repeated to C entries; the last row has none.
+        copies_E: (E + 1,) number of copies.
     """
 
     slot_EC: Tensor
@@ -75,7 +76,7 @@ class SlotTables:
 
     @classmethod
     def of(cls, placement: Placement, *, device: torch.device) -> "SlotTables":
-        """The tables of a placement."""
+        """Tables of a placement."""
         slots, none = placement.slots_of, len(placement.experts)
         most = max(map(len, slots))
         rows = [[own[i % len(own)] for i in range(most)] for own in slots]
@@ -85,7 +86,7 @@ class SlotTables:
         )
 
     def slots(self, ids_TK: Tensor) -> Tensor:
-        """(T, K) slots for choices of experts: the tokens, which all ranks have in this order, go to the copies in turn."""
+        """(T, K) slots for chosen experts: tokens, in the order that all ranks know, use the copies round-robin."""
         ids_TK = ids_TK.long()
         number_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None]
         slots_TK: Tensor = self.slot_EC[ids_TK, number_T1 % self.copies_E[ids_TK]]
@@ -94,19 +95,21 @@ class SlotTables:
 
 @dataclass(frozen=True)
 class CoordinatedDispatcher:
-    """Sends tokens as above. A `TokenDispatcher`.
+    """Dispatcher of the coordinated all-to-all. A `TokenDispatcher`.
 
     Attributes:
-        groups: of this rank.
-        sizes: of the step that is computed.
+        groups: process groups of this rank.
+        sizes: sizes of the current step.
         num_experts: E.
-        first_expert: global id of the first expert that this rank computes, perhaps a slice of it; with tables its first slot.
-        num_local: experts that it computes, or slots.
-        is_split: whether the ranks of a column hold all experts: a tensor group then splits its tokens, each rank sends its part, and they
-            gather the sums. Else every rank of the group sends all of its tokens, and their sums are added.
-        is_exact: whether each choice travels home by itself, so that sums have the bits of one process.
+        first_expert: global id of the first expert that this rank computes, or a slice of; with `tables` its first
+            slot.
+        num_local: number of experts, or slots, that it computes.
+        is_split: True if the ranks of a column hold all experts: each rank of a tensor group then sends its part of the
+            tokens, and the group all-gathers the sums. False: every rank of the group sends all of its tokens, and
+            their sums are added.
+        is_exact: whether each choice is sent home on its own, so that sums have the bits of one process.
         layer: name for errors and the byte counter.
-        tables: where copies of experts lie; None: each expert is where it was cut to.
+        tables: slots of copies of experts; None: no copies.
     """
 
     groups: ServingGroups
@@ -120,7 +123,7 @@ class CoordinatedDispatcher:
     tables: SlotTables | None = None
 
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> "CoordinatedJourney":
-        """Send tokens out.
+        """Start the dispatch of tokens.
 
         Raises:
             CollectiveError: a rank is gone.
@@ -128,16 +131,16 @@ class CoordinatedDispatcher:
         return CoordinatedJourney(self, tokens)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
-        """Not asked for: nobody reads losses and counts here."""
+        """Value unchanged: losses and counts are not used here."""
         return value
 
 
 class CoordinatedJourney:
-    """The tokens of a rank's group on their way. A `RoundTrip`.
+    """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`.
 
     Args:
-        dispatcher: whose way they go.
-        tokens: of the group, the same on all of its ranks.
+        dispatcher: dispatcher of the tokens.
+        tokens: tokens of the group, the same on all of its ranks.
     """
 
     def __init__(self, dispatcher: CoordinatedDispatcher, tokens: Dispatched) -> None:
@@ -162,7 +165,7 @@ class CoordinatedJourney:
             )
 
     def _own(self) -> Dispatched:
-        """What this rank sends of its group's tokens."""
+        """Part of the group's tokens that this rank sends."""
         if not self._way.is_split or self._way.groups.row.size == 1:
             return self._padded
         begin, p = self._way.groups.row.rank * self._each, self._padded
@@ -172,10 +175,10 @@ class CoordinatedJourney:
         return Dispatched(x_TD, ids_TK, weights_TK)
 
     def advance(self) -> None:
-        """All is under way."""
+        """Do nothing: all communication has started."""
 
     def finish(self, experts: Experts) -> Tensor:
-        """Compute this rank's experts for the tokens of its column, and bring the sums home.
+        """Compute this rank's experts for the tokens of its column, and combine the results.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -198,7 +201,7 @@ class CoordinatedJourney:
             return (_in_slot_order(y_TD, self._top_k) if way.is_exact else y_TD).to(self._dtype)
 
     def _here(self, tokens: Dispatched) -> Dispatched:
-        """Tokens with ids counted from this rank's first expert; choices of other ranks' experts are none here."""
+        """Tokens with ids counted from this rank's first expert; choices of other ranks' experts become no choice."""
         way = self._way
         ids_TK = tokens.expert_ids_TK
         if way.tables is not None:
@@ -217,11 +220,11 @@ class CoordinatedJourney:
         )
 
     def _home(self, y_RD: Tensor) -> Tensor:
-        """The sums of the column's ranks for what this rank sent."""
+        """Sums over the column's ranks for the tokens that this rank sent."""
         column = self._way.groups.column
         if column.size == 1:
             return y_RD
-        # sizes of each, though they are the same: on a CPU both directions of a link are then used at once
+        # explicit sizes, though all are equal: on a CPU both directions of a link are then used at once
         sizes = [len(y_RD) // column.size] * column.size
         where = f"{self._way.layer}, combine"
         rows, pending = start_all_to_all(y_RD, sizes, sizes, column, where=where)
@@ -230,32 +233,32 @@ class CoordinatedJourney:
 
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
-    """The experts' parameters in the type of their tokens, where a CPU without products of their own type takes another; else None."""
+    """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
     if not isinstance(experts, GroupedExperts) or experts.w_in.dtype == dtype:
         return None
     return ExpertParameters(experts.weights().to(dtype))
 
 
 def _added(parts_PTD: Tensor) -> Tensor:
-    """(T, D): the ranks' sums for the same tokens, added in FP32 (FP64 for FP64) in the order of the ranks."""
+    """(T, D): the ranks' sums for the same tokens, added in FP32 (FP64 for FP64) in rank order."""
     return parts_PTD.to(accumulate_dtype(parts_PTD.dtype)).sum(0).to(parts_PTD.dtype)
 
 
 def _in_slot_order(y_ND: Tensor, top_k: int) -> Tensor:
-    """(T, D): sums over the choices of each token, as one process makes them."""
+    """(T, D): sums over the choices of each token, in the order of one process."""
     rows_N = torch.arange(len(y_ND), dtype=torch.int32, device=y_ND.device)
     offsets = torch.tensor([0, len(y_ND)], dtype=torch.int32, device=y_ND.device)
     return sum_rows(y_ND, offsets, rows_N, top_k)
 
 
 def _packed(tokens: Dispatched) -> Tensor:
-    """(T, bytes): tokens, weights and ids in one tensor, so that they are one message; ids as numbers of 4 bytes."""
+    """(T, bytes): tokens, weights and ids (int32) in one tensor, to be sent as one message."""
     columns = (tokens.x_TD, tokens.weights_TK, tokens.expert_ids_TK.to(torch.int32))
     return torch.cat([one.contiguous().view(torch.uint8) for one in columns], 1)
 
 
 def _unpacked(packed: Tensor, like: Dispatched) -> Dispatched:
-    """What `_packed` packed."""
+    """Inverse of `_packed`."""
     columns = (like.x_TD, like.weights_TK, like.expert_ids_TK.to(torch.int32))
     sizes = [one.shape[1] * one.element_size() for one in columns]
     x, weights, ids = (

@@ -1,4 +1,4 @@
-"""Expert parallelism behind the layer's dispatcher protocol: an exchange moves tokens, a storage gathers weights."""
+"""Expert parallelism as a `TokenDispatcher`: an exchange moves tokens (all-to-all), a storage gathers weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,23 +56,23 @@ from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
 _never_compiled = torch._disable_dynamo
-"""Collectives are no graph, and what a call decides changes; the public name would import the compiler."""
+"""Disables torch.compile: collectives cannot be traced, and decisions change per call. The public name would import the compiler."""
 
 PIECE_BYTES = 1 << 20
 MAX_PIECES = 8
-"""Across nodes tokens go in pieces of so many bytes, but not in more pieces than these."""
+"""Pieces of tokens sent across nodes have about PIECE_BYTES each, and there are at most MAX_PIECES."""
 
 
 class SpreadJourney:
-    """Tokens and weights on their way to each other. A `RoundTrip`.
+    """Dispatch of tokens and gather of weights of one call, under way. A `RoundTrip`.
 
     Args:
-        outbounds: the tokens, in one part or several: while the experts compute on one, the next travels out and the one
-            before travels home.
-        storage: of the weights.
-        gathered: weights that are being gathered; None: the experts have their own.
-        staying: the choices of hot experts, computed while tokens travel; None: there are none.
-        when_over: each is told of the result, at the end of the forward.
+        outbounds: dispatch handles of the parts of the tokens. While experts compute one part, the next is dispatched
+            and the one before is combined.
+        storage: storage of the weights.
+        gathered: weights that are being gathered; None: the experts use their own.
+        staying: choices of hot experts, computed while tokens travel; None: no hot experts.
+        when_over: callbacks that receive the result at the end of the forward.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SpreadJourney:
 
     @_never_compiled
     def advance(self) -> None:
-        """Send the rows, as soon as the other ranks have said how many to expect.
+        """Send the rows once the other ranks' row counts are known.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -98,7 +98,7 @@ class SpreadJourney:
 
     @_never_compiled
     def finish(self, experts: Experts) -> Tensor:
-        """Run the experts on the tokens of all ranks, and add up the partial sums that come home.
+        """Run the experts on the tokens received, and combine the partial sums that are sent back.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -118,15 +118,15 @@ class SpreadJourney:
                 tokens = outbound.finish()
             given = parameters
             if outbound is outbounds[0] and gathered is not None and parameters is not None:
-                # in the backward it is last, when no other part's products are left to fill the time of its exchange
+                # in the backward this part is last: no other part's matmuls are left to hide its exchange
                 given = gathered.late(parameters) if outbound.travels else parameters
             y_RD = apply_experts(experts, tokens, given)
             with phase("combine"):
-                if gathered is not None and following is None:  # the backward begins here
+                if gathered is not None and following is None:  # the backward starts at this output
                     gathered.announce_backward(y_RD)
                 under_way.append(outbound.start_home(y_RD))
                 under_way[-1].advance()
-                # one later, so that the backward, in the opposite order, sends gradients one ahead as well
+                # combine one part late, so that the backward, in reverse order, also sends gradients one part ahead
                 found += [homebound.finish() for homebound in under_way[:-1]]
                 del under_way[:-1]
         with phase("combine"):
@@ -139,23 +139,24 @@ class SpreadJourney:
 
 
 class ExpertDispatcher:
-    """Routes tokens over the ranks that hold a layer's experts. A `TokenDispatcher`.
+    """Dispatches tokens to the ranks that hold a layer's experts. A `TokenDispatcher`.
 
     Args:
-        storage: of the experts' parameters.
+        storage: storage of the experts' parameters.
         num_experts: E.
-        way: how tokens travel unless a call says otherwise; what it leaves open: over all ranks of one copy, at once, flat.
-            Where all ranks that share tokens are on one node, or each on its own, hierarchical is flat.
-        fixed_tokens: None: ragged exchanges, whose sizes the host waits for. A number: no rank has more tokens in a
-            call; every rank sends that many to each, so that the host never waits: for decoding a few tokens at a time.
-        nodes: the node of each rank of the world; None: as torchrun started them.
-        network: that the cost model of all_to_all="auto" assumes.
-        exchanges: makes the exchange of a route; None: the one of this package that fits.
-        dispatch_dtype: how tokens travel to their experts: in their own type ("same"), or in 8 bits with a scale for every
-            128 elements ("int8", "float8_e4m3"). What comes home, and gradients, travel in their own type.
+        way: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat. Hierarchical
+            equals flat where all ranks that share tokens are on one node, or each on its own node.
+        fixed_tokens: None: ragged exchanges, whose sizes the host waits for. A number: bound on the tokens of a rank
+            per call. Every rank sends that many to each rank and the host never waits: for decoding a few tokens at a
+            time.
+        nodes: node of each rank of the world; None: from torchrun.
+        network: links for the cost model of all_to_all="auto".
+        exchanges: factory of the exchange of a route; None: chosen among `Alone`, `Fixed`, `Hierarchical` and `Ragged`.
+        dispatch_dtype: dtype of dispatched tokens: their own ("same"), or 8 bits with a scale per 128 elements ("int8",
+            "float8_e4m3"). Outputs and gradients travel in their own dtype.
 
     Raises:
-        ConfigError: route_degree does not divide the ranks, an option has no such value, or does not go with another.
+        ConfigError: route_degree does not divide the ranks, an option has no such value, or two options conflict.
     """
 
     def __init__(
@@ -192,11 +193,11 @@ class ExpertDispatcher:
         self.usual = usual
 
     def exchange(self, route_degree: int | None = None, *, is_flat: bool | None = None) -> Exchange:
-        """What moves tokens under a split; every rank must ask when a split is used first.
+        """Exchange of tokens for a route_degree, created on first use; every rank must call when it is first used.
 
         Args:
-            route_degree: of the split; None: the usual one.
-            is_flat: straight, or between nodes first; None: as is usual.
+            route_degree: ranks that tokens travel over; None: the default.
+            is_flat: flat (True) or hierarchical all-to-all; None: the default.
 
         Raises:
             ConfigError: route_degree does not divide the ranks.
@@ -212,7 +213,7 @@ class ExpertDispatcher:
 
     @property
     def tokens_are_replicated(self) -> bool:
-        """Whether every rank has all tokens, for inference."""
+        """Whether every rank has all tokens (inference)."""
         return self.exchanges is AllReduceExchange
 
     def _usual_exchange(self, route: Route, *, is_flat: bool) -> Exchange:
@@ -228,11 +229,11 @@ class ExpertDispatcher:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The node of each rank of the world; every rank must ask."""
+        """Node of each rank of the world; every rank must call."""
         return self.storage.world.nodes() if self._nodes is None else self._nodes
 
     def _nodes_of(self, route: Route) -> Nodes:
-        """Where the ranks of a route lie; every rank must ask, because groups are made."""
+        """Nodes of the ranks of a route; every rank must call, because process groups are created."""
         W, node_of = self.storage.degrees.num_ranks, self.nodes
         cells: dict[tuple[int, int, int], list[int]] = {}
         for copy in range(self.storage.num_replicas):
@@ -260,9 +261,9 @@ class ExpertDispatcher:
 
     @_never_compiled
     def sum_over_processes(self, value: Tensor) -> Tensor:
-        """Sum over all ranks, copies of the experts included; the first of a call are the choices of each expert.
+        """Sum over all ranks, replicas of the experts included; the first value of a call is the number of choices per expert.
 
-        Where all ranks have the same tokens, theirs are those of all.
+        Where all ranks have the same tokens, each rank's value is the sum already.
         """
         if self.tokens_are_replicated:
             return value
@@ -279,7 +280,7 @@ class ExpertDispatcher:
         return total
 
     def _check(self, way: DispatchOptions) -> None:
-        """Refuse what no call can have.
+        """Raise ConfigError for options that no call can have.
 
         Raises:
             ConfigError: see `start`.
@@ -293,7 +294,7 @@ class ExpertDispatcher:
 
     @_never_compiled
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> SpreadJourney:
-        """Send tokens to their experts, and begin to gather weights; see `TokenDispatcher`.
+        """Start to dispatch tokens and to gather weights; see `TokenDispatcher`.
 
         Raises:
             ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, there are fewer experts than
@@ -314,7 +315,7 @@ class ExpertDispatcher:
         replicated = self.storage.replicate(hot, cast) if hot else None
         gathered = self.storage.start_gather(exchange.route.split, cast)
         if cast is not None and self.storage.casts_tokens:
-            # the experts would do so; on the way it is half the bytes
+            # the experts cast in any case; casting first halves the bytes sent
             tokens = replace(tokens, x_TD=x_TD.to(cast))
         staying = None
         if replicated is not None:
@@ -324,14 +325,14 @@ class ExpertDispatcher:
         return SpreadJourney(outbounds, self.storage, gathered, staying, when_over)
 
     def _choose(self, way: DispatchOptions, tokens: Dispatched) -> "Chosen":
-        """What a call does; in the repetition of a forward (activation checkpointing) what that did."""
+        """Options of a call; a forward repeated by activation checkpointing gets the options of its first run."""
         self.load.begin(is_again=in_backward())
         if in_backward():
             return self._repetitions.chosen()
         self._check(way)
         top_k, factor = tokens.expert_ids_TK.shape[1], tokens.capacity_factor
         usual = self.usual
-        if self.chooser is not None and way == AS_USUAL:  # a call that says how it goes is no trial
+        if self.chooser is not None and way == AS_USUAL:  # a call with explicit options is no trial
             usual = self.chooser.way(self, top_k, factor)
         route_degree, num_parts, all_to_all, replicated = [
             mine if given is None else given
@@ -347,12 +348,12 @@ class ExpertDispatcher:
         return Chosen(route_degree, num_parts, is_flat, hot, num_pieces)
 
     def num_pieces(self, top_k: int, x_TD: Tensor, num_parts: int) -> int:
-        """Pieces in which a part of a call's tokens goes across nodes; the same on all ranks.
+        """Number of pieces in which a part of the tokens crosses nodes; the same on all ranks.
 
         Args:
             top_k: K.
-            x_TD: of the call; only its width and type count, because ranks may have different numbers of tokens.
-            num_parts: of the call.
+            x_TD: tokens of the call; only D and the dtype are used, because T may differ between ranks.
+            num_parts: number of parts of the call.
         """
         load = self.load.token_load(top_k)
         num_tokens = FIRST_TOKENS if load is None else load.num_tokens
@@ -360,7 +361,7 @@ class ExpertDispatcher:
         return max(1, min(round(size / PIECE_BYTES), MAX_PIECES))
 
     def _faster(self, route_degree: int, tokens: Dispatched) -> str:
-        """The faster all-to-all by the cost model, from numbers that all ranks have in common."""
+        """Faster all-to-all by the cost model, from numbers that are equal on all ranks."""
         if route_degree == 1 or self.exchanges is not None:
             return "flat"
         route = route_shape(make_split(self.storage.degrees, route_degree), self.nodes)
@@ -396,18 +397,18 @@ def spread_experts(
     offload: bool = False,
     prefetcher: Prefetcher | None = None,
 ) -> ExpertDispatcher:
-    """Spread the experts of one layer over ranks, in place. Every rank must call.
+    """Shard the experts of one layer over ranks, in place. Every rank must call.
 
-    The layer then expects each rank's own tokens; router, shared experts and residual MLP stay as they are, and their
-    gradients are this rank's share (sum them over ranks). The loss of all is the sum of the ranks' losses.
+    The layer then takes each rank's own tokens. Router, shared experts and residual MLP are unchanged; their gradients
+    are this rank's part and must be summed over ranks. The total loss is the sum of the ranks' losses.
 
     Args:
-        layer: with the same parameters on all ranks, or on the meta device. Of experts that are modules of the user's, each
-            rank keeps some as they are.
+        layer: with the same parameters on all ranks, or on the meta device. If experts are user modules, each rank
+            keeps some of them unchanged.
         world: the ranks.
-        num_replicas: copies of the experts; each is spread over world.size / num_replicas ranks.
+        num_replicas: replicas of the experts; each is sharded over world.size / num_replicas ranks.
         es_degree: slices of each expert; None: as few as possible.
-        order: which ranks hold which part, see `ExpertDegrees`.
+        order: assignment of parts to ranks, see `ExpertDegrees`.
         route_degree: see `DispatchOptions`.
         keep: see `ExpertStorage`.
         fixed_tokens: see `ExpertDispatcher`.
@@ -418,16 +419,16 @@ def spread_experts(
         network: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
         dispatch_dtype: see `ExpertDispatcher`.
-        offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
-            backend for the CPU then. Build the optimiser afterwards.
-        prefetcher: one for all layers of a model that run one after the other, so that weights are gathered one layer
-            ahead; None: they are gathered when the layer is called.
+        offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups then
+            need a CPU backend. Build the optimizer afterwards.
+        prefetcher: shared by all layers of a model, so that weights are gathered one layer ahead; None: weights are
+            gathered when the layer is called.
 
     Returns:
-        The dispatcher that the layer now has.
+        The new dispatcher of the layer.
 
     Raises:
-        ConfigError: the degrees do not fit, or the layer is spread already.
+        ConfigError: the degrees do not fit, or the layer is sharded already.
     """
     way = DispatchOptions(route_degree, overlap_degree, all_to_all, replicated_experts)
     degrees = check_spread(

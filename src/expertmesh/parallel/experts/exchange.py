@@ -1,10 +1,11 @@
-"""How tokens reach the ranks of their experts and come home: `Alone`, `AllReduceExchange`, `Fixed` and `Ragged`.
+"""Exchanges that dispatch tokens to the ranks of their experts and combine the results: `Alone`, `AllReduceExchange`, `Fixed` and `Ragged`.
 
-An exchange starts and finishes two moves, out (`start`, `DispatchHandle.finish`) and home (`DispatchHandle.start_home`, `CombineHandle.finish`).
-What runs between a start and its finish hides the travel, in the backward too. A start never waits for another rank.
+An exchange has two asynchronous moves, dispatch (`start`, `DispatchHandle.finish`) and combine
+(`DispatchHandle.start_home`, `CombineHandle.finish`). Work between a start and its finish overlaps with communication,
+also in the backward. A start never waits for another rank.
 
-A token goes once to each rank that holds an expert of its choice (once to each slice of one, where experts are
-sliced), with its ids and weights; the rank returns one partial sum for it. Capacity and drops are settled before.
+A token is sent once to each rank that holds one of its experts (once to each slice, where experts are sliced), with its
+expert ids and routing weights; the rank returns one partial sum for it. Capacity and drops are decided before.
 """
 
 from abc import ABC, abstractmethod
@@ -33,16 +34,16 @@ from expertmesh.parallel.experts.tables import on_device
 
 @dataclass(frozen=True)
 class Route:
-    """The ranks that one split lets tokens travel over.
+    """Ranks that tokens travel over under one split.
 
     Attributes:
-        split: the split that the route serves.
+        split: the split.
         group: ranks that share their tokens.
         num_experts: E.
         first_expert: global id of the first expert that this rank computes.
         places: rank in the group of [block of experts][slice].
         layer: name for errors and the byte counter.
-        payload: how tokens travel out.
+        payload: dtype of dispatched tokens.
     """
 
     split: RouteSplit
@@ -55,62 +56,62 @@ class Route:
 
     @property
     def num_local(self) -> int:
-        """Experts that this rank computes."""
+        """Number of experts that this rank computes."""
         return self.num_experts // self.split.route_e
 
     def blocks(self, ids_TK: Tensor) -> Tensor:
-        """The block of experts of each choice; `split.route_e` for no choice."""
+        """Block of experts of each choice; `split.route_e` for no choice."""
         return torch.where(ids_TK < self.num_experts, ids_TK // self.num_local, self.split.route_e)
 
     def local_ids(self, ids_RK: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Ids counted from a rank's first expert, `num_local` for those of other ranks; and which are the rank's own."""
+        """Ids counted from a rank's first expert (`num_local` for other ranks' experts), and a mask of the rank's own choices."""
         local_RK = ids_RK - first
         own_RK = (local_RK >= 0) & (local_RK < self.num_local)
         return torch.where(own_RK, local_RK, self.num_local), own_RK
 
     def own(self, tokens: Dispatched) -> Dispatched:
-        """Tokens with ids counted from this rank's first expert; choices of other ranks' experts are none here."""
+        """Tokens with ids counted from this rank's first expert; choices of other ranks' experts become no choice."""
         local_RK, own_RK = self.local_ids(tokens.expert_ids_TK, self.first_expert)
         return replace(tokens, expert_ids_TK=local_RK, weights_TK=tokens.weights_TK * own_RK)
 
     def send(
         self, both_RK: Tensor, x_RD: Tensor, counts: Counts, group: RankGroup, purpose: str
     ) -> tuple[AsyncTensor, AsyncTensor]:
-        """Send rows out, and what `choices_of_rows` gave them, which is not rounded."""
+        """Start to send rows, and their weights and ids from `choices_of_rows`, which are never sent in 8 bits."""
         where = f"{self.layer}, {purpose}"
         both = in_flight_all_to_all(both_RK, counts, group, where=where)
         x = in_flight_all_to_all(x_RD, counts, group, where=where, payload=self.payload)
         return both, x
 
     def arrived(self, both_RK: Tensor, x_RD: Tensor, max_rows: int | None = None) -> Dispatched:
-        """Rows of other ranks with what `choices_of_rows` gave them, as this rank's `own`."""
+        """Received rows with their weights and ids, as tokens of this rank's experts."""
         weights_RK, ids_RK = both_RK.tensor_split(2, 1)
         return self.own(Dispatched(x_RD, ids_RK.detach().to(torch.int64), weights_RK, max_rows))
 
 
 class CombineHandle(Protocol):
-    """Partial sums on their way home: the second half of an exchange (combine)."""
+    """Combine under way: partial sums that are sent back."""
 
     def advance(self) -> None:
-        """Send on what waits at a rank between; `finish` does it if nobody did."""
+        """Start the next stage of communication; `finish` calls this if nobody did."""
 
     def finish(self) -> Tensor:
-        """Wait for them and add them per token, in FP32 (FP64 for FP64) and a fixed order; (T, D)."""
+        """Wait for the partial sums and add them per token, in FP32 (FP64 for FP64) and a fixed order; (T, D)."""
 
 
 class DispatchHandle(ABC):
-    """Tokens on their way to their experts: the first half of an exchange (dispatch)."""
+    """Dispatch under way: tokens that are sent to their experts."""
 
     travels = True
-    """Whether there is a way that something could hide."""
+    """Whether communication takes place that computation could hide."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Send what had to wait for numbers of other ranks, and wait for these; `finish` does it if nobody did."""
+        """Wait for the row counts of other ranks, and send the rows; `finish` calls this if nobody did."""
 
     @abstractmethod
     def finish(self) -> Dispatched:
-        """Wait for the tokens of all ranks; their ids are local then.
+        """Wait for the tokens of all ranks; returns them with local expert ids.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -118,56 +119,57 @@ class DispatchHandle(ABC):
 
     @abstractmethod
     def start_home(self, y_RD: Tensor) -> CombineHandle:
-        """Send a partial sum for each token that arrived back to where it came from."""
+        """Start to send the partial sum of each received token back to its rank."""
 
 
 Outbound = DispatchHandle
-"""Its former name, which exchanges of one's own may import."""
+"""Former name of `DispatchHandle`, kept for user-defined exchanges."""
 
 
 class Exchange:
-    """Moves tokens over the ranks of one route. Every rank of it must call, in the same order. An heir has `start` or `start_parts`.
+    """Dispatches and combines tokens over the ranks of one route. All of its ranks must call, in the same order.
+    Subclasses define `start` or `start_parts`.
 
     Args:
-        route: of the tokens.
+        route: ranks of the tokens.
     """
 
     def __init__(self, route: Route) -> None:
         self.route = route
 
     def start(self, tokens: Dispatched) -> DispatchHandle:
-        """Send tokens out; returns without waiting for other ranks.
+        """Start the dispatch of tokens, without waiting for other ranks.
 
         Args:
-            tokens: of this rank, with global ids.
+            tokens: tokens of this rank, with global expert ids.
         """
         return self.start_parts(tokens, 1)[0]
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Send tokens out in parts that travel one by one.
+        """Start the dispatch of tokens in parts that travel one after the other.
 
         Args:
-            tokens: of this rank, with global ids; some parts may have none.
-            num_parts: the same on all ranks.
-            num_pieces: in which a part goes where its way has several stages, so that these overlap; the same on all
+            tokens: tokens of this rank, with global expert ids; some parts may be empty.
+            num_parts: number of parts, the same on all ranks.
+            num_pieces: number of pieces of a part, where dispatch has several stages that can overlap; the same on all
                 ranks.
 
         Returns:
-            One for each part, in the order of the tokens; fewer where nothing travels.
+            One handle per part, in the order of the tokens; fewer where no tokens travel.
         """
         return [self.start(part) for part in split(tokens, part_sizes(tokens, num_parts))]
 
 
 def part_sizes(tokens: Dispatched, num_parts: int) -> list[int]:
-    """Sizes of parts of some tokens, equal but for one token."""
+    """Sizes of parts of the tokens, equal up to one token."""
     T = len(tokens.x_TD)
     return [T * (i + 1) // num_parts - T * i // num_parts for i in range(num_parts)]
 
 
 def split(tokens: Dispatched, sizes: Sequence[int]) -> list[Dispatched]:
-    """Cut tokens into consecutive parts of these sizes, differentiably."""
+    """Consecutive parts of tokens with given sizes, differentiable."""
     if len(sizes) == 1:
         return [tokens]
     columns = (tokens.x_TD, tokens.expert_ids_TK, tokens.weights_TK)
@@ -177,13 +179,13 @@ def split(tokens: Dispatched, sizes: Sequence[int]) -> list[Dispatched]:
 
 @dataclass(frozen=True)
 class _Summed:
-    """Rows on their way home, and how they are added."""
+    """Combine of rows with a function that adds them."""
 
     rows: AsyncTensor
     add: Callable[[Tensor], Tensor]
 
     def advance(self) -> None:
-        """All is under way."""
+        """Do nothing: all communication has started."""
 
     def finish(self) -> Tensor:
         return self.add(self.rows.finish())
@@ -194,7 +196,7 @@ class _LocalCombine:
     y_TD: Tensor
 
     def advance(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no communication."""
 
     def finish(self) -> Tensor:
         return self.y_TD
@@ -207,7 +209,7 @@ class _LocalDispatch(DispatchHandle):
         self._tokens = tokens
 
     def advance(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no communication."""
 
     def finish(self) -> Dispatched:
         return self._tokens
@@ -217,28 +219,28 @@ class _LocalDispatch(DispatchHandle):
 
 
 class Alone(Exchange):
-    """This rank has all experts of its tokens: nothing moves."""
+    """Exchange for a rank that has all experts of its tokens: no communication."""
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Keep the tokens, together."""
+        """Keep all tokens in one part."""
         return [_LocalDispatch(tokens)]
 
 
 class AllReduceExchange(Exchange):
-    """Every rank has the same tokens: each computes what its experts, or its slices of them, give to all, and every rank adds up all.
+    """Exchange of ranks that all have the same tokens: each computes its experts, or slices of them, and the results are summed over ranks.
 
-    For inference: one exchange per layer, nothing that a host would wait for, and the same bits on all ranks.
+    For inference: one collective per layer, no host synchronization, and the same bits on all ranks.
     """
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Keep the tokens, together.
+        """Keep all tokens in one part.
 
         Raises:
-            ConfigError: gradients would be asked for, which came out once for every rank.
+            ConfigError: gradients are enabled, which would be counted once per rank.
         """
         if torch.is_grad_enabled() and (
             tokens.x_TD.requires_grad or tokens.weights_TK.requires_grad
@@ -257,7 +259,7 @@ class _AllReduceDispatch(DispatchHandle):
         self._route, self._tokens = route, tokens
 
     def advance(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no communication."""
 
     def finish(self) -> Dispatched:
         return self._route.own(self._tokens)
@@ -268,11 +270,11 @@ class _AllReduceDispatch(DispatchHandle):
 
 
 class Fixed(Exchange):
-    """Every rank sends equally many tokens to each: the host never waits. For decoding a few tokens at a time.
+    """Exchange of fixed size: every rank sends equally many tokens to each, so the host never waits. For decoding a few tokens at a time.
 
     Args:
-        route: of the tokens.
-        bound: no rank has more tokens in a call.
+        route: ranks of the tokens.
+        bound: maximum number of tokens of a rank per call.
     """
 
     def __init__(self, route: Route, bound: int) -> None:
@@ -282,7 +284,7 @@ class Fixed(Exchange):
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Send all tokens to every rank, which leaves those of others alone; each part padded to its part of the bound.
+        """All-gather the tokens, each part padded to its share of the bound; ranks skip choices of other ranks' experts.
 
         Raises:
             ConfigError: there are more tokens than the bound.
@@ -305,7 +307,7 @@ class _FixedDispatch(DispatchHandle):
         self._route, self._num_tokens = route, len(tokens.x_TD)
         missing = (0, 0, 0, bound - self._num_tokens)
         where = f"{route.layer}, dispatch"
-        # The value is an id beyond all experts, and a weight that nobody uses.
+        # The padding value is an id beyond all experts, and an unused weight.
         both_BK = nn.functional.pad(
             weights_and_ids(tokens.weights_TK, tokens.expert_ids_TK),
             missing,
@@ -316,7 +318,7 @@ class _FixedDispatch(DispatchHandle):
         self._x = in_flight_all_gather(x_BD, route.group, where=where)
 
     def advance(self) -> None:
-        """All is under way."""
+        """Do nothing: all communication has started."""
 
     def finish(self) -> Dispatched:
         both_RK, x_RD = (move.finish().flatten(0, 1) for move in (self._both, self._x))
@@ -332,17 +334,17 @@ class _FixedDispatch(DispatchHandle):
 
 
 def _added(parts_PTD: Tensor) -> Tensor:
-    """(T, D): the ranks' sums for the same tokens, added in FP32 (FP64 for FP64) in the order of the ranks."""
+    """(T, D): the ranks' sums for the same tokens, added in FP32 (FP64 for FP64) in rank order."""
     return parts_PTD.to(accumulate_dtype(parts_PTD.dtype)).sum(0).to(parts_PTD.dtype)
 
 
 class Ragged(Exchange):
-    """Every rank sends each as many rows as it has for it; the host waits for their numbers, once."""
+    """Exchange of ragged size: each rank sends the rows that another needs; the host waits once, for the row counts."""
 
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Tell the other ranks how many rows to expect, in one exchange for all parts; `DispatchHandle.advance` sends them."""
+        """Exchange row counts once for all parts; `DispatchHandle.advance` sends the rows."""
         parts = split(tokens, part_sizes(tokens, num_parts))
         found = [_RaggedDispatch(self.route, part) for part in parts]
         counts_PC = torch.cat([part.counts_PC for part in found], 1)
@@ -368,13 +370,13 @@ class _RaggedDispatch(DispatchHandle):
         self._rows: tuple[AsyncTensor, AsyncTensor] | None = None
 
     def _new_counts_PC(self, block_TK: Tensor) -> Tensor:  # noqa: N802
-        """Rows to each rank, and live slots, so that the receiver can size its buffers."""
+        """(P, 2): rows sent to each rank, and their live slots, from which the receiver sizes its buffers."""
         rows_P = self._metadata.offsets_E.diff().to(torch.int64)
         slots_P = slots_of_ranks(block_TK, self._places_BQ)
         return torch.stack((rows_P, slots_P), 1)
 
     def _counts(self) -> list[Counts]:
-        """Of rows and of slots."""
+        """Counts of rows, and of live slots."""
         return self.numbers.finish()[self.column : self.column + 2]
 
     def advance(self) -> None:
@@ -400,7 +402,7 @@ class _RaggedDispatch(DispatchHandle):
 
 
 def slots_of_ranks(block_TK: Tensor, places_BQ: Tensor) -> Tensor:
-    """(P,) choices that each rank of a route computes, of `Route.blocks` and the ranks' places."""
+    """(P,) choices that each rank of a route computes, from `Route.blocks` and the ranks' places."""
     num_blocks, num_slices = places_BQ.shape
     slots_B = count_all_choices(block_TK, num_blocks)
     slots_P = torch.empty(num_blocks * num_slices, dtype=torch.int64, device=block_TK.device)
@@ -409,24 +411,24 @@ def slots_of_ranks(block_TK: Tensor, places_BQ: Tensor) -> Tensor:
 
 
 def at_least_fp32(weights_TK: Tensor) -> Tensor:
-    """Routing weights as they travel: FP32, or FP64 if they are."""
+    """Routing weights in the dtype in which they are sent: FP32, or FP64 for FP64."""
     return weights_TK if weights_TK.dtype == torch.float64 else weights_TK.float()
 
 
 def choices_of_rows(tokens: Dispatched, metadata: RouteMetadata) -> Tensor:
-    """(R, 2K) weights and global ids of each row, which are exact in FP32 up to 2^24."""
+    """(R, 2K) routing weights and global expert ids of each row; ids are exact in FP32 up to 2^24."""
     weights_RK = permute(at_least_fp32(tokens.weights_TK), metadata)
     return weights_and_ids(weights_RK, tokens.expert_ids_TK[metadata.token_of_row_N])
 
 
 def weights_and_ids(weights_RK: Tensor, ids_RK: Tensor) -> Tensor:
-    """(R, 2K): both in one tensor, because they travel together."""
+    """(R, 2K): weights and ids in one tensor, sent as one message."""
     weights_RK = at_least_fp32(weights_RK)
     return torch.cat((weights_RK, ids_RK.to(weights_RK.dtype)), 1)
 
 
 def only_rows(metadata: RouteMetadata, num_rows: int) -> RouteMetadata:
-    """The metadata without what is behind the last live row."""
+    """Metadata of the first `num_rows` rows."""
     return replace(
         metadata,
         token_of_row_N=metadata.token_of_row_N[:num_rows],
@@ -435,7 +437,7 @@ def only_rows(metadata: RouteMetadata, num_rows: int) -> RouteMetadata:
 
 
 def destinations(block_TK: Tensor, places_BQ: Tensor, none: int) -> Tensor:
-    """(T, J) ranks that each token goes to, each once, and `none` in empty places.
+    """(T, J) ranks that each token goes to, each once; unused entries hold `none`.
 
     Args:
         block_TK: block of experts of each choice; route_e for no choice.

@@ -1,4 +1,4 @@
-"""Whether the experts of a layer can be spread as they are asked to be, before anything is changed."""
+"""Checks that the experts of a layer can be sharded with given options, before anything is changed."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -28,26 +28,26 @@ def check_spread(
     dispatch_dtype: DispatchDtype = "same",
     offload: bool = False,
 ) -> ExpertDegrees:
-    """How the experts of a layer lie on the ranks of one copy; see `spread_experts` for the arguments.
+    """Degrees of a layer's experts on the ranks of one replica; see `spread_experts` for the arguments.
 
     Args:
-        layer: as it is before it is spread.
-        num_ranks: of the world.
-        num_replicas: copies of the experts.
+        layer: the layer before it is sharded.
+        num_ranks: number of ranks of the world.
+        num_replicas: replicas of the experts.
         es_degree: slices of each expert.
-        order: of the parts.
-        keep: how long gathered weights live.
-        way: how tokens travel.
+        order: assignment of parts to ranks.
+        keep: lifetime of gathered weights.
+        way: dispatch options.
         fixed_tokens: bound on the tokens of a call.
-        nodes: the node of each rank.
-        dispatch_dtype: how tokens travel to their experts.
+        nodes: node of each rank.
+        dispatch_dtype: dtype of dispatched tokens.
         offload: whether parameters rest in host memory.
 
     Raises:
-        ConfigError: the degrees do not fit, an option has no such value, or the layer is spread already.
+        ConfigError: the degrees do not fit, an option has no such value, or the layer is sharded already.
     """
     name, experts = f"layer {layer.layer_index}", layer.experts
-    if hasattr(layer.dispatcher, "storage"):  # an `ExpertDispatcher`, which is above
+    if hasattr(layer.dispatcher, "storage"):  # an `ExpertDispatcher`, whose module imports this one
         raise ConfigError(
             f"the experts of layer {layer.layer_index} are spread already; spread a layer, or a model with it, once"
         )
@@ -87,10 +87,10 @@ def check_spread(
 def check_dispatch(
     dispatch_dtype: str, *, nodes: Sequence[int] | None, fixed_tokens: int | None, num_ranks: int
 ) -> None:
-    """Refuse what no dispatcher can have; see `ExpertDispatcher`.
+    """Check options of a dispatcher; see `ExpertDispatcher`.
 
     Raises:
-        ConfigError: an option has no such value, or does not go with another.
+        ConfigError: an option has no such value, or two options conflict.
     """
     check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
     if nodes is not None and len(nodes) != num_ranks:
@@ -108,16 +108,16 @@ def check_dispatch(
 def check_way(
     way: DispatchOptions, *, num_experts: int, stay: str, fixed_tokens: int | None
 ) -> None:
-    """Refuse what no call can have.
+    """Check dispatch options.
 
     Args:
-        way: of a call, or the usual one.
+        way: options of a call, or the defaults of a dispatcher.
         num_experts: E.
-        stay: what keeps the experts where they are; empty: nothing.
-        fixed_tokens: bound on the tokens of a call; None: none.
+        stay: see `ExpertShards.stay`.
+        fixed_tokens: bound on the tokens of a call; None: no bound.
 
     Raises:
-        ConfigError: an option has no such value, or does not go with another.
+        ConfigError: an option has no such value, or two options conflict.
     """
     if way.overlap_degree is not None and way.overlap_degree < 1:
         raise ConfigError(
@@ -149,6 +149,6 @@ def check_way(
 
 
 def check_word(name: str, value: str, words: Any) -> None:
-    """Raise ConfigError unless an option's value is one of its words, a `Literal`."""
+    """Raise ConfigError unless the value of an option is among the words of a `Literal`."""
     if value not in get_args(words):
         raise ConfigError(f"{name}={value!r}: must be {', '.join(get_args(words))}; choose one")

@@ -1,8 +1,8 @@
-"""How shards of experts' weights become what the operators take, and gradients become shards again.
+"""Gather of expert weights from shards, and reduce-scatter of their gradients to shards.
 
-Gathered shards are used where they lie: the slices of an expert's hidden size go to the operators as a list. Their
-gradients are added by the operators to one buffer that is ordered by rank, so that it is reduced where it lies, too.
-`storage.py` says what is gathered, `prefetch.py` when.
+Gathered shards are used in place: operators take the slices of an expert's hidden size as a list. Operators add
+gradients to one buffer in rank order, so it is reduced in place as well. `storage.py` decides which weights are
+gathered, `prefetch.py` when.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +40,13 @@ SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
 
 
 class ShardSource(GatheredLayer, Protocol):
-    """Who owns shards, and gathers them.
+    """Owner of shards that can be gathered.
 
     Attributes:
         layer: name for errors and the byte counter.
-        names: of the parameters, in the order of their shards.
-        activation: of the experts.
-        replicas: ranks that hold copies of the same shards.
+        names: names of the parameters, in the order of their shards.
+        activation: activation of the experts.
+        replicas: ranks that hold the same shards.
     """
 
     layer: str
@@ -55,22 +55,22 @@ class ShardSource(GatheredLayer, Protocol):
     replicas: RankGroup
 
     def shards(self) -> list[Tensor]:
-        """This rank's part of each parameter."""
+        """Local shard of each parameter."""
 
     @property
     def host(self) -> HostMemory | None:
-        """Where shards rest if not where they are computed with."""
+        """Host memory in which shards rest; None: they rest on the compute device."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the shards of one split lie together on this rank.
+    """Layout of the gathered shards of one split on this rank.
 
     Attributes:
         group: ranks that share their shards.
         order: slice j of part i is the shard of the group's rank order[j][i].
         offset_f: first slice that this rank computes.
-        num_f: slices that there are.
+        num_f: total number of slices.
     """
 
     group: RankGroup
@@ -85,14 +85,14 @@ class Layout:
 
     @property
     def is_by_rank(self) -> bool:
-        """Whether slice after slice is the order of the ranks, so that nothing needs to be copied."""
+        """Whether the order slice by slice equals the rank order, so that no copy is needed."""
         return self.ranks == list(range(len(self.ranks)))
 
     def slices(self, name: str, shards: Tensor) -> tuple[Tensor, ...]:
-        """(n, e', ...) shards of one parameter, by rank -> the slices that the operators take, (parts * e', ...) each.
+        """(n, e', ...) shards of one parameter, by rank -> slices for the operators, (parts * e', ...) each.
 
-        Views of the shards where neighbours in a slice are neighbours among the ranks, else one copy per slice. b_out
-        comes in one piece, with zeros for the columns of other ranks, so that the sum over slices adds each once.
+        Slices are views where the ranks of a slice are neighbours, else one copy per slice. b_out is one tensor, with
+        zeros in the columns of other ranks, so that the sum over slices adds each column once.
         """
         parts = len(self.order[0])
         found = []
@@ -114,9 +114,9 @@ class Layout:
     def by_rank(
         self, name: str, slices: Sequence[Tensor], shard: Tensor, *, is_sum: bool = True
     ) -> Tensor:
-        """The inverse of `slices` for gradients, (n, e', ...); a view where nothing must move.
+        """Inverse of `slices` for gradients, (n, e', ...); a view where possible.
 
-        In a wide type, or in the shard's if they need not be summed over ranks.
+        In the accumulation dtype, or in the shard's if the gradients are not summed over ranks.
         """
         if name == "b_out":
             width = shard.shape[1]
@@ -133,10 +133,10 @@ class Layout:
 
 
 class Gather:
-    """All parameters of a layer on their way to the ranks of one layout, or there."""
+    """Gather of all parameters of a layer to the ranks of one layout."""
 
     def __init__(self, source: ShardSource, layout: Layout, dtype: torch.dtype) -> None:
-        """Launch the collectives; they send the shards as they are now, in this type."""
+        """Launch the collectives, which send the shards as they are now, in `dtype`."""
         self.source, self.layout = source, layout
         where, host = f"{source.layer}, weights", source.host
         with nullcontext() if host is None else host.copying():
@@ -151,12 +151,12 @@ class Gather:
         self._whole: list[tuple[Tensor, ...]] = []
 
     def wait(self) -> list[tuple[Tensor, ...]]:
-        """The slices of every parameter; waits for them the first time."""
+        """Slices of every parameter; the first call waits for the collectives."""
         started, self._started = self._started, []
         host = self.source.host
         for (shards, pending), name in zip(started, self.source.names, strict=False):
-            # Where copies have a stream of their own, what is sent lies in memory of that one: were it not to wait as well, the
-            # next copy could take the memory while it is still being sent.
+            # The sent copy lies in memory of the copy stream. That stream must wait as well: otherwise its next copy
+            # could reuse the memory during the send.
             with nullcontext() if host is None else host.copying():
                 wait(pending)
             if host is not None:
@@ -166,15 +166,15 @@ class Gather:
 
 
 class GradientBuffers:
-    """Where the operators add gradients of gathered weights: FP32 (FP64 for FP64), ordered slice by slice.
+    """Buffers to which operators add gradients of gathered weights: FP32 (FP64 for FP64), ordered slice by slice.
 
-    They take memory from `open` to `close` only, that is while one layer's backward runs. (And for a moment here,
-    because a tensor without memory cannot be made: so they are made once per split.)
+    Memory is allocated from `open` to `close` only, while one layer's backward runs. The constructor allocates it for a
+    moment, because a tensor cannot be created without memory; therefore buffers are created once per split.
 
     Args:
-        source: of the shards.
-        layout: of the weights.
-        device: where the experts are computed.
+        source: owner of the shards.
+        layout: layout of the weights.
+        device: device that computes the experts.
     """
 
     def __init__(self, source: ShardSource, layout: Layout, device: torch.device) -> None:
@@ -195,13 +195,14 @@ class GradientBuffers:
             flat.untyped_storage().resize_(0)
 
     def as_main_grads(self) -> WeightGradients:
-        """The same for the operators."""
+        """Buffers in the form that the operators take."""
         return WeightGradients.of_names(self.slices)
 
     def open(self, names: Sequence[str]) -> None:
-        """Take memory for these parameters' gradients, and set it to zero.
+        """Allocate and zero the gradients of these parameters.
 
-        It is there already after a backward that was not asked for weights' gradients (`torch.autograd.grad` of tokens alone).
+        Memory may exist already, after a backward that did not ask for weight gradients (`torch.autograd.grad` of
+        tokens alone).
         """
         for name in names:
             flat = self._flat[name]
@@ -210,13 +211,13 @@ class GradientBuffers:
         self.is_open = True
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for flat in self._flat.values():
             flat.untyped_storage().resize_(0)
         self.is_open = False
 
     def by_rank(self, name: str, shard: Tensor) -> Tensor:
-        """The sum so far of one parameter's gradient, (n, e', ...) in the order of the ranks."""
+        """Accumulated gradient of one parameter, (n, e', ...) in rank order."""
         if name == "b_out":
             return self._layout.by_rank(name, self.slices[name], shard)
         flat = self._flat[name]
@@ -230,15 +231,15 @@ class GradientBuffers:
 def reduce_gradients(
     source: ShardSource, layout: Layout, whole: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Sum gradients over all ranks, each keeping those of its shards; all of a layer are under way at once.
+    """Reduce-scatter gradients to their shards, and sum them over replicas; all parameters of a layer are reduced concurrently.
 
     Args:
-        source: of the shards.
-        layout: of the gathered weights.
-        whole: (n, e', ...) of every parameter, by rank; None where there is no gradient.
+        source: owner of the shards.
+        layout: layout of the gathered weights.
+        whole: (n, e', ...) gradient of every parameter, by rank; None: no gradient.
 
     Returns:
-        The gradient of each shard, in the wide type, or None.
+        The gradient of each shard, in the accumulation dtype, or None.
     """
     where = f"{source.layer}, weight gradients"
     started = [
@@ -259,17 +260,19 @@ def reduce_gradients(
 
 
 class GatheredWeights:
-    """The weights of one layer in one forward, under one split.
+    """Gathered weights of one layer in one forward, under one split.
 
     Args:
-        source: of the shards.
-        layout: of the split.
-        dtype: that they are gathered in.
-        key: the split and the type, which tell gathers of one layer apart.
-        prefetcher: gathers them again in the backward where they were dropped.
-        buffers: gradient buffers of the layout; several forwards may share them, because backwards run one at a time.
-        drops: whether they live until the experts have run only, and are gathered again in the backward.
-        main_grads: what the gradients of the shards are added to, in the place of `.grad`; asked in each backward.
+        source: owner of the shards.
+        layout: layout of the split.
+        dtype: dtype of the gathered weights.
+        key: split and dtype, which identify gathers of a layer.
+        prefetcher: gathers dropped weights again in the backward.
+        buffers: factory of the layout's gradient buffers; several forwards may share them, because backwards run one at
+            a time.
+        drops: whether weights are freed after the forward, and gathered again in the backward.
+        main_grads: returns the main gradients that shards' gradients are added to instead of `.grad`; called in each
+            backward.
     """
 
     def __init__(
@@ -294,21 +297,21 @@ class GatheredWeights:
         self._late: DeferredWeightGradients | None = None
 
     def start(self, fetch: GatherHandle) -> None:
-        """Take what is gathered for the forward, or its repetition in the backward."""
+        """Set the gather of the forward, or of its repetition in the backward."""
         self._first = fetch
 
     def wait(self) -> GatheredTensors:
-        """What was gathered for the forward; not held here any longer."""
+        """Weights gathered for the forward; this object keeps no reference to them."""
         first, self._first = self._first, None
         assert first is not None, "a parameter changed while its layer was dispatching"
         return first.wait()
 
     def parameters(self, whole: GatheredTensors, *, num_calls: int = 1) -> ExpertParameters:
-        """Gathered weights as parameters of the experts that this rank computes, differentiable.
+        """Parameters of the experts that this rank computes, from gathered weights; differentiable.
 
         Args:
-            whole: the weights.
-            num_calls: of the experts with them, whose gradients are added.
+            whole: the gathered weights.
+            num_calls: calls of the experts with these weights, whose gradients are added.
         """
         flat = list(chain.from_iterable(whole))
         shards = self.source.shards()
@@ -333,14 +336,14 @@ class GatheredWeights:
         return ExpertParameters(weights, context, main)
 
     def late(self, parameters: ExpertParameters) -> ExpertParameters:
-        """The same parameters for one call whose weight gradients are computed after the tokens' have set out for home."""
+        """Parameters for one call whose weight gradients are computed after the tokens' gradients are sent."""
         if not all(self._wanted) or not torch.is_grad_enabled():
             return parameters
         self._late = DeferredWeightGradients()
         return replace(parameters, late=self._late)
 
     def _direct_main_grads(self) -> WeightGradients | None:
-        """The buffers of the shards themselves, where nothing is gathered, summed over copies, or padded."""
+        """Main gradients of the shards, if nothing is gathered, summed over replicas, or padded; else None."""
         alone = self._is_alone and self.source.host is None
         whole_bias = "b_out" not in self.source.names or self.layout.num_f == 1
         main = self._main_grads()
@@ -350,7 +353,7 @@ class GatheredWeights:
         return WeightGradients.of_names({name: given for name, given in shards.items() if given})
 
     def _needs_buffers(self, shards: Sequence[Tensor], num_calls: int) -> bool:
-        """Whether the operators had better add gradients to a buffer of ours: to join slices, or to keep FP32 sums."""
+        """Whether operators must add gradients to `GradientBuffers`: to join slices, to keep FP32 sums, or for main gradients."""
         if not torch.is_grad_enabled() or not any(self._wanted):
             return False
         summed = self.layout.group.size > 1 or num_calls > 1
@@ -358,7 +361,7 @@ class GatheredWeights:
         return len(self.layout.order) > 1 or narrow or self._main_grads() is not None
 
     def announce_backward(self, y_TD: Tensor) -> None:
-        """Prepare for the experts' backward when the gradient of their output comes."""
+        """Register a hook on the experts' output that prepares for their backward."""
         if y_TD.requires_grad:
             visit = self._prefetcher.visit(self.source, self.key) if self.drops else None
             y_TD.register_hook(lambda _: self._prepare(visit))
@@ -371,7 +374,7 @@ class GatheredWeights:
             self._buffers.open([name for name, wanted in names if wanted])
 
     def _dropping(self) -> AbstractContextManager[object]:
-        """Autograd keeps a note in the place of each gathered weight, and gathers again when it needs it."""
+        """Context in which autograd saves a reference instead of each gathered weight, and gathers again on use."""
 
         def pack(tensor: Tensor) -> Any:
             number = self._addresses.get(tensor.untyped_storage().data_ptr())
@@ -421,7 +424,7 @@ class GatheredWeights:
     def _hand_over(self, name: str, grad: Tensor, shard: Tensor) -> Tensor | None:
         host = self.source.host
         found = hand_over(name, grad, shard, main=self._main_grads(), host=host)
-        # a buffer of ours gives its memory back
+        # the buffer frees its memory, so the gradient is copied
         in_buffer = host is None and self._lies_in_buffer
         return found.clone() if found is not None and in_buffer else found
 
@@ -438,7 +441,7 @@ class GatheredWeights:
 def hand_over(
     name: str, grad: Tensor, shard: Tensor, *, main: WeightGradients | None, host: HostMemory | None
 ) -> Tensor | None:
-    """Bring the gradient of a shard to where it rests: what autograd is to see, None if it was added to main gradients."""
+    """Move the gradient of a shard to its memory; returns the gradient for autograd, None if it was added to main gradients."""
     if main is None:
         grad = grad.to(shard.dtype)
     if host is not None:
@@ -471,7 +474,7 @@ class _Gathered(torch.autograd.Function):
     ) -> Any:
         ctx.use, ctx.counts = use, counts
         ctx.set_materialize_grads(False)
-        # New tensors: the same gathered one may serve several forwards, each with a gradient of its own.
+        # New tensors: one gathered tensor may serve several forwards, each with its own gradient.
         slices = [tensor.detach() for tensor in whole]
         wanted = chain.from_iterable(
             [need] * count for need, count in zip(ctx.needs_input_grad[3:], counts, strict=True)

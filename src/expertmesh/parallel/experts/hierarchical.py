@@ -1,9 +1,11 @@
-"""The hierarchical exchange: between nodes a token goes once, however many experts or ranks it has there.
+"""Hierarchical all-to-all: a token crosses to another node once, however many of its experts or ranks are there.
 
-Out: across nodes to one rank of each node that a token needs, which hands it on inside its node. Home: the ranks of a
-node bring their partial sums to that rank, which adds them in FP32 (FP64 for FP64) in a fixed order and sends one sum
-across. All tokens travel in pieces, so that a piece is handed on inside while the next one crosses. Which rank of a node serves a sender depends on the sender's place in its own node, so that all ranks of a node
-serve equally many where nodes are equally large; nodes may have different numbers of ranks.
+Dispatch: a token crosses to one rank of each node that it needs, and that rank forwards it inside the node. Combine:
+    the ranks of a node send their partial sums to that rank, which adds them in FP32 (FP64 for FP64) in a fixed order
+    and sends one sum across. Tokens go in pieces, so that one piece is forwarded inside a node while the next crosses.
+
+The entry rank of a node for a sender follows from the sender's index in its own node, so all ranks of a node serve
+equally many senders if nodes are equally large. Nodes may have different numbers of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,32 +38,32 @@ from expertmesh.parallel.experts.tables import on_device
 
 @dataclass(frozen=True)
 class Nodes:
-    """How the ranks of a route lie on nodes.
+    """Nodes of the ranks of a route.
 
     Attributes:
-        members: places in the route's group of the ranks of each node, ascending.
-        inside: ranks of the route on this rank's node, in the order of their places.
+        members: for each node, the indices of its ranks in the route's group, ascending.
+        inside: group of the route's ranks on this rank's node, in the same order.
     """
 
     members: list[list[int]]
     inside: RankGroup
 
     def of(self, place: int) -> int:
-        """The node of a place."""
+        """Node of a rank (index in the route's group)."""
         return next(m for m, places in enumerate(self.members) if place in places)
 
     def entry(self, sender: int, node: int) -> int:
-        """The place that takes a sender's tokens for a node; the sender itself for its own."""
+        """Rank of a node that receives a sender's tokens for it; for the sender's own node, the sender itself."""
         own = self.members[self.of(sender)].index(sender)
         return self.members[node][own % len(self.members[node])]
 
 
 class Hierarchical(Exchange):
-    """Across nodes first, one copy of a token per node, then on inside; as ragged as `Ragged`.
+    """All-to-all across nodes with one copy of a token per node, then inside nodes; sizes are ragged as in `Ragged`.
 
     Args:
-        route: of the tokens.
-        nodes: at least two, one of which has several ranks.
+        route: route of the tokens.
+        nodes: at least two nodes, one of which has several ranks.
     """
 
     def __init__(self, route: Route, nodes: Nodes) -> None:
@@ -71,7 +73,7 @@ class Hierarchical(Exchange):
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Tell the other ranks how many rows to expect, on both ways, in one exchange for all parts; each crosses in pieces."""
+        """Exchange the row counts of dispatch and combine, once for all parts; each part crosses in pieces."""
         cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
         found = [_NodeDispatch(self.route, self.nodes, piece) for piece in cut]
         counts_PC = torch.cat([piece.counts_PC for piece in found], 1)
@@ -85,7 +87,7 @@ class Hierarchical(Exchange):
 
 
 class _Pieces(DispatchHandle):
-    """Tokens that cross piece by piece; the pieces arrive one behind the other, as one."""
+    """Tokens that cross in pieces; the received pieces are concatenated."""
 
     def __init__(self, pieces: Sequence["_NodeDispatch"]) -> None:
         self._pieces, self._sizes = pieces, [0]
@@ -112,7 +114,7 @@ class _Pieces(DispatchHandle):
 
 
 class _HomeInPieces:
-    """The first piece sets out at once; each other one when the sums of the one before are next to be made."""
+    """Combine in pieces: the first starts at once, each other one just before the previous one crosses nodes."""
 
     def __init__(self, pieces: Sequence["_NodeDispatch"], y: Sequence[Tensor]) -> None:
         self._pieces, self._y = pieces, y
@@ -150,7 +152,7 @@ class _Homebound:
 
 
 class _NodeDispatch(DispatchHandle):
-    """Rows are those across nodes, copies those inside this rank's node."""
+    """Dispatch of one piece; "rows" cross nodes, "copies" travel inside this rank's node."""
 
     def __init__(self, route: Route, nodes: Nodes, tokens: Dispatched) -> None:
         self._route, self._nodes, self._tokens = route, nodes, tokens
@@ -171,13 +173,14 @@ class _NodeDispatch(DispatchHandle):
         self._arriving: tuple[AsyncTensor, AsyncTensor] | None = None
 
     def _places(self, ids_TK: Tensor) -> Tensor:
-        """(T, J) ranks that each token goes to, each once; the number of ranks in empty places."""
+        """(T, J) ranks that each token goes to, each once; unused entries hold the number of ranks."""
         block_TK = self._route.blocks(ids_TK)
         return destinations(block_TK, self._places_BQ, self._route.group.size)
 
     def _new_counts_PC(self, place_TJ: Tensor) -> Tensor:  # noqa: N802
-        """Per rank: rows across to it, copies and live slots meant for it, and copies that it is to hand on to each rank
-        of its node for this one."""
+        """(P, C) per rank: rows sent across to it; copies and live slots meant for it; copies that it forwards to each
+        rank of its node for this rank.
+        """
         route, nodes, device = self._route, self._nodes, place_TJ.device
         P, here = route.group.size, route.group.rank
         copies_P = count_all_choices(place_TJ, P)
@@ -204,7 +207,7 @@ class _NodeDispatch(DispatchHandle):
         self._across = route.send(both_RK, x_RD, rows, route.group, "dispatch across nodes")
 
     def hand_on(self) -> None:
-        """Wait for what has crossed, and send it on inside the node; `finish` does it if nobody did."""
+        """Wait for the rows from other nodes, and forward them inside the node; `finish` calls this if nobody did."""
         if self._arriving is not None:
             return
         self.advance()
@@ -222,7 +225,7 @@ class _NodeDispatch(DispatchHandle):
         return self._route.arrived(both_RK, x_RD, sum(self._counts()[2].receive))
 
     def _inside_places(self, both_RK: Tensor) -> tuple[RouteMetadata, int, Counts]:
-        """Where the rows that came across go inside the node; nothing that the host does not know."""
+        """Metadata to forward received rows inside the node, and the counts; uses numbers that the host has already."""
         nodes, group, inside = self._nodes, self._route.group, self._nodes.inside
         _, copies, _, *handed = self._counts()
         K = self._tokens.expert_ids_TK.shape[1]

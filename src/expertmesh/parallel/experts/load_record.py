@@ -1,4 +1,4 @@
-"""What all ranks have agreed on of a layer's last call, from which all of them draw the same conclusions."""
+"""Loads and dispatch options of a layer's last calls, equal on all ranks, from which all ranks decide alike."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from expertmesh.errors import ConfigError
 from expertmesh.parallel.experts.route_split import RouteSplit
 
 FIRST_TOKENS = 4096.0
-"""Tokens of a rank that are assumed before any were seen."""
+"""Assumed tokens of a rank before the first call."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What one call does.
+    """Dispatch options of one call.
 
     Attributes:
         route_degree: ranks that tokens travel over.
-        num_parts: that they travel in.
-        is_flat: whether they go straight.
+        num_parts: parts that the tokens travel in.
+        is_flat: whether the all-to-all is flat.
         hot: experts whose weights come to the tokens.
-        num_pieces: that a part crosses between nodes in.
+        num_pieces: pieces in which a part crosses nodes.
     """
 
     route_degree: int
@@ -36,7 +36,7 @@ class Chosen:
 
 
 class _Waiting:
-    """A forward whose backward is to come."""
+    """Forward whose backward is to come."""
 
     def __init__(self, chosen: Chosen) -> None:
         self.chosen, self.is_over = chosen, False
@@ -46,7 +46,7 @@ class _Waiting:
 
 
 class Repetitions:
-    """What a forward goes like that activation checkpointing repeats: as it went the first time.
+    """Options of forwards, so that activation checkpointing repeats a forward with equal options.
 
     Args:
         layer: name for errors.
@@ -54,12 +54,12 @@ class Repetitions:
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
-        # the graph of a forward holds its entry, which is gone with it where there is no backward
+        # the autograd graph of a forward holds its entry, which is freed with the graph if no backward runs
         self._waiting = WeakSet[_Waiting]()
         self._last = Chosen(0, 1, False, ())
 
     def note(self, chosen: Chosen) -> Callable[[Tensor], None]:
-        """A forward begins; gives what is to be told of its result."""
+        """Record the options of a new forward; returns a callback for its result."""
         self._waiting = WeakSet(call for call in self._waiting if not call.is_over)
         self._last = chosen
         if not torch.is_grad_enabled():
@@ -74,12 +74,12 @@ class Repetitions:
         return over
 
     def chosen(self) -> Chosen:
-        """Of the forward that is repeated now.
+        """Options of the forward that is repeated now.
 
         Raises:
-            ConfigError: it could be one of several that went different ways.
+            ConfigError: forwards with different options are waiting for their backward.
         """
-        # also of those whose backward has begun: the one that is repeated may be among them
+        # including those whose backward has begun: the repeated one may be among them
         waiting = {call.chosen for call in self._waiting}
         if len(waiting) > 1:
             raise ConfigError(
@@ -91,11 +91,11 @@ class Repetitions:
 
 
 class LoadRecord:
-    """Choices of each expert, over all ranks, in the last call with gradients and in the last without.
+    """Choices per expert over all ranks, in the last call with gradients and in the last without.
 
     Args:
         num_experts: E.
-        num_ranks: over which counts are summed.
+        num_ranks: ranks over which counts are summed.
     """
 
     def __init__(self, num_experts: int, *, num_ranks: int) -> None:
@@ -105,11 +105,11 @@ class LoadRecord:
         self._is_awaited = self._reads = False
 
     def begin(self, *, is_again: bool) -> None:
-        """A call begins; is_again: it is the repetition of one."""
+        """Note that a call begins; is_again: activation checkpointing repeats it."""
         self._is_awaited = not is_again
 
     def is_awaited(self, value: Tensor) -> bool:
-        """Whether these are the counts of the call that has begun."""
+        """Whether a value is the counts of the call that has begun."""
         return (
             self._is_awaited
             and value.shape == (self._num_experts,)
@@ -117,24 +117,24 @@ class LoadRecord:
         )
 
     def note(self, counts_E: Tensor) -> None:
-        """Keep the counts of a call; does not synchronise. If somebody reads them they set out for the host now."""
+        """Store the counts of a call without synchronizing; once `counts` was called, their copy to the host starts here."""
         mode, self._is_awaited = torch.is_grad_enabled(), False
         self._seen[mode] = on_host(counts_E) if self._reads else counts_E.detach().tolist
         self._read.pop(mode, None)
 
     def counts(self) -> tuple[int, ...] | None:
-        """Of the last call of this mode; None: there was none. On a GPU only the first time waits for what it has to do now."""
+        """Counts of the last call in this grad mode; None: no call. On a GPU only the first call synchronizes."""
         mode, self._reads = torch.is_grad_enabled(), True
         if mode not in self._read and mode in self._seen:
             self._read[mode] = tuple(self._seen[mode]())
         return self._read.get(mode)
 
     def token_load(self, top_k: int, capacity_factor: float | None = None) -> TokenLoad | None:
-        """The same for the cost model; None: nothing was seen, or there was nothing.
+        """Load of the last call for the cost model; None: no call, or no choices.
 
         Args:
             top_k: K.
-            capacity_factor: of the call, which drops what an expert has above it; None: nothing is dropped.
+            capacity_factor: capacity factor of the call, which caps each expert's share; None: dropless.
         """
         counts = self.counts()
         total = 0 if counts is None else sum(counts)
@@ -146,7 +146,7 @@ class LoadRecord:
 
 
 def route_shape(split: RouteSplit, nodes: Sequence[int]) -> RouteShape:
-    """A split for the cost model, by the first ranks that share tokens and the first that share weights."""
+    """Route shape of a split for the cost model, from its first route cell and its first gather cell."""
     members, gathering = split.route_cells()[0], split.gather_cells()[0]
     return RouteShape(
         split.route_degree,

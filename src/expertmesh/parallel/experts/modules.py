@@ -1,4 +1,4 @@
-"""Experts that are modules of the user's, spread over ranks: each rank keeps some, under their global names."""
+"""User modules as experts, sharded over ranks: each rank keeps some of them, under their global names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,10 +28,10 @@ def module_degrees(
     route_degree: int | None = None,
     offload: bool = False,
 ) -> ExpertDegrees:
-    """How W ranks hold modules: each E / W of them, whole.
+    """Degrees of W ranks that hold user modules: each rank has E / W of them, whole.
 
     Raises:
-        ConfigError: W does not divide E, or what is asked for would need their parameters cut, moved or gathered.
+        ConfigError: W does not divide E, or an option would cut, move or gather their parameters.
     """
     if num_experts % num_ranks:
         raise ConfigError(
@@ -56,9 +56,9 @@ def module_degrees(
 
 
 class OwnedParameter(nn.Parameter):
-    """A whole parameter of which the other ranks of a group have none; each has some of its own.
+    """Whole parameter that no other rank of a group has; each rank has its own ones.
 
-    So the norm of a model's gradient is a sum over the group, while for a plain parameter every rank has all of it.
+    The norm of a model's gradient is therefore a sum over the group, while plain parameters are equal on every rank.
 
     Attributes:
         owners: the group.
@@ -67,7 +67,7 @@ class OwnedParameter(nn.Parameter):
     owners: RankGroup
 
     def __new__(cls, parameter: nn.Parameter, owners: RankGroup) -> "OwnedParameter":
-        """The same memory as another parameter."""
+        """Parameter that shares the memory of another."""
         own: OwnedParameter = torch.Tensor._make_subclass(
             cls, parameter.detach(), parameter.requires_grad
         )
@@ -75,7 +75,7 @@ class OwnedParameter(nn.Parameter):
         return own
 
     def __deepcopy__(self, memo: dict[int, object]) -> "OwnedParameter":
-        """A copy of the values, of the same owners."""
+        """Copy of the values, with the same owners."""
         if id(self) not in memo:
             values: Tensor = self.detach().clone(memory_format=torch.preserve_format)
             copy = OwnedParameter(nn.Parameter(values, self.requires_grad), self.owners)
@@ -86,16 +86,16 @@ class OwnedParameter(nn.Parameter):
 
 
 class SpreadExpertList(ExpertList):
-    """The modules of one rank, under their names in the whole list: experts.INDEX.NAME with global indices.
+    """Expert modules of one rank, under their names in the whole list: experts.INDEX.NAME with global indices.
 
-    Parameters that were one object in several modules of a rank stay one; across ranks each has its own.
+    Parameters shared by several modules of a rank stay shared; across ranks each rank has its own.
 
     Args:
-        experts: all of them; only this rank's are kept.
-        first: index of this rank's first.
-        count: how many it keeps.
-        owners: ranks of one copy, over which norms are summed.
-        replicas: ranks that hold copies of the same modules; gradients are summed over them.
+        experts: all experts; only this rank's are kept.
+        first: index of the first one kept.
+        count: number of experts kept.
+        owners: ranks of one replica, over which norms are summed.
+        replicas: ranks that hold the same modules; gradients are summed over them.
         layer: name for errors and the byte counter.
     """
 
@@ -127,22 +127,22 @@ class SpreadExpertList(ExpertList):
                 module.register_parameter(name, known[parameter])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SpreadExpertList":
-        super()._apply(fn, recurse)  # on another device a module has plain parameters
+        super()._apply(fn, recurse)  # a move to another device creates plain parameters
         self._own_parameters()
         return self
 
     def forward(self, x_TD: Tensor, *route: Any, **options: Any) -> Tensor:
-        """As ExpertList.forward, in x's dtype: that is one thing that all ranks have in common."""
+        """Output of `ExpertList.forward` cast to x's dtype, which is equal on all ranks."""
         trained = any(parameter.requires_grad for parameter in self.parameters())
         if trained and torch.is_grad_enabled() and not x_TD.requires_grad:
-            # A rank without rows must take part in the backward of the exchanges.
+            # A rank without rows must join the backward of the exchanges.
             x_TD = x_TD.detach().requires_grad_()
         return super().forward(x_TD, *route, **options).to(x_TD.dtype)
 
     def callables(
         self, x_TD: Tensor
     ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
-        """The modules and their parameters; where there are copies of them, with parameters whose gradients are summed over these."""
+        """Modules and their parameters; with replicas, gradients of the parameters are summed over these."""
         own = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self._replicas.size == 1 or not own or not torch.is_grad_enabled():
             return super().callables(x_TD)
@@ -150,7 +150,7 @@ class SpreadExpertList(ExpertList):
         view_of = dict(zip(own, views, strict=True))
 
         def called(expert: nn.Module) -> Callable[[Tensor], Tensor]:
-            # Every place of a parameter, but each module once: functional_call would not restore one that it meets twice.
+            # Every name of a parameter, but each module once: functional_call does not restore a module that it meets twice.
             given = {
                 f"{path}.{name}" if path else name: view_of[parameter]
                 for path, module in expert.named_modules()
@@ -172,9 +172,9 @@ def _call_with(expert: nn.Module, parameters: Mapping[str, Tensor], x_RD: Tensor
 
 
 class _SumOverCopies(torch.autograd.Function):
-    """Tokens and parameters as they are; gradients of parameters are summed over the ranks with copies of them.
+    """Identity on tokens and parameters; gradients of parameters are summed over the replicas.
 
-    The tokens are there so that every rank runs the backward, one without rows too.
+    Tokens are an input so that every rank runs the backward, even one without rows.
     """
 
     @staticmethod
@@ -193,7 +193,7 @@ class _SumOverCopies(torch.autograd.Function):
         wait(start_all_reduce(called, ctx.group, where=ctx.where))
         summed: list[Tensor | None] = []
         for grad, parameter, count in zip(grads, own, called.tolist(), strict=True):
-            if count == 0:  # no module of any rank uses it: it has no gradient, as in one process
+            if count == 0:  # unused on every rank: no gradient, as in one process
                 summed.append(None)
                 continue
             total = torch.zeros_like(parameter) if grad is None else grad.contiguous().clone()
@@ -203,18 +203,18 @@ class _SumOverCopies(torch.autograd.Function):
 
 
 MODULES_STAY = "experts that are modules of your own"
-"""What keeps such experts where they are."""
+"""Value of `ExpertShards.stay` for user modules."""
 
 
 def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
-    """How many modules each rank keeps.
+    """Number of modules that each rank keeps.
 
     Args:
-        experts: all of them.
-        degrees: from `module_degrees`.
+        experts: all modules.
+        degrees: degrees from `module_degrees`.
 
     Raises:
-        ConfigError: one rank would have modules without parameters only, and another would not.
+        ConfigError: all modules of one rank lack parameters, while another rank has some.
     """
     count = experts.num_experts // degrees.num_ranks
     sizes = [len(list(expert.parameters())) for expert in experts]
@@ -228,16 +228,16 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
 
 
 class ExpertModules(ExpertShards):
-    """Holds modules of the user's; nothing is gathered.
+    """Holds user modules as experts; nothing is gathered.
 
     Args:
-        experts: all modules; see `SpreadExpertList` for what stays.
+        experts: all modules; `SpreadExpertList` keeps this rank's.
         world: all ranks; every one must construct this.
-        degrees: from `module_degrees`.
+        degrees: degrees from `module_degrees`.
         layer: name for errors and the byte counter.
 
     Raises:
-        ConfigError: one rank would have modules without parameters only, and another would not.
+        ConfigError: all modules of one rank lack parameters, while another rank has some.
     """
 
     casts_tokens = False
@@ -258,10 +258,10 @@ class ExpertModules(ExpertShards):
         )
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing is kept that a step could change."""
+        """Do nothing: no weights are kept."""
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> None:
-        """Nothing.
+        """Check the split; no weights are gathered.
 
         Raises:
             ConfigError: the split would move the modules.
@@ -274,9 +274,9 @@ class ExpertModules(ExpertShards):
             )
 
     def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
-        """Not asked for: nothing is gathered."""
+        """Never called: no weights are gathered."""
         raise AssertionError("nothing is gathered")
 
     def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
-        """Not asked for: they stay."""
+        """Never called: modules stay on their ranks."""
         raise AssertionError("they stay")

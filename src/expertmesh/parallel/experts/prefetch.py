@@ -1,12 +1,12 @@
-"""Weights are gathered one layer ahead: of the next layer in the forward, of the layer before in the backward.
+"""Prefetch of gathered weights by one layer: the next layer in the forward, the previous layer in the backward.
 
-The order of the layers is that of the last forward, and a layer's split is guessed: as in its last call, or, where the
-layer before has just changed its split, the same change. Ranks that run the same program guess alike, so that they
-always start the same collectives. A wrong guess costs one gather in vain; the layer is then not fetched ahead before
-a guess would have been right.
+The order of the layers is taken from the last forward. The split of a layer is guessed: that layer's last one or, if
+the previous layer has just changed its split, the same change. Ranks that run the same program guess alike, so they
+start the same collectives. A wrong guess wastes one gather; prefetch of that layer then pauses until the guess, though
+not acted on, would have been right.
 
-At most one layer is fetched ahead, so that the gathered weights of two layers live at a time. Where a layer's
-forward is repeated in the backward (activation checkpointing), the repetition and the backward share one gather.
+At most one layer is prefetched, so gathered weights of at most two layers exist at a time. If activation checkpointing
+repeats a layer's forward in the backward, the repetition and the backward share one gather.
 """
 
 from dataclasses import dataclass
@@ -18,42 +18,42 @@ from torch import Tensor
 from expertmesh.parallel.experts.route_split import RouteSplit
 
 GatheredTensors = list[tuple[Tensor, ...]]
-"""The slices of every parameter, in the order of a storage's names."""
+"""Slices of every parameter, in the order of a storage's names."""
 
 GatherKey = tuple[RouteSplit, torch.dtype]
-"""What tells gathers of one layer apart."""
+"""Key that identifies gathers of one layer: split and dtype."""
 
 
 class GatherHandle(Protocol):
-    """The weights of one layer on their way."""
+    """Gather of one layer's weights, under way."""
 
     def wait(self) -> GatheredTensors:
-        """Wait for them."""
+        """Wait for the gathered weights."""
 
 
 class GatheredLayer(Protocol):
-    """A layer whose weights are gathered."""
+    """Layer whose weights are gathered."""
 
     def fetch(self, key: GatherKey) -> GatherHandle:
-        """Begin to gather."""
+        """Start a gather."""
 
     def has_kept(self, key: GatherKey) -> bool:
-        """Whether gathered weights are still there and right."""
+        """Whether kept weights exist and are up to date."""
 
     def similar_key(self, key: GatherKey) -> GatherKey | None:
-        """This layer's key for another layer's route degree and type; None: it cannot route over so many."""
+        """Key of this layer with another layer's route degree and dtype; None: this layer cannot use that route degree."""
 
     def versions(self) -> Any:
-        """Something that changes when the parameters do."""
+        """Value that changes when the parameters do."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerTurn:
-    """One layer's turn in a forward, if its backward is going to gather again.
+    """Turn of a layer in a forward, if its backward will gather again.
 
     Attributes:
-        layer: it.
-        key: of its gather.
+        layer: the layer.
+        key: key of its gather.
         previous: the turn before it in the same forward.
     """
 
@@ -64,7 +64,7 @@ class LayerTurn:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A guess, and the gather that was started for it (None: the last guess for this layer was wrong)."""
+    """Guess, and the gather that was started for it; None: not started, because the last guess for this layer was wrong."""
 
     layer: GatheredLayer
     key: GatherKey
@@ -78,7 +78,7 @@ def in_backward() -> bool:
 
 
 class Prefetcher:
-    """Gathers ahead for the layers of one model."""
+    """Prefetches gathers for the layers of one model."""
 
     def __init__(self) -> None:
         self._order: list[GatheredLayer] = []
@@ -92,12 +92,12 @@ class Prefetcher:
         self._task = -1
 
     def enter(self, layer: GatheredLayer, key: GatherKey) -> GatherHandle | None:
-        """A layer's forward begins.
+        """Record that a layer's forward begins.
 
         Returns:
-            What was fetched ahead for it; None: nothing that fits.
+            The prefetched gather; None: no usable one.
         """
-        if self._task != -1:  # the last backward ended by an error
+        if self._task != -1:  # the last backward ended with an error
             self._end_of_backward()
         if layer in self._order:  # it runs again, so a new forward has begun
             self._order, self._last = [], None
@@ -120,7 +120,7 @@ class Prefetcher:
         return None
 
     def go_ahead(self, layer: GatheredLayer, key: GatherKey) -> None:
-        """A layer has its weights: begin to gather those of the next."""
+        """Start to gather the weights of the next layer, once a layer has its own."""
         following = self._next.get(layer)
         if following is None:
             return
@@ -131,14 +131,14 @@ class Prefetcher:
         self._ahead = _Ahead(following, guess, following.versions(), fetch)
 
     def visit(self, layer: GatheredLayer, key: GatherKey) -> LayerTurn:
-        """Note that the backward of this forward is going to gather a layer again."""
+        """Record that the backward of this forward will gather a layer again."""
         if in_backward():
             return LayerTurn(layer, key, None)
         self._last = LayerTurn(layer, key, self._last)
         return self._last
 
     def reach(self, visit: LayerTurn) -> None:
-        """The backward has come to a layer: begin to gather its weights, if that has not begun, and those before it."""
+        """Start the gathers of a layer that the backward has reached, and of the layer before it, unless already started."""
         self._forget_ahead()
         wanted = [visit] if visit.previous is None else [visit, visit.previous]
         self._keep_only({(v.layer, v.key) for v in wanted})
@@ -146,7 +146,7 @@ class Prefetcher:
             self.again(each.layer, each.key)
 
     def again(self, layer: GatheredLayer, key: GatherKey) -> GatherHandle:
-        """Weights in the backward, gathered once until `done` with them."""
+        """Gather of a layer in the backward, shared until `done`."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return layer.fetch(key)
@@ -160,12 +160,12 @@ class Prefetcher:
         return self._again[layer, key]
 
     def done(self, layer: GatheredLayer, key: GatherKey) -> None:
-        """The backward of a layer is over."""
+        """Release the gather of a layer whose backward is over."""
         self._again.pop((layer, key), None)
 
     @property
     def num_held(self) -> int:
-        """Layers whose weights are held here, on the way or there."""
+        """Number of layers whose weights are held here or under way."""
         ahead = self._ahead is not None and self._ahead.fetch is not None
         return len(self._again) + ahead
 
@@ -178,7 +178,7 @@ class Prefetcher:
         self._task = -1
 
     def _forget_ahead(self) -> None:
-        """What no forward took: a layer was left out."""
+        """Drop a prefetched gather that no forward used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.fetch is not None:
             self._missed.add(ahead.layer)

@@ -1,8 +1,8 @@
-"""Hot experts where the tokens are: their weights come to every rank for one call, their tokens stay home.
+"""Replicated hot experts: their weights come to every rank for one call, and their tokens are not sent.
 
-A sum over ranks brings the weights: the owners of their slices put them in, all others zeros, which is exact. In the
-backward a sum over all ranks (copies included) brings the gradients, in FP32 (FP64 for FP64), of which the owners keep
-theirs. Both are under way while tokens of the other experts travel. Gathered weights live until their backward.
+An all-reduce brings the weights: owners contribute their slices, other ranks zeros, so the sum is exact. In the
+backward an all-reduce over all ranks (replicas included) sums the gradients in FP32 (FP64 for FP64), and the owners
+keep their slices. Both overlap with the all-to-all of other experts' tokens. The weights live until their backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +22,24 @@ from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.parallel.experts.tables import on_device
 
 Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
-"""Hands the gradient of a shard on: its name, the gradient, the shard; gives what autograd is to see."""
+"""Delivers the gradient of a shard (name, gradient, shard); returns the gradient that autograd sees."""
 
 
 class ReplicatedWeights:
-    """The weights of some experts on their way to all ranks, and their gradients on the way back.
+    """Weights of hot experts, under way to all ranks, and their gradients under way back.
 
     Args:
-        names: of the parameters.
-        activation: of the experts.
-        shards: this rank's part of each, (E / e, ...).
+        names: names of the parameters.
+        activation: activation of the experts.
+        shards: local shard of each parameter, (E / e, ...).
         hot: ids of the experts, the same on all ranks, not empty.
-        degrees: how the ranks of one copy hold the experts.
-        rank: of this process in its copy.
-        dtype: that the weights travel in.
-        copy: ranks of this copy.
+        degrees: how the ranks of one replica hold the experts.
+        rank: rank of this process in its replica.
+        dtype: dtype in which the weights are sent.
+        copy: ranks of this replica.
         everyone: all ranks.
-        deposit: for gradients.
-        bring: brings a shard to the device that computes.
+        deposit: delivers gradients.
+        bring: copies a shard to the compute device.
         layer: name for errors and the byte counter.
     """
 
@@ -64,14 +64,14 @@ class ReplicatedWeights:
         self._deposit, self._dtype, self._activation = deposit, dtype, activation
         part, self._slice = degrees.coordinates(rank)
         first, size = part * shards[0].shape[0], shards[0].shape[0]
-        # of each parameter: (f, h, ...), slice by slice
+        # shape per parameter: (f, h, ...), slice by slice
         self._shapes = [torch.Size((degrees.f, len(hot), *shard.shape[1:])) for shard in shards]
         self._own = [(n, e - first) for n, e in enumerate(self.hot) if first <= e < first + size]
         self._flat = self._pack(bring)
         where = f"{layer}, weights of hot experts"
         self._pending = start_all_reduce(self._flat, copy, where=where)
         self._gradients: Tensor | None = None
-        self._bias: Tensor | None = None  # in one piece, where its gradient lies in slices
+        self._bias: Tensor | None = None  # one tensor, although the gradient is stored by slices
         self._returning: Pending | None = None
         self._token: Tensor = _Leave.apply(self, *shards)
 
@@ -89,7 +89,7 @@ class ReplicatedWeights:
         return flat
 
     def parameters(self) -> ExpertParameters:
-        """Wait for the weights; parameters of the hot experts, in their order, differentiable."""
+        """Wait for the weights; returns the parameters of the hot experts, in their order, differentiable."""
         wait(self._pending)
         slices = _arranged(self.names, self._views(self._flat))
         counts = [len(each) for each in slices]
@@ -100,7 +100,7 @@ class ReplicatedWeights:
         return ExpertParameters(ExpertWeights.of_names(seen, self._activation), main_grads=buffers)
 
     def _new_buffers(self) -> WeightGradients:
-        """Where the operators add gradients; they take memory from `open` to the end of the backward."""
+        """Buffers to which operators add gradients; memory is allocated from `open` to the end of the backward."""
         wide = accumulate_dtype(self._shards[0].dtype)
         self._gradients = torch.empty(self._flat.shape, dtype=wide, device=self._flat.device)
         arranged = _arranged(self.names, self._views(self._gradients))
@@ -112,7 +112,7 @@ class ReplicatedWeights:
         return WeightGradients.of_names(found)
 
     def open(self) -> None:
-        """Take memory for gradients, and set it to zero; a backward that was not asked for them may have left some."""
+        """Allocate and zero the gradient buffers; they may exist already, after a backward that did not ask for them."""
         flat = self._gradients
         if flat is not None:
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
@@ -121,7 +121,7 @@ class ReplicatedWeights:
                 self._bias.zero_()
 
     def start_back(self, counts: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Begin to sum the gradients; those that the operators did not add to the buffers are given."""
+        """Start to sum the gradients over ranks; `grads` are those that the operators did not add to the buffers."""
         flat = self._gradients
         assert flat is not None
         if flat.untyped_storage().size() == 0:
@@ -141,7 +141,7 @@ class ReplicatedWeights:
         self._returning = start_all_reduce(flat, self._everyone, where=where)
 
     def finish_back(self) -> list[Tensor | None]:
-        """Gradients of this rank's shards; gives the memory of the buffers back."""
+        """Gradients of this rank's shards; frees the memory of the buffers."""
         wait(self._returning)
         flat = self._gradients
         assert flat is not None
@@ -159,7 +159,7 @@ class ReplicatedWeights:
 
 
 def _arranged(names: Sequence[str], views: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """(f, h, ...) of every parameter -> slices as the operators take them; b_out in one piece."""
+    """(f, h, ...) of every parameter -> slices for the operators; b_out in one tensor."""
     return [
         (view.movedim(0, 1).flatten(1),) if name == "b_out" else tuple(view.unbind(0))
         for name, view in zip(names, views, strict=True)
@@ -167,7 +167,7 @@ def _arranged(names: Sequence[str], views: Sequence[Tensor]) -> list[tuple[Tenso
 
 
 class _Leave(torch.autograd.Function):
-    """Shards set out; in the backward it is last, and waits for their gradients."""
+    """Identity at the start of the weights' way; its backward runs last, and waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, use: ReplicatedWeights, *shards: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Weights are there; in the backward their gradients set out."""
+    """Identity at the end of the weights' way; its backward starts to sum their gradients."""
 
     @staticmethod
     def forward(
@@ -199,11 +199,11 @@ class _Arrive(torch.autograd.Function):
 
 
 class LocalTokens:
-    """Tokens whose experts come to them.
+    """Tokens whose hot experts come to them.
 
     Args:
-        tokens: of this rank, with global ids; choices of other experts are skipped.
-        weights: of the hot experts.
+        tokens: tokens of this rank, with global expert ids; choices of other experts are skipped.
+        weights: weights of the hot experts.
         num_experts: E.
     """
 
@@ -211,7 +211,7 @@ class LocalTokens:
         self._tokens, self._weights, self._num_experts = tokens, weights, num_experts
 
     def finish(self, experts: Experts) -> Tensor:
-        """Run the hot experts; (T, D) one partial sum per token.
+        """Run the hot experts; returns (T, D), one partial sum per token.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -233,7 +233,7 @@ class LocalTokens:
 
 
 def without_hot(tokens: Dispatched, hot: Sequence[int], num_experts: int) -> Dispatched:
-    """The tokens, of whose choices those of hot experts are no choice any more."""
+    """Tokens without their choices of hot experts."""
     ids_TK = tokens.expert_ids_TK
     is_hot_E = on_device([e in hot for e in range(num_experts + 1)], ids_TK.device)
     cold_TK = torch.where(is_hot_E[ids_TK.long()], num_experts, ids_TK)

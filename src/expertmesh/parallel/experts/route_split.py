@@ -1,10 +1,10 @@
-"""What one forward makes of the one storage: how far tokens travel, and how much of the weights is gathered.
+"""Split of a forward between sending tokens and gathering weights.
 
-The W ranks of one copy hold the experts as e parts along E times f slices along F. A `RouteSplit` divides W into
-route_degree x gather: token rows travel over `route_degree` ranks, and each rank gathers the weights of
-W / route_degree ranks. route_degree = W moves no weights (expert parallelism, with slicing where f > 1);
-route_degree = 1 moves no tokens (data parallelism with sharded weights). In between, gathering joins slices of the
-same experts first, because a sliced expert costs a copy of each of its tokens per slice.
+The W ranks of one replica hold the experts as e parts along E times f slices along F. A `RouteSplit` factors W into
+route_degree x gather: tokens travel over `route_degree` ranks, and each rank gathers the weights of W / route_degree
+ranks. route_degree = W moves no weights (expert parallelism, with slicing where f > 1); route_degree = 1 moves no
+tokens (data parallelism with sharded weights). In between, gathering joins slices of the same experts first, because a
+sliced expert costs one copy of each of its tokens per slice.
 """
 
 import math
@@ -17,7 +17,7 @@ from expertmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class RouteSplit:
-    """One way to use the storage; the same on all ranks.
+    """Split of the storage ranks; the same on all ranks.
 
     Attributes:
         storage: how the ranks hold the experts.
@@ -29,26 +29,26 @@ class RouteSplit:
 
     @cached_property
     def gather_f(self) -> int:
-        """Slices that a rank gathers."""
+        """Number of slices that a rank gathers."""
         return math.gcd(self.storage.num_ranks // self.route_degree, self.storage.f)
 
     @cached_property
     def gather_e(self) -> int:
-        """Parts of the experts that a rank gathers."""
+        """Number of parts of the experts that a rank gathers."""
         return self.storage.num_ranks // self.route_degree // self.gather_f
 
     @property
     def route_e(self) -> int:
-        """Ranks among which tokens choose by expert."""
+        """Number of blocks of experts that tokens choose among."""
         return self.storage.e // self.gather_e
 
     @property
     def route_f(self) -> int:
-        """Ranks that each get a copy of a token for their slice; their outputs are summed."""
+        """Number of ranks that each get a copy of a token for their slice; their outputs are summed."""
         return self.storage.f // self.gather_f
 
     def block(self, rank: int) -> tuple[int, int]:
-        """Which block of experts and which slice of them a rank computes: in range(route_e), range(route_f)."""
+        """Indices (block of experts, slice) that a rank computes, in range(route_e) and range(route_f)."""
         i, j = self.storage.coordinates(rank)
         return i // self.gather_e, j // self.gather_f
 
@@ -73,14 +73,14 @@ class RouteSplit:
 
 
 def make_split(storage: ExpertDegrees, route_degree: int | None) -> RouteSplit:
-    """The split of a route_degree.
+    """Split for a route_degree.
 
     Args:
         storage: how the ranks hold the experts.
         route_degree: a divisor of the storage's ranks; None: all of them.
 
     Raises:
-        ConfigError: it is no divisor; names the nearest.
+        ConfigError: route_degree is not a divisor; the message names the nearest.
     """
     W = storage.num_ranks
     if route_degree is None:

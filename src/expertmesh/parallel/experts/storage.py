@@ -1,8 +1,8 @@
-"""The one storage of a layer's experts: every parameter sharded e ways along E and f ways along F, never moving.
+"""Storage of a layer's experts: every parameter is sharded e ways along E and f ways along F, and never moves.
 
-The parameters stay where they are named (`experts.w_in`, ...), as DTensors over the mesh ("replica", "e", "f"): so
-optimisers, checkpoints and norms know how they are laid out. `start_gather` and `finish_gather` make from them what
-one split needs; the gradient goes back by a reduce-scatter to the shards and a sum over the copies.
+Parameters keep their names (`experts.w_in`, ...) as DTensors over the mesh ("replica", "e", "f"), so optimizers,
+checkpoints and norms know their layout. `start_gather` and `finish_gather` gather the weights that a split needs.
+Gradients return by a reduce-scatter to the shards and an all-reduce over the replicas.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ Keep = Literal["until_step", "until_backward", "regather"]
 
 
 def _placements(mesh: DeviceMesh, *, e: Placement, f: Placement) -> list[Placement]:
-    """Of a parameter on the axes that the mesh has; copies are equal."""
+    """Placements of a parameter on the axes of a mesh; replicated along "replica"."""
     found: dict[str, Placement] = {"replica": Replicate(), "e": e, "f": f}
     return [found[name] for name in mesh.mesh_dim_names or ()]
 
@@ -56,18 +56,18 @@ def _to_local(factor: Tensor) -> Tensor:
 
 
 class ExpertShards(ABC):
-    """The ranks that hold the experts of one layer.
+    """Ranks that hold the experts of one layer.
 
     Args:
         world: all ranks; every one must construct it.
-        degrees: how the W ranks of one copy hold the experts; world.size / W copies are kept equal.
+        degrees: how the W ranks of one replica hold the experts; there are world.size / W replicas.
         layer: name for errors and the byte counter.
     """
 
     casts_tokens: bool
-    """Whether the experts compute in autocast's type whatever comes, so that tokens may travel in it."""
+    """Whether the experts compute in autocast's dtype for any input, so that tokens may be sent in it."""
     stay = ""
-    """What keeps the experts where they are; empty: their weights may come to the tokens."""
+    """Reason why expert weights cannot be gathered; empty: they can."""
 
     def __init__(self, world: World, degrees: ExpertDegrees, *, layer: str) -> None:
         self.world, self.degrees, self.layer = world, degrees, layer
@@ -78,7 +78,7 @@ class ExpertShards(ABC):
         self.replicas: RankGroup = world.group(cells, name="copies of the experts")
 
     def group(self, cells: list[list[int]], name: str) -> RankGroup:
-        """This rank's cell of a partition of the ranks of one copy, alike in all copies; every rank must ask."""
+        """Process group of this rank in a partition of the ranks of a replica, applied to all replicas; every rank must call."""
         W = self.degrees.num_ranks
         all_cells = [
             [W * copy + r for r in cell] for copy in range(self.num_replicas) for cell in cells
@@ -87,28 +87,33 @@ class ExpertShards(ABC):
 
     @abstractmethod
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know of each step of an optimiser."""
+        """Invalidate kept weights after each step of an optimizer."""
 
     @abstractmethod
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> GatheredWeights | None:
-        """Begin to gather what this rank computes under a split, in a type (None: the parameters' own); None: nothing."""
+        """Start to gather the weights that this rank computes with under a split; None: nothing to gather.
+
+        Args:
+            split: the same on all ranks.
+            dtype: dtype of the gathered weights; None: the parameters' own.
+        """
 
     @abstractmethod
     def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
-        """Wait for it; gives the parameters of the experts that this rank computes, differentiable.
+        """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable.
 
         Args:
-            use: what was started.
-            num_calls: of the experts with them.
+            use: handle from `start_gather`.
+            num_calls: number of calls of the experts with these weights.
         """
 
     @abstractmethod
     def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
-        """Begin to bring the weights of some experts to all ranks, in a type (None: the parameters' own)."""
+        """Start to bring the weights of hot experts to all ranks, in a dtype (None: the parameters' own)."""
 
 
 ADAPTERS_STAY = "low-rank adapters"
-"""What keeps experts with adapters where they are."""
+"""Value of `ExpertShards.stay` for experts with adapters."""
 
 
 def check_shards(
@@ -119,17 +124,17 @@ def check_shards(
     offload: bool,
     layer: str,
 ) -> None:
-    """Whether the parameters of grouped experts can be sharded so, before any is.
+    """Check that the parameters of grouped experts can be sharded, before any is.
 
     Args:
-        experts: with their full parameters.
+        experts: experts with their full parameters.
         degrees: see `ExpertStorage`.
-        num_replicas: copies of the experts.
+        num_replicas: replicas of the experts.
         offload: whether shards rest in host memory.
         layer: name for errors.
 
     Raises:
-        ConfigError: a parameter cannot be cut evenly, or low-rank adapters do not spread so.
+        ConfigError: a parameter cannot be cut evenly, or the options do not support low-rank adapters.
     """
     for name, axis in SLICED_AXIS.items():
         full = getattr(experts, name)
@@ -161,21 +166,21 @@ def check_shards(
 
 
 class ExpertStorage(ExpertShards):
-    """Shards the parameters of grouped experts, and gathers them as a split asks.
+    """Shards the parameters of grouped experts, and gathers them for a `RouteSplit`.
 
-    A loss is the sum of the losses of all ranks: gradients are sums over ranks, not means.
+    The loss is the sum of the ranks' losses: gradients are sums over ranks, not means.
 
     Args:
         experts: their full parameters are replaced by shards; on the meta device nothing is allocated.
         world: all ranks; every one must construct the storage.
-        degrees: how the W ranks of one copy hold the experts; world.size / W copies are kept equal.
-        keep: how long gathered weights live. "until_step": until a parameter changes, so that all micro-batches of a
-            step share one gather, and only with `follow`; "until_backward": of the forward that gathered them; "regather": until the experts
-            have run, and once more in the backward.
+        degrees: how the W ranks of one replica hold the experts; there are world.size / W replicas.
+        keep: lifetime of gathered weights. "until_step": until a parameter changes, so that all micro-batches of a step
+            share one gather (requires `follow`); "until_backward": until the backward of the forward that gathered
+            them; "regather": until the experts have run, with a second gather in the backward.
         layer: name for errors and the byte counter.
-        prefetcher: of the model, for gathers one layer ahead; None: none.
-        device: that computes, where shards, their gradients and what optimisers keep of them are to rest in host memory;
-            None: they rest where the parameters are.
+        prefetcher: prefetcher of the model, for gathers one layer ahead; None: no prefetch.
+        device: compute device if shards, gradients and optimizer state rest in host memory; None: they rest on the
+            parameters' device.
 
     Raises:
         ConfigError: a parameter cannot be cut evenly.
@@ -218,7 +223,7 @@ class ExpertStorage(ExpertShards):
             experts.accumulate_main_grads()  # buffers of the shards
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget kept weights after each step of an optimiser; until this is called, "until_step" keeps none."""
+        """Drop kept weights after each step of an optimizer; without this call "until_step" keeps none."""
         self._is_following = True
         optimizer.register_step_post_hook(lambda *_: self._kept.clear())
 
@@ -240,7 +245,7 @@ class ExpertStorage(ExpertShards):
             setattr(self.experts, name, nn.Parameter(shard, requires_grad=full.requires_grad))
 
     def _shard_adapters(self, adapters: ExpertAdapters) -> None:
-        """Keep the low-rank adapters of the experts that this rank has, which are never gathered."""
+        """Shard the low-rank adapters along E; they are never gathered."""
         self.stay = ADAPTERS_STAY
         mesh, first = expert_mesh(self.world, self.degrees), self.degrees.coordinates(self.rank)[0]
         for adapter in adapters.children():
@@ -261,11 +266,11 @@ class ExpertStorage(ExpertShards):
         return part.clone(memory_format=torch.contiguous_format)
 
     def shards(self) -> list[Tensor]:
-        """This rank's part of each parameter, in the order of `names`; differentiable."""
+        """Local shard of each parameter, in the order of `names`; differentiable."""
         return [getattr(self.experts, name).to_local() for name in self.names]
 
     def layout(self, split: RouteSplit) -> Layout:
-        """Where the shards of a split come from; every rank must ask when a split is used first."""
+        """Layout of the gathered shards of a split; every rank must call when a split is first used."""
         if split not in self._layouts:
             self._layouts[split] = self._new_layout(split)
         return self._layouts[split]
@@ -286,11 +291,11 @@ class ExpertStorage(ExpertShards):
         return Layout(group, order, first_f, self.degrees.f)
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None = None) -> GatheredWeights:
-        """Begin to gather what this rank computes under a split.
+        """Start to gather the weights that this rank computes with under a split.
 
         Args:
             split: the same on all ranks.
-            dtype: to gather in (that of autocast); None: the parameters' own.
+            dtype: dtype of the gathered weights (autocast's); None: the parameters' own.
         """
         dtype = dtype or self.shards()[0].dtype
         key, layout = (split, dtype), self.layout(split)
@@ -312,13 +317,13 @@ class ExpertStorage(ExpertShards):
         return use
 
     def fetch(self, key: GatherKey) -> GatherHandle:
-        """Begin to gather for a split, in a type."""
+        """Start the gather of a split in a dtype."""
         split, dtype = key
         self._pin()
         return Gather(self, self.layout(split), dtype)
 
     def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
-        """Begin to bring the weights of some experts to all ranks."""
+        """Start to bring the weights of hot experts to all ranks."""
         self._pin()
         shards, host = self.shards(), self.host
         return ReplicatedWeights(
@@ -341,7 +346,7 @@ class ExpertStorage(ExpertShards):
         )
 
     def _pin(self) -> None:
-        """Pin what was given its memory after construction, which no copy beside the computation can be made of."""
+        """Pin shards that were allocated after construction: copies from unpinned memory do not overlap with computation."""
         if self.host is None or self._is_pinned:
             return
         for name in self.names:
@@ -350,11 +355,11 @@ class ExpertStorage(ExpertShards):
         self._is_pinned = True
 
     def has_kept(self, key: GatherKey) -> bool:
-        """Whether gathered weights are there that are still those of the parameters."""
+        """Whether kept weights exist and are up to date."""
         return self._kept_weights(key) is not None
 
     def similar_key(self, key: GatherKey) -> GatherKey | None:
-        """The key for another layer's route degree and type; None: this layer's ranks cannot be divided so."""
+        """Key with another layer's route degree and dtype; None: that route degree does not divide this layer's ranks."""
         split, dtype = key
         if self.degrees.num_ranks % split.route_degree:
             return None
@@ -366,13 +371,13 @@ class ExpertStorage(ExpertShards):
         return self._buffers[split]
 
     def versions(self) -> list[int]:
-        """Numbers that change with the parameters."""
-        # Sees copies into parameters, but not the fused steps of optimisers: hence `follow`.
+        """Version counters that change with the parameters."""
+        # They count copies into parameters, but not fused optimizer steps: hence `follow`.
         parameters = [getattr(self.experts, name) for name in self.names]
         return [p._version for p in parameters] + [s.detach()._version for s in self.shards()]
 
     def _kept_weights(self, key: GatherKey) -> GatheredTensors | None:
-        """Gathered weights that are still those of the parameters; all ranks change these together."""
+        """Kept weights if they are up to date, else None; all ranks change their parameters together."""
         kept = self._kept.get(key)
         if kept is not None and kept[0] == self.versions():
             return kept[1]
@@ -384,7 +389,7 @@ class ExpertStorage(ExpertShards):
         whole = self._kept_weights(use.key)
         if whole is None:
             whole = use.wait()
-            # what inference mode made, autograd cannot save
+            # autograd cannot save inference tensors
             may_keep = self._is_following and not torch.is_inference_mode_enabled()
             if self.keep == "until_step" and may_keep:
                 self._kept[use.key] = self.versions(), whole

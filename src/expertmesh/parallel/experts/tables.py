@@ -1,4 +1,4 @@
-"""Small tables that the host knows and the device looks things up in."""
+"""Copies of small host tables to the device, without synchronizing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,13 @@ from torch import Tensor
 
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """A tensor of nested numbers on a device.
+    """Tensor of nested numbers on a device.
 
-    `torch.tensor(values, device="cuda")` would wait until the GPU's stream is empty, and with it for all rows that this
-    stream waits for.
+    `torch.tensor(values, device="cuda")` would block the host until the GPU's stream is empty.
 
     Args:
-        values: numbers, or sequences of them.
-        device: where the tensor is to be.
+        values: numbers, or nested sequences of them.
+        device: device of the tensor.
     """
     if device.type != "cuda":
         return torch.tensor(values, device=device)

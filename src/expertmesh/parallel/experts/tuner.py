@@ -1,7 +1,7 @@
-"""Which way is the fastest for a load: the cost model names a few, measured steps decide among them.
+"""Autotuner of dispatch options: the cost model names candidates, and measured steps decide among them.
 
-A tuner is a pure function of what it is told, in that order: ranks that tell theirs the same numbers choose alike. Loads
-are sorted into buckets, and each bucket is tried out once, with a bounded number of steps.
+A tuner depends only on the numbers that it is told, in their order: ranks that report equal numbers choose alike. Loads
+are sorted into buckets, and each bucket is measured once, with a bounded number of steps.
 """
 
 import math
@@ -16,29 +16,29 @@ from expertmesh.costs.layer_time import LayerShape, Machine, extra_bytes, step_t
 
 OVERLAP_DEGREES = (1, 2, 4, 8)
 TOO_SLOW = 1.5
-"""A way that took so many times the fastest's time is not measured again."""
+"""Options that take more than this times the fastest time are not measured again."""
 CLOSE = 1.15
-"""Ways within so many times the fastest's time are measured as often again before one is settled on."""
+"""Options within this factor of the fastest time are measured again before one is settled on."""
 TIE = 1.03
-"""Of ways within so many times the fastest's time the simplest is settled on."""
+"""Among options within this factor of the fastest time, the simplest is settled on."""
 PATIENCE = 64
-"""Calls without news after which trials count as lost: forwards whose backward never came. The next time it is twice as many."""
+"""Calls without a report after which open trials count as lost (forwards without a backward); the limit then doubles."""
 HOPELESS = 5.0
-"""A way for which the model says so many times the fastest's time is not measured at all."""
+"""Options for which the cost model predicts more than this times the fastest time are not measured."""
 HOT = 1.5
-"""Experts with this times the mean rows are worth being replicated."""
+"""Ratio to the mean number of rows from which experts are worth replicating."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Loads that are alike.
+    """Class of similar loads.
 
     Attributes:
         trains: whether there is a backward.
         top_k: K.
-        tokens: of a rank, in half octaves.
-        fullness: rows of the fullest rank over the mean, in half octaves.
-        capacity_factor: of the calls; None: nothing is dropped.
+        tokens: tokens of a rank, in half octaves.
+        fullness: rows of the fullest rank / mean, in half octaves.
+        capacity_factor: capacity factor of the calls; None: dropless.
     """
 
     trains: bool
@@ -51,7 +51,7 @@ class Bucket:
     def of(
         load: TokenLoad, *, num_ranks: int, trains: bool, capacity_factor: float | None = None
     ) -> "Bucket":
-        """The bucket of a load on so many ranks that hold the experts."""
+        """Bucket of a load on the ranks that hold the experts."""
         E = len(load.shares)
         blocks = load.block_shares(num_ranks) if E % num_ranks == 0 else list(load.shares)
         fullness = max(blocks) * len(blocks)
@@ -65,7 +65,7 @@ class Bucket:
 
     @property
     def key(self) -> str:
-        """As text."""
+        """Text key of the bucket."""
         mode = "train" if self.trains else "infer"
         capacity = "" if self.capacity_factor is None else f"-C{self.capacity_factor:g}"
         return f"{mode}-K{self.top_k}-T{self.tokens}-F{self.fullness}{capacity}"
@@ -77,15 +77,15 @@ def _half_octaves(value: float) -> int:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a layer may choose from.
+    """Dispatch options that a layer may choose from.
 
     Attributes:
-        routes: the ranks of each route_degree that is allowed.
-        overlap_degrees: numbers of parts that are allowed.
-        kinds: all-to-alls that are allowed, "flat" before "hierarchical".
-        replicated: numbers of hot experts that are allowed.
-        usual: what runs without a choice.
-        budget_bytes: memory that a way may need beside the shards.
+        routes: route shape of each allowed route_degree.
+        overlap_degrees: allowed numbers of parts.
+        kinds: allowed all-to-alls, "flat" before "hierarchical".
+        replicated: allowed numbers of replicated experts.
+        usual: default options.
+        budget_bytes: memory that options may need beside the shards.
     """
 
     routes: Mapping[int, RouteShape]
@@ -96,7 +96,7 @@ class Choices:
     budget_bytes: float
 
     def ways(self, load: TokenLoad) -> list[DispatchOptions]:
-        """All that make a difference under a load."""
+        """All options that differ in effect under a load."""
         mean = 1 / len(load.shares)
         replicated = [h for h in self.replicated if h == 0 or max(load.shares) >= HOT * mean]
         found = []
@@ -113,7 +113,7 @@ class Choices:
         return found
 
     def allow(self, way: DispatchOptions) -> bool:
-        """Whether a way, found elsewhere, is one of these under some load."""
+        """Whether options found elsewhere are among `ways` for some load."""
         route = self.routes.get(way.route_degree or 1)
         if route is None or route.route_degree == 1:
             return route is not None and way == DispatchOptions(1, 1, "flat", 0)
@@ -129,12 +129,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a bucket may be measured.
+    """Measuring budget of a bucket.
 
     Attributes:
-        num_starts: ways that the cost model names.
-        num_ways: these, and those found from them.
-        num_trials: of each way, after a first that does not count, because groups connect in it; of close ones twice as many.
+        num_starts: number of candidates from the cost model.
+        num_ways: maximum number of candidates, including those found near the fastest.
+        num_trials: counted trials per candidate, after a first one in which groups connect; close candidates get twice
+            as many.
     """
 
     num_starts: int = 6
@@ -144,14 +145,15 @@ class Effort:
 
 @dataclass(frozen=True)
 class ModelSearch:
-    """Which ways are worth measuring, by the cost model.
+    """Candidates that are worth measuring by the cost model.
 
-    None that does not fit memory, unless nothing does: then the usual one. None that is hopeless, but for the usual one.
+    Candidates fit in memory and are not `HOPELESS`; the default options may be. If none fits, the default options are
+    the only candidate.
 
     Attributes:
-        choices: what there is.
-        layer: a layer in training.
-        machine: that it runs on.
+        choices: allowed options.
+        layer: shape of a layer in training.
+        machine: speeds of the machine.
     """
 
     choices: Choices
@@ -159,7 +161,9 @@ class ModelSearch:
     machine: Machine
 
     def starts(self, load: TokenLoad, trains: bool, number: int) -> list[DispatchOptions]:
-        """So many to begin with, at least one, the best first: of each route_degree, of each all-to-all and number of replicated experts."""
+        """First candidates, sorted by predicted time: at most `number`, at least one; each route_degree is covered
+        first, then each all-to-all and number of replicated experts.
+        """
         ranked = self._ranked(load, trains)
         if not ranked:
             return [self.choices.usual]
@@ -173,12 +177,12 @@ class ModelSearch:
         return sorted(list(wanted)[:number], key=lambda way: self._seconds(way, load, trains))
 
     def near(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
-        """Another number of parts, another all-to-all, or one replicated expert more or less; the best first."""
+        """Candidates one step away in number of parts, all-to-all or replicated experts, sorted by predicted time."""
         return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
 
     def _is_near(self, one: DispatchOptions, other: DispatchOptions) -> bool:
         if one == other or one.route_degree != other.route_degree:
-            return False  # where tokens stay there are no parts, whatever number was given
+            return False  # options of different route_degree are not neighbours
         degrees = self.choices.overlap_degrees
         steps = (
             abs(degrees.index(one.overlap_degree or 1) - degrees.index(other.overlap_degree or 1)),
@@ -199,7 +203,7 @@ class ModelSearch:
         return step_time(way, self._route(way), self._layer(trains), load, self.machine).total_s
 
     def fits(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> bool:
-        """Whether the budget is enough for one."""
+        """Whether the memory of the options is within the budget."""
         needed = extra_bytes(way, self._route(way), self._layer(trains), load)
         return needed <= self.choices.budget_bytes
 
@@ -211,7 +215,7 @@ class ModelSearch:
 
 
 class _Bucket:
-    """The trials of one bucket: those to start with, then those near the fastest, then the close ones again."""
+    """Trials of one bucket: the first candidates, then neighbours of the fastest, then the close ones again."""
 
     def __init__(
         self,
@@ -231,11 +235,11 @@ class _Bucket:
 
     @property
     def best(self) -> DispatchOptions:
-        """The fastest that is known; the first by the model as long as nothing is."""
+        """Candidate with the least median time; before any trial, the first candidate."""
         return min(self._left(), key=self._median)
 
     def report(self, way: DispatchOptions, seconds: float) -> None:
-        """A trial is over."""
+        """Record the time of a trial, and extend the candidates or settle."""
         self.times[way].append(seconds)
         self._calls_without_news, self._patience = 0, PATIENCE
         left = self._left()
@@ -264,13 +268,13 @@ class _Bucket:
         return median(self.times[way][1:] or [float("inf")])
 
     def _left(self) -> list[DispatchOptions]:
-        """Ways that have not been seen to be slow."""
+        """Candidates that no measurement has excluded as too slow."""
         seen = {way: min(times[1:]) for way, times in self.times.items() if len(times) > 1}
         limit = TOO_SLOW * min(seen.values(), default=0.0)
         return [way for way in self.times if seen.get(way, 0.0) <= limit]
 
     def next_trial(self) -> DispatchOptions | None:
-        """A way to measure, all in turn; None: all trials are under way."""
+        """Next candidate to measure, round-robin; None: all trials are under way."""
         self._calls_without_news += 1
         if self._calls_without_news > self._patience:
             self._calls_without_news, self._patience = 0, 2 * self._patience
@@ -284,17 +288,17 @@ class _Bucket:
 
 
 def _simplicity(way: DispatchOptions) -> tuple[object, ...]:
-    """Less to send, to start and to keep comes first."""
+    """Sort key: fewer parts, fewer replicated experts and flat first."""
     return way.overlap_degree, way.replicated_experts, way.all_to_all != "flat"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A call whose time is wanted.
+    """Call whose time is measured.
 
     Attributes:
-        bucket: of its load.
-        way: that it takes.
+        bucket: key of its bucket.
+        way: its dispatch options.
     """
 
     bucket: str
@@ -302,13 +306,13 @@ class Trial:
 
 
 class Tuner:
-    """Chooses for all layers of one shape.
+    """Chooses dispatch options for all layers of one shape.
 
     Args:
-        search: names ways to measure.
-        known: settled buckets.
-        on_settled: told when a bucket is settled.
-        effort: of a bucket.
+        search: names candidates.
+        known: settled options by bucket.
+        on_settled: called with all settled options when a bucket is settled.
+        effort: measuring budget of a bucket.
     """
 
     def __init__(
@@ -325,12 +329,12 @@ class Tuner:
         self._buckets: dict[str, _Bucket] = {}
 
     def choose(self, load: TokenLoad, bucket: Bucket) -> tuple[DispatchOptions, Trial | None]:
-        """The way of a call, and the trial that it is; None: nobody asks for its time."""
+        """Options of a call, and its trial; None: its time is not needed."""
         key = bucket.key
         if key in self._unchecked:
             self._unchecked.remove(key)
             if not self._search.fits(self.settled[key], load, bucket.trains):
-                del self.settled[key]  # there was more memory when it was found
+                del self.settled[key]  # it was found with more free memory
         if key not in self.settled and key not in self._buckets:
             starts = self._search.starts(load, bucket.trains, self._effort.num_starts)
             near = partial(self._search.near, load=load, trains=bucket.trains)
@@ -343,7 +347,7 @@ class Tuner:
         return (trials.best, None) if way is None else (way, Trial(key, way))
 
     def report(self, trial: Trial, seconds: float) -> None:
-        """The time that a trial took, over all ranks."""
+        """Record the time of a trial, over all ranks."""
         if trial.bucket in self._buckets and trial.bucket not in self.settled:
             self._buckets[trial.bucket].report(trial.way, seconds)
             self._settle(trial.bucket)

@@ -1,4 +1,4 @@
-"""What was measured, on disk: links of a topology, and the plans that were found on it. Bad files are as good as none."""
+"""Tuning results on disk: measured links of a topology, and the dispatch plans found on it. Unreadable files are ignored."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ _log = logging.getLogger("expertmesh.parallel.experts.tuner")
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks that measurements hold for.
+    """Ranks and nodes that a measurement is valid for.
 
     Attributes:
-        device: of the tensors, with its name.
-        ranks_per_node: in the order of the nodes.
+        device: device type of the tensors, with the device's name.
+        ranks_per_node: number of ranks of each node, in the order of the nodes.
     """
 
     device: str
@@ -31,34 +31,34 @@ class Topology:
 
     @staticmethod
     def of(device: str, nodes: Sequence[int]) -> "Topology":
-        """Of the node of each rank."""
+        """Topology from the node of each rank."""
         return Topology(device, tuple(nodes.count(node) for node in dict.fromkeys(nodes)))
 
     @property
     def name(self) -> str:
-        """As text, fit for a file."""
+        """Text that is valid in a file name."""
         nodes = "+".join(map(str, self.ranks_per_node))
         return f"{''.join(c if c.isalnum() else '-' for c in self.device)}-{nodes}"
 
 
 def network_path(topology: Topology) -> Path:
-    """Where the links of a topology are kept."""
+    """Path of the measured links of a topology."""
     return user_cache_dir() / "comm" / f"{topology.name}.json"
 
 
 def plans_path(topology: Topology, model: str) -> Path:
-    """Where the plans of a model (any text that tells its layer shapes) on a topology are kept."""
+    """Path of the plans of a model on a topology; `model` is any text that identifies its layer shapes."""
     digest = hashlib.sha256(model.encode()).hexdigest()[:12]
     return user_cache_dir() / "plans" / f"{topology.name}-{digest}.json"
 
 
 def save_network(path: Path, network: Network, points: Sequence[Mapping[str, Any]]) -> None:
-    """Keep measured links, with the points that they were fitted to."""
+    """Write measured links, with the points that they were fitted to."""
     _write(path, {"network": asdict(network), "points": list(points)})
 
 
 def load_network(path: Path) -> Network | None:
-    """Measured links; None: there are none that can be used, which is said in one line if there is a file."""
+    """Measured links; None: no usable file. An unusable file is logged in one line."""
     values = _read(path)
     try:
         return None if values is None else network_of(values["network"])
@@ -71,7 +71,7 @@ def network_of(values: Mapping[str, Any]) -> Network:
     """Links from their JSON.
 
     Raises:
-        ValueError: a number is no positive number.
+        ValueError: a latency or bandwidth is not above 0.
     """
     links = [Link(**values[name]) for name in ("inside", "across")]
     if not all(v > 0 for link in links for v in asdict(link).values()):
@@ -80,16 +80,16 @@ def network_of(values: Mapping[str, Any]) -> Network:
 
 
 def save_plans(path: Path, plans: Mapping[str, DispatchOptions], model: str) -> None:
-    """Keep settled plans by bucket."""
+    """Write settled plans by bucket."""
     _write(path, {"model": model, "plans": {key: asdict(way) for key, way in plans.items()}})
 
 
 def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOptions]], None]:
-    """What keeps plans whenever there are more; where they cannot be written that is one line, and no reason to stop.
+    """Callback that writes plans whenever a new one is settled; a write error is logged once, and later calls do nothing.
 
     Args:
-        path: of `plans_path`.
-        model: see there.
+        path: path from `plans_path`.
+        model: see `plans_path`.
     """
     can_write = True
 
@@ -106,7 +106,7 @@ def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOption
 
 
 def load_plans(path: Path, model: str) -> dict[str, DispatchOptions]:
-    """Settled plans; none where the file is missing or cannot be used, which is said in one line."""
+    """Settled plans by bucket; empty if the file is missing or unusable. An unusable file is logged in one line."""
     values = _read(path)
     try:
         if values is None:
@@ -120,7 +120,7 @@ def load_plans(path: Path, model: str) -> dict[str, DispatchOptions]:
 
 
 def known() -> list[tuple[Path, Network | None, dict[str, DispatchOptions]]]:
-    """All files here: of links, and of plans."""
+    """All files of the cache: measured links, then plans."""
     links: list[tuple[Path, Network | None, dict[str, DispatchOptions]]] = [
         (p, load_network(p), {}) for p in sorted((user_cache_dir() / "comm").glob("*.json"))
     ]
