@@ -23,26 +23,27 @@ Ratio = tuple[int, int]
 
 
 def choice_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio:
-    """The factor of expert-choice routing: 1 where none is given, and the bound on it counts then too.
+    """Capacity factor of expert-choice routing: 1 if none is given; `max_capacity_factor` bounds it in both cases.
 
     Args:
-        options: of the layer.
+        options: the layer's options.
         factor: the capacity factor given for this call, or None.
-        training: whether the layer trains.
+        training: whether the layer is in training mode.
     """
     if options.router != "expert_choice":
-        return 1, 1  # not read
+        return 1, 1  # expert choice has its own factor, see choice_factor
     given = _given(options, factor, training) or 1.0
     return exact_ratio(smaller_factor(given, options.max_capacity_factor) or given)
 
 
 def drop_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio | None:
-    """The capacity factor that drops choices in a call; None, on all processes alike: nothing does. Expert choice has a capacity of its own.
+    """Capacity factor by which choices are dropped in a call, or None if the call is dropless. All processes get the
+    same. Expert-choice routing gets None: it applies its capacity while it chooses.
 
     Args:
-        options: of the layer.
+        options: the layer's options.
         factor: the capacity factor given for this call, or None.
-        training: whether the layer trains.
+        training: whether the layer is in training mode.
     """
     in_force = smaller_factor(_given(options, factor, training), options.max_capacity_factor)
     if options.router == "expert_choice" or in_force is None:
@@ -51,7 +52,7 @@ def drop_factor(options: LayerOptions, factor: float | None, *, training: bool) 
 
 
 def drop_policy(options: LayerOptions, *, training: bool) -> str:
-    """Who stays when an expert is over capacity: first, priority, weight or random."""
+    """Drop policy in force: "first", "priority", "weight" or "random"; "random" is "first" in evaluation."""
     policy = options.drop_policy
     return "first" if policy == "random" and not training else policy
 
@@ -72,7 +73,7 @@ def exact_ratio(factor: float) -> Ratio:
     """A capacity factor as the simplest fraction near it: 1.1 is 11/10.
 
     With fractions the capacity is integer arithmetic, equal on host and device; in floating point ceil(10 * 1.1) is 12.
-    Continued fractions in plain arithmetic, which torch.compile can trace.
+    Computed by continued fractions in plain arithmetic, which torch.compile can trace.
     """
     rest, (p0, q0), (p1, q1) = factor, (0, 1), (1, 0)
     while True:
@@ -107,7 +108,7 @@ def group_sizes(num_tokens: int, group_size: int | None) -> tuple[int, int]:
 def valid_tokens_per_group(
     num_tokens: int, group_size: int | None, token_mask_T: Tensor | None, device: torch.device
 ) -> Tensor:
-    """(number of groups,) int64, tokens in each routing group that the mask does not hide. Does not synchronise."""
+    """(number of groups,) int64: unmasked tokens in each routing group. Does not synchronise."""
     num_groups, size = group_sizes(num_tokens, group_size)
     tail = num_tokens - (num_groups - 1) * size
     if token_mask_T is None:
@@ -147,7 +148,7 @@ def _count(values_N: Tensor, end: int) -> Tensor:
         return torch.bincount(values_N, minlength=end)
     backend = resolve_backend("auto", values_N.device, torch.float32)
     if backend == "triton" and end <= MOST_TRITON_EXPERTS:
-        # adding ones to few addresses would wait for one another
+        # atomic adds to few addresses would serialise
         return route_metadata(values_N[:, None], end).offsets_E.diff().to(torch.int64)
     counts = values_N.new_zeros(end)
     return counts.scatter_add(0, values_N, torch.ones_like(values_N))
@@ -162,7 +163,7 @@ def _queue_order(
     layer_index: int,
     priority_T: Tensor | None,
 ) -> Tensor | None:
-    """Order in which slots, counted choice by choice (j * T + t), queue for their experts; None: as counted."""
+    """(K * T,) order in which slots queue for their experts, as indices j * T + t; None: 0, 1, 2, ..."""
     if policy == "first":
         return None
     if policy == "priority":
@@ -186,11 +187,11 @@ def _queue_order(
 
 
 def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int) -> Tensor:
-    """Position of each slot in the queue of its segment, from 0.
+    """Position of each slot in the queue of its segment, counted from 0.
 
     Args:
-        segment_N: (N,) int64, which queue a slot stands in.
-        order_N: (N,) int64 slots in order of arrival; None: as they are.
+        segment_N: (N,) int64 index of each slot's queue.
+        order_N: (N,) int64 slots in order of arrival; None: 0, 1, 2, ...
         num_segments: number of queues.
 
     Returns:
@@ -221,29 +222,34 @@ def assign(
     token_index_T: Tensor,
     layer_index: int,
 ) -> Routing:
-    """Drop what exceeds C = max(min_capacity, ceil(K * T_g / E * factor)) rows of an expert in a routing group.
+    """Drop the rows of each expert and routing group that exceed C = max(min_capacity, ceil(K * T_g / E * factor)).
 
-    T_g counts the tokens that the mask does not hide, as a tensor; buffer sizes come from the static size, so
-    nothing synchronises with the host. Who stays, per `policy`: first (all first choices in token order,
-    then second choices, ...; GShard), priority (the same with the tokens in descending order of their largest score, or where the router
-    has none, weight: batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2), weight (choices by routing weight: DeepSpeed's
-    `probs`), random (uniform over the queue: DeepSpeed's Random Token Selection), ties in the order of "first".
+    T_g is the number of unmasked tokens of the group, a tensor. Buffer sizes come from the static number of tokens, so
+    nothing synchronises with the host. `policy` says which rows are kept:
+
+    * first: all first choices in token order, then all second choices, ... (GShard).
+    * priority: like first, with tokens in descending order of their largest score, or of their largest routing weight if the
+      router gives no scores (batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2).
+    * weight: choices in descending order of routing weight (DeepSpeed's `probs`).
+    * random: uniform over the queue (DeepSpeed's Random Token Selection).
+
+    Ties are in the order of "first".
 
     Args:
-        routing: the choices, E where they are not live; of the scores only those of "priority" are read.
+        routing: the choices; ids equal to E are not live. Scores are read by "priority" only.
         num_experts: E.
         factor: capacity factor, exact.
         min_capacity: least rows per expert and routing group.
         policy: first, priority, weight or random.
         group_size: tokens per routing group; None: all tokens of the call.
-        renormalize: scale the weights of a token's surviving slots to the sum they had with the dropped ones.
+        renormalize: scale the weights of a token's kept slots to the sum of the weights of all its live slots.
         token_mask_T: (T,) True for real tokens, or None.
         noise_key: (2,) int64, for "random".
         token_index_T: (T,) int64, for "random".
         layer_index: for "random".
 
     Returns:
-        The routing with what was dropped, and a static bound on rows.
+        The routing with id E at dropped slots, num_dropped, and max_rows, a static bound on the kept rows.
     """
     expert_ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
     assert weights_TK is not None
@@ -257,7 +263,7 @@ def assign(
     group_T = torch.arange(T, device=expert_ids_TK.device) // size
     segment_TK = expert_ids_TK + group_T[:, None] * (num_experts + 1)
     live_TK = expert_ids_TK < num_experts
-    # the largest of a token's scores over all experts, before the weights are normalised
+    # the token's largest score over all experts, before weights are normalised
     scores_TE = routing.scores_TE if policy == "priority" else None
     priority_T = None if scores_TE is None else scores_TE.detach().amax(-1)
     order = _queue_order(
@@ -284,7 +290,7 @@ def assign(
 
 
 def give_kept_the_sum(weights_TK: Tensor, live_TK: Tensor, kept_TK: Tensor) -> Tensor:
-    """Give the surviving slots of a token the sum that all its live slots had."""
+    """Scale the weights of each token's kept slots to the sum of the weights of all its live slots."""
     tiny = torch.finfo(weights_TK.dtype).tiny
     total = weights_TK.masked_fill(~live_TK, 0).sum(-1, keepdim=True)
     kept = weights_TK.masked_fill(~kept_TK, 0)

@@ -1,4 +1,6 @@
-"""Balance over a batch that comes in micro-batches: what earlier ones chose is remembered until the step ends."""
+"""Balance loss over a global batch that comes in micro-batches: expert counts of earlier micro-batches are kept until
+the step ends.
+"""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,13 +13,14 @@ from expertmesh.moe.types import RoutingStats
 
 
 class BatchBalance:
-    """A context for the micro-batches of one step; layers with balance_loss_scope="global" then balance over all of them so far.
+    """Context for the micro-batches of one step: layers with balance_loss_scope="global" balance over all micro-batches
+    so far.
 
-    See `expertmesh.moe.losses.global_balance_loss` for the formula. Other layers do not change. Call `add` after the backward pass of
-    each micro-batch, because activation checkpointing computes its forward pass again.
+    See `expertmesh.moe.losses.global_balance_loss` for the formula. Other layers are not affected. Call `add` after the
+    backward pass of each micro-batch, because activation checkpointing computes its forward pass again.
 
     Args:
-        model: holds the layers.
+        model: the module that holds the MoE layers.
 
     Example:
         >>> import torch
@@ -33,7 +36,7 @@ class BatchBalance:
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
 
     def __enter__(self) -> "BatchBalance":
-        """Forget what was before."""
+        """Clear the sums of earlier micro-batches."""
         self._set([None] * len(self._layers))
         return self
 
@@ -43,17 +46,17 @@ class BatchBalance:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Forget the batch."""
+        """Clear the sums of the batch."""
         self._set([None] * len(self._layers))
 
     def add(self, stats: Sequence[RoutingStats]) -> None:
-        """Remember a micro-batch. Does not synchronise.
+        """Add the counts of one micro-batch. Does not synchronise.
 
         Args:
-            stats: of every MoE layer, in the order of the modules.
+            stats: the RoutingStats of every MoE layer, in the order of `model.modules()`.
 
         Raises:
-            ConfigError: there are more or fewer than layers, and some of these balance over the batch.
+            ConfigError: a layer has the global scope, and the number of stats is not the number of MoE layers.
         """
         if all(one.balance_sums_RE is None for one in stats):
             return

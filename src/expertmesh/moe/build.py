@@ -1,4 +1,4 @@
-"""The submodules of a layer, from its options."""
+"""Construction of a layer's submodules from its options."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from expertmesh.ops.op_set import select_op_set
 
 
 def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Make the router that the options name, in FP32, or FP64 for a layer in FP64.
+    """Make the router that the options name. Its parameters are FP32, or FP64 in an FP64 layer.
 
     Args:
         options: the options of the layer.
@@ -55,7 +55,7 @@ def make_experts(
     experts: nn.ModuleList | Callable[[int], nn.Module] | None,
     **place: Any,
 ) -> GroupedExperts | ExpertList:
-    """Make grouped experts, or put the user's modules in a list.
+    """Make grouped experts, or an `ExpertList` of the user's modules.
 
     Args:
         options: the options of the layer.
@@ -79,7 +79,7 @@ def make_experts(
 
 
 def make_shared_experts(options: LayerOptions, **place: Any) -> DenseMLP | None:
-    """Make the MLP that every token passes, if there is one; `place` is device and dtype."""
+    """Make the shared experts, one dense MLP; None if there are none. `place` is device and dtype."""
     hidden_dim = options.shared_hidden_dim or options.num_shared_experts * options.hidden_dim
     if not hidden_dim:
         return None
@@ -87,12 +87,14 @@ def make_shared_experts(options: LayerOptions, **place: Any) -> DenseMLP | None:
 
 
 def make_shared_gate(options: LayerOptions, **place: Any) -> Linear | None:
-    """Make the map D -> 1 to the share of the shared experts, if wanted; `place` is device and dtype."""
+    """Make the gate D -> 1 of the shared experts; None without `shared_gate`. `place` is device and dtype."""
     return Linear(options.dim, 1, **_arithmetic(options), **place) if options.shared_gate else None
 
 
 def make_residual(options: LayerOptions, **place: Any) -> tuple[DenseMLP | None, Linear | None]:
-    """Make PR-MoE's residual MLP and the map to its mixture, if wanted; `place` is device and dtype."""
+    """Make PR-MoE's residual MLP and the map D -> 2 to its mixing coefficients, or (None, None). `place` is device and
+    dtype.
+    """
     if not options.residual:
         return None, None
     hidden_dim = options.residual_hidden_dim or options.hidden_dim

@@ -1,4 +1,4 @@
-"""Mistakes that only tensors, modules and calls can have, as one line: the value, the rule, the fix.
+"""Checks of tensors, modules and call arguments. An error is one line: the value, the rule, the fix.
 
 The rules of a layer's options are in `config/moe_rules.py`.
 """
@@ -22,14 +22,14 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def python_number(value: Any) -> Any:
-    """NumPy's numbers as Python's; all else as it is."""
+    """Convert a NumPy number to Python's; return any other value as it is."""
     if value is None or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         return value
     return value.item() if isinstance(value, np.number) else value
 
 
 def check_module(model: Any) -> None:
-    """Raise ConfigError unless what a function is given as a model is one, and not its path."""
+    """Raise ConfigError unless `model` is an nn.Module (rather than, say, a path)."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}: must be a torch.nn.Module; load it first, for example with expertmesh.load() or "
@@ -51,7 +51,7 @@ def check_call_factor(value: Any, *, arithmetic: OpSet) -> None:
 
     Args:
         value: the factor.
-        arithmetic: the arithmetic of the call.
+        arithmetic: the op set of the call.
     """
     if value is None:
         return
@@ -205,7 +205,9 @@ def _check_dense(name: str, value: Tensor) -> None:
 
 
 def check_ids(ids: Tensor, num_experts: int, *, what: str, fix: str) -> None:
-    """Raise ConfigError unless expert ids are from 0 to E; looked at on the CPU in eager mode only, where it waits for nothing."""
+    """Raise ConfigError unless expert ids are in [0, E]. Checked only on the CPU in eager mode, where reading them does
+    not synchronise.
+    """
     if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
         return
     low, high = int(ids.min()), int(ids.max())

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: keep the choice of experts, compute everything else again.
+"""Selective activation checkpointing: the choice of experts is saved, everything else is recomputed.
 
 A recomputed router may choose differently: another kernel, a non-deterministic product before it, a parameter that
 changed in between. The backward would then mix two routings. With this policy the recomputation takes the ids, their
@@ -23,10 +23,10 @@ from expertmesh.ops import route_metadata, topk
 _aten = torch.ops.aten
 CHOOSING_OPERATORS = frozenset(
     {
-        # our fused choice, and the order of the rows with the dropped ones left out
+        # the fused top-k, and the order of rows, in which dropped slots are left out
         topk.OPERATOR,
         route_metadata.OPERATOR,
-        # the choice on PyTorch's operators, of routers of your own too; the queues of a capacity
+        # top-k on PyTorch's operators, in custom routers too; the queues of a capacity
         _aten.topk.default,
         _aten.argmax.default,
         _aten.max.dim,
@@ -35,15 +35,15 @@ CHOOSING_OPERATORS = frozenset(
         _aten.sort.stable,
     }
 )
-"""Operators whose results are kept: all that decide where a token goes."""
+"""Operators whose results are saved: those that decide where a token goes."""
 
 
 def routing_checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Say what `torch.utils.checkpoint` keeps of one operator: the results of those that choose experts.
+    """Policy of `torch.utils.checkpoint` for one operator: save its result if it chooses experts, else recompute.
 
-    Kept per token: ids and values of the K best (12 K bytes), the int32 metadata (12 K bytes), with a capacity the
-    queue (12 K bytes); with the fused choice of the Triton backend all scores (4 E bytes) instead of the values. The
-    random numbers of noise and drops are drawn again from the same state (`preserve_rng_state`).
+    Saved per token: ids and values of the K best (12 K bytes), the int32 metadata (12 K bytes), and with a capacity the
+    queue (12 K bytes). The Triton backend's fused top-k saves all scores (4 E bytes) instead of the values. Random
+    numbers of noise and drops are drawn again from the same generator state (`preserve_rng_state`).
 
     Args:
         ctx: the context that torch gives.
@@ -62,10 +62,10 @@ def routing_checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> C
 
 
 def warn_of_lost_losses() -> None:
-    """Warn where a layer in training runs in the forward of a reentrant checkpoint.
+    """Warn if a layer in training runs inside the forward of a reentrant checkpoint.
 
-    That forward is without gradients, and autograd then gives one to the tensors that the checkpointed function itself
-    returns, not to those inside an object. It is called where gradients are off in training.
+    That forward runs without gradients. Autograd later gives gradients to tensors that the checkpointed function
+    returns itself, but not to tensors inside an object such as RoutingStats. Called when gradients are off in training.
     """
     if torch.compiler.is_compiling():
         return
@@ -84,4 +84,6 @@ def warn_of_lost_losses() -> None:
 routing_checkpoint_contexts = functools.partial(
     create_selective_checkpoint_contexts, routing_checkpoint_policy
 )
-"""`checkpoint(function, *args, use_reentrant=False, context_fn=routing_checkpoint_contexts)`."""
+"""Context function of selective checkpointing: `checkpoint(function, *args, use_reentrant=False,
+context_fn=routing_checkpoint_contexts)`.
+"""

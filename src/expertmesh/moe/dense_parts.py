@@ -1,4 +1,6 @@
-"""What every token passes beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixture."""
+"""Dense blocks beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixing
+coefficients.
+"""
 
 from typing import Any
 
@@ -10,14 +12,15 @@ from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` by the model's arithmetic, called as a module, so that what wraps or loads modules (adapters, offload) reaches it.
+    """`nn.Linear` whose product is computed by the model's op set. It is called as a module, so that wrappers of
+    modules (adapters, offload) reach it.
 
     Args:
         in_features: K.
         out_features: N.
         bias: whether there is a bias (N,).
-        arithmetic: the arithmetic of the product in evaluation.
-        backend: counts with batch-invariant arithmetic only.
+        arithmetic: the op set in evaluation.
+        backend: read by the batch-invariant op set only.
         device: the device of the parameters.
         dtype: the type of the parameters.
     """
@@ -43,12 +46,14 @@ class Linear(nn.Linear):
 
 
 DenseParts = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of one call, as far as the layer has such parts: (T, 2) shares of the experts and of the residual MLP in FP32 or FP64; (T, D) output
-of the residual MLP; (T, D) output of the shared experts."""
+"""(mix_T2, residual_TD, shared_TD) of one call, each None if the layer has no such part: (T, 2) mixing coefficients of
+the experts and of the residual MLP in FP32 or FP64; (T, D) output of the residual MLP; (T, D) output of the shared
+experts.
+"""
 
 
 def dense_parts(layer: Any, x_TD: Tensor) -> DenseParts:
-    """Compute what does not depend on the routed experts of a MoELayer, for tokens (T, D)."""
+    """Compute the dense blocks of a MoELayer for tokens (T, D); they do not depend on the routed experts."""
     arithmetic = layer.arithmetic.in_mode(layer.training)
     mix_T2 = residual_TD = shared_TD = None
     if layer.residual_mlp is not None:
@@ -65,7 +70,7 @@ def dense_parts(layer: Any, x_TD: Tensor) -> DenseParts:
 
 
 def add_dense(y_TD: Tensor, parts: DenseParts, token_mask_T: Tensor | None) -> Tensor:
-    """Mix the residual MLP into the experts' output, add the shared experts, and hide masked tokens."""
+    """Mix the residual MLP into the experts' output, add the shared experts, and zero masked tokens."""
     mix_T2, residual_TD, shared_TD = parts
     if mix_T2 is not None and residual_TD is not None:
         y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * residual_TD

@@ -1,7 +1,7 @@
-"""The way out and back: from this process's tokens to the experts' rows and their partial sums home again.
+"""Dispatch and combine: tokens go to their experts' processes, and partial sums come back.
 
-The layer knows only the protocol: it starts tokens on their way, computes what concerns its own tokens meanwhile, and
-finishes with the experts. Expert parallelism swaps the dispatcher; on one process nothing moves.
+The layer knows the protocol only: it starts the dispatch, computes its dense blocks meanwhile, and finishes with the
+experts. Expert parallelism swaps the dispatcher; on one process nothing moves.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,17 @@ from expertmesh.moe.types import Routing
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Tokens and their choices, as a process sends them or as its experts see them; of tokens that stay, their `RoundTrip`, too.
+    """Tokens with expert ids and routing weights, as they are sent or as they arrive. For tokens that stay on their
+    process it is their `RoundTrip` too.
 
     Attributes:
         x_TD: tokens, in the dtype of the layer's input.
         expert_ids_TK: (T, K) expert ids in [0, E], global where they are sent and local where they arrive; E (the number
             of experts, or of local ones) means "no expert".
         weights_TK: (T, K) routing weights of these slots.
-        max_rows: a bound on the live slots that the host knows, or None.
-        capacity_factor: about so many times the mean are the most rows of an expert; None: no limit. The same on all processes.
+        max_rows: upper bound on the number of live slots, known on the host; or None.
+        capacity_factor: approximate upper bound on an expert's rows, as a multiple of the mean; None: no bound. Equal
+            on all processes.
     """
 
     x_TD: Tensor
@@ -40,7 +42,7 @@ class Dispatched:
 
     @staticmethod
     def of(call: LayerCall, routing: Routing) -> "Dispatched":
-        """This process's tokens, with what is left of their choices."""
+        """Pair this process's tokens with the choices that the capacity kept."""
         weights_TK = routing.weights_TK
         assert weights_TK is not None
         return Dispatched(
@@ -48,7 +50,7 @@ class Dispatched:
         )
 
     def advance(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no token is in flight."""
 
     def finish(self, experts: "Experts") -> Tensor:
         """Run the experts."""
@@ -56,7 +58,7 @@ class Dispatched:
 
 
 class Experts(Protocol):
-    """What computes on tokens: `GroupedExperts`, `ExpertList`."""
+    """Protocol of a module that computes the experts: `GroupedExperts`, `ExpertList`, ..."""
 
     def __call__(
         self,
@@ -67,7 +69,9 @@ class Experts(Protocol):
         max_rows: int | None,
         parameters: ExpertParameters | None,
     ) -> Tensor:
-        """(T, D) sums over each token's local experts; parameters: None for the experts' own."""
+        """Compute (T, D) weighted sums over each token's local experts. `parameters` replaces the module's own if not
+        None.
+        """
 
 
 def apply_experts(
@@ -78,7 +82,7 @@ def apply_experts(
     Args:
         experts: the experts of this process.
         tokens: the tokens, with local expert ids.
-        parameters: the parameters that the experts compute with; None: their own.
+        parameters: weights to compute with in place of the module's own, or None.
 
     Returns:
         (T, D) one partial sum per token.
@@ -94,37 +98,39 @@ def apply_experts(
 
 
 class RoundTrip(Protocol):
-    """Tokens between their start and the return of their sums."""
+    """Dispatch and combine in flight, from `start` until the sums have returned."""
 
     def advance(self) -> None:
-        """Send what `start` could not, because other processes had to say how much to expect; may be left out."""
+        """Send the tokens that `start` had to hold back until row counts of other processes arrived. Optional to
+        call.
+        """
 
     def finish(self, experts: Experts) -> Tensor:
-        """Wait for tokens, run the experts on them, and bring the sums home.
+        """Wait for arriving tokens, run the experts on them, and return the sums to the tokens' processes.
 
         Args:
             experts: the experts of this process, called on what arrives, perhaps in several parts.
 
         Returns:
-            (T, D) for the tokens that set out.
+            (T, D) sums for the tokens that this process sent.
         """
 
 
 class TokenDispatcher(Protocol):
-    """Sends tokens to the processes that hold their experts, and partial sums back.
+    """Protocol: sends tokens to the processes that hold their experts, and partial sums back.
 
-    Every process that shares the experts must call, with any number of tokens, none included.
+    Every process that shares the experts must call it, with any number of tokens, 0 included.
     """
 
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
-        """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
+        """Start the dispatch. Computation of the caller before `finish` overlaps with it, in the backward too.
 
         Args:
             tokens: the tokens of this process, with global expert ids.
-            way: how they travel in this call.
+            way: dispatch options of this call.
 
         Raises:
-            ConfigError: the dispatcher has no such way.
+            ConfigError: the dispatcher does not support an option.
         """
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
@@ -137,15 +143,15 @@ _AT_HOME = {
     "all_to_all": (None, "flat", "auto"),
     "replicated_experts": (None, 0),
 }
-"""Values that ask nothing of one process."""
+"""Values of dispatch options that one process accepts, because they ask for no other process."""
 
 
 def check_at_home(way: DispatchOptions) -> None:
-    """Raise ConfigError unless a way of the tokens asks nothing of a layer on one process."""
+    """Raise ConfigError if dispatch options ask a layer on one process for more than one."""
     _check_options(way)
     for name in (field.name for field in fields(way)):
         value = getattr(way, name)
-        # no `in`, which compares tensors with what is there
+        # not `in`, which would compare a tensor element by element
         if not any(
             value is one or (type(value) is type(one) and value == one) for one in _AT_HOME[name]
         ):
@@ -164,11 +170,11 @@ def _check_options(way: Any) -> DispatchOptions:
 
 
 def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) -> DispatchOptions:
-    """How tokens travel in a call: the options, or the choices one by one.
+    """Dispatch options of a call, given as `dispatch=` or as single keywords.
 
     Raises:
-        ConfigError: there are both.
-        TypeError: there is no such choice.
+        ConfigError: both are given.
+        TypeError: a keyword is unknown.
     """
     if not choices:
         return AS_USUAL if given is None else _check_options(given)
@@ -184,10 +190,10 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
 
 
 class LocalDispatcher:
-    """All experts are here: nothing moves. Never synchronises."""
+    """Dispatcher of one process that holds all experts: nothing moves. Never synchronises."""
 
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
-        """Keep the tokens."""
+        """Return the tokens themselves as the round trip."""
         check_at_home(way)
         return tokens
 

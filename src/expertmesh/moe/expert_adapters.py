@@ -1,6 +1,6 @@
 """Low-rank adapters on grouped experts (LoRA: Hu et al. 2022): W + s B A, computed as x A^T B^T beside x W^T.
 
-Neither W + s B A nor the gradient of W is ever made, so an adapted layer costs the adapters' own products and memory.
+Neither W + s B A nor the gradient of W is ever materialised, so an adapter adds only its own products and memory.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from expertmesh.ops.experts.call import LowRank
 
 TARGETS = ("w_in", "w_out")
-"""The parameters of experts that can have an adapter."""
+"""Parameters of experts that can have an adapter."""
 
 
 class Adapter(nn.Module):
-    """The two factors of one adapter.
+    """Factors A and B of the adapter on one stack of matrices W (E, N, K).
 
     Parameters: `a` (e, r, columns) and `b` (e, rows, r), where e is E, or 1 where all experts share it.
 
@@ -26,7 +26,7 @@ class Adapter(nn.Module):
         columns: K.
         rank: r.
         scaling: s.
-        shared: one adapter for all experts.
+        shared: whether all experts share one adapter.
         device: the device of the factors.
         dtype: the type of the factors.
     """
@@ -49,16 +49,16 @@ class Adapter(nn.Module):
         e = 1 if shared else num_experts
         self.a = nn.Parameter(torch.empty(e, rank, columns, **place))
         self.b = nn.Parameter(torch.empty(e, rows, rank, **place))
-        self.local: Callable[[Tensor], Tensor] | None = None  # where they are spread over processes
+        self.local: Callable[[Tensor], Tensor] | None = None  # local part of a factor
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """What this process holds of both, differentiable."""
+        """Local parts of A and B on this process, differentiable."""
         if self.local is None:
             return self.a, self.b
         return self.local(self.a), self.local(self.b)
 
     def forward(self) -> LowRank:
-        """What the experts' operators add to the matrices."""
+        """The adapter as the experts' operators take it."""
         return LowRank(*self.factors(), self.scaling, self.shared)
 
     @torch.no_grad()
@@ -75,15 +75,15 @@ class Adapter(nn.Module):
 
 
 class ExpertAdapters(nn.Module):
-    """The adapters of one layer's experts: `w_in`, `w_out`, or one of them."""
+    """Adapters of one layer's experts, on `w_in`, `w_out` or both."""
 
     def __init__(self, adapters: dict[str, Adapter]) -> None:
-        """Hold the adapters by the names of the parameters that they are on."""
+        """Hold the adapters; the keys are the names of the adapted parameters."""
         super().__init__()
         self.w_in: Adapter | None = adapters.get("w_in")
         self.w_out: Adapter | None = adapters.get("w_out")
 
     def forward(self) -> tuple[LowRank | None, LowRank | None]:
-        """What the experts' operators add to w_in and to w_out; None: nothing."""
+        """Adapters on w_in and on w_out as the operators take them, each None if there is none."""
         on_in = None if self.w_in is None else self.w_in()
         return on_in, None if self.w_out is None else self.w_out()

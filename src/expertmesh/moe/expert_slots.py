@@ -1,4 +1,4 @@
-"""Which expert lies in which slot: least recently used out. Pure bookkeeping; no tensor is touched."""
+"""LRU cache of experts in slots: pure bookkeeping, no tensor is touched."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass
 class PagingCounts:
-    """What the slots of a layer have seen so far.
+    """Counters of one layer's expert slots.
 
     Attributes:
-        hits: experts of a step that were there.
-        misses: experts of a step that had to be copied, those of long steps that went past the slots among them.
-        fetched_ahead: experts that were copied before their step asked for them.
-        useful: of these, those that the step then asked for; they count as hits, too.
+        hits: experts of a step that were in a slot.
+        misses: experts of a step that had to be copied, in bypassing steps too.
+        fetched_ahead: experts prefetched before their step.
+        useful: prefetched experts that their step then used; they count as hits, too.
         bypasses: steps that needed more experts than there are slots.
-        bytes_copied: from the host's memory.
+        bytes_copied: bytes copied from the host's memory or from files.
     """
 
     hits: int = 0
@@ -27,10 +27,10 @@ class PagingCounts:
 
 
 class ExpertSlots:
-    """The slots of one layer.
+    """Map from the experts of one layer to slots; the least recently used expert is evicted.
 
     Args:
-        num_slots: how many.
+        num_slots: number of slots.
 
     Example:
         >>> slots = ExpertSlots(2)
@@ -40,26 +40,26 @@ class ExpertSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._slot_of: OrderedDict[int, int] = OrderedDict()  # the least recently used first
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
 
     def __contains__(self, expert: object) -> bool:
         """Whether an expert has a slot."""
         return expert in self._slot_of
 
     def slot_of(self, expert: int) -> int:
-        """The slot of an expert that has one."""
+        """Slot of an expert that has one."""
         return self._slot_of[expert]
 
     def place(self, experts: Iterable[int]) -> list[tuple[int, int]]:
-        """Use experts, no more than there are slots.
+        """Mark experts as used, and give those without a slot one; at most `num_slots` experts.
 
         Returns:
-            (expert, slot) of those that have to be copied; what was there is out.
+            (expert, slot) of each expert that has to be copied; the slot's previous expert is evicted.
         """
         wanted = list(dict.fromkeys(experts))
         assert len(wanted) <= self.num_slots, "more experts than slots"
         missing = []
-        for expert in wanted:  # first, so that none of them goes out
+        for expert in wanted:  # hits first, so that placing the misses evicts none of them
             if expert in self._slot_of:
                 self._slot_of.move_to_end(expert)
             else:
@@ -74,9 +74,9 @@ class ExpertSlots:
         return placed
 
     def forget(self, expert: int) -> None:
-        """Take an expert out whose copy failed; its slot is the first to be used again."""
+        """Remove an expert whose copy failed; its slot is the next to be reused."""
         self._slot_of.move_to_end(expert, last=False)
         slot = self._slot_of.pop(expert)
-        # a name that no expert has keeps the slots numbered without a gap
+        # a negative key, which no expert has, holds the slot, so that slot numbers have no gap
         self._slot_of[-1 - slot] = slot
         self._slot_of.move_to_end(-1 - slot, last=False)

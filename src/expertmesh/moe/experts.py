@@ -1,4 +1,4 @@
-"""The routed experts (grouped tensors, or a module of the user's per expert) and the dense MLPs beside them."""
+"""Routed experts (grouped tensors, or one custom module per expert) and the dense MLP beside them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,18 +21,20 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 
 OfRows = Callable[[], tuple[AdapterRun, ...]]
-"""Which tokens of the present call have an adapter of their own; whoever calls the model keeps it up to date."""
+"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps
+it up to date.
+"""
 
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Weights that stand in for those of a `GroupedExperts` in one call, and what their owner wants of their gradients.
+    """Weights that replace the own weights of a `GroupedExperts` in one call, with the handling of their gradients.
 
     Attributes:
-        weights: of the experts that the ids of the call count.
-        context: entered around the experts' operator; their owner may decide there what autograd keeps.
-        main_grads: see `moe_mlp`; their owner hands the gradients on.
-        late: see `moe_mlp`; their owner asks for the gradients.
+        weights: the weights, indexed by the expert ids of the call.
+        context: context manager around the experts' operator, for example saved-tensor hooks.
+        main_grads: see `moe_mlp`; the owner of the weights passes the gradients on.
+        late: see `moe_mlp`; the owner of the weights asks for the gradients.
     """
 
     weights: ExpertWeights
@@ -60,7 +62,7 @@ class DenseMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate the parameters; the layer initialises them. `backend` counts with batch-invariant arithmetic only."""
+        """Allocate the parameters; the layer initialises them. `backend` is read by the batch-invariant op set only."""
         super().__init__()
         branches = num_branches(activation)
         self.activation = activation
@@ -90,7 +92,7 @@ class DenseMLP(nn.Module):
 
 
 class HasBackend(Protocol):
-    """A module that computes by the operators for experts."""
+    """Protocol of a module that calls the experts' operators."""
 
     arithmetic: OpSet
     backend: str
@@ -107,9 +109,9 @@ class GroupedExperts(nn.Module):
         dim: D.
         hidden_dim: F.
         activation: swiglu, geglu, reglu, gelu, relu, relu2, silu or clamped_swiglu.
-        bias: whether there are b_in and b_out.
-        recompute_h: do not save the pre-activations, compute them again in the backward; the same results to the bit.
-        arithmetic: the arithmetic of the operator in evaluation.
+        bias: whether the experts have b_in and b_out.
+        recompute_h: recompute the pre-activations in the backward instead of saving them; bitwise the same results.
+        arithmetic: the op set in evaluation.
         backend: see `ops.backend.resolve_backend`.
         device: the device of the parameters.
         dtype: the type of the parameters.
@@ -137,7 +139,7 @@ class GroupedExperts(nn.Module):
         self.main_grads: WeightGradients | None = None
         self.adapters: ExpertAdapters | None = None
         self.of_rows: OfRows | None = None
-        self.compute_device: torch.device | None = None  # where it is not the parameters'
+        self.compute_device: torch.device | None = None  # if not the parameters'
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -148,13 +150,13 @@ class GroupedExperts(nn.Module):
         self.b_out = parameter(num_experts, dim) if bias else None
 
     def accumulate_main_grads(self, enabled: bool = True) -> None:
-        """From now on add the gradients of all parameters to FP32 buffers, `self.main_grads`, in the backward.
+        """Accumulate the gradients of all parameters in FP32 buffers, `self.main_grads`, from now on.
 
-        The parameters' `.grad` stays None, and nothing is rounded to their type between micro-batches. Before the
-        optimiser step hand the buffers over (`experts.w_in.grad = experts.main_grads.w_in` where the parameters are
-        FP32, or to FP32 master weights), after it call `zero_main_grads`. The buffers are zero at first, lie on the
-        parameters' device of now, and are in no state dict. What sees gradients through autograd (hooks, DDP) sees none
-        of these; see `main_grads` of `moe_mlp` for the other limits.
+        The parameters' `.grad` stays None, and gradients are not rounded to the parameters' dtype between
+        micro-batches. Before the optimiser step, hand the buffers over (`experts.w_in.grad = experts.main_grads.w_in`
+        where the parameters are FP32, or to FP32 master weights), after it call `zero_main_grads`. The buffers start at
+        zero on the parameters' current device and are in no state dict. Gradient hooks and DDP do not see these
+        gradients; see `main_grads` of `moe_mlp` for the other limits.
 
         Args:
             enabled: False goes back to autograd's gradients and drops the buffers.
@@ -192,8 +194,8 @@ class GroupedExperts(nn.Module):
             x_TD: (T, D).
             expert_ids_TK: (T, K) in [0, E]; E is skipped.
             weights_TK: (T, K).
-            max_rows: a bound on the ids below E that the caller guarantees.
-            parameters: the parameters of the experts that the ids count, in the place of this module's own.
+            max_rows: upper bound on the number of ids below E, guaranteed by the caller; or None.
+            parameters: weights that replace this module's own, indexed by the ids; or None.
 
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
@@ -222,7 +224,7 @@ class GroupedExperts(nn.Module):
         )
 
     def _check_main_grads(self, is_invariant: bool) -> None:
-        """Refuse what would not add to them."""
+        """Raise ConfigError if the backward of this call would not add to the main gradients."""
         if is_invariant:
             raise ConfigError(
                 "batch_invariant=True with main gradients in evaluation: its backward does not add to them; "
@@ -238,14 +240,14 @@ class GroupedExperts(nn.Module):
 def call_of_module(
     module: HasBackend, x_TD: Tensor, weights_TK: Tensor, experts: ExpertWeights, ids_TK: Tensor
 ) -> ExpertsCall:
-    """What a module of experts asks of the operators.
+    """Build the operator call of a module of experts.
 
     Args:
-        module: the experts, of whose mode the arithmetic is.
+        module: the experts; backend, op set and mode are read.
         x_TD: (T, D).
         weights_TK: (T, K).
-        experts: what it computes with.
-        ids_TK: (T, K) slots of the experts.
+        experts: the weights to compute with.
+        ids_TK: (T, K) expert ids.
     """
     is_invariant = module.arithmetic.in_mode(module.training).batch_invariant
     return ExpertsCall(
@@ -254,10 +256,10 @@ def call_of_module(
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
-    """What a module of the user's returned for its rows.
+    """Return a custom expert's output after checking it.
 
     Raises:
-        ConfigError: it is no tensor of the shape of its input.
+        ConfigError: it is no floating-point tensor of the input's shape.
     """
     if isinstance(y, Tensor) and y.shape == x_nD.shape and y.is_floating_point():
         return y
@@ -269,11 +271,11 @@ def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
 
 
 Parameters = Sequence[Sequence[Tensor]]
-"""Those of each expert."""
+"""Parameters of each expert."""
 
 
 class ExpertList(nn.ModuleList):
-    """One module of the user's per expert, each called on its own (n, D) rows with n > 0."""
+    """Experts that are custom modules, one per expert; each is called on its own (n, D) rows with n > 0."""
 
     def __init__(self, experts: Iterable[nn.Module], *, backend: str = "auto") -> None:
         """Hold the modules; their parameters are named experts.INDEX.NAME."""
@@ -289,10 +291,11 @@ class ExpertList(nn.ModuleList):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """As GroupedExperts.forward, but waits for the number of rows of each expert on the host.
+        """Compute weighted sums as `GroupedExperts.forward` does; waits on the host for the number of rows of each
+        expert.
 
-        `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert without a
-        row is not called; the gradients of its parameters are zeros, as those of grouped experts are.
+        `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert
+        without a row is not called, and the gradients of its parameters are zeros, as in grouped experts.
         """
         assert parameters is None, "modules keep their own parameters"
         metadata = route_metadata(
@@ -309,7 +312,7 @@ class ExpertList(nn.ModuleList):
             if end > start
         ]
         dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])
-        # no rows of x and of what idle experts have, so that autograd knows of these: their gradients are zeros
+        # zero rows of x and of idle experts' parameters put these into the graph, so that their gradients are zeros
         idle = zip(parameters_of, bounds, bounds[1:], strict=False)
         unused = [p for found, start, end in idle if end == start for p in found]
         dead = torch.cat((dead, x_RD[:0], *no_rows(unused, like=x_RD)))
@@ -322,17 +325,20 @@ class ExpertList(nn.ModuleList):
     def callables(
         self, x_TD: Tensor
     ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
-        """The tokens, the experts and the parameters of each for one call, which an heir may put something before."""
+        """Tokens, experts and parameters of each expert for one call; a subclass may insert a step before the
+        experts.
+        """
         experts = list(self.children())
         return x_TD, [*experts], [list(expert.parameters()) for expert in experts]
 
 
 def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
-    """(0, D) pieces of parameters for a `torch.cat`, which gives them gradients of zeros, also where weights are not finite.
+    """(0, D) slices of parameters: a `torch.cat` with them gives the parameters zero gradients, even if weights are not
+    finite.
 
     Args:
-        parameters: those without a gradient, and those cut over ranks (DTensor), are left out.
-        like: (n, D), of the type of the pieces.
+        parameters: the parameters; those without a gradient and DTensors are left out.
+        like: (n, D) tensor of the slices' dtype.
     """
     if not torch.is_grad_enabled():
         return []
@@ -344,7 +350,9 @@ def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
 
 
 class FirstOutput(nn.Module):
-    """An expert whose tuple output counts by its first entry; None stands for one that is on another rank."""
+    """Wraps an expert whose forward may return a tuple: its first entry counts. `expert` is None if it is on another
+    rank.
+    """
 
     def __init__(self, expert: nn.Module | None) -> None:
         """Hold the expert as `expert`."""

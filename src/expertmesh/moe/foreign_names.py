@@ -1,4 +1,4 @@
-"""State dicts under another system's names: which tensor of theirs is which part of which tensor of a `MoELayer`."""
+"""State dicts in another system's layout: maps its tensors to parts of the tensors of a `MoELayer`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ForeignName:
-    """One tensor of another system's state dict.
+    """A tensor of another system's state dict, and the place of its values in ours.
 
     Attributes:
-        theirs: its name there.
-        ours: name of the tensor of ours that holds it.
-        part: index of that tensor which gives it; ... is all of it.
-        transposed: whether its last two dimensions are exchanged there.
+        theirs: name of the tensor in the other system.
+        ours: name of our tensor that holds the values.
+        part: index into our tensor; ... is all of it.
+        transposed: whether the other system has the last two dimensions exchanged.
     """
 
     theirs: str
@@ -29,13 +29,13 @@ class ForeignName:
 def to_foreign(
     state: dict[str, Any], names: Sequence[ForeignName], *, prefix: str, own_prefix: str
 ) -> None:
-    """Replace our entries of a state dict by theirs, in place.
+    """Rename and split our entries of a state dict into the other system's, in place.
 
     Args:
-        state: a state dict that holds our names.
-        names: the names of all tensors of ours.
+        state: a state dict under our names.
+        names: one entry for each tensor of the other system.
         prefix: the prefix of the module's names in the state dict.
-        own_prefix: the prefix of our tensors, after `prefix`.
+        own_prefix: the prefix of our tensors' names, after `prefix`.
     """
     ours = prefix + own_prefix
     found = {n.removeprefix(ours): state.pop(n) for n in list(state) if n.startswith(ours)}
@@ -52,17 +52,17 @@ def from_foreign(
     prefix: str,
     own_prefix: str,
 ) -> list[str]:
-    """Replace their entries of a state dict by ours, in place; a state dict under our names stays as it is.
+    """Join the other system's entries of a state dict into ours, in place. A state dict under our names is not changed.
 
     Args:
         state: a state dict.
-        names: the names of all tensors of ours.
-        module: the layer, for shapes and dtypes; parts that they do not have are zero.
+        names: one entry for each tensor of the other system.
+        module: the layer; its shapes and dtypes are read. Parts without an entry in `names` are zero.
         prefix: the prefix of the module's names in the state dict.
-        own_prefix: the prefix of our tensors, after `prefix`.
+        own_prefix: the prefix of our tensors' names, after `prefix`.
 
     Returns:
-        One line for each tensor that is missing or has another shape.
+        Error lines, one for each tensor that is missing or has another shape.
     """
     if not any(prefix + name.theirs in state for name in names):
         return []
@@ -87,15 +87,17 @@ def from_foreign(
 
 
 def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Before a state dict is loaded: where it will be refused, what fits of it becomes what the module has, so that nothing changes.
+    """Keep the module unchanged if `load_state_dict` will fail: entries that would be copied are replaced by the
+    module's own tensors.
 
-    torch copies what fits and raises afterwards. Register it as the last hook of `register_load_state_dict_pre_hook`.
+    torch copies entries that fit and raises afterwards. Register it as the last hook of
+    `register_load_state_dict_pre_hook`.
 
     Args:
-        module: whose modules inside have all of its tensors.
-        state: under our names; changed in place.
-        prefix: of the module's names in it.
-        others: what torch gives such hooks: metadata, whether names must match, missing and unexpected names, messages.
+        module: the module; all of its tensors are in its submodules.
+        state: the state dict, under our names; changed in place.
+        prefix: the prefix of the module's names in the state dict.
+        others: the further arguments of the hook: local_metadata, strict, missing_keys, unexpected_keys, error_msgs.
     """
     _, strict, _, _, problems = others
     own = {

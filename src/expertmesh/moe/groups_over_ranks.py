@@ -1,7 +1,7 @@
-"""Routing groups shared over processes that have parts of the same sequences: treated as in one process.
+"""Routing groups whose tokens lie on several processes, with the results of one process.
 
-Tokens stay where they are. Their choices, small beside them, are gathered, put in the order of the whole call, and decided on by
-every process alike, which then keeps what is said of its own tokens.
+Tokens stay where they are. Their choices, which are small, are gathered and put in the order of the whole call. Every
+process then makes the same decision on all of them and keeps the result for its own tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -17,33 +17,37 @@ from expertmesh.moe.types import Routing
 
 
 class SharedTokens(Protocol):
-    """Processes with equally many tokens of one call; `expertmesh.parallel.tensor.SharedSequences` is one."""
+    """Protocol of processes with equally many tokens of one call, for example
+    `expertmesh.parallel.tensor.SharedSequences`.
+    """
 
     @property
     def rank(self) -> int:
-        """This process's place among them."""
+        """Index of this process among those that share the tokens."""
 
     def gather_tokens(self, x_T: Tensor) -> Tensor:
-        """(T, ...) of each -> (P T, ...) of all, in their order; the gradient of a floating type comes back summed."""
+        """(T, ...) of each process -> (P T, ...) in the order of processes. Gradients of floating-point tensors are
+        summed.
+        """
 
 
 @dataclass(frozen=True)
 class SharedGroups:
-    """The routing groups of a call whose tokens several processes share.
+    """Routing groups of a call whose tokens lie on several processes.
 
     Attributes:
         shared: the processes that share the tokens.
-        token_index_T: global indices of this process's tokens, whose order is that of the whole call.
+        token_index_T: global indices of this process's tokens; they order the whole call.
 
     Raises:
-        ConfigError: there are no indices.
+        ConfigError: token_index_T is None.
     """
 
     shared: SharedTokens
     token_index_T: Tensor | None
 
     def __post_init__(self) -> None:
-        """Refuse a call without an order."""
+        """Raise ConfigError without token indices."""
         if self.token_index_T is None:
             raise ConfigError(
                 "shared_tokens without token_index, which says their order; give both"
@@ -51,13 +55,13 @@ class SharedGroups:
 
     @cached_property
     def order_A(self) -> Tensor:  # noqa: N802
-        """Where each token of the whole call lies among the gathered ones."""
+        """(A,) position of each token of the whole call among the gathered tokens."""
         assert self.token_index_T is not None
         return self.shared.gather_tokens(self.token_index_T).argsort()
 
     @cached_property
     def place_T(self) -> Tensor:  # noqa: N802
-        """Place of this process's tokens in the whole call."""
+        """(T,) position of each token of this process in the whole call."""
         assert self.token_index_T is not None
         T = len(self.token_index_T)
         first = T * self.shared.rank
@@ -68,11 +72,11 @@ class SharedGroups:
         return self.shared.gather_tokens(x_T)[self.order_A]
 
     def gather_mask(self, mask_T: Tensor | None) -> Tensor | None:
-        """The same for booleans, if there are any."""
+        """(T,) -> (A,) boolean mask of the whole call in order, or None."""
         return None if mask_T is None else self.gather(mask_T.to(torch.uint8)).bool()
 
     def balanced(self, routed: Routing) -> Routing:
-        """What the balance losses use of a routing, of the whole call."""
+        """Routing of the whole call with the fields that the balance losses read."""
         scores_TE, load_TE = routed.scores_TE, routed.load_TE
         return replace(
             routed,
@@ -93,11 +97,11 @@ def assign_shared(
     token_index_T: Tensor,
     **rest: Any,
 ) -> Routing:
-    """`assign` over the whole call; the result is that of this process's tokens."""
+    """Apply `assign` to the whole call, and return the result for this process's tokens."""
     expert_ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
     assert weights_TK is not None
     scores_TE = routing.scores_TE if policy == "priority" else None
-    if scores_TE is not None:  # the largest alone counts
+    if scores_TE is not None:  # "priority" reads the largest score only
         scores_TE = groups.gather(scores_TE.detach().amax(-1, keepdim=True))
     everyone = assign(
         Routing(groups.gather(expert_ids_TK), groups.gather(weights_TK.detach()), scores_TE),

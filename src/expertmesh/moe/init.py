@@ -1,4 +1,4 @@
-"""Initial weights that depend on (seed, parameter name, expert) only, not on device, layout or order."""
+"""Initial weights as a function of (seed, parameter name, expert) only, not of device, layout or order."""
 
 import hashlib
 
@@ -17,9 +17,9 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
     """Fill a parameter in place with N(0, std^2), the same values on any device and rank count.
 
     The numbers are drawn in FP32 on the CPU by one generator per (seed, name, expert), then cast and copied, so
-    that a model has the same weights wherever and however it is laid out. Nothing is drawn for a meta tensor. Of a
-    DTensor this rank's part is filled, without communication: only its experts are drawn, other parameters whole, one after
-    the other.
+    that a model has the same weights wherever and however it is laid out. Nothing is drawn for a meta tensor. A DTensor
+    is filled in this rank's part without communication: of experts only the local ones are drawn, other parameters are
+    drawn whole, one after the other.
 
     Args:
         param: any shape; with per_expert, axis 0 counts experts and each gets a generator of its own.
@@ -59,7 +59,9 @@ def _fill_whole(param: Tensor, values: Tensor) -> None:
 
 
 def _own_experts(param: Tensor) -> tuple[Tensor, int, tuple[slice, ...]]:
-    """What this process has of all experts, the first of them, and which window of each."""
+    """(e, ...) local part of a stack of experts, index of its first expert, and the window of each expert's tensor that
+    it holds.
+    """
     if not _is_spread(param):
         return param, 0, ()
     from torch.distributed.tensor import DTensor
@@ -79,10 +81,11 @@ def draw_seed() -> int:
 
 
 def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
-    """Call `reset_parameters` of every submodule that has it, under a seed of its own; the global generator is left alone.
+    """Call `reset_parameters` of every submodule that has it, each with its own seed. The global generator is not
+    changed.
 
     Args:
-        module: the module of the user.
+        module: the custom module.
         seed: the seed of the whole model.
         name: the name of the module in the model.
     """

@@ -1,4 +1,4 @@
-"""The keywords of `MoELayer` that are options: the fields of `LayerOptions`, which says their types, defaults and rules."""
+"""Keywords of `MoELayer` that are options: fields of `LayerOptions`, which has their types, defaults and rules."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from expertmesh.config.moe_rules import LayerOptions
 
 _OF_THE_LAYER = ("router", "own_router", "own_experts")
-"""Fields that the layer fills in from its parts."""
+"""Fields that the layer sets from its router and experts."""
 
 KEYWORDS = {
     name: field for name, field in LayerOptions.model_fields.items() if name not in _OF_THE_LAYER
@@ -16,14 +16,14 @@ KEYWORDS = {
 """Options that are keywords of the layer, by name."""
 
 _REQUIRED = ("dim", "hidden_dim", "num_experts", "top_k")
-"""A configuration has defaults for some of these; a layer has none."""
+"""Required keywords; a configuration has defaults for some of them, a layer has none."""
 
 
 def check_keywords(given: Mapping[str, Any], *, known: Mapping[str, Any]) -> None:
-    """Refuse keywords as Python does.
+    """Raise TypeError for unknown or missing keywords, as Python does.
 
     Raises:
-        TypeError: one is unknown or missing.
+        TypeError: a keyword is unknown or missing.
     """
     for name in given:
         if name not in known:
@@ -36,7 +36,7 @@ def check_keywords(given: Mapping[str, Any], *, known: Mapping[str, Any]) -> Non
 
 
 def signature_with(function: Callable[..., Any], known: Mapping[str, Any]) -> inspect.Signature:
-    """The signature of a function that takes options, with each of them in the place of `**options`."""
+    """Signature of a function that takes `**options`, with each option as a keyword of its own."""
     plain = inspect.signature(function)
     own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [

@@ -1,4 +1,4 @@
-"""Sizes that no memory holds: torch's errors at their weights as one line with the option."""
+"""Error messages for weights that are too large for memory: one line that names the option."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
@@ -16,15 +16,15 @@ _WORDS = (
     "out of memory",
     "invalid buffer size",
 )
-"""Of torch's messages where weights are larger than an address, or than the memory."""
+"""Substrings of torch's error messages for weights larger than the address space or the memory."""
 _NO_WEIGHTS = ("max_seq_len", "_ids", "seed", "layer_index", "group_size")
 
 
 def names_large_sizes(init: Callable[_P, None]) -> Callable[_P, None]:
-    """An `__init__` that says which option makes its weights larger than memory, the largest of its whole numbers.
+    """Decorator of an `__init__`: if its weights do not fit in memory, ConfigError names the largest integer option.
 
-    They may be arguments, or options of a configuration among these. On the meta device, which has no memory, only what has
-    no address any more is refused.
+    Options are arguments, or fields of a configuration among them. On the meta device only sizes beyond the address
+    space are refused.
     """
 
     @wraps(init)

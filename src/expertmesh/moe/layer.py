@@ -45,9 +45,10 @@ class MoELayer(nn.Module):
 
     Parameters, by their names in `state_dict()`: `router.proj.weight` (E, D), `experts.w_in` (E, G, F, D) with G = 2
     (gate, up) for gated activations and 1 otherwise, `experts.w_out` (E, D, F), with bias `experts.b_in` (E, G, F)
-    and `experts.b_out` (E, D); optional `shared_experts.*`, `shared_gate.*`, `residual_mlp.*`, `residual_coefficient.*`; buffers
-    `expert_bias_E` (with bias_update_rate) and `router.hash_key` (hash router). The router and the balancing bias stay
-    FP32 (FP64 in an FP64 layer) whatever the layer's dtype, under `layer.to(torch.bfloat16)` too.
+    and `experts.b_out` (E, D). Optional: `shared_experts.*`, `shared_gate.*`, `residual_mlp.*`,
+    `residual_coefficient.*`. Buffers: `expert_bias_E` (with bias_update_rate) and `router.hash_key` (hash router). The
+    router and the balancing bias stay FP32 (FP64 in an FP64 layer) whatever the layer's dtype, also after
+    `layer.to(torch.bfloat16)`.
 
     Args:
         dim: size of a token (D).
@@ -55,25 +56,27 @@ class MoELayer(nn.Module):
         num_experts: E.
         top_k: experts per token (K), from 1 to E.
         router: "topk" (linear), "cosine" (cosine of a projection with expert embeddings), "expert_choice" (experts
-            choose tokens), "hash" (by token id, nothing learned), or an nn.Module of your own: its forward takes x_TD, and
-            those of `token_mask_T`, `token_ids_T`, `token_index_T`, `top_k` that it names, and returns logits (T, E),
-            which are then scored and chosen from by the options below, or a RouterOutput, which is used as it is.
+            choose tokens), "hash" (by token id, nothing learned), or an nn.Module of your own. Its forward takes x_TD,
+            and any of `token_mask_T`, `token_ids_T`, `token_index_T`, `top_k` by name. It returns logits (T, E), to
+            which the options below apply, or a RouterOutput, which is used as it is.
         score_function: "softmax" over all experts, "sigmoid", or "softmax_after_topk" (over the chosen logits).
-        normalize_weights: divide the weights by their sum over the chosen experts ("topk"), or over those that survive
-            the capacity ("kept"); "none"; "auto": topk if top_k > 1, and none for expert_choice.
+        normalize_weights: divide the weights by their sum over the chosen experts ("topk") or over the experts that the
+            capacity kept ("kept"); "none"; "auto": topk if top_k > 1, and none for expert_choice.
         weight_scale: factor on the routing weights.
-        router_noise: "gumbel" or "gaussian" noise on the logits in training, or "gumbel_after_first" on all but the best one. It decides on the choice only: weights and
-            losses come from the clean logits (as DeepSpeed's RSample), so replaying the choice replays the weights.
+        router_noise: "gumbel" or "gaussian" noise on the logits in training, or "gumbel_after_first", which leaves the
+            best logit best. Noise affects the choice only: weights and losses come from the clean logits (as in
+            DeepSpeed's RSample), so replaying the choice replays the weights.
         router_noise_std: factor on the noise, in logits.
-        input_jitter: the router's input times a uniform factor in 1 +- this, in training.
+        input_jitter: half-width of a uniform factor around 1 on the router's input, in training.
         input_dropout: dropout probability on the router's input, in training.
-        expert_output_masking: p, in training each (token, expert) row's output is zero with this probability and times
-            1 / (1 - p) else (NLLB's expert output masking, which scales by 1 - p in evaluation instead). Masked rows hold their place.
-        logit_temperature: the logits are divided by this.
+        expert_output_masking: probability p with which the output of a (token, expert) row is zeroed in training; other
+            outputs are scaled by 1 / (1 - p). (NLLB's expert output masking scales by 1 - p in evaluation instead.)
+            Masked rows count for the capacity.
+        logit_temperature: divisor of the logits.
         num_expert_groups: groups of consecutive experts for group-limited routing; 1: no limit.
-        num_limited_groups: groups that a token may use, the best ones.
-        group_score: what a group's score is: "top2_sum", the sum of its two best scores, or "max", the best one.
-        bias_update_rate: step of `update_expert_bias`; above 0 the layer has the buffer `expert_bias_E`, which is added
+        num_limited_groups: number of groups that a token may use, the best ones.
+        group_score: score of a group: "top2_sum", the sum of its two best scores, or "max", the best one.
+        bias_update_rate: step of `update_expert_bias`. Above 0 the layer has the buffer `expert_bias_E`, which is added
             to the scores for the choice only.
         cosine_dim: size of the space in which the cosine router compares.
         capacity_factor: rows per expert and routing group in training, as a ratio of the even share K * T_g / E;
@@ -81,40 +84,40 @@ class MoELayer(nn.Module):
         eval_capacity_factor: the capacity factor in evaluation.
         min_capacity: least rows per expert and routing group when a capacity is set.
         max_capacity_factor: upper bound on the factor, for a dropless layer as well; None: no bound.
-        drop_policy: who stays when an expert is over capacity: "first" (all first choices in token order, then all
-            second ones), "priority" (the same with tokens in order of their largest probability: batch-prioritised
+        drop_policy: order in which choices get an expert's capacity: "first" (all first choices in token order, then
+            all second ones), "priority" (the same with tokens in order of their largest probability: batch-prioritised
             routing; of their largest routing weight where the router has no probabilities, "hash"), "weight" (choices
             by routing weight) or "random" (in training; "first" in evaluation). Ties are in the order of "first".
         routing_group_size: tokens per routing group, for capacity and losses; None: all tokens of a call.
         experts: an nn.ModuleList of E modules of your own, or a function from the expert's index to a module; each is
             called on its (n, D) rows. They synchronise with the host. None: grouped experts.
         activation: the activation of the experts, the shared experts and the residual MLP.
-        bias: whether these have biases.
-        router_bias: whether the router's logits have one, learned like its weight (gpt-oss).
-        num_shared_experts: experts that every token passes: one dense MLP of this many times hidden_dim.
-        shared_hidden_dim: hidden size of that MLP; None: num_shared_experts * hidden_dim.
-        shared_gate: its output times sigmoid(g . x), with a learned g, per token (Qwen2-MoE).
+        bias: whether these MLPs have biases.
+        router_bias: whether the router has a bias, learned like its weight (gpt-oss).
+        num_shared_experts: number of shared experts: one dense MLP with this many times hidden_dim.
+        shared_hidden_dim: hidden size of the shared experts; None: num_shared_experts * hidden_dim.
+        shared_gate: multiply the shared experts' output by sigmoid(g . x) per token, with a learned g (Qwen2-MoE).
         residual: PR-MoE's residual layer, y = a * MoE(x) + b * MLP(x) with (a, b) = softmax(W_c x + b_c) (arXiv
             2201.05596, section 4.1.2). Shared experts are added outside.
         residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
-        recompute_h: grouped experts do not save their pre-activations (T * K * G * F elements) but compute them again in
-            the backward, a third of their forward's FLOPs more; the same results to the bit.
-        balance_loss: "switch" (over all choices), "gshard" (the same over the first ones), "importance_load" or "none".
-        balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call, and
-            of the micro-batches before it where `expertmesh.moe.batch_balance.BatchBalance` remembers them, as the trainer's does.
+        recompute_h: recompute the pre-activations of grouped experts (T * K * G * F elements) in the backward instead
+            of saving them. Costs a third of their forward's FLOPs more; bitwise the same results.
+        balance_loss: "switch" (over all choices), "gshard" (over first choices only), "importance_load" or "none".
+        balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call, and of the
+            micro-batches before it inside `expertmesh.moe.batch_balance.BatchBalance`, which the trainer uses.
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
         z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.
-        dispatcher: sends rows to other processes; None: all experts are here. `expertmesh.parallel` sets it.
+        dispatcher: sends tokens to other processes; None: all experts are on this one. `expertmesh.parallel` sets it.
         backend: implementation of the operators: "auto" (triton on GPUs that it supports, else torch), "triton", "torch"
             or "reference"; see `expertmesh doctor`.
-        batch_invariant: in evaluation a token's output (and its routing) is the same to the bit whatever batch it sits
-            in, at the price of speed; no effect in training. Refused where the batch decides by definition: capacity in
-            evaluation, expert_choice; and for a router, experts or a "reference" backend that are not ours to order.
-            A dispatcher must keep it. See docs/numerics.md, section 6.
-        seed: the seed of the initial weights and the hash; None: from torch's default generator.
-        layer_index: makes weights and noise of the layers of one model differ.
+        batch_invariant: a token's output and routing in evaluation are bitwise the same in every batch, at the price of
+            speed. No effect in training. Refused where the result depends on the batch by definition (a capacity in
+            evaluation, expert_choice), and for custom routers, custom experts and the "reference" backend. A dispatcher
+            must preserve it. See docs/numerics.md, section 6.
+        seed: the seed of the initial weights and the hash; None: drawn from torch's default generator.
+        layer_index: number of the layer in its model; initial weights and noise depend on it.
         device: the device of the parameters; "meta" allocates none.
-        dtype: the type of the parameters but the router's; None: torch's default.
+        dtype: the type of all parameters except the router's; None: torch's default.
 
     Raises:
         ConfigError: an option breaks a rule; one line with the value, the rule and the fix.
@@ -163,7 +166,7 @@ class MoELayer(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Make submodules and buffers."""
+        """Make the submodules and buffers."""
         self.options = options
         self.dim, self.num_experts, self.top_k = options.dim, options.num_experts, options.top_k
         self.layer_index = options.layer_index
@@ -184,7 +187,7 @@ class MoELayer(nn.Module):
         self.register_buffer("noise_samples", torch.zeros_like(key), persistent=False)
         self.noise_is_keyed = False
         self.earlier_sums_RE: Tensor | None = (
-            None  # of the batch, see `BatchBalance`; no buffer, which casts would round
+            None  # sums of earlier micro-batches, see `BatchBalance`; no buffer, which casts would round
         )
 
     @classmethod
@@ -196,7 +199,7 @@ class MoELayer(nn.Module):
         Args:
             moe: the options of all layers with experts.
             residual_hidden_dim: hidden size of the residual MLP, if the options ask for one.
-            **own: keywords of this class that are not among the options: dim, num_experts, activation, layer_index, ...
+            **own: keywords of this class that `moe` does not have: dim, num_experts, activation, layer_index, ...
         """
         if moe.residual:
             own["residual_hidden_dim"] = residual_hidden_dim
@@ -205,7 +208,7 @@ class MoELayer(nn.Module):
     def reset_parameters(
         self, seed: int | None = None, *, std: float | None = None, out_std: float | None = None
     ) -> None:
-        """Draw every parameter anew and forget bias, noise key and, for custom modules, their own weights.
+        """Reinitialise every parameter, custom modules' too, and reset the balancing bias and the noise key.
 
         Values depend on (seed, layer_index, parameter name, expert) only: the same on any device, after construction on
         the meta device, and on any number of ranks. Biases become zero. Custom routers and experts are reset by the
@@ -214,7 +217,7 @@ class MoELayer(nn.Module):
         Args:
             seed: None: the one given at construction, else a fresh one from torch's default generator.
             std: standard deviation of all matrices; None: 1 / sqrt(fan_in).
-            out_std: the same for the matrices back to D (w_out); None: std's rule.
+            out_std: standard deviation of the matrices back to D (w_out); None: std's rule.
 
         Raises:
             ConfigError: the seed is no integer of 64 bits, or a deviation is negative or not finite.
@@ -232,7 +235,7 @@ class MoELayer(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """One line for print(layer)."""
+        """Options shown by print(layer), on one line."""
         return (
             f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"router={self.options.router_kind}, capacity_factor={self.options.capacity_factor}"
@@ -287,19 +290,22 @@ class MoELayer(nn.Module):
 
         Args:
             x: (..., D), of the experts' dtype unless autocast is on.
-            token_mask: (...) bool, True for real tokens. The others take no expert's time, no capacity and no part in
-                losses and counts, may hold anything (NaN too), and their output is zero.
+            token_mask: (...) bool, True for real tokens. Other tokens use no expert, no capacity, and do not enter
+                losses and counts. They may hold anything, NaN too, and their output is zero.
             token_ids: (...) integer vocabulary ids; the hash router needs them.
-            token_index: (...) integer global indices of the tokens, which key the noise; None: from 0 on, or as `count_tokens_from` says.
-            routing: a choice to replay, before capacity. A Routing with weights uses these; without, and for the
-                RoutingStats of an earlier call, the weights are recomputed at the given ids.
+            token_index: (...) integer global indices of the tokens, which key the noise; None: counted from 0, or from
+                where `count_tokens_from` says.
+            routing: a choice to replay, before the capacity is applied. The weights of a Routing are used if it has
+                them. Otherwise, and for the RoutingStats of an earlier call, weights are recomputed at the given ids.
             top_k: experts per token, for this call only.
             capacity_factor: rows per expert as a ratio of the even share, for this call only; inf: dropless.
-            dispatch: how tokens travel in this call between the processes of a layer that is spread; None: as it was spread.
-            shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing
-                groups are then those of all their tokens. Expert-choice routing and the z-loss are of this process's tokens.
-            losses: False, on all processes alike, where nobody reads losses and counts, as in decoding: they are not computed.
-            **dispatch_choices: the fields of `dispatch` one by one, as `layer(x, route_degree=2)`.
+            dispatch: options of this call's dispatch between processes, for a layer spread by `expertmesh.parallel`;
+                None: the layer's.
+            shared_tokens: processes that hold the other tokens of this call; token_index gives the order of all.
+                Routing groups then span all these tokens. Expert-choice routing and the z-loss use this process's
+                tokens only.
+            losses: whether losses and counts are computed; decoding needs none. Must be equal on all processes.
+            **dispatch_choices: single fields of `dispatch`, as in `layer(x, route_degree=2)`.
 
         Returns:
             y of x's shape and dtype, and the routing statistics. With grouped experts it does not synchronise with a GPU.
@@ -345,13 +351,13 @@ class MoELayer(nn.Module):
             kept_expert_ids_TK=kept.expert_ids_TK,
             balance_sums_RE=sums_RE,
         )
-        # no view: what wraps the layer (FSDP2) could not see x += y on one
+        # not a view: wrappers of the layer such as FSDP2 must be able to run x += y on the output
         return torch.ops.aten._unsafe_view(y_TD.to(x.dtype).contiguous(), x.shape), stats
 
     def _losses(
         self, call: LayerCall, routing: Routing
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What `weighted_losses` gives, without an element where nobody wants it."""
+        """Results of `weighted_losses`, or tensors without an element if the call wants no losses."""
         if not call.losses:
             nothing = call.x_TD.new_empty(0)
             return nothing, nothing, nothing, None

@@ -1,4 +1,4 @@
-"""One call of a layer: its arguments checked, flattened and joined with what the layer says for all calls."""
+"""Arguments of one call of the layer: checked, flattened and joined with the layer's options and state."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,24 +33,24 @@ from expertmesh.ops.transforms import refuse_transforms
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer: its arguments, checked and flattened, and the layer's options.
+    """Arguments of one call of the layer, checked and flattened, with the layer's options and state.
 
     Attributes:
-        options: of the layer.
-        x_TD: tokens; zero where masked.
+        options: the layer's options.
+        x_TD: tokens; masked ones are zero.
         token_mask_T: True for real tokens, or None.
         token_ids_T: vocabulary ids, or None.
-        given_index_T: int64 global indices of the tokens, or None: one after the other.
+        given_index_T: int64 global indices of the tokens; None: consecutive.
         routing: a choice to replay, or None.
-        top_k: K in force.
+        top_k: K of this call.
         training: whether noise, jitter and dropout are on.
-        arithmetic: in force.
+        arithmetic: op set of this call.
         noise_key: (2,) int64 key of the random numbers.
         noise_samples: (2,) int64, see `first_index`; None: tokens count from 0.
         expert_bias_E: the balancing bias, or None.
         given_factor: the capacity factor given for this call, or None.
-        drop_factor: capacity factor that drops choices, (numerator, denominator); None: nothing does.
-        groups: routing groups that other processes share, or None.
+        drop_factor: capacity factor by which choices are dropped, (numerator, denominator); None: dropless.
+        groups: routing groups shared with other processes, or None.
         losses: whether the caller wants losses and counts.
     """
 
@@ -73,13 +73,13 @@ class LayerCall:
 
     @property
     def capacity_factor(self) -> float | None:
-        """In force in this call; None: nothing is dropped for a capacity."""
+        """Capacity factor by which choices are dropped in this call; None: dropless."""
         factor = self.drop_factor
         return None if factor is None else factor[0] / factor[1]
 
     @property
     def token_index_T(self) -> Tensor:  # noqa: N802
-        """Int64 global indices of the tokens; made when asked for, which is for random numbers only."""
+        """Int64 global indices of the tokens. Made on first use, because only random numbers need them."""
         if self.given_index_T is not None:
             return self.given_index_T
         index_T = torch.arange(self.x_TD.shape[0], device=self.x_TD.device)
@@ -88,7 +88,7 @@ class LayerCall:
         return index_T + first_index(len(index_T), self.noise_samples)
 
     def bits(self, num_columns: int, stream: int) -> Tensor:
-        """(T, num_columns) random 32-bit integers of one stream."""
+        """(T, num_columns) random 32-bit integers of one random stream."""
         return random_bits(
             self.noise_key,
             self.token_index_T,
@@ -98,7 +98,9 @@ class LayerCall:
         )
 
     def kept(self, routing: Routing) -> Routing:
-        """Apply the capacity to the choices, and mask outputs; expert-choice routing has applied its own capacity."""
+        """Apply the capacity and the output masking to the choices. Expert-choice routing has applied its own
+        capacity.
+        """
         options, factor = self.options, self.drop_factor
         if factor is None:
             zero = torch.zeros((), dtype=torch.int64, device=routing.expert_ids_TK.device)
@@ -121,7 +123,7 @@ class LayerCall:
         p, weights_TK = options.expert_output_masking if self.training else 0.0, routing.weights_TK
         if p == 0.0 or weights_TK is None:
             return routing
-        # An output of weight 0 is no output, and reaches neither the expert nor the router backward.
+        # With weight 0, no gradient reaches the expert or the router from this output.
         u_TK = uniform(self.bits(weights_TK.shape[1], STREAM_OUTPUT_MASK), weights_TK.dtype)
         return replace(routing, weights_TK=weights_TK * (u_TK >= p) / (1.0 - p))
 
@@ -142,9 +144,9 @@ def make_layer_call(
     """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings.
 
     Args:
-        layer: the MoELayer that is called.
-        x: (..., D) its input.
-        token_mask: see there, as for all that follow.
+        layer: the called MoELayer.
+        x: (..., D), the layer's input.
+        token_mask: see `MoELayer.forward`, as for all that follow.
         token_ids: see there.
         token_index: see there.
         routing: see there.
@@ -161,7 +163,7 @@ def make_layer_call(
     check_input(
         x,
         dim=layer.dim,
-        # a hook of accelerate brings weights from the disk when the experts are called
+        # with accelerate's hook, weights are loaded from disk when the experts are called
         weight=None if grouped is None or hasattr(grouped, "_hf_hook") else grouped.w_in,
         device=None if grouped is None else grouped.compute_device,
     )

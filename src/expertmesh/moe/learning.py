@@ -1,4 +1,4 @@
-"""How the parameters of a module are to be learned, said by the module where its type and its shapes do not say it."""
+"""Roles of parameters for the optimiser, declared by a module where type and shape do not tell them."""
 
 from typing import Literal, TypeVar, get_args
 
@@ -7,25 +7,27 @@ from torch import nn
 from expertmesh.errors import ConfigError
 
 Role = Literal["table", "edge", "matrix"]
-"""table: looked up, added or scaled with; edge: a matrix between the model and what is outside, or a gate; matrix: one inside."""
+"""Role of a parameter. "table": looked up, added, or a scale. "edge": a matrix at the model's input or output, or a
+gate. "matrix": an inner matrix.
+"""
 
 _NAME = "learns_as"
 M = TypeVar("M", bound=nn.Module)
 
 
 def learn_as(module: M, role: Role) -> M:
-    """Say what all parameters of a module are for the optimiser; those of one axis are vectors all the same.
+    """Declare the role of a module's parameters for the optimiser. Parameters with one axis stay vectors.
 
     Args:
-        module: marked in place; its submodules follow, unless they are marked themselves.
-        role: "table": not decayed, AdamW's (embeddings, positions). "edge": decayed, AdamW's (heads, patches, routers). "matrix":
-            decayed, Muon's in a run with optim.name=muon.
+        module: the module, marked in place. Submodules inherit the role unless they are marked themselves.
+        role: "table": AdamW without weight decay (embeddings, positions). "edge": AdamW with weight decay (heads,
+            patches, routers). "matrix": weight decay, and Muon in a run with optim.name=muon.
 
     Returns:
         The module.
 
     Raises:
-        ConfigError: there is no such role.
+        ConfigError: the role is unknown.
     """
     if role not in get_args(Role):
         raise ConfigError(f"role={role!r}: must be one of {', '.join(get_args(Role))}; use one")
@@ -34,6 +36,6 @@ def learn_as(module: M, role: Role) -> M:
 
 
 def said_role(module: nn.Module) -> Role | None:
-    """What `learn_as` said of this module, or None."""
+    """Role that `learn_as` declared for this module, or None."""
     found: Role | None = getattr(module, _NAME, None)
     return found

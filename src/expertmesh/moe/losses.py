@@ -18,7 +18,7 @@ from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import without_autocast
 
 SumOverProcesses = Callable[[Tensor], Tensor]
-"""Sums a tensor over the processes that share a batch, differentiably."""
+"""Function that sums a tensor over the processes that share a batch, differentiably."""
 
 
 def weighted_losses(
@@ -30,11 +30,11 @@ def weighted_losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Weighted balance loss, weighted z-loss, (E,) choices per expert before dropping, and (R, E) sums of a global balance loss.
 
-    Without routing groups the balance loss counts the tokens of all processes. With them it is that of this
-    process's groups, and the z-loss is that of its tokens: their means over processes, weighted by valid tokens, are
-    the losses of the whole batch. The choices are counted over all processes. Does not synchronise by itself. Where
-    processes share the tokens of a whole call, the groups are those of that call, and each of them has the same loss.
-    `earlier_RE` are the sums of the calls before, of the same batch.
+    Without routing groups the balance loss is over the tokens of all processes. With routing groups it is over this
+    process's groups. The z-loss is over this process's tokens. Means of such local losses over processes, weighted by
+    valid tokens, are the losses of the whole batch. Choices are counted over all processes. If processes share the
+    tokens of one call, groups span that call and every process has the same balance loss. `earlier_RE` holds the sums
+    of earlier calls of the same batch. Does not synchronise by itself.
     """
     options, groups, token_mask_T = call.options, call.groups, call.token_mask_T
     size, num_experts, kind = options.loss_group_size, options.num_experts, options.balance_loss
@@ -55,7 +55,7 @@ def weighted_losses(
     if counts_UE is None and kind == "gshard":
         balanced_UE = sum_over_processes(count_all_choices(counted_TK, num_experts))[None]
     assert routing.weights_TK is not None
-    # two tensors, so that what is added to one in place is not in the other
+    # two tensors, so that an in-place addition to one does not change the other
     aux_loss, z_loss = (routing.weights_TK.new_zeros(()) for _ in range(2))
     sums_RE: Tensor | None = None
     with without_autocast(aux_loss.device):
@@ -97,7 +97,9 @@ def _sums(
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
-    """(T, E) -> (number of groups, E), sums over the valid tokens of each routing group, or of the one of all processes."""
+    """(T, E) -> (number of groups, E) sums over the valid tokens of each routing group, or of one group over all
+    processes.
+    """
     if token_mask_T is not None:
         values_TE = values_TE.masked_fill(~token_mask_T[:, None], 0)
     T, E = values_TE.shape
@@ -126,7 +128,7 @@ def _valid(
 
 
 def _mean_groups(loss_U: Tensor, valid_U: Tensor) -> Tensor:
-    """Mean over the routing groups, weighted by their valid tokens; 0 if there are none and the losses are 0."""
+    """Mean over the routing groups, weighted by valid tokens; 0 without valid tokens."""
     if loss_U.shape[0] == 1:
         return loss_U.squeeze(0)
     share = valid_U.to(loss_U.dtype) / valid_U.sum().clamp(min=1)
@@ -143,7 +145,7 @@ def switch_loss(
 ) -> Tensor:
     """Load-balancing loss E * sum_e f_e * P_e; 1.0 when routing is uniform.
 
-    f_e is the share of all choices that fell on expert e, P_e the mean score of e (Switch Transformer, arXiv
+    f_e is expert e's share of all choices, P_e the mean score of e (Switch Transformer, arXiv
     2101.03961, eq. 4-6, and GShard for K = 1; here over all K choices). Per routing group, then averaged over the
     groups by their valid tokens.
 
@@ -152,13 +154,13 @@ def switch_loss(
         num_choices_UE: (number of groups, E) integers, choices per expert, before dropping (`count_choices`).
         token_mask_T: (T,) bool, True for real tokens; None: all are.
         group_size: tokens per routing group; None: all tokens are one group.
-        sum_over_processes: makes that one group of the tokens of all processes; num_choices_UE must be summed already.
+        sum_over_processes: extends the one group to the tokens of all processes; num_choices_UE must be summed already.
 
     Returns:
         Scalar, not weighted. Does not synchronise.
 
     Raises:
-        ConfigError: the choices are counted over other groups.
+        ConfigError: num_choices_UE has another number of groups than group_size makes.
 
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
@@ -191,9 +193,9 @@ def importance_load_loss(
 ) -> Tensor:
     """Importance and load loss (CV^2(importance) + CV^2(load)) / 2; 0 when routing is uniform.
 
-    Importance is the sum of the scores of an expert over the tokens, load the expected number of tokens that choose
-    it (Shazeer et al. 2017, arXiv 1701.06538, eq. 6-11; halved as in V-MoE). Without Gaussian noise the load is the
-    number of choices made, which has no gradient.
+    Importance is the sum of an expert's scores over the tokens, load the expected number of tokens that choose it
+    (Shazeer et al. 2017, arXiv 1701.06538, eq. 6-11; halved as in V-MoE). Without Gaussian noise the load is the number
+    of choices made, which has no gradient.
 
     Args:
         scores_TE: (T, E) clean scores.
@@ -201,13 +203,13 @@ def importance_load_loss(
         load_TE: (T, E) probability of being chosen, differentiable, or None.
         token_mask_T: (T,) bool, True for real tokens; None: all are.
         group_size: tokens per routing group; None: all tokens are one group.
-        sum_over_processes: makes that one group of the tokens of all processes; num_choices_UE must be summed already.
+        sum_over_processes: extends the one group to the tokens of all processes; num_choices_UE must be summed already.
 
     Returns:
         Scalar, not weighted. Does not synchronise.
 
     Raises:
-        ConfigError: the choices are counted over other groups.
+        ConfigError: num_choices_UE has another number of groups than group_size makes.
 
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
@@ -233,30 +235,32 @@ def global_balance_loss(
     sum_over_processes: SumOverProcesses | None = None,
     earlier_RE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Balance loss of one micro-batch over the choices of its whole batch, as far as these are known.
+    """Balance loss of one micro-batch, with expert counts of the global batch up to this micro-batch.
 
-    Of micro-batch m of a batch, with F_n (E,) the choices in micro-batch n on all processes and P_m (E,) the mean scores in m,
+    Micro-batch m has the loss L_m, with F_n (E,) the choices in micro-batch n on all processes and P_m (E,) the mean
+    scores in m:
 
         L_m = E * sum_e f_e P_m,e,  f = sum_{n <= m} F_n / sum_{n <= m} sum_e F_n,e.
 
-    That is Megatron-Core's `global_aux_loss`, and the buffered form of Qiu et al. 2025 (arXiv 2501.11873, 3). The batch's loss is the
-    mean of L_m, weighted by valid tokens. Gradients flow through P_m alone: those of a token's scores are E f_e / tokens, exact for
-    the whole batch in the last micro-batch, and in earlier ones with f of what came before, so that a batch in one micro-batch has
-    the loss of `switch_loss` to the bit, and several have not quite the same. The importance and load loss takes the sums S_n of
-    scores (and loads) over n <= m, scaled to the size of m, with the gradient of S_m.
+    This is Megatron-Core's `global_aux_loss`, and the buffered form of Qiu et al. 2025 (arXiv 2501.11873, 3). The
+    batch's loss is the mean of L_m, weighted by valid tokens. Gradients flow through P_m only: a token's score of
+    expert e has the gradient E f_e / tokens. It is exact for the whole batch in the last micro-batch; earlier ones use
+    f of the micro-batches so far. A batch of one micro-batch therefore has the loss of `switch_loss` to the bit, a
+    batch of several only approximately. The importance and load loss takes the sums S_n of scores (and loads) over n <=
+    m, scaled to the size of m, with the gradient of S_m.
 
     Args:
         scores_TE: (T, E) clean scores, differentiable.
         num_choices_E: (E,) integers, choices per expert in this call, summed over processes.
-        of_scores: the importance and load loss in the place of Switch's.
+        of_scores: compute the importance and load loss instead of Switch's.
         load_TE: see `importance_load_loss`.
         token_mask_T: (T,) bool, True for real tokens; None: all are.
-        sum_over_processes: makes sums over the tokens of all processes; None: there is one.
-        earlier_RE: the second result of earlier micro-batches, added up; None: this is the first.
+        sum_over_processes: sums over the tokens of all processes; None: there is one process.
+        earlier_RE: sum of this function's second results for earlier micro-batches; None: this is the first.
 
     Returns:
-        Scalar, not weighted; and (R, E) FP64, detached: choices, and for importance and load sums of scores and loads, of this call.
-        Does not synchronise.
+        Scalar loss, not weighted; and (R, E) FP64 sums of this call, detached: choices, then for importance and load
+        the sums of scores and loads. Does not synchronise.
     """
     counts_E = num_choices_E
     if earlier_RE is not None:
@@ -288,7 +292,7 @@ def global_balance_loss(
 
 
 def _on_top(sums_E: Tensor, earlier_E: Tensor, share: Tensor) -> Tensor:
-    """The sums so far, scaled to the size of this micro-batch's, with the gradient of these."""
+    """Sums up to this micro-batch, scaled to its size, with the gradient of its own sums."""
     own = sums_E.detach()
     return sums_E + ((own + earlier_E.to(own.dtype)) * share - own)
 

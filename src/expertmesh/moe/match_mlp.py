@@ -1,4 +1,6 @@
-"""Sees in somebody else's module a feed-forward block that grouped experts can compute: by structure, and then by numbers."""
+"""Recognises feed-forward blocks in foreign modules that grouped experts can compute: by structure, then by comparing
+outputs.
+"""
 
 import copy
 from collections.abc import Callable
@@ -15,16 +17,18 @@ from expertmesh.ops.activation import inner_name, num_branches, pointwise
 _PLAIN = tuple(name for name in get_args(Activation) if num_branches(name) == 1)
 _NUM_PROBES = 64
 _ROUNDING = 1e-9
-"""Relative difference in FP64 below which two functions are the same; other activations differ by 1e-5 and more."""
+"""Relative difference in FP64 below which two functions count as equal; different activations differ by 1e-5 and
+more.
+"""
 
 
 PROBED = tuple(name for name in get_args(Activation) if name != "clamped_swiglu")
-"""Activations that small random numbers tell apart; a clamp shows beyond them alone."""
+"""Activations that small random inputs tell apart; the clamp of clamped_swiglu shows for large inputs only."""
 
 
 @dataclass(frozen=True)
 class MatchedMLP:
-    """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, as it was found in a module.
+    """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, found in a module.
 
     Attributes:
         activation: name of the activation, as `MoELayer` takes it.
@@ -32,7 +36,7 @@ class MatchedMLP:
         out_name: name of the linear map F -> D.
         dim: D.
         hidden_dim: F.
-        biased: names of those linear maps that have a bias.
+        biased: names of the linear maps that have a bias.
     """
 
     activation: Activation
@@ -48,14 +52,14 @@ class MatchedMLP:
         return bool(self.biased)
 
     def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Collect the weights of a module of this form.
+        """Stack the weights of a module of this form.
 
         Args:
-            module: the module that was recognised, or one with the same names and shapes.
+            module: the recognised module, or one with the same names and shapes.
 
         Returns:
-            w_in (G, F, D), w_out (D, F), b_in (G, F) and b_out (D,), detached; biases that the module lacks are zero, and
-            None if it has none at all.
+            w_in (G, F, D), w_out (D, F), b_in (G, F) and b_out (D,), detached; missing biases are zero, and both are
+            None if the module has no bias at all.
         """
         names = (*self.in_names, self.out_name)
         linears: list[Any] = [module.get_submodule(name) for name in names]
@@ -78,7 +82,7 @@ def match_activation(function: Callable[[Tensor], Tensor]) -> str | None:
         function: takes and returns a tensor; an nn.Module or any callable.
 
     Returns:
-        "silu", "gelu" (the exact one), "relu" or "relu2"; None: it is none of these, or it fails on FP64.
+        "silu", "gelu" (the exact one), "relu" or "relu2"; None for any other function, or one that fails on FP64.
 
     Example:
         >>> match_activation(torch.nn.functional.silu)
@@ -97,15 +101,15 @@ def match_activation(function: Callable[[Tensor], Tensor]) -> str | None:
 def match_mlp(module: nn.Module) -> MatchedMLP | None:
     """Recognise a feed-forward block of two linear maps, or of three with a gate.
 
-    The module's structure gives candidates; a candidate counts if the module, copied to the CPU in FP64, gives its results for
-    random rows. Modules that hold anything else that learns or changes, dropout that is switched on included, are not
+    Candidates come from the module's structure. A candidate is accepted if a copy of the module on the CPU in FP64 has
+    the candidate's outputs for random rows. Modules with other parameters, buffers, hooks or active dropout are not
     recognised.
 
     Args:
         module: any module that maps (n, D) to (n, D).
 
     Returns:
-        What it is, or None.
+        The block, or None.
 
     Example:
         >>> block = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
@@ -127,7 +131,7 @@ def match_mlp(module: nn.Module) -> MatchedMLP | None:
 
 
 def _holds_more(module: nn.Module, linears: dict[str, nn.Linear]) -> bool:
-    """Whether there are other parameters, buffers, dropout, hooks, or nothing to copy."""
+    """Whether the module has further parameters, buffers, active dropout, hooks, or parameters on the meta device."""
     owned = sum(1 for linear in linears.values() for _ in linear.parameters())
     if len(list(module.parameters())) != owned or any(True for _ in module.buffers()):
         return True
@@ -140,7 +144,7 @@ def _holds_more(module: nn.Module, linears: dict[str, nn.Linear]) -> bool:
 
 
 def _candidates(linears: dict[str, nn.Linear]) -> list[MatchedMLP]:
-    """Every reading of two or three linear maps whose shapes fit."""
+    """All assignments of two or three linear maps to gate, up and down whose shapes fit."""
     found = []
     biased = tuple(name for name, linear in linears.items() if linear.bias is not None)
     for names in permutations(linears):
@@ -159,7 +163,7 @@ def _candidates(linears: dict[str, nn.Linear]) -> list[MatchedMLP]:
 
 
 def _probed(probe: nn.Module, dim: int) -> tuple[Tensor, Tensor | None]:
-    """Random rows (T, D) and what the module makes of them; None: it does not take them."""
+    """Random rows (T, D) and the module's output for them; None: the module cannot take them."""
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(_NUM_PROBES, dim, generator=generator, dtype=torch.float64)
     try:
@@ -171,7 +175,7 @@ def _probed(probe: nn.Module, dim: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _computed(probe: nn.Module, candidate: MatchedMLP, x_TD: Tensor) -> Tensor:
-    """What a candidate says that the module computes, (T, D)."""
+    """Output (T, D) of a candidate block with the module's weights."""
     w_in, w_out, b_in, b_out = candidate.weights(probe)
     h_TGF = torch.einsum("td,gfd->tgf", x_TD, w_in)
     if b_in is not None:

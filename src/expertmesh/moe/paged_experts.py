@@ -1,10 +1,10 @@
-"""Routed experts that lie in files or in the host's memory, and come into a few slots on the device when tokens choose them.
+"""Routed experts offloaded to files or host memory, copied into a few device slots when tokens choose them.
 
-A step waits once for its choice, copies what is missing together, and computes on the slots: with the bits of experts that are all
-there, where the same backend computes. A step that needs more experts than there are slots, as long prompts do, goes past them: its
-experts are copied for this step alone, and the slots stay as they are. While a layer computes, the experts that the next one will
-ask for are fetched ahead: its router is run on this layer's tokens, which differ little from those that it will see (Eliseev and
-Mazur 2023, arXiv 2312.17238).
+A step synchronises once to read its choice, copies all missing experts, and computes on the slots. Results are bitwise
+the same as with resident experts where the same backend computes. A step that needs more experts than there are slots
+(a long prompt) bypasses them: its experts are copied for this step only, and the slots do not change. While a layer
+computes, the next layer's experts are prefetched: its router is run on this layer's tokens, which differ little from
+its own input (Eliseev and Mazur 2023, arXiv 2312.17238).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,27 +22,29 @@ from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.route_metadata import check_range
 
 Read = Callable[[str, int, Tensor], None]
-"""(name, expert, into): copy what one expert has of a tensor, by its name in the state dict of the experts."""
+"""Function (name, expert, into) that copies one expert's part of a tensor, by its name in the state dict of the
+experts.
+"""
 
 
 @cache
 def _worker() -> ThreadPoolExecutor:
-    """The thread that fetches ahead: one, as it is the disk or the bus that it waits for."""
+    """Prefetch thread, a single one because disk or bus limit it."""
     return ThreadPoolExecutor(1, thread_name_prefix="expertmesh-fetch")
 
 
 class PagedExperts(nn.Module):
-    """E experts of which `num_slots` are on the device. Nothing is in the state dict; for inference alone.
+    """E experts of which `num_slots` are on the device; for inference only. The state dict is empty.
 
     Args:
-        like: the experts in whose place these come, on the meta device as a rule; sizes, types and options are read.
-        num_slots: on the device.
-        read: brings an expert.
-        device: of the slots.
+        like: the experts to replace, usually on the meta device; sizes, dtypes and options are read.
+        num_slots: number of experts on the device.
+        read: copies an expert's tensor.
+        device: the device of the slots.
 
     Attributes:
-        counts: what the slots have seen.
-        ahead: the next layer's router and experts, for which these fetch ahead; None: nothing is.
+        counts: hits, misses and copies so far.
+        ahead: router, top_k and experts of the next layer, for prefetching; None: no prefetching.
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class PagedExperts(nn.Module):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """As `GroupedExperts.forward`, for inference alone; waits for the device once."""
+        """Compute as `GroupedExperts.forward` does, without gradients; synchronises with the device once."""
         assert parameters is None, "experts in slots are not spread over ranks"
         coming = self._arrived()
         E = self.num_experts
-        found: list[int] = expert_ids_TK.unique().tolist()  # the one wait
+        found: list[int] = expert_ids_TK.unique().tolist()  # the only synchronisation
         if found:
             check_range(found[0], found[-1], E)
         needed = [e for e in found if e < E]
@@ -111,7 +113,7 @@ class PagedExperts(nn.Module):
         return self._weights(self._tensors, {e: self.slots.slot_of(e) for e in needed})
 
     def _past_the_slots(self, needed: list[int]) -> ExpertWeights:
-        """Copy the experts of one step; those that have a slot are taken from there."""
+        """Copy the experts of one step beside the slots; experts that have a slot are copied from there."""
         self.counts.bypasses += 1
         tensors = self._empty(len(needed), self._device)
         for place, e in enumerate(needed):
@@ -127,7 +129,7 @@ class PagedExperts(nn.Module):
         return self._weights(tensors, {e: place for place, e in enumerate(needed)})
 
     def _copy(self, placed: Sequence[tuple[int, int]]) -> None:
-        """Bring experts into their slots; where that fails, none of them counts as there."""
+        """Copy experts into their slots; if a copy fails, all of them lose their slots."""
         try:
             for e, slot in placed:
                 for name, tensor in self._tensors.items():
@@ -161,7 +163,7 @@ class PagedExperts(nn.Module):
         return self._tensors["w_in"].device
 
     def _fetch_ahead(self, x_TD: Tensor) -> None:
-        """Have the next layer's experts copied while this one computes."""
+        """Prefetch the next layer's experts while this layer computes."""
         if self.ahead is None:
             return
         router, top_k, experts = self.ahead
@@ -172,7 +174,7 @@ class PagedExperts(nn.Module):
             experts.fetch(logits_TE.topk(top_k, dim=-1).indices.unique().tolist())
 
     def fetch(self, guessed: list[int]) -> None:
-        """Begin to copy experts that the next call may ask for; it waits until they are there."""
+        """Start copying experts that the next call may need; that call waits for the copies."""
         self._arrived()
         missing = self.slots.place(guessed[: self.num_slots])
         if not missing:
@@ -188,7 +190,7 @@ class PagedExperts(nn.Module):
         self._copy(missing)
 
     def _arrived(self) -> frozenset[int]:
-        """Wait for what was fetched ahead, and say what that is; an error of its files is raised here."""
+        """Wait for prefetched experts and return them; errors of their files are raised here."""
         coming, self._coming = self._coming, None
         if coming is None:
             return frozenset()

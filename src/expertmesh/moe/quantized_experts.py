@@ -1,4 +1,4 @@
-"""Routed experts whose matrices are quantised: for inference, in the place of `GroupedExperts`."""
+"""Routed experts with quantised matrices, which replace `GroupedExperts` for inference."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ _VALUES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 
 
 class QuantizedExperts(nn.Module):
-    """E experts in 8 or 4 bits. All is in buffers, and nothing has a gradient.
+    """E experts in 8 or 4 bits. All tensors are buffers without gradients.
 
-    Buffers: w_in and w_out with w_in_scale and w_out_scale, in the forms of `ops/experts/quantized_formats.py`; with bias b_in (E, G, F) and
-    b_out (E, D), dense.
+    Buffers: w_in and w_out with w_in_scale and w_out_scale, in the formats of `ops/experts/quantized_formats.py`; with
+    bias b_in (E, G, F) and b_out (E, D), not quantised.
 
     Args:
-        like: the experts in whose place these come; only sizes and options are read.
+        like: the experts to replace; only sizes and options are read.
         format: int8, int4 or fp8.
-        group_size: of int4.
-        scale_dtype: of the scales.
-        device: of the buffers.
+        group_size: input columns per scale of int4.
+        scale_dtype: the dtype of the scales.
+        device: the device of the buffers.
     """
 
     w_in: Tensor
@@ -69,7 +69,7 @@ class QuantizedExperts(nn.Module):
             self.register_buffer(name, kept)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedExperts":
-        """Move to another device; types stay, as a scale in another type is another weight."""
+        """Move to another device; dtypes stay, because a rounded scale is another weight."""
 
         def moved(tensor: Tensor) -> Tensor:
             found: Tensor = fn(tensor)
@@ -82,7 +82,9 @@ class QuantizedExperts(nn.Module):
 
     @torch.no_grad()
     def arrange(self) -> None:
-        """Put int4 into the order of the CPU's product, where that takes the sizes; the state dict then lacks the matrices."""
+        """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the
+        matrices.
+        """
         w_in, w_out = self.w_in, self.w_out
         if self.format != "int4" or w_in.device.type != "cpu" or w_in.numel() == 0:
             return
@@ -93,7 +95,7 @@ class QuantizedExperts(nn.Module):
             return
         for name, w in (("w_in", w_in), ("w_out", w_out)):
             scales = getattr(self, f"{name}_scale")
-            for of_expert in w.flatten(1, -2):  # in place: there may be no room for two
+            for of_expert in w.flatten(1, -2):  # in place: there may be no memory for a second copy
                 of_expert.copy_(for_cpu(of_expert))
             pairs = torch.stack((scales, torch.zeros_like(scales)), -1)
             pairs = pairs.flatten(1, -3).transpose(1, 2).contiguous()
@@ -111,13 +113,13 @@ class QuantizedExperts(nn.Module):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """As `GroupedExperts.forward`; for inference alone."""
+        """Compute as `GroupedExperts.forward` does; for inference only."""
         own = self.weights() if parameters is None else parameters.weights
         call = call_of_module(self, x_TD, weights_TK, own, expert_ids_TK)
         return compute(call, max_rows=max_rows)
 
     def weights(self) -> ExpertWeights:
-        """The buffers as the operators take them."""
+        """Buffers as the operators take them."""
         return ExpertWeights(
             (self.w_in,),
             (self.w_out,),

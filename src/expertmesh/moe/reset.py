@@ -1,4 +1,4 @@
-"""A layer's parameters and buffers as they are before training."""
+"""Reset of a layer's parameters and buffers to their state before training."""
 
 import math
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
 def reset_layer(
     layer: Any, seed: int | None, *, std: float | None, out_std: float | None, custom: bool
 ) -> None:
-    """Draw every parameter of a MoELayer anew; see its `reset_parameters`.
+    """Reinitialise every parameter of a MoELayer; see its `reset_parameters`.
 
     Args:
         layer: a MoELayer.
         seed: the seed of the whole model; None: a fresh one from torch's default generator.
         std: standard deviation of all matrices but w_out; None: 1 / sqrt(fan_in).
-        out_std: the standard deviation of w_out; None: the same rule.
-        custom: reset the user's own router and experts, too.
+        out_std: standard deviation of w_out; None: 1 / sqrt(fan_in).
+        custom: whether custom routers and experts are reset too.
     """
     seed = draw_seed() if seed is None else seed
     prefix = f"layers.{layer.layer_index}.moe."
@@ -58,7 +58,7 @@ def reset_layer(
 
 
 def _builtin_parameters(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are not in modules of the user's."""
+    """Named parameters of the layer that are not in a custom router or custom expert."""
     for name, parameter in layer.named_parameters():
         custom_router = layer.options.router_kind == "module" and name.startswith("router.")
         custom_expert = isinstance(layer.experts, ExpertList) and name.startswith("experts.")

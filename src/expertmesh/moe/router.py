@@ -1,4 +1,4 @@
-"""Routers: from tokens to logits over the experts. What is chosen with the logits is in selection.py.
+"""Routers: from tokens to logits over the experts. selection.py chooses experts by the logits.
 
 To add one: write an nn.Module whose forward takes x_TD and returns logits_TE (or a RouterOutput), add it to
 ROUTERS below, and add its name to RouterKind in config/moe_rules.py.
@@ -29,7 +29,7 @@ class _FullPrecisionModule(nn.Module):
 
 
 def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap what nn.Module._apply applies so that it moves tensors but never casts them below FP32."""
+    """Wrap a function for nn.Module._apply so that it moves tensors but never casts them below FP32."""
 
     def wrapped(t: Tensor) -> Tensor:
         out = fn(t)
@@ -41,7 +41,7 @@ def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 
 
 class _Projection(Linear):
-    """A router's linear map in full precision."""
+    """Linear map of a router in full precision."""
 
     def forward(self, x: Tensor) -> Tensor:
         arithmetic = self.arithmetic.in_mode(self.training)
@@ -121,7 +121,7 @@ class CosineRouter(_FullPrecisionModule):
 
 
 class HashRouter(nn.Module):
-    """Experts by a keyed hash of the token's id: nothing is learned (Roller et al., arXiv 2106.04426).
+    """Router by a keyed hash of the token id; nothing is learned (Roller et al., arXiv 2106.04426).
 
     The seed of the hash is a persistent buffer, so that a loaded model routes as the saved one did.
     """
@@ -129,7 +129,7 @@ class HashRouter(nn.Module):
     hash_key: Tensor
 
     def __init__(self, *, device: torch.device | str | None = None, **of_others: Any) -> None:
-        """Make a router; MoELayer.reset_parameters sets its key. Options of other routers are not read."""
+        """Make a router; `MoELayer.reset_parameters` sets its key. Options of other routers are not read."""
         super().__init__()
         self.register_buffer("hash_key", torch.zeros(2, dtype=torch.int64, device=device))
 

@@ -1,4 +1,6 @@
-"""The route stage: noise and jitter on the way into a router, the choice (or its replay), and the mask."""
+"""Route stage: noise and jitter on the router's input and logits, the choice of experts (or its replay), and the
+mask.
+"""
 
 import inspect
 from dataclasses import replace
@@ -35,9 +37,9 @@ _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")
 
 
 def route(router: nn.Module, call: LayerCall) -> Routing:
-    """Choices and weights of all tokens, with ids E and weights 0 at masked ones.
+    """Choose experts and routing weights for all tokens; masked tokens get ids E and weights 0.
 
-    All arithmetic but that of a custom router is FP32 (FP64 for FP64 input), with autocast off.
+    Arithmetic is FP32 (FP64 for FP64 input) with autocast off, except in a custom router.
 
     Raises:
         ConfigError: the hash router has no token ids, or a custom router's result does not fit.
@@ -62,7 +64,7 @@ def _run_router(router: nn.Module, call: LayerCall) -> Tensor | Routing:
     if call.options.router_kind != "module":
         return router(x_TD)
     T, E = call.x_TD.shape[0], call.options.num_experts
-    # of what torch.compile has wrapped, its own
+    # torch.compile wraps a module; the signature is that of the module inside
     names = inspect.signature(getattr(router, "_orig_mod", router).forward).parameters
     kwargs = {name: getattr(call, name) for name in _MODULE_ARGUMENTS if name in names}
     given = router(x_TD.to(call.x_TD.dtype), **kwargs)
@@ -98,7 +100,7 @@ def _check_output(output: RouterOutput, num_tokens: int, num_experts: int) -> No
 
 
 def _add_router_input_noise(call: LayerCall) -> Tensor:
-    """The router's input: x itself, or in training x times jitter and dropout, in full precision."""
+    """Input of the router: x itself, or in training x with jitter and dropout, in full precision."""
     x_TD, options = call.x_TD, call.options
     if not call.training:
         return x_TD
@@ -114,7 +116,7 @@ def _add_router_input_noise(call: LayerCall) -> Tensor:
 
 
 def _noise(call: LayerCall, dtype: torch.dtype) -> Tensor | None:
-    """(T, E) noise on the logits, in training; None: none."""
+    """(T, E) noise on the logits in training, or None."""
     kind, std, E = call.options.noise_kind, call.options.router_noise_std, call.options.num_experts
     if not call.training or kind == "none":
         return None
@@ -128,13 +130,13 @@ def _choose(logits_TE: Tensor, call: LayerCall) -> Routing:
     options = call.options
     how: dict[str, Any] = {"options": options, "arithmetic": call.arithmetic}
     if call.routing is not None:
-        # The replayed ids stand in for the choice: only scores and logits are needed.
+        # The replayed ids replace the choice: only scores and logits are needed.
         scores_TE = balance_scores(scores_of(logits_TE, **how), **how)
         ids_TK = call.routing.expert_ids_TK
         return Routing(ids_TK, logits_TE.new_zeros(ids_TK.shape), scores_TE, logits_TE)
     noise_TE = _noise(call, logits_TE.dtype)
     if noise_TE is not None and options.noise_kind == "gumbel_after_first":
-        # the best logit with the largest noise stays the best
+        # the best logit gets the largest noise, so it stays the best
         best_T1 = logits_TE.detach().argmax(-1, keepdim=True)
         noise_TE = noise_TE.scatter(-1, best_T1, noise_TE.amax(-1, keepdim=True))
     if options.router_kind == "expert_choice":
@@ -146,7 +148,7 @@ def _choose(logits_TE: Tensor, call: LayerCall) -> Routing:
             noise_TE=noise_TE,
             **how,
         )
-    # With a bias or a group limit the chance of being chosen has no closed form.
+    # With a bias or a group limit the probability of being chosen has no closed form.
     plain = call.expert_bias_E is None and options.num_expert_groups == 1
     counts_load = options.balance_loss == "importance_load" and call.losses
     return choose_by_token(
@@ -175,7 +177,7 @@ def _hash(router: nn.Module, call: LayerCall) -> Routing:
 
 
 def _replay(routed: Routing, given: Routing, call: LayerCall) -> Routing:
-    """Put given ids in the place of the router's, with given or recomputed weights."""
+    """Replace the router's ids by given ones, with given or recomputed weights."""
     options, arithmetic = call.options, call.arithmetic
     ids_TK = given.expert_ids_TK.to(torch.int64)
     own_TK = routed.weights_TK

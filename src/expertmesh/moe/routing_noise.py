@@ -1,4 +1,4 @@
-"""Counter-based randomness for routing, by Philox4x32-10.
+"""Counter-based random numbers for routing, by Philox4x32-10.
 
 Noise is a pure function of (seed, step, layer, stream, token index, column): the same on any number of ranks, in
 eager mode and under torch.compile, and when activation checkpointing recomputes a layer. The layout of the counter
@@ -53,8 +53,8 @@ def random_bits(
 def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """32 random bits -> a number in the open interval (0, 1), the middle of one of 2^23 cells.
 
-    The half takes the 24th bit of FP32: with 24 bits of its own the largest number would round to 1, and its Gumbel
-    number to infinity.
+    Adding the half uses the 24th bit of FP32: with 24 random bits the largest number would round to 1, and its Gumbel
+    number would be infinite.
     """
     return ((bits >> 9).to(dtype) + 0.5) * 2.0**-23
 
@@ -98,15 +98,15 @@ def key_noise(module: nn.Module, *, seed: int, step: int) -> None:
 
 
 def count_tokens_from(module: nn.Module, *, first: int, count: int) -> None:
-    """Say which samples of a batch the next calls are about, for MoE layers that are not told the indices of their tokens.
+    """Set the samples that the next calls hold, for MoE layers that get no token_index.
 
-    So micro-batches and ranks draw different numbers, those of one call with the whole batch if samples have equally many
-    tokens. Does not synchronise.
+    Micro-batches and ranks then draw different noise. It is the noise of one call with the whole batch if all samples
+    have equally many tokens. Does not synchronise.
 
     Args:
         module: a model or a layer.
-        first: samples of the batch that come before.
-        count: samples of each call, whose tokens are in their order.
+        first: index in the batch of the next call's first sample.
+        count: samples of each call; their tokens are in sample order.
     """
     for layer in module.modules():
         samples = getattr(layer, "noise_samples", None)
@@ -116,11 +116,11 @@ def count_tokens_from(module: nn.Module, *, first: int, count: int) -> None:
 
 
 def first_index(num_tokens: int, samples: Tensor) -> Tensor:
-    """Index in the whole batch of the first token of some of its samples, if all samples have equally many; int64 scalar.
+    """Index in the whole batch of a call's first token, int64 scalar, if all samples have equally many tokens.
 
     Args:
-        num_tokens: of these samples.
-        samples: (2,) int64, how many samples come before these and how many these are; zeros: nobody has said so.
+        num_tokens: tokens of the call.
+        samples: (2,) int64, (first, count) of `count_tokens_from`; zeros if it was not called.
     """
     first, count = samples.unbind(0)
     return first * num_tokens // count.clamp(min=1)

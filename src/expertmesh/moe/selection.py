@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with which weights: the one rule behind all routers that give logits."""
+"""Selection of experts and routing weights from logits: the one rule behind all routers that give logits."""
 
 import math
 
@@ -21,7 +21,7 @@ def scores_of(logits_TE: Tensor, options: LayerOptions, arithmetic: OpSet) -> Te
 
 
 def normalized(scores_TE: Tensor, arithmetic: OpSet) -> Tensor:
-    """Divide by the sum over the experts, safely where all scores are zero."""
+    """Divide scores by their sum over the experts; rows of zeros stay zero."""
     total = arithmetic.row_sum(scores_TE)
     return scores_TE / total.clamp_min(torch.finfo(scores_TE.dtype).tiny)
 
@@ -46,7 +46,7 @@ def weights_at(
         expert_ids_TK: (T, K) int64 in [0, E]; choices equal to E get weight 0.
         normalize: see above.
         options: the options of the layer.
-        arithmetic: in force.
+        arithmetic: op set of the call.
     """
     live_TK = expert_ids_TK < options.num_experts
     index_TK = expert_ids_TK.clamp(max=options.num_experts - 1)
@@ -82,10 +82,10 @@ def selection_scores(
     options: LayerOptions,
     arithmetic: OpSet,
 ) -> Tensor:
-    """What the choice is made by: the noisy logits, or their scores plus the balancing bias; detached.
+    """(T, E) values that the choice compares, detached: the noisy logits, or their scores plus the balancing bias.
 
-    Scores are needed only where they are added to a bias or to one another; elsewhere the logits give the same
-    order without the rounding of the score function.
+    Scores are needed only with a bias or a group limit. Otherwise logits give the same order without the rounding of
+    the score function.
     """
     chosen_by = logits_TE.detach() if logits_TE.requires_grad else logits_TE
     if noise_TE is not None:
@@ -109,24 +109,24 @@ def choose_by_token(
     bias_E: Tensor | None = None,
     with_load: bool = False,
 ) -> Routing:
-    """Every token takes its `top_k` best experts.
+    """Choose the `top_k` best experts of every token.
 
-    Noise and bias decide on the choice only; weights and losses use the clean scores.
+    Noise and bias affect the choice only; weights and losses use the clean scores.
 
     Args:
         logits_TE: (T, E) clean logits, FP32 or FP64.
         top_k: K.
         options: the options of the layer.
-        arithmetic: in force.
+        arithmetic: op set of the call.
         noise_TE: added to the logits for the choice.
         bias_E: aux-loss-free balancing bias, added to the scores for the choice (DeepSeek-V3, eq. 16).
         with_load: also give the probability of being chosen under Gaussian noise of `options.router_noise_std`.
 
     Returns:
-        Choices in descending order of what they were chosen by. Does not synchronise.
+        Routing with each token's choices in descending order of `selection_scores`. Does not synchronise.
     """
     normalize = options.normalizes(top_k)
-    # the fused kernel divides a row's sums among threads by the number of rows
+    # the fused kernel splits a row's sums over threads depending on the number of rows
     if not arithmetic.batch_invariant and runs_fused(logits_TE, options.backend):
         ids_TK, weights_TK, scores_TE = choose_experts(
             logits_TE,
@@ -188,16 +188,16 @@ def choose_by_expert(
     token_mask_T: Tensor | None,
     noise_TE: Tensor | None = None,
 ) -> Routing:
-    """Every expert takes its C best tokens of each routing group (Zhou et al., arXiv 2202.09368).
+    """Choose the C best tokens of every expert in each routing group (Zhou et al., arXiv 2202.09368).
 
     C = ceil(T_g * top_k / E * factor). A choice depends on the other tokens of the group, later ones
-    included: do not use it to generate text token by token.
+    included: it does not suit token-by-token generation.
 
     Args:
         logits_TE: (T, E) clean logits.
         top_k: mean number of experts per token.
         options: the options of the layer.
-        arithmetic: in force.
+        arithmetic: op set of the call.
         factor: capacity factor as an exact ratio.
         token_mask_T: True for real tokens; the others are never chosen.
         noise_TE: added to the logits for the choice.
@@ -238,7 +238,7 @@ def choose_by_expert(
 
 
 def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts: int) -> Tensor:
-    """K distinct experts per token id, a pure function of (key, layer, id).
+    """K distinct experts for each token id, a pure function of (key, layer, id).
 
     Double hashing: expert_j = (a + j * b) mod E, with a uniform in [0, E) and b uniform among the numbers coprime
     to E, so that the first E members of the sequence are a permutation.
@@ -260,7 +260,7 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
         ids & mask, (ids >> 32) & mask, layer & mask, stream, seed & mask, (seed >> 32) & mask
     )
     num_steps = sum(math.gcd(b, num_experts) == 1 for b in range(1, num_experts + 1))
-    # found on the device: a tensor made of the host's list would wait for it
+    # computed on the device, because copying a list from the host would synchronise
     b_E = torch.arange(1, num_experts + 1, device=ids.device)
     is_coprime_E = torch.gcd(b_E, torch.full_like(b_E, num_experts)) == 1
     steps_E = torch.where(is_coprime_E, b_E, num_experts + 1).sort().values
@@ -277,7 +277,7 @@ def choose_by_hash(
     options: LayerOptions,
     dtype: torch.dtype,
 ) -> Routing:
-    """Every token takes the experts that its id hashes to; nothing is learned, so there is nothing to balance.
+    """Choose the experts that each token's id hashes to; nothing is learned, so nothing is balanced.
 
     Each of the K experts has weight 1 (1 / K when normalised), times `weight_scale`.
     """

@@ -1,4 +1,4 @@
-"""What passes between the stages of the layer: route -> assign -> dispatch -> experts -> combine."""
+"""Data passed between the stages of the layer: route -> assign -> dispatch -> experts -> combine."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts compute which tokens, and with which weights: what stages of the layer hand on, and what a call may be given to replay.
+    """Expert ids and routing weights of a call's tokens. The stages of the layer pass it on, and a call can replay one.
 
     Attributes:
-        expert_ids_TK: (T, K) integer expert ids in [0, E]; E means "no expert": masked, dropped for a capacity, or (expert-choice
-            routing uses K = E slots) not chosen. Of a choice to replay: before any capacity is applied.
-        weights_TK: (T, K) routing weights, FP32 (FP64 for FP64 input), differentiable. Of a choice to replay: used as they are (no
-            normalisation, no scale), or None: recomputed from the router's scores at these ids, so that the router gets its gradient.
-        scores_TE: (T, E) scores for the balance loss, see `RouterOutput`; not read where a choice is replayed. So are all that follow.
+        expert_ids_TK: (T, K) integer expert ids in [0, E]; E means "no expert": masked, dropped for a capacity, or
+            (expert-choice routing uses K = E slots) not chosen. A choice to replay has the ids before any capacity.
+        weights_TK: (T, K) routing weights, FP32 (FP64 for FP64 input), differentiable. In a choice to replay they are
+            used as they are (no normalisation, no scale); None: recomputed from the router's scores at these ids, so
+            that the router gets its gradient.
+        scores_TE: (T, E) scores for the balance loss, see `RouterOutput`. A replay does not read this field and those
+            after it.
         logits_TE: (T, E) logits for the z-loss.
-        load_TE: (T, E) see `RouterOutput`.
-        num_dropped: scalar int64, choices dropped for a capacity; None before it was applied.
-        max_rows: a bound on the ids below E that depends on sizes only; None: none better than T * K.
+        load_TE: (T, E) probability of being chosen, see `RouterOutput`.
+        num_dropped: scalar int64, choices dropped by the capacity; None before it is applied.
+        max_rows: upper bound on the number of ids below E that depends on sizes only; None: T * K.
 
     Example:
         >>> import torch
@@ -42,15 +44,15 @@ class Routing:
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """What a router of the user's may say of T tokens instead of giving logits.
+    """Choices and weights for T tokens that a custom router may return instead of logits.
 
     Attributes:
-        topk_expert_ids_TK: (T, K) int64 in [0, E]; E means "no expert" (expert-choice routing uses K = E slots
-            and leaves those of experts that did not choose the token empty).
+        topk_expert_ids_TK: (T, K) int64 in [0, E]; E means "no expert". (Expert-choice routing uses K = E slots; slot e
+            is E if expert e did not choose the token.)
         topk_weights_TK: (T, K) routing weights, FP32 (FP64 for FP64 input), differentiable.
-        scores_TE: (T, E) the clean scores over all experts that the balance loss uses, differentiable, summing to
-            1 per token; None: this router has nothing to balance, and the balance loss is 0.
-        logits_TE: (T, E) the logits that the z-loss uses, differentiable; None: the z-loss is 0.
+        scores_TE: (T, E) clean scores over all experts for the balance loss, differentiable, summing to 1 per token;
+            None: the balance loss is 0.
+        logits_TE: (T, E) logits for the z-loss, differentiable; None: the z-loss is 0.
         load_TE: (T, E) probability that the expert is among the token's choices when its noise is drawn anew,
             differentiable; None: the load half of the importance+load loss counts the choices made.
     """
@@ -64,19 +66,19 @@ class RouterOutput:
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """What one call of a MoE layer tells beside its output; a pytree.
+    """Routing statistics and losses of one call of a MoE layer; a pytree.
 
     Attributes:
-        aux_loss: scalar, weighted balance loss, differentiable; add it to the training loss. Of a call with losses=False
-            this and the two that follow have no element.
+        aux_loss: scalar, weighted balance loss, differentiable; add it to the training loss. With losses=False this
+            tensor and the next two have no element.
         z_loss: scalar, weighted router z-loss, differentiable; add it to the training loss.
         num_tokens_per_expert_E: (E,) int64, rows chosen per expert before dropping, detached.
         num_dropped: scalar int64, rows dropped because an expert was over capacity, detached.
         topk_expert_ids_TK: (T, K) int64 expert ids before dropping, detached; E at masked tokens.
         topk_weights_TK: (T, K) routing weights before dropping, detached; 0 at masked tokens.
         kept_expert_ids_TK: (T, K) int64 expert ids after dropping, detached; E at dropped rows, too.
-        balance_sums_RE: (R, E) FP64 sums of this call over all processes that a balance loss over the batch goes on from,
-            detached; None: its scope is not global, or it has no weight.
+        balance_sums_RE: (R, E) FP64 sums of this call over all processes for the global balance loss of later
+            micro-batches, detached; None: the loss's scope is not global, or its weight is 0.
 
     Example:
         >>> import torch
@@ -98,5 +100,5 @@ class RoutingStats:
 
 
 for _cls in (Routing, RouterOutput, RoutingStats):
-    # Public, and it makes the classes pytrees for torch.compile, checkpointing and export alike.
+    # A public function; it makes the classes pytrees for torch.compile, checkpointing and export alike.
     torch.export.register_dataclass(_cls, serialized_type_name=f"expertmesh.{_cls.__name__}")

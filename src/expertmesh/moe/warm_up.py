@@ -1,4 +1,4 @@
-"""Compiling a layer's kernels before they are needed: in a captured CUDA graph nothing may compile."""
+"""Warm-up of a layer's kernels before a CUDA graph is captured, during which nothing may compile."""
 
 from collections.abc import Iterable
 
@@ -16,17 +16,19 @@ def warm_up(
     dtype: torch.dtype | None = None,
     backward: bool | None = None,
 ) -> None:
-    """Run a layer for these numbers of tokens and powers of two between them, so that no call from the least to the most compiles a kernel.
+    """Compile a layer's kernels for all token counts from the least to the most given, by running it on these and on
+    powers of two between.
 
-    Kernels are compiled at their first launch. Tile sizes depend on the number of tokens, so another number may compile again, which
-    fails while a CUDA graph is captured: call this with the fewest and the most tokens that will be captured. No kernel's tiles
-    change twice while the number of tokens doubles, so what lies between two powers of two compiles what one of them does. Parameters,
-    gradients and buffers stay as they are. With experts over several processes all of them call, with the same numbers.
+    Kernels are compiled at their first launch. Tile sizes depend on the number of tokens, so another number may compile
+    again, which fails while a CUDA graph is captured. Call this with the fewest and the most tokens that will be
+    captured. A kernel's tiles change at most once while the number of tokens doubles, so a count between two powers of
+    two uses the kernels of one of them. Parameters, gradients and buffers stay as they are. With experts on several
+    processes, all of them must call it with the same counts.
 
     Args:
-        layer: on its device and in its mode: evaluation and training need different kernels.
+        layer: the layer on its device and in its mode; evaluation and training need different kernels.
         token_counts: numbers of tokens, at least 0.
-        dtype: the type of the tokens; None: that of the experts' parameters.
+        dtype: the dtype of the tokens; None: the dtype of the experts' parameters.
         backward: whether to run the backward, too; None: in training only.
 
     Raises:
@@ -56,7 +58,7 @@ def warm_up(
 
 
 def _with_powers_of_two(counts: set[int]) -> list[int]:
-    """The numbers, and the powers of two between the least and the most; ascending.
+    """Sorted list of the counts and of the powers of two between the least and the most.
 
     Raises:
         ConfigError: a number is negative.
