@@ -1,1 +1,1 @@
-"""Ranks and what they say to one another: groups, meshes, collectives with gradients, all-to-all of tokens."""
+"""Ranks and their communication: process groups, device meshes, collectives with gradients, all-to-all of tokens."""

@@ -1,7 +1,7 @@
-"""A collective between its start and its finish, for autograd as well.
+"""An asynchronous collective with gradients: start and finish are separate, in the backward too.
 
-What runs between the two hides the travel. In the backward autograd visits them in the opposite order: the finish sends
-the gradient off, what ran in between takes its turn, and the start waits for what has come back.
+Computation between the two overlaps with the communication. The backward visits them in the opposite order: finish
+starts the gradient's collective, the computation in between runs its backward, and start waits for the gradient.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,13 @@ from torch.autograd.function import once_differentiable
 from expertmesh.comm.group import Pending, wait
 
 Launch = Callable[[Tensor], tuple[Tensor, Pending | None]]
-"""Starts a collective on a tensor: gives the result, and what to wait for before it may be used (None: nothing)."""
+"""Function that starts a collective on a tensor. Returns the result, and the handle to wait for before it may be used
+(None: no wait).
+"""
 
 
 class _Move:
-    """What a start leaves for its finish, and in the backward the other way round."""
+    """State shared by start and finish: launch functions and the collective in flight."""
 
     def __init__(self, there: Launch, back: Launch, unpack: Callable[[Tensor], Tensor]) -> None:
         self.there, self.back, self.unpack = there, back, unpack
@@ -36,13 +38,13 @@ class _Move:
 
 
 class AsyncTensor:
-    """One tensor in a collective. Differentiable once.
+    """Tensor in an asynchronous collective. Differentiable once.
 
     Args:
-        x: what is sent.
+        x: the tensor to send.
         there: starts the collective.
-        back: starts the collective that takes the gradient back.
-        unpack: makes the result of what arrived, where it travelled in another form; None: it did not.
+        back: starts the collective of the gradient.
+        unpack: converts received data to the result; None: no conversion.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class AsyncTensor:
         unpack: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._move = _Move(there, back, unpack or (lambda arrived: arrived))
-        # Of the shape of x, so that the gradient under way has the shape that autograd expects.
+        # Has the shape of x, because autograd expects a gradient of that shape.
         self._sent: Tensor = _Start.apply(x, self._move)
 
     def finish(self) -> Tensor:
-        """Wait for it (on a GPU the host does not wait); gives the result. To be called once.
+        """Wait for the collective (on a GPU the host does not wait) and return its result. Call it once.
 
         Raises:
             CollectiveError: a rank is gone or late.

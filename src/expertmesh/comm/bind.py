@@ -1,6 +1,7 @@
-"""Ranks of one machine on cores of one NUMA node each, where the launcher has not bound them.
+"""NUMA binding: each rank of a machine runs on the cores of one NUMA node, unless the launcher has bound it.
 
-Memory follows: Linux gives a thread memory of the node that it runs on. Network cards are chosen by the backend.
+Memory follows the cores: Linux allocates on the node of the running thread. The communication backend chooses network
+cards.
 """
 
 import os
@@ -16,7 +17,7 @@ def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
     """Cores of each NUMA node of the machine, ascending; nodes without cores (memory only) are left out.
 
     Args:
-        sysfs: where the kernel describes the machine.
+        sysfs: the mount point of sysfs.
     """
     found = {
         int(folder.name.removeprefix("node")): numbers_of(read_text(folder / "cpulist"))
@@ -26,13 +27,13 @@ def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
-    """ "0-2,5" as (0, 1, 2, 5)."""
+    """Parse a kernel list of numbers: "0-2,5" is (0, 1, 2, 5)."""
     spans = [span.partition("-") for span in text.split(",") if span]
     return tuple(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of the kernel, stripped; empty if it cannot be read."""
+    """Read a text file of the kernel, stripped; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -40,11 +41,11 @@ def read_text(path: Path) -> str:
 
 
 def node_of_gpu(properties: object, sysfs: Path = SYSFS) -> int | None:
-    """The number of the NUMA node that a GPU is nearest to; None: the system does not say.
+    """Number of the NUMA node nearest to a GPU; None if the system does not say.
 
     Args:
-        properties: of the GPU as PyTorch gives them.
-        sysfs: where the kernel describes the machine.
+        properties: the GPU's `torch.cuda.get_device_properties`.
+        sysfs: the mount point of sysfs.
     """
     try:
         domain, bus, device = (
@@ -65,14 +66,14 @@ def share_of(
     *,
     near: AbstractSet[int] = frozenset(),
 ) -> set[int] | None:
-    """The cores of the node that a rank is to run on; None: it stays where it is.
+    """Cores of the NUMA node that a rank should run on; None: leave it unbound.
 
     Args:
-        local_rank: of the ranks of this machine.
-        num_local: of them.
+        local_rank: index of the rank on this machine.
+        num_local: number of ranks on this machine.
         nodes: cores of each NUMA node.
-        allowed: cores that the rank may use now. If they are on one node, somebody has bound it already.
-        near: cores of the node of the rank's GPU; none: it has no GPU, or one of which the system does not say where it is.
+        allowed: cores that the rank may use now. If all are on one node, the rank is bound already.
+        near: cores of the node nearest to the rank's GPU; empty without a GPU or if its node is unknown.
     """
     mine = [cores & allowed for cores in nodes if cores & allowed]
     if len(mine) < 2 or num_local < 2:
@@ -81,7 +82,7 @@ def share_of(
 
 
 def _near_gpu(nodes: dict[int, set[int]]) -> set[int]:
-    """Cores of the node of the current GPU; none where the system does not say which that is."""
+    """Cores of the node nearest to the current GPU; empty if its node is unknown."""
     import torch  # not needed on a CPU
 
     node = node_of_gpu(torch.cuda.get_device_properties(torch.cuda.current_device()))
@@ -90,11 +91,12 @@ def _near_gpu(nodes: dict[int, set[int]]) -> set[int]:
 
 @contextmanager
 def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
-    """Bind this process for a while, if torchrun started it with others and `how` is "auto".
+    """Bind this process to one NUMA node inside the context, if torchrun started several on this host and `how` is
+    "auto".
 
     Args:
-        how: "auto", or anything else for not at all.
-        has_gpu: whether it computes on the current GPU, near which it then goes.
+        how: "auto"; any other value binds nothing.
+        has_gpu: whether the process computes on the current GPU; it is then bound near that GPU.
     """
     local, number = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     cores, before = None, set()
@@ -119,7 +121,7 @@ def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
 
 
 def bound_to() -> str:
-    """For a run's first line: how many of the machine's cores this process may use; nothing if all."""
+    """Text for a run's first line: number of cores that this process may use, out of all; "" if all."""
     if not hasattr(os, "sched_getaffinity"):
         return ""
     own, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """Collectives with gradients.
 
-Every rank has a loss of its own, and the loss of all is their sum. So the gradient of a gather is a reduce-scatter,
-that of a reduce-scatter a gather, and that of a sum over ranks the sum of the gradients over ranks.
+Every rank has its own loss, and the total loss is their sum. So the gradient of an all-gather is a reduce-scatter, the
+gradient of a reduce-scatter is an all-gather, and the gradient of an all-reduce is an all-reduce.
 """
 
 import torch
@@ -11,24 +11,24 @@ from torch import Tensor
 from expertmesh.comm.async_collective import AsyncTensor
 from expertmesh.comm.group import Pending, RankGroup, wait
 
-# Newer versions of torch have new names for the same functions, and warn of the old ones.
+# Newer versions of torch rename these functions and warn about the old names.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 FEW_BYTES = 1 << 14
-"""Up to so many bytes, over all ranks, a sum on CPUs goes from each rank to each."""
+"""Largest total size over all ranks, in bytes, at which an all-reduce on CPUs is an all-to-all with local sums."""
 
 
 def start_all_gather(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor, Pending | None]:
-    """Begin to gather the equally shaped tensors of all ranks; not seen by autograd.
+    """Start an all-gather of equally shaped tensors; not seen by autograd.
 
     Args:
         x: any shape and dtype.
-        group: of n ranks.
+        group: the group of n ranks.
         where: layer and purpose, for the byte counter and for errors.
 
     Returns:
-        (n, ...) in the order of the group's ranks, and what to wait for before using it (None: nothing).
+        (n, ...) in the order of the group's ranks, and the handle to wait for before using it (None: no wait).
     """
     x = x.detach().contiguous()
     if group.size == 1:
@@ -47,15 +47,15 @@ def start_all_gather(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor
 def start_reduce_scatter(
     x: Tensor, group: RankGroup, *, where: str
 ) -> tuple[Tensor, Pending | None]:
-    """Begin to sum tensors over ranks, each rank keeping its block; not seen by autograd.
+    """Start a reduce-scatter: tensors are summed over ranks and each rank keeps its block; not seen by autograd.
 
     Args:
         x: (n, ...), block i for the i-th rank of the group.
-        group: of n ranks.
+        group: the group of n ranks.
         where: layer and purpose.
 
     Returns:
-        (...) this rank's sum, and what to wait for before using it.
+        (...) this rank's sum, and the handle to wait for before using it.
     """
     x = x.detach().contiguous()
     if group.size == 1:
@@ -72,9 +72,9 @@ def start_reduce_scatter(
 
 
 def start_all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Pending | None:
-    """Begin to sum a contiguous tensor over ranks in place; not seen by autograd.
+    """Start an in-place all-reduce (sum) of a contiguous tensor; not seen by autograd.
 
-    A few numbers among a few ranks on CPUs go from each to each and are added up by all: gloo's own sum takes two to five
+    Small tensors on CPUs are exchanged by all-to-all and summed on every rank: gloo's own all-reduce takes two to five
     times the CPU time (docs/log.md).
     """
     if group.size == 1:
@@ -100,7 +100,7 @@ def start_all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Pending | No
 
 
 def in_flight_all_gather(x: Tensor, group: RankGroup, *, where: str) -> AsyncTensor:
-    """Begin what `all_gather` does."""
+    """Start the all-gather of `all_gather`; its `finish` returns the result."""
     return AsyncTensor(
         x,
         lambda t: start_all_gather(t, group, where=where),
@@ -113,7 +113,7 @@ def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
 
     Args:
         x: (...), any dtype.
-        group: of n ranks.
+        group: the group of n ranks.
         where: layer and purpose, for the byte counter and for errors.
 
     Returns:
@@ -123,7 +123,7 @@ def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
-    """Sum (n, ...) over ranks, each keeping its block (...). Differentiable once: the gradient is gathered."""
+    """Sum (n, ...) over ranks; each rank keeps its block (...). Differentiable once: the gradient is all-gathered."""
     return AsyncTensor(
         x,
         lambda t: start_reduce_scatter(t, group, where=where),
@@ -144,12 +144,13 @@ def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
 
 
 def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] | None:
-    """The equally shaped tensors of all ranks, on the first of them; None on the others. Not seen by autograd.
+    """Gather the equally shaped tensors of all ranks on the group's first rank; returns None on the others. Not seen by
+    autograd.
 
     Args:
         x: contiguous, any dtype.
-        group: of n ranks, n > 1.
-        where: for the byte counter and for errors.
+        group: the group of n ranks, n > 1.
+        where: purpose, for the byte counter and for errors.
 
     Raises:
         CollectiveError: a rank is gone or late.
@@ -167,12 +168,12 @@ def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] 
 
 
 def broadcast_(x: Tensor, group: RankGroup, *, where: str) -> None:
-    """Let all ranks have the tensor of the first one, in place. Not seen by autograd.
+    """Broadcast the tensor of the group's first rank to all, in place. Not seen by autograd.
 
     Args:
         x: contiguous, equal in shape and dtype on all ranks.
-        group: of n ranks.
-        where: for the byte counter and for errors.
+        group: the group of n ranks.
+        where: purpose, for the byte counter and for errors.
 
     Raises:
         CollectiveError: a rank is gone or late.

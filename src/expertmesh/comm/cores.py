@@ -1,4 +1,6 @@
-"""How many threads of this process can run at once: its cores, the quota of its container, the other ranks of its host."""
+"""Number of threads that this process can run at once, from its cores, its container's quota and the other ranks of its
+host.
+"""
 
 import os
 import platform
@@ -15,12 +17,12 @@ _NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Room(NamedTuple):
-    """What one process knows of its place.
+    """CPU resources of one process.
 
     Attributes:
         host: name of the machine.
         cores: numbers of the cores that the process may run on.
-        quota: cores' worth of time that its control groups allow it and its neighbours together; None: all.
+        quota: CPU quota of its control groups in cores, shared with the other processes in them; None: no limit.
     """
 
     host: str
@@ -29,22 +31,22 @@ class Room(NamedTuple):
 
 
 def own_room() -> Room:
-    """That of this process."""
+    """CPU resources of this process."""
     return Room(platform.node(), allowed_cores(), cpu_quota())
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """Cores that this process may use, ascending; all of them where the system does not say."""
+    """Cores that this process may use, ascending; all cores if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Cores' worth of time that the control groups of this process allow, by the narrowest of them; None: there is no limit.
+    """CPU quota in cores: the smallest among this process's control groups; None: no limit.
 
     Args:
-        root: where /proc and /sys are.
+        root: the directory that holds /proc and /sys.
     """
     found: list[float | None] = []
     bases: tuple[str, ...]
@@ -56,7 +58,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
             bases, read = (controllers, "cpu", "cpu,cpuacct"), _quota_of_v1
         else:
             continue
-        # a container may see its own group as the root, under the name that it has outside
+        # in a container, the process's own group can be the root, although it has its name outside
         parts = [part for part in path.split("/") if part]
         for base in bases:
             for depth in range(len(parts) + 1):
@@ -65,7 +67,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _quota_of_v2(group: Path) -> float | None:
-    """Of a file "MICROSECONDS PERIOD", or "max PERIOD"."""
+    """Quota in cores from a cgroup v2 file "MICROSECONDS PERIOD" or "max PERIOD"."""
     return _ratio(*[*read_text(group / "cpu.max").split(), "", ""][:2])
 
 
@@ -80,11 +82,11 @@ def _ratio(quota: str, period: str) -> float | None:
 
 
 def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
-    """Threads that a process can run at once when all processes of its host do, at least 1.
+    """Number of threads that a process can run at once while all processes of its host do the same; at least 1.
 
     Args:
-        own: its room.
-        all_rooms: of all processes that compute together, its own among them.
+        own: the process's resources.
+        all_rooms: the resources of all processes that compute together, `own` among them.
     """
     here = [room for room in all_rooms if room.host == own.host]
     share = sum(1 / sum(core in room.cores for room in here) for core in own.cores)
@@ -94,12 +96,14 @@ def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
 
 
 def users_threads(launcher: int | None = None) -> str | None:
-    """The variable by which the user has set the number of threads, as NAME=VALUE; None: nobody has, or torchrun has.
+    """Environment variable by which the user has set the number of threads, as NAME=VALUE; None if not set, or set by
+    torchrun.
 
-    Torchrun sets OMP_NUM_THREADS=1 for several ranks where the user has not set it; what it began with tells.
+    Torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it. The environment that torchrun itself
+    started with tells the two apart.
 
     Args:
-        launcher: number of torchrun's process; None: the parent of this one.
+        launcher: process id of torchrun; None: the parent process.
     """
     name = next((name for name in _NAMES if os.environ.get(name)), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""A process group with what its users need to know: who is in it, what it moved, and who failed."""
+"""A process group with its ranks, a log of transferred bytes, and errors that name the failed collective."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from expertmesh.errors import CollectiveError
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of one rank.
+    """Record of one collective on one rank.
 
     Attributes:
         collective: all_gather, reduce_scatter, all_reduce or all_to_all.
-        where: what it was for: a layer and a purpose.
+        where: layer and purpose of the collective.
         num_bytes: payload that this rank hands to other ranks when each block goes straight to its receiver:
             (n - 1) shards for all_gather and reduce_scatter over n ranks, twice (n - 1) / n of the tensor for
             all_reduce ((n - 1) times a small one on CPUs), the rows for other ranks for all_to_all.
@@ -28,13 +28,13 @@ class Transfer:
 
 
 class TransferLog:
-    """Transfers while it is open."""
+    """Transfers recorded while the log is open."""
 
     def __init__(self) -> None:
         self.transfers: list[Transfer] = []
 
     def num_bytes(self, *, collective: str | None = None, where: str = "") -> int:
-        """Bytes of the transfers of one kind (None: all) whose `where` contains a text."""
+        """Sum the bytes of transfers of one kind (None: all) whose `where` contains a text."""
         return sum(
             t.num_bytes
             for t in self.transfers
@@ -43,20 +43,20 @@ class TransferLog:
 
 
 class Traffic:
-    """Tells every open log of each transfer. One per `World`; without an open log it costs one test."""
+    """Records every transfer in all open logs. One per `World`; without an open log it costs one test."""
 
     def __init__(self) -> None:
         self._open: list[TransferLog] = []
 
     @contextmanager
     def logged(self) -> Iterator[TransferLog]:
-        """Log all transfers, those of backward passes included, until the context ends."""
+        """Log all transfers, including backward passes, until the context ends."""
         log = TransferLog()
         self._open.append(log)
         try:
             yield log
         finally:
-            # By identity: two empty logs are not the same log.
+            # Compared by identity, because two empty logs are equal.
             self._open = [other for other in self._open if other is not log]
 
     def add(self, collective: str, where: str, num_bytes: int) -> None:
@@ -66,18 +66,18 @@ class Traffic:
 
 
 class Awaited(Protocol):
-    """What torch has under way."""
+    """Protocol of torch's handle of a collective in flight."""
 
     def wait(self) -> object:
-        """Wait for it.
+        """Wait for the collective.
 
         Raises:
-            RuntimeError: it failed or timed out.
+            RuntimeError: the collective failed or timed out.
         """
 
 
 class Pending:
-    """A collective under way. Its tensors may be used after `wait`."""
+    """A collective in flight. Its tensors may be used after `wait`."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class Pending:
         self._work, self._explain, self._then = work, explain, then
 
     def wait(self) -> None:
-        """Wait for it (on a GPU: let the current stream wait). May be called again.
+        """Wait for the collective (on a GPU the current stream waits). May be called again.
 
         Raises:
-            CollectiveError: it failed or timed out.
+            CollectiveError: the collective failed or timed out.
         """
         work, self._work = self._work, None
         if work is None:
@@ -105,25 +105,25 @@ class Pending:
 
 
 def wait(pending: Pending | None) -> None:
-    """Wait for a collective; None is one that had nothing to do.
+    """Wait for a collective; None needs no wait.
 
     Raises:
-        CollectiveError: it failed or timed out.
+        CollectiveError: the collective failed or timed out.
     """
     if pending is not None:
         pending.wait()
 
 
 class RankGroup:
-    """Ranks that talk to one another.
+    """A process group with its ranks; starts and logs its collectives.
 
     Args:
-        process_group: of torch; None for a rank alone among others, which never communicates.
-        ranks: numbers in the default group of its members, in the order of the process group.
-        rank: this rank's place among them.
+        process_group: torch's process group; None for a single rank, which never communicates.
+        ranks: the members' ranks in the default group, in the order of the process group.
+        rank: index of this rank in the group.
         name: for error messages.
-        timeout_s: of every collective on it.
-        traffic: is told of every collective.
+        timeout_s: timeout of every collective on the group.
+        traffic: records every collective.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RankGroup:
         self.name, self.timeout_s, self.traffic = name, timeout_s, traffic
 
     def __deepcopy__(self, memo: dict[int, object]) -> "RankGroup":
-        """The same group: copies of a module talk to the same ranks."""
+        """Return the group itself: copies of a module talk to the same ranks."""
         return self
 
     @property
@@ -159,14 +159,14 @@ class RankGroup:
         """Launch an asynchronous collective of torch and record it.
 
         Args:
-            collective: its kind, see `Transfer`.
+            collective: kind of the collective, see `Transfer`.
             where: layer and purpose, for the log and for errors.
             num_bytes: see `Transfer`.
             launch: calls torch with this group.
-            then: what is left to do on this rank when the collective is done; the wait does it.
+            then: work on this rank after the collective is done; `wait` calls it.
 
         Raises:
-            CollectiveError: it failed at once.
+            CollectiveError: the launch failed.
         """
         assert self.process_group is not None, "a group of one rank has nobody to talk to"
 

@@ -1,4 +1,6 @@
-"""Numbers of a GPU for the host, which waits for them alone: `tolist` would wait for all that the stream has to do before."""
+"""Copies of small GPU tensors to the host that wait only for them, while `tolist` would wait for all work queued on the
+stream.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +18,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """What is launched here does not wait for the computation, unless it says so; on a CPU nothing changes.
+    """Launch work on a side stream, which does not wait for the current stream; no effect on a CPU.
 
-    What it reads must live until the host has waited for the result.
+    Tensors that the work reads must live until the host has waited for the result.
 
     Args:
-        device: of the computation.
+        device: the device of the computation.
     """
     if device.type != "cuda":
         yield
@@ -31,13 +33,13 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def on_host(x: Tensor) -> Callable[[], list[Any]]:
-    """Begin to copy a tensor to the host.
+    """Start copying a tensor to the host.
 
     Args:
         x: small, of any shape and dtype.
 
     Returns:
-        What waits for the copy, and for nothing that is launched behind it, and gives `x.tolist()`.
+        Function that waits for the copy, but not for later work, and returns `x.tolist()`.
     """
     x = x.detach()
     if x.device.type != "cuda":

@@ -1,8 +1,8 @@
-"""Ranks end with the launcher that started them.
+"""Watchdog that ends ranks whose launcher is gone.
 
-Torchrun ends its ranks when it is asked to end. Killed at once (SIGKILL, the kernel's lack of memory) it asks nobody, and they
-would compute on, with nobody to restart them or to stop them. Each looks whether its parent is still the same, which every system
-can tell.
+Torchrun ends its ranks on SIGTERM. If it is killed (SIGKILL, the kernel's out-of-memory killer) it cannot, and its
+ranks would compute on, with nobody to restart or stop them. Each rank therefore polls whether its parent process is
+still the same, which works on every system.
 """
 
 import os
@@ -16,12 +16,14 @@ from expertmesh.config.base import is_first_on_host, is_launched
 
 _POLL_S = 1.0
 _GRACE_S = 300.0
-"""For a last checkpoint; a rank that waits for another one longer than that is ended."""
+"""Grace period for a last checkpoint, in seconds; a rank that waits longer for another one is then ended."""
 
 
 @contextmanager
 def ended_with_launcher() -> Iterator[None]:
-    """While it is open, this process gets a SIGTERM when torchrun is gone; training then saves and stops. Without torchrun, nothing."""
+    """Context in which this process gets a SIGTERM when torchrun is gone; training then saves and stops. Without
+    torchrun, no effect.
+    """
     if not is_launched():
         yield
         return
@@ -51,7 +53,9 @@ def _watch(
     stop: Callable[[], None] = _stop,
     end: Callable[[], None] = _end,
 ) -> None:
-    """Stop when the parent is another than the launcher; end if that is not over in time."""
+    """Call `stop` when the parent is no longer the launcher, and `end` if the process is not over within the grace
+    period.
+    """
     while not over.wait(_POLL_S):
         if os.getppid() == launcher:
             continue
@@ -65,5 +69,5 @@ def _watch(
 
 def _say(text: str) -> None:
     if is_first_on_host():
-        with suppress(OSError, ValueError):  # who reads may be gone, too
+        with suppress(OSError, ValueError):  # the reader may be gone, too
             os.write(sys.stderr.fileno(), f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""Bandwidth between ranks over message sizes, and the links of the cost model that fit them."""
+"""Bandwidth between ranks over message sizes, and links of the cost model fitted to it."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +20,15 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """One measurement.
+    """Time and bandwidth of one algorithm on one class of links at one message size.
 
     Attributes:
-        algorithm: all_to_all, all_gather or all_reduce; or two_step, an all-to-all across nodes and one inside.
+        algorithm: all_to_all, all_gather, all_reduce, or two_step: an all-to-all across nodes, then one inside.
         link: class of the links: "inside" a node, "across" nodes, or "all".
-        num_bytes: that a rank hands to each other (of all_reduce: the tensor's).
-        seconds: median, of the slowest rank.
-        bus_bytes_per_s: bytes of a rank to others per second, comparable between algorithms and numbers of ranks.
+        num_bytes: bytes that a rank sends to each other rank (all_reduce: bytes of the tensor).
+        seconds: median time of the slowest rank.
+        bus_bytes_per_s: bytes that a rank sends to others per second, comparable between algorithms and numbers of
+            ranks.
     """
 
     algorithm: str
@@ -38,7 +39,9 @@ class LinkMeasurement:
 
 
 def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
-    """This rank's group in each class of links; every rank must ask. Ranks of equal place in their nodes talk across."""
+    """Make this rank's group in each class of links; every rank must call. Ranks of equal index in their nodes form
+    "across" groups.
+    """
     members: dict[int, list[int]] = {}
     for position, node in enumerate(nodes):
         members.setdefault(node, []).append(position)
@@ -55,15 +58,15 @@ def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
 
 
 def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterator[LinkMeasurement]:
-    """Measure all algorithms on all classes of links; every rank must take all points.
+    """Measure all algorithms on all classes of links; every rank must exhaust the iterator.
 
     Args:
-        world: the ranks.
-        nodes: the node of each.
-        sizes: bytes for each other rank.
+        world: all ranks.
+        nodes: the node of each rank.
+        sizes: bytes for each other rank, one measurement each.
     """
     groups = link_groups(world, nodes)
-    # between nodes of different sizes some ranks would have no partner
+    # with nodes of different sizes some ranks would have no partner in another node
     has_two_steps = {"inside", "across"} <= groups.keys() and len(set(map(nodes.count, nodes))) == 1
     for size in sizes:
         for link, group in groups.items():
@@ -91,7 +94,9 @@ def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:
 
 
 def _two_step(x_PB: Tensor, groups: dict[str, RankGroup]) -> None:
-    """As many bytes for each rank as flat, which cross in messages for whole nodes; equally large nodes only."""
+    """All-to-all across nodes, then inside nodes: as many bytes per rank as the flat one, in fewer messages. Nodes must
+    be equal in size.
+    """
     across, inside = groups["across"], groups["inside"]
     x_PB = _all_to_all(x_PB.view(across.size, -1), across)
     _all_to_all(x_PB.view(inside.size, -1), inside)
@@ -119,10 +124,11 @@ def _slowest(world: World, seconds: float) -> float:
 
 
 def fit(points: Sequence[LinkMeasurement], nodes: Sequence[int]) -> Network:
-    """Links that fit the all-to-alls: latency by the smallest, bandwidth by the largest. What was not measured is assumed.
+    """Fit links to the all-to-all measurements: latency by the smallest, bandwidth by the largest. Links without a
+    measurement are `USUAL_NETWORK`'s.
 
     Args:
-        points: of `measure`.
+        points: the results of `measure`.
         nodes: the node of each rank.
     """
     sizes = [nodes.count(node) for node in dict.fromkeys(nodes)]

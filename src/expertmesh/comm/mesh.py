@@ -1,4 +1,4 @@
-"""How the ranks are factored: dense layers as dp_replicate x dp_shard x tp, experts as dp_replicate x e x f."""
+"""Factorisation of the ranks: dense layers as dp_replicate x dp_shard x tp, experts as dp_replicate x e x f."""
 
 import math
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class DenseDegrees:
 
     @property
     def num_ranks(self) -> int:
-        """All of them."""
+        """Number of ranks, the product of the degrees."""
         return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def num_storage_ranks(self) -> int:
-        """Ranks of one copy, over which experts are spread."""
+        """Number of ranks of one copy, over which experts are sharded."""
         return self.dp_shard * self.tp
 
 
@@ -44,13 +44,13 @@ def dense_degrees(
     """Factor the ranks for the dense layers.
 
     Args:
-        num_ranks: of the world.
+        num_ranks: number of ranks of the world.
         dp_replicate: copies of the model.
-        dp_shard: None: all ranks that the other two leave.
+        dp_shard: ranks that share one copy's parameters; None: num_ranks / (dp_replicate * tp).
         tp: tensor parallel degree.
 
     Raises:
-        ConfigError: the degrees do not multiply to the number of ranks; it prints all of them and the nearest valid choice.
+        ConfigError: the product of the degrees is not num_ranks; the message gives the nearest valid choice.
     """
     given = dp_replicate * tp * (dp_shard or 1)
     if given == num_ranks or (dp_shard is None and num_ranks % given == 0):
@@ -62,7 +62,7 @@ def dense_degrees(
     ]
 
     def distance(choice: DenseDegrees) -> tuple[float, ...]:
-        # What was asked for by name goes before what has a default.
+        # Degrees without a default weigh first.
         wanted = (tp, dp_shard or choice.dp_shard, dp_replicate)
         got = (choice.tp, choice.dp_shard, choice.dp_replicate)
         return tuple(abs(math.log(a / b)) for a, b in zip(got, wanted, strict=True))
@@ -78,13 +78,13 @@ def dense_degrees(
 
 @dataclass(frozen=True)
 class ExpertDegrees:
-    """How the W = e * f ranks of one copy hold the experts of one layer.
+    """Sharding of one layer's experts over the W = e * f ranks of one copy.
 
     Attributes:
-        e: parts of the experts (along E).
-        f: slices of each expert's hidden size (along F).
-        order: slices_inner: neighbouring ranks hold slices of the same experts, rank = i * f + j; experts_inner: they
-            hold other experts, rank = j * e + i.
+        e: number of parts along E.
+        f: number of slices of each expert's hidden size (along F).
+        order: slices_inner: neighbouring ranks hold slices of the same experts, rank = i * f + j; experts_inner:
+            neighbouring ranks hold different experts, rank = j * e + i.
     """
 
     e: int
@@ -93,18 +93,18 @@ class ExpertDegrees:
 
     @property
     def num_ranks(self) -> int:
-        """W."""
+        """Number of ranks of one copy, W."""
         return self.e * self.f
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """(i, j): part of the experts and slice of a storage rank."""
+        """(i, j): index of the part of the experts and of the slice that a storage rank holds."""
         if self.order == "slices_inner":
             return divmod(rank, self.f)
         j, i = divmod(rank, self.e)
         return i, j
 
     def rank_of(self, i: int, j: int) -> int:
-        """The storage rank with these coordinates."""
+        """Storage rank with these coordinates."""
         return i * self.f + j if self.order == "slices_inner" else j * self.e + i
 
 
@@ -139,7 +139,7 @@ def expert_degrees(
     if fits:
         fix = f"use {named('es_degree', min(fits, key=lambda d: abs(math.log(d / max(f, 1)))))}"
     else:
-        # More copies of the model change nothing of it; for one rank of a copy everything fits.
+        # More copies of the model do not change its function, and a copy of one rank always fits.
         tp, copies = next(
             (t, r)
             for t in reversed(divisors(tp_degree))
@@ -156,7 +156,7 @@ def expert_degrees(
 
 
 def _slices(num_ranks: int, num_experts: int, hidden_dim: int) -> list[int]:
-    """The es_degrees that fit."""
+    """Valid values of es_degree, ascending."""
     return [
         d
         for d in divisors(num_ranks)
@@ -165,21 +165,23 @@ def _slices(num_ranks: int, num_experts: int, hidden_dim: int) -> list[int]:
 
 
 def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
-    """The mesh ("dp_replicate", "dp_shard", "tp"). Every rank must ask for it."""
+    """Device mesh ("dp_replicate", "dp_shard", "tp"). Every rank must call."""
     shape = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
     return world.mesh(shape, DENSE_AXES, range(world.size))
 
 
 def data_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
-    """The axes of `dense_mesh` over which batches are split, without that of the copies where there is one copy."""
+    """Submesh of `dense_mesh` over which batches are split: its first two axes, or "dp_shard" alone if there is one
+    copy.
+    """
     mesh = dense_mesh(world, degrees)
     return mesh[DENSE_AXES[:2]] if degrees.dp_replicate > 1 else mesh["dp_shard"]
 
 
 def expert_mesh(world: World, experts: ExpertDegrees) -> DeviceMesh:
-    """The mesh ("replica", "e", "f") of one layer's experts on the same ranks, without axes of one rank; every rank must ask for it.
+    """Device mesh ("replica", "e", "f") of one layer's experts, without axes of size 1; every rank must call.
 
-    DTensor tries all ways to lay an operator out, for each axis: with three axes its first sums take seconds.
+    DTensor tries all shardings of an operator for each axis: with three axes its first sums take seconds.
     """
     W = experts.num_ranks
     order = [
@@ -194,5 +196,5 @@ def expert_mesh(world: World, experts: ExpertDegrees) -> DeviceMesh:
 
 
 def divisors(number: int) -> Sequence[int]:
-    """All of them, ascending."""
+    """Divisors of a number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,10 +1,10 @@
-"""The first contact of the ranks that torchrun started, again after each restart.
+"""Rendezvous of the ranks that torchrun started, safe after restarts.
 
 The agents of torchrun keep one key-value store over all restarts, and torch 2.13 puts the addresses of the ranks under the
-same keys each time (`default_pg/...`, then the number of each further group). So a restarted rank that is quicker than its
-peers reads where their killed predecessors listened, and cannot connect: "connectFullMesh failed ... Connection
-refused". The restart count that torchrun hands out does not help with several nodes, because their agents count alone.
-Here the living ranks agree on a name that no earlier life has used, and all keys go below it.
+same keys each time (`default_pg/...`, then the number of each further group). So a restarted rank that is quicker than
+its peers reads the addresses of killed ranks, and cannot connect: "connectFullMesh failed ... Connection refused". The
+restart count that torchrun hands out does not help with several nodes, because each agent counts for itself. Here the
+living ranks agree on a fresh name, which prefixes all keys.
 """
 
 import time
@@ -23,12 +23,12 @@ def start_group(backend: str, *, timeout_s: float) -> None:
     """Make torch's default process group of the ranks that torchrun started.
 
     Args:
-        backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; with nccl the GPU of the rank's local number becomes its current
+        backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; with nccl the GPU of the rank's LOCAL_RANK becomes its current
             device.
-        timeout_s: of the first contact and of every collective.
+        timeout_s: timeout of the rendezvous and of every collective.
 
     Raises:
-        CollectiveError: a rank did not come in time, or could not be reached.
+        CollectiveError: a rank did not join in time, or could not be reached.
         ConfigError: this host has more ranks than GPUs.
     """
     if "nccl" in backend:
@@ -51,16 +51,16 @@ def start_group(backend: str, *, timeout_s: float) -> None:
 
 
 def abort_groups() -> None:
-    """End all groups of torch without the other ranks; for a rank that an error ends.
+    """Abort all of torch's process groups without the other ranks, for a rank that ends by an error.
 
-    NCCL ends a communicator by agreement of its ranks (torch's `destroy_process_group`): a rank that failed alone would wait there for
-    others that wait for it in a collective, and the launcher, which would end these, for it.
+    `destroy_process_group` ends an NCCL communicator by agreement of its ranks. A rank that failed alone would deadlock
+    there: the other ranks wait for it in a collective, and the launcher, which would end them, waits for it to exit.
     """
     torch.distributed.distributed_c10d._abort_process_group()
 
 
 def _take_gpu() -> None:
-    """Make the GPU of this rank's local number the device that "cuda" means, as `torchrun --numa-binding` assumes."""
+    """Make the GPU of this rank's LOCAL_RANK the current device, as `torchrun --numa-binding` assumes."""
     number, num_gpus = dist.get_node_local_rank(), torch.cuda.device_count()
     if number >= num_gpus:
         raise ConfigError(
@@ -70,19 +70,19 @@ def _take_gpu() -> None:
 
 
 def fresh_name(store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float) -> str:
-    """A name that these ranks have in common, and no ranks before them on the same store.
+    """Agree on a name among these ranks that no earlier ranks on the same store have used.
 
-    Each rank but the first asks under a number of its own, which only a living rank 0 can answer; rank 0 answers all
-    questions, those of dead ranks too, until every rank has thanked it under the new name.
+    Each rank other than 0 takes a new question number, which only the living rank 0 can answer. Rank 0 answers all
+    questions, dead ranks' too, until every rank has acknowledged the new name.
 
     Args:
-        store: shared by all ranks, perhaps with dead ones.
-        rank: of this process.
-        num_ranks: all of which must call.
-        timeout_s: for all of it.
+        store: store shared by all ranks; dead ranks may have used it.
+        rank: the rank of this process.
+        num_ranks: number of ranks; all must call.
+        timeout_s: timeout of the whole exchange.
 
     Raises:
-        torch.distributed.DistError: a rank did not come in time.
+        torch.distributed.DistError: a rank did not join in time.
     """
     if rank:
         number = store.add("expertmesh/questions", 1)

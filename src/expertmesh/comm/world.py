@@ -1,4 +1,4 @@
-"""The ranks that one model is spread over, and the groups among them."""
+"""All ranks that share one model, and the process groups and device meshes among them."""
 
 import os
 import platform
@@ -17,24 +17,24 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 def device_type_of(backends: str, *, has_gpu: bool) -> str:
-    """The type of the tensors that a process group is for: "cuda" where NCCL moves those and there is a GPU, else "cpu".
+    """Device type of the tensors of a process group: "cuda" if it has NCCL for them and there is a GPU, else "cpu".
 
     Args:
-        backends: of the group, as torch writes them: "cpu:gloo,cuda:nccl".
-        has_gpu: whether there is one.
+        backends: the group's backends in torch's format: "cpu:gloo,cuda:nccl".
+        has_gpu: whether this process has a GPU.
     """
     return "cuda" if has_gpu and _backend_of(backends).get("cuda") == "nccl" else "cpu"
 
 
 def check_backend(device_type: str, backends: str) -> None:
-    """Refuse tensors that a process group cannot move.
+    """Raise ConfigError if a process group has no backend for a type of device.
 
     Args:
-        device_type: of the tensors.
+        device_type: the device type of the tensors.
         backends: see `device_type_of`.
 
     Raises:
-        ConfigError: it has no backend for them.
+        ConfigError: the group has no backend for this type.
     """
     known = _backend_of(backends)
     if device_type not in known:
@@ -46,25 +46,25 @@ def check_backend(device_type: str, backends: str) -> None:
 
 
 def _backend_of(backends: str) -> dict[str, str]:
-    """By type of device."""
+    """Map from type of device to backend."""
     pairs = (each.partition(":") for each in backends.split(","))
     return {device: backend for device, _, backend in pairs}
 
 
 def _names_of_node(rank: int) -> tuple[str, ...]:
-    """What this rank knows of its node: number of the agent, name of the host, number of the node's first rank."""
+    """Identifiers of this rank's node: torchrun agent, host name, first rank of the node."""
     local = os.environ.get("LOCAL_RANK")
     first = 0 if local is None else rank - int(local)
     return os.environ.get("GROUP_RANK", ""), platform.node(), str(first)
 
 
 def nodes_of(names: Sequence[tuple[str, ...]], ranks: Sequence[int]) -> tuple[int, ...]:
-    """The number of the first rank of each rank's node.
+    """Node of each rank, numbered by the node's first rank.
 
     Args:
-        names: of each rank: number of its agent ("": there is none), name of its host, number of the first rank that its
-            launcher counts together with it.
-        ranks: their numbers.
+        names: for each rank: its agent's number ("" without torchrun), its host's name, and the first rank of its
+            launcher's local ranks.
+        ranks: the ranks' numbers.
     """
     agents, hosts, _ = (set(column) for column in zip(*names, strict=True))
     which = 0 if "" not in agents else 1 if len(hosts) > 1 else 2
@@ -73,17 +73,18 @@ def nodes_of(names: Sequence[tuple[str, ...]], ranks: Sequence[int]) -> tuple[in
 
 
 class World:
-    """All ranks of one process group, and groups among them, made when first asked for.
+    """All ranks of one process group, with the groups and meshes among them, created on first use.
 
     Positions count the ranks of the group from 0. Layers of one model share one world, because each new group costs
-    threads and connections; `close` ends them. For a group that is not torch's default group its members must so
-    far have been in equally many groups: that is how torch names a new group of some of the ranks. Over such a group make one world only:
-    after a `close` the next one's groups can get the names of the closed ones, whose ranks' old addresses are still in torch's store.
+    threads and connections; `close` destroys them. If the given group is not torch's default group, its members must so
+    far have been in equally many groups, because torch names new subgroups by that number. Create only one world over
+    such a group: after a `close`, groups of another world can get names of closed groups, whose old addresses are still
+    in torch's store.
 
     Args:
         group: any process group; None: torch's default group.
-        device_type: of the tensors, "cpu" or "cuda"; None: that which the group is for, see `device_type_of`.
-        timeout_s: of collectives on the groups that this makes; the given group keeps its own.
+        device_type: the tensors' device type, "cpu" or "cuda"; None: the group's, see `device_type_of`.
+        timeout_s: timeout of collectives on the groups made here; the given group keeps its own.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or the group has no backend for such tensors.
@@ -116,10 +117,10 @@ class World:
         self._group = group or dist.group.WORLD
         self._groups: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
         self._meshes: dict[tuple[tuple[Any, ...], ...], DeviceMesh] = {}
-        self.all_ranks()  # the first who asks for a group gives it its name
+        self.all_ranks()  # the first request for a group names it
 
     def __deepcopy__(self, memo: dict[int, object]) -> "World":
-        """The same world: copies of a layer talk to the same ranks."""
+        """Return the world itself: copies of a layer talk to the same ranks."""
         return self
 
     @property
@@ -128,10 +129,10 @@ class World:
         return len(self.ranks)
 
     def nodes(self) -> tuple[int, ...]:
-        """The node of each rank, by the number in torch's world of the node's first rank; every rank must ask.
+        """Node of each rank, numbered by the default-group rank of the node's first rank; every rank must call.
 
-        Ranks of one agent of torchrun are on one node (GROUP_RANK). Without torchrun those of one host are, or, where all
-        are on one host, those that other launchers count together (LOCAL_RANK, with ranks numbered node by node).
+        Ranks of one torchrun agent are on one node (GROUP_RANK). Without torchrun, ranks of one host are. If all ranks
+        are on one host, other launchers' LOCAL_RANK decides, with ranks numbered node by node.
         """
         if self._nodes is None:
             found: list[tuple[str, ...]] = [()] * self.size
@@ -141,17 +142,17 @@ class World:
         return self._nodes
 
     def all_ranks(self) -> RankGroup:
-        """The group of all ranks."""
+        """Group of all ranks."""
         return self.group([range(self.size)], name="all ranks")
 
     def group(self, cells: Sequence[Sequence[int]], *, name: str) -> RankGroup:
-        """This rank's cell of a partition of all ranks; every rank must ask, with the same partition.
+        """Group of this rank's cell in a partition of all ranks; every rank must call with the same partition.
 
         Args:
             cells: positions, each in exactly one cell.
             name: for error messages.
         """
-        # By the whole partition, so that all ranks agree on what is new.
+        # The key is the whole partition, so that all ranks agree on which groups are new.
         key = tuple(sorted(tuple(sorted(cell)) for cell in cells))
         if key not in self._groups:
             self._groups[key] = self._new_group(key, name)
@@ -162,8 +163,9 @@ class World:
         found = self._group if len(mine) == self.size else None
         widest = max(map(len, cells))
         for cell in cells if 1 < widest < self.size else ():
-            # In torch's default world every rank takes part in making every group; elsewhere only the members may. Ranks
-            # alone make one, too, so that all are in equally many: torch names the groups of some ranks by that number.
+            # In torch's default world every rank takes part in making every group; elsewhere only the members may.
+            # Single ranks make a group too, so that all ranks are in equally many: torch names subgroups by that
+            # number.
             if self._is_default or cell == mine:
                 made = self._torch_group(cell)
                 found = made if cell == mine else found
@@ -187,7 +189,7 @@ class World:
         return group
 
     def close(self) -> None:
-        """End the groups that this made; their layers can be used no more."""
+        """Destroy the groups that this world made; its layers can no longer be used."""
         made, self._made = self._made, []
         for group in made:
             dist.destroy_process_group(group)
@@ -195,17 +197,17 @@ class World:
         if meshes:
             from torch.distributed.tensor import debug  # here, because it imports torch's compiler
 
-            # DTensor keeps results of its operators by mesh, and an equal mesh of another world has other groups.
+            # DTensor caches operator results by mesh, and an equal mesh of another world has other groups.
             clear = getattr(debug, "_clear_sharding_prop_cache", None)
             if clear is not None:
                 clear()
 
     def mesh(self, shape: Sequence[int], names: Sequence[str], order: Sequence[int]) -> DeviceMesh:
-        """A device mesh over all ranks; every rank must ask for it.
+        """Device mesh over all ranks; every rank must call.
 
         Args:
             shape: size of each axis; their product is the number of ranks.
-            names: of the axes.
+            names: names of the axes.
             order: positions in row-major order of the mesh.
         """
         key = (tuple(shape), tuple(names), tuple(order))
@@ -223,7 +225,7 @@ class World:
         return self._meshes[key]
 
     def _group_of_axis(self, group: RankGroup) -> dist.ProcessGroup:
-        """A mesh needs a process group for an axis of one rank too."""
+        """Process group of one axis of a mesh; an axis of one rank needs one too."""
         if group.process_group is None:
             for position in range(self.size) if self._is_default else (self.position,):
                 made = self._torch_group([position])

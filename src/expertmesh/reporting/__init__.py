@@ -1,1 +1,1 @@
-"""A page to look at: what runs learned, and what their experts did."""
+"""HTML reports of training runs: what they learned and how they used their experts."""

@@ -1,4 +1,4 @@
-"""One HTML page that holds all it needs, and works from disk without a network."""
+"""Self-contained HTML page about runs, which works from disk without a network."""
 
 import html
 import importlib.util
@@ -21,20 +21,21 @@ PAGE_NAME = "report.html"
 
 
 Tokens = list[dict[str, Any]]
-"""A sample: of each token its text and its experts."""
+"""Sample text: text and experts of each token."""
 
 
 def report(*runs: str | Path, page: str | Path | None = None) -> Path:
-    """Write a page about one run, or several side by side: curves, the use of experts, a sample, the configuration.
+    """Write a page about one run, or several side by side: curves, use of experts, a sample, the configuration.
 
-    It needs neither a checkpoint (there is no sample then) nor the run's data, so interrupted and diverged runs have one, too.
+    It needs neither a checkpoint (without one there is no sample) nor the run's data, so it works for interrupted and
+    diverged runs too.
 
     Args:
         runs: run directories.
         page: the file; None: report.html in the first run's directory.
 
     Returns:
-        The file that was written: a few MB, with all that it needs inside.
+        Path of the written file, self-contained, a few MB.
 
     Raises:
         ConfigError: a run does not exist, or the package plotly is missing.
@@ -54,12 +55,12 @@ def write_page(
     *,
     sample: Callable[[str | Path], Tokens],
 ) -> Path:
-    """Write the page of `report`, with samples of the caller's models.
+    """Write the page of `report`, with samples from a given function.
 
     Args:
         runs: see `report`.
         page: see `report`.
-        sample: returns that of a run, or raises why there is none.
+        sample: returns the sample of a run; ConfigError and CheckpointError say why there is none.
     """
     if not runs:
         raise ConfigError("report(): needs a run directory; name at least one")
@@ -70,7 +71,7 @@ def write_page(
     found = [{**read_run(run), **_sampled(run, sample)} for run in runs]
     names = [run["name"] for run in found]
     for run, path in zip(found, runs, strict=True):
-        if names.count(run["name"]) > 1:  # its folder tells it apart
+        if names.count(run["name"]) > 1:  # the path tells equal names apart
             run["name"] = os.fsencode(path).decode(errors="replace")
     target = output_file("page", expanded(runs[0]) / PAGE_NAME) if given is None else given
     write_whole(target, _filled(found, get_plotlyjs()))
@@ -78,10 +79,10 @@ def write_page(
 
 
 def find_plotly() -> None:
-    """Whether a page can be written.
+    """Check that plotly is installed.
 
     Raises:
-        ConfigError: the package that draws is missing.
+        ConfigError: plotly is missing.
     """
     if importlib.util.find_spec("plotly") is None:
         raise ConfigError("the page needs the package plotly; install it with: pip install plotly")
@@ -93,7 +94,7 @@ def _sample_of(run: str | Path) -> Tokens:
 
 
 def _sampled(run: str | Path, sample: Callable[[str | Path], Tokens]) -> dict[str, Any]:
-    """A sample, or why there is none."""
+    """Sample of a run, or the reason why there is none."""
     try:
         return {"sample": sample(run), "no_sample": ""}
     except (ConfigError, CheckpointError) as error:
@@ -102,7 +103,7 @@ def _sampled(run: str | Path, sample: Callable[[str | Path], Tokens]) -> dict[st
 
 def _filled(runs: Sequence[dict[str, Any]], plotly: str) -> str:
     title = ", ".join(run["name"] for run in runs)
-    # What could end a script element, or begin a comment in one, is escaped.
+    # "<" is escaped, because it could end a script element or begin a comment in one.
     data = json.dumps(list(runs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "TITLE": html.escape(title),

@@ -1,4 +1,6 @@
-"""What a page says of a run, as plain values: finished, interrupted, diverged, dense or without a checkpoint, all the same."""
+"""Data of a run as plain values for the page; the run may be finished, interrupted, diverged, dense or without a
+checkpoint.
+"""
 
 import json
 import os
@@ -13,15 +15,17 @@ from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics
 
 MOST_POINTS = 1500
-"""A curve has at most twice as many points; of a longer run every n-th step is drawn, and every evaluation."""
+"""Largest number of drawn points, within a factor of two: in a longer run every n-th step is drawn, and every
+evaluation.
+"""
 _CURVES = ("loss", "lr", "grad_norm", "load_imbalance", "dropped_fraction", "dead_experts")
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """A run as plain values for the page.
+    """Read a run as plain values for the page.
 
     Args:
-        path: the run directory. It needs neither a checkpoint nor its data.
+        path: the run directory; neither a checkpoint nor the data is needed.
 
     Raises:
         ConfigError: this is no run directory.
@@ -33,7 +37,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
     items = "samples" if family is None else family.items
     metric = "loss" if family is None else family.metric.key
     return {
-        # what of a name is no text is replaced: a page is UTF-8
+        # undecodable bytes of a name are replaced, because a page is UTF-8
         "name": os.fsencode(folder.path.resolve().name).decode(errors="replace"),
         "recipe": recipe,
         "items": items,
@@ -68,7 +72,7 @@ def _curves(lines: list[dict[str, Any]], items: str) -> dict[str, list[Any]]:
 
 
 def _validation(lines: list[dict[str, Any]], metric: str) -> dict[str, list[Any]]:
-    """Evaluations by step; the one before training is step 0."""
+    """Evaluations by step; the evaluation before training is step 0."""
     found: dict[str, list[Any]] = {"step": [], "loss": [], "metric": []}
     for line in lines:
         for prefix, step in (("initial_eval_", 0), ("eval_", line["step"])):
@@ -80,7 +84,7 @@ def _validation(lines: list[dict[str, Any]], metric: str) -> dict[str, list[Any]
 
 
 def _experts(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Load over the mean for each expert and record, and what the layers did; None of a dense model."""
+    """Statistics of experts per record and layer, such as load relative to the mean; None for a dense model."""
     if not lines:
         return None
     last = lines[-1]
@@ -113,7 +117,7 @@ def _experts(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _by_position(lines: list[dict[str, Any]], num_layers: int) -> list[list[float]]:
-    """Mean over the records of the share of dropped rows in each part of a sample, per layer; [] where nothing was dropped."""
+    """Share of dropped rows at each part of a sample, per layer, averaged over records; [] if nothing was dropped."""
     found = [line["dropped_by_position"] for line in lines if line.get("dropped_by_position")]
     return [
         [round(sum(shares) / len(lines), 4) for shares in zip(*(f[i] for f in found), strict=True)]
@@ -122,7 +126,9 @@ def _by_position(lines: list[dict[str, Any]], num_layers: int) -> list[list[floa
 
 
 def _by_label(lines: list[dict[str, Any]], sizes: list[int]) -> dict[str, list[float]]:
-    """Rows of each expert over the mean, layer after layer, by the kind of sample; of the last quarter of the records."""
+    """Rows of each expert relative to the mean, layer after layer, for each kind of sample, over the last quarter of
+    the records.
+    """
     found: dict[str, list[float]] = {}
     for label in lines[-1].get("counts_by_label", {}):
         uses = [
@@ -136,7 +142,7 @@ def _by_label(lines: list[dict[str, Any]], sizes: list[int]) -> dict[str, list[f
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, str]:
-    """Nested values as text by dotted names."""
+    """Flatten nested values to text by dotted names."""
     if not isinstance(values, Mapping):
         return {prefix: json.dumps(values) if not isinstance(values, str) else values}
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A text that the model wrote, with the experts that each layer chose for each token."""
+"""Text written by a run's model, with the experts that each layer chose for each token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _TOKENS = 120
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[list[tuple[int, RoutingStats]]]:
-    """The experts and the statistics of every call of a MoE layer inside, in order."""
+    """Context that collects (num_experts, RoutingStats) of every call of a MoE layer in the model, in order."""
     found: list[tuple[int, RoutingStats]] = []
 
     def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, RoutingStats]) -> None:
@@ -36,14 +36,14 @@ def watched(model: nn.Module) -> Iterator[list[tuple[int, RoutingStats]]]:
 
 
 def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[int, float]]]]:
-    """The experts that every layer chooses for every token of a text, and their weights.
+    """Experts that every layer chooses for every token of a text, and their routing weights.
 
     Args:
         model: a language model; evaluation mode.
         ids: tokens, at least one.
 
     Returns:
-        [layer][token][choice], as (expert, weight); no entry for a choice of no expert; [] of a dense model.
+        [layer][token][choice], as (expert, weight); choices of "no expert" are left out; [] for a dense model.
     """
     assert isinstance(model, nn.Module)
     cache = model.new_cache(batch_size=1, max_len=len(ids))
@@ -63,17 +63,16 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
 
 
 def sample_of_run(opened: LoadedModel) -> list[dict[str, Any]]:
-    """A text that the run's newest model writes from nothing, token by token.
+    """Sample text from the run's newest model, generated without a prompt.
 
     Args:
         opened: a run's model, of a family that generates text.
 
     Returns:
-        For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] where the model writes about what it
-        reads.
+        For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] for an encoder-decoder.
 
     Raises:
-        CheckpointError: its tokenizer is missing or damaged, or its weights are.
+        CheckpointError: the tokenizer or the weights are missing or damaged.
     """
     model = opened.decoder
     if isinstance(model, EncoderDecoder):

@@ -1,7 +1,7 @@
-"""All-to-all of token rows, straight from each rank to each other.
+"""All-to-all of token rows, sent directly between each pair of ranks.
 
-Ragged: every pair of ranks exchanges as many rows as it has, without padding; the numbers are exchanged once per
-dispatch and copied to the host once. Fixed: every pair exchanges equally many rows, and the host never waits.
+Ragged: pairs of ranks exchange different numbers of rows, without padding. Row counts are exchanged once per dispatch
+and copied to the host once. Fixed: every pair exchanges equally many rows, and the host never waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from expertmesh.config.dispatch_options import DispatchDtype
 
 @dataclass(frozen=True)
 class Counts:
-    """What this rank exchanges with each rank of a group.
+    """Row counts that this rank sends to and receives from each rank of a group.
 
     Attributes:
         send: rows to each rank.
@@ -32,17 +32,17 @@ class Counts:
     receive: list[int]
 
     def mirrored(self) -> "Counts":
-        """The way back."""
+        """Counts of the return path: send and receive exchanged."""
         return Counts(self.receive, self.send)
 
 
 class CountsInFlight:
-    """Numbers that the ranks of a group tell one another, on their way.
+    """Exchange of row counts in flight between the ranks of a group.
 
     Args:
-        counts_PC: (n, C) int64, row i for the group's i-th rank; each column counts something of its own.
-        group: of n ranks.
-        where: layer and purpose.
+        counts_PC: (n, C) int64, row i for the group's i-th rank; columns are independent counts.
+        group: the group of n ranks.
+        where: layer and purpose, for the byte counter and for errors.
     """
 
     def __init__(self, counts_PC: Tensor, group: RankGroup, *, where: str) -> None:
@@ -53,7 +53,8 @@ class CountsInFlight:
         self._counts: list[Counts] | None = None
         self._numbers: Callable[[], list[Any]] | None = None
         if self._sent_PC.is_cuda and self._pending is not None:
-            # What the computation has to do meanwhile, the router's losses for instance, the host does not wait for.
+            # On a stream of its own, so that the host does not wait for computation queued meanwhile, such as the
+            # router's losses.
             with beside(self._sent_PC.device):
                 self._numbers = self._begin_to_copy()
 
@@ -62,7 +63,7 @@ class CountsInFlight:
         return on_host(torch.stack((self._sent_PC.t(), self._received_PC.t())))
 
     def finish(self) -> list[Counts]:
-        """What is sent and received, for each column, on the host; the first call waits for the ranks.
+        """Return the counts of each column on the host; the first call waits for the ranks.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -81,17 +82,17 @@ def start_all_to_all(
     *,
     where: str,
 ) -> tuple[Tensor, Pending | None]:
-    """Begin an all-to-all of rows; not seen by autograd.
+    """Start an all-to-all of rows; not seen by autograd.
 
     Args:
         x_RD: (sum of send, ...) rows, grouped by destination in the order of the group's ranks.
-        send: rows for each rank; None: equally many for all, and the same number comes from each.
-        receive: rows from each rank, or None.
-        group: who takes part.
-        where: layer and purpose.
+        send: number of rows for each rank; None: equal numbers to and from all ranks.
+        receive: number of rows from each rank, or None.
+        group: the ranks that take part.
+        where: layer and purpose, for the byte counter and for errors.
 
     Returns:
-        (sum of receive, ...) rows grouped by their origin, and what to wait for.
+        (sum of receive, ...) rows grouped by source rank, and the handle to wait for.
     """
     x_RD = x_RD.detach().contiguous()
     if group.size == 1:
@@ -115,10 +116,12 @@ def start_all_to_all(
 
 
 class _Messages:
-    """An all-to-all as a message for each pair of ranks that has rows, all receives asked for before anything is sent.
+    """All-to-all as point-to-point messages between pairs of ranks that have rows; all receives are posted before any
+    send.
 
-    Gloo's own asks for a receive behind what it sends to that rank. Where one rank of a pair is early, the other's rows
-    then wait for its own to arrive, and the two directions of a link are used one after the other (docs/log.md).
+    Gloo's own all-to-all posts the receive from a rank after the send to it. If one rank of a pair is early, the
+    other's rows wait until the early rank's rows have arrived, so the two directions of a link are used one after the
+    other (docs/log.md).
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class _Messages:
         process_group: dist.ProcessGroup,
     ) -> None:
         n = len(into)
-        # of neighbours first, so that not all ranks begin with the same one
+        # starting with the neighbours, so that not all ranks begin with the same one
         others = [(here + i) % n for i in range(1, n)]
         self._works = [
             dist.irecv(into[other], group=process_group, group_src=other)
@@ -144,7 +147,7 @@ class _Messages:
         into[here].copy_(rows[here])
 
     def wait(self) -> None:
-        """Wait for all of them.
+        """Wait for all messages.
 
         Raises:
             RuntimeError: a rank is gone or late.
@@ -162,17 +165,17 @@ def in_flight_all_to_all(
     where: str,
     payload: DispatchDtype = "same",
 ) -> AsyncTensor:
-    """Begin to send rows to their ranks.
+    """Start sending rows to their ranks; differentiable.
 
     Args:
         x_RD: rows (R, ...) of any dtype, grouped by destination in the order of the group's ranks.
         counts: rows to and from each rank, of `CountsInFlight`; None: R / n to and from each of the n ranks.
         group: who takes part; all of its ranks must call.
         where: layer and purpose, for the byte counter and for errors.
-        payload: how the rows travel; in 8 bits they arrive rounded, and the gradient takes no notice of that.
+        payload: dtype in which rows are sent. In 8 bits they arrive rounded; the gradient ignores the rounding.
 
     Returns:
-        The rows on their way, which arrive grouped by origin. The gradient takes the mirror way on the same group.
+        The rows in flight, which arrive grouped by source rank. The gradient is sent back on the same group.
     """
     send, receive = (None, None) if counts is None else (counts.send, counts.receive)
     if payload != "same" and group.size > 1:

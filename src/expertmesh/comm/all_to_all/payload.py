@@ -1,6 +1,7 @@
-"""Rows in 8 bits for their way between ranks: a scale for every 128 elements, in one tensor of bytes.
+"""Rows in 8 bits for dispatch between ranks: one FP32 scale per 128 elements, packed into one uint8 tensor.
 
-The layout of a row is that of DeepSeek-V3's dispatch (2024, 3.2.2 and 3.3): its elements as int8 or e4m3, then the FP32 scales.
+The layout of a row is DeepSeek-V3's dispatch layout (2024, 3.2.2 and 3.3): its elements as int8 or e4m3, then the FP32
+scales.
 """
 
 import torch
@@ -16,15 +17,15 @@ _TYPES = {"int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn}
 
 
 def row_bytes(dim: int, element_bytes: int, payload: DispatchDtype) -> int:
-    """Bytes of a row of so many elements."""
+    """Bytes of one row of `dim` elements as it is sent."""
     return dim * element_bytes if payload == "same" else dim + 4 * _num_blocks(dim)
 
 
 def packed(x_RD: Tensor, payload: DispatchDtype) -> Tensor:
     """Round rows to 8 bits.
 
-    The largest element of a block becomes the largest number of the type. A block with an infinity or NaN is NaN afterwards, and
-    one of numbers so small that their scale would not be a normal number of FP32 is 0.
+    Each block is scaled so that its largest element becomes the type's largest number. A block with an infinity or NaN
+    becomes NaN. A block whose scale would be below the smallest normal FP32 number becomes 0.
 
     Args:
         x_RD: (R, D) of a floating-point type.
@@ -40,13 +41,13 @@ def packed(x_RD: Tensor, payload: DispatchDtype) -> Tensor:
     scale_RB = torch.where(scale_RB < torch.finfo(torch.float32).tiny, 1.0, scale_RB)
     x_RD = (x_RB / scale_RB[..., None]).view(R, blocks * BLOCK)[:, :D]
     if payload == "int8":
-        x_RD = x_RD.nan_to_num(0.0).round()  # their scale is not finite
+        x_RD = x_RD.nan_to_num(0.0).round()  # the block's scale is not finite
     rows = x_RD.to(_TYPES[payload]).contiguous().view(torch.uint8)
     return torch.cat((rows, _dense(scale_RB).view(torch.uint8)), 1)
 
 
 def unpacked(rows: Tensor, dim: int, dtype: torch.dtype, payload: DispatchDtype) -> Tensor:
-    """Rows of `packed` in a floating-point type again, (R, D)."""
+    """Convert the rows of `packed` back to a floating-point type, (R, D)."""
     R, blocks = rows.shape[0], _num_blocks(dim)
     values_RD = rows[:, :dim].contiguous().view(_TYPES[payload]).to(torch.float32)
     scale_RB = _dense(rows[:, dim:]).view(torch.float32)
@@ -55,7 +56,7 @@ def unpacked(rows: Tensor, dim: int, dtype: torch.dtype, payload: DispatchDtype)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A copy from the first byte of its memory on; no row and one row are contiguous wherever they begin."""
+    """Copy that starts at the first byte of its own storage; a tensor of 0 or 1 rows is contiguous at any offset."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
