@@ -1,4 +1,4 @@
-"""What all configuration models share: frozen, no unknown keys, one-line errors. Never imports torch."""
+"""`Config`, the base class of all option groups: frozen, no unknown keys, one-line errors. Never imports torch."""
 
 import difflib
 import json
@@ -62,7 +62,7 @@ class FieldError(ConfigError):
         return named(option, repr(value) if _reads_as_another(value) else shown(value), typed=typed)
 
     def inside(self, outer: Location) -> "FieldError":
-        """The same error seen from a configuration that holds this one under `outer`."""
+        """A copy of the error whose location begins with `outer`, where a larger configuration holds this one."""
         near = None if self._near is None else dotted((*outer, self._near))
         return FieldError((*outer, *self.location), self.value, self.rule, self.fix, near)
 
@@ -72,7 +72,7 @@ _is_saved: ContextVar[bool] = ContextVar("_is_saved", default=False)
 
 @contextmanager
 def saved_run() -> Iterator[None]:
-    """Validate the configuration of a run that exists inside: options without effect, once accepted, get their defaults."""
+    """Context for validating the configuration of an existing run: options without effect get their defaults."""
     token = _is_saved.set(True)
     try:
         yield
@@ -105,7 +105,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_former_names(cls, values: Any) -> Any:
-        """Options that a saved run, a file or a program names as they were once called."""
+        """Replaces former option names, as saved runs, files and programs may hold them, by the current ones."""
         former = {old: new for old, new in RENAMED.items() if new in cls.model_fields}
         if not isinstance(values, Mapping) or former.keys().isdisjoint(values):
             return values
@@ -117,7 +117,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_truth(cls, value: Any, info: ValidationInfo) -> Any:
-        """True and false are no numbers, though they are to Python."""
+        """Refuses booleans where a number is wanted: Python takes True for 1."""
         several = isinstance(value, list | tuple)
         for place, one in enumerate(_listed(value)):
             if not isinstance(one, bool):
@@ -131,7 +131,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_python_writes_it(cls, value: Any, info: ValidationInfo) -> Any:
-        """A path is its text; where several values are meant, one is a list of it and None is none."""
+        """Turns paths into texts; for an option with several values, one value into a list of one and None into an empty tuple."""
         has_paths = any(isinstance(v, os.PathLike) for v in _listed(value))
         texts = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in _listed(value)]
         if isinstance(value, list | tuple):
@@ -148,7 +148,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_choice(cls, value: Any, info: ValidationInfo) -> Any:
-        """A text of a number is one where numbers are the choices."""
+        """Turns the text of a number into the number where the choices are numbers."""
         if not isinstance(value, str):
             return value
         choices = get_args(cls.model_fields[str(info.field_name)].annotation)
@@ -156,7 +156,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        """Whole numbers must be those of a machine: they become sizes and seeds of tensors. Texts are written as UTF-8."""
+        """Refuses whole numbers beyond int64 (they become sizes and seeds of tensors) and texts that UTF-8 cannot hold."""
         for name in type(self).model_fields:
             value = getattr(self, name)
             for one in _listed(value):
@@ -175,7 +175,7 @@ class Config(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """As pydantic's, but raises `ConfigError`."""
+        """Pydantic's `model_validate`, but raises `ConfigError`."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
@@ -183,14 +183,14 @@ class Config(BaseModel):
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """As pydantic's, but raises `ConfigError`."""
+        """Pydantic's `model_validate_json`, but raises `ConfigError`."""
         try:
             return super().model_validate_json(json_data, **options)
         except ValidationError as error:
             raise first_error(error, cls) from None
 
     def require(self, holds: object, name: str, rule: str, fix: str) -> None:
-        """For validators: the rule that the value of an option obeys, whose name may be that of one in a section, dotted.
+        """Raises unless the rule holds for an option; for validators. `name` may be dotted, for an option of a section.
 
         Raises:
             FieldError: `holds` is false.
@@ -199,10 +199,10 @@ class Config(BaseModel):
             raise FieldError(tuple(name.split(".")), attrgetter(name)(self), rule, fix)
 
     def require_once(self, *names: str) -> None:
-        """For validators: no entry of these options stands there twice.
+        """Refuses duplicate entries in these options; for validators.
 
         Raises:
-            FieldError: one does.
+            FieldError: an entry occurs twice.
         """
         for name in names:
             values = getattr(self, name)
@@ -210,10 +210,10 @@ class Config(BaseModel):
             self.require(is_once, name, "names something twice", "name it once")
 
     def refuse_idle(self, name: str, rule: str, fix: str) -> None:
-        """For validators: an option that changes nothing must have its default. Inside `saved_run` it gets it.
+        """Refuses another value than the default for an option without effect; for validators. Inside `saved_run` it is reset.
 
         Raises:
-            FieldError: it has another value.
+            FieldError: the option has another value.
         """
         default, value = type(self).model_fields[name].default, getattr(self, name)
         if value == default:
@@ -246,7 +246,7 @@ class Config(BaseModel):
 
 
 def flat_changes(config: Config, changes: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Changes to a configuration by dotted names alone, sections that are given as mappings opened."""
+    """Changes to a configuration, sections that are given as mappings flattened to dotted names."""
     found: dict[str, Any] = {}
     for name, value in changes.items():
         inner: Any = config
@@ -260,7 +260,7 @@ def flat_changes(config: Config, changes: Mapping[Any, Any], prefix: str = "") -
 
 
 def option_names(config_type: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted names of all fields of a configuration, sections opened."""
+    """Dotted names of all fields of a configuration, those in sections included."""
     names = []
     for name, field in config_type.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -281,7 +281,7 @@ def nearest_name(name: str, names: list[str]) -> str | None:
 
 
 def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldError:
-    """The first of pydantic's findings as one line."""
+    """The first of pydantic's errors as a one-line `FieldError`."""
     found = error.errors(include_url=False)[0]
     cause = found.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
@@ -305,7 +305,7 @@ def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldEr
         isinstance(location[-1], str)
         and location[-1] not in _holder(config_type, location).model_fields
     ):
-        location = location[:-1]  # of a field's types, one that the value is not of
+        location = location[:-1]  # a member of the field's union type, not a name of an option
     rule, fix = _rule_and_fix(found, _other_value(config_type, location))
     return FieldError(location, value, rule, fix)
 
@@ -319,12 +319,12 @@ def dotted(location: Location) -> str:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The values of a list, or the one that it is."""
+    """The entries of a list or tuple; any other value as a list of one."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _types_in(annotation: Any) -> set[Any]:
-    """A type, and those that it is made of."""
+    """All classes inside a type annotation, itself included."""
     found = [annotation]
     for one in found:
         found += get_args(one)
@@ -368,7 +368,7 @@ def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]
 
 
 def _other_value(config_type: type[BaseModel], location: Location) -> str:
-    """What to do with an option whose value is wrong."""
+    """The fix in an error message for a wrong value: the default as an example, or leaving the option out."""
     names = [part for part in location if isinstance(part, str)]
     field = _holder(config_type, tuple(names)).model_fields.get(names[-1]) if names else None
     if field is not None and field.is_required():
@@ -424,10 +424,10 @@ def expanded(path: str | Path) -> Path:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is none, or nested without end.
+        ValueError: the text is not JSON, or nested too deep.
     """
     try:
         return json.loads(data)
@@ -436,16 +436,16 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def cache_root(given: str | None) -> Path:
-    """The folder for caches that an option names, or the user's.
+    """The cache folder that an option names; without one, the user's.
 
     Raises:
-        ConfigError: it begins with the home folder of nobody.
+        ConfigError: the path begins with ~ or ~user, and there is no such home folder.
     """
     return expanded(given) if given else user_cache_dir()
 
 
 def user_cache_dir() -> Path:
-    """Folder for what can be computed again: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh.
+    """Folder for files that can be recomputed: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh.
 
     Raises:
         ConfigError: there is no home folder.
@@ -460,14 +460,14 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> tuple[int, int]:
-    """This process's number and the number of all that torchrun started with it; (0, 1) without torchrun."""
+    """(rank, world size) of this process as torchrun set them; (0, 1) without torchrun."""
     if not is_launched():
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def is_first_on_host() -> bool:
-    """Whether no process of a lower number was started on this host by the same torchrun."""
+    """Whether this process has local rank 0 on its host; true without torchrun."""
     return not is_launched() or os.environ["LOCAL_RANK"] == "0"
 
 
@@ -477,6 +477,6 @@ def ranks_on_host() -> int:
 
 
 def launcher_error_file() -> Path | None:
-    """Where torchrun looks for the reason of this process's failure; None without torchrun, or where it keeps no logs."""
+    """File from which torchrun reads why this process failed; None without torchrun, or where it keeps no logs."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path else None

@@ -1,4 +1,4 @@
-"""A cluster: what its devices can do and what joins them. Numbers of known devices are in costs/hardware.toml."""
+"""Cluster description: speed and memory of its devices and links. Numbers of known devices are in costs/hardware.toml."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,7 +11,7 @@ Precision = Literal["bfloat16", "float16", "float32", "float8"]
 
 
 class LinkSpeed(Config):
-    """One class of links.
+    """Latency and bandwidth of a class of links.
 
     Example:
         >>> from expertmesh.config.cluster import LinkSpeed
@@ -31,7 +31,7 @@ class LinkSpeed(Config):
 
 
 class HostLink(Config):
-    """What joins a device with the memory of its host, and how much of that it has."""
+    """Link from a device to host memory, and its share of that memory."""
 
     gb_per_s: float = Field(default=20.0, gt=0)
     """Bandwidth of one direction that one device reaches while all others of the node copy, too."""
@@ -42,27 +42,27 @@ class HostLink(Config):
 
 
 class Device(Config):
-    """One accelerator, or one rank's share of a CPU."""
+    """Speed, memory and price of an accelerator, or of one rank's share of a CPU."""
 
     memory_gib: float = Field(gt=0)
-    """Memory that a program can have, in 2^30 bytes."""
+    """Memory that a program can use, in 2^30 bytes."""
     bf16_tflops: float = Field(gt=0)
     """Peak of dense products in BF16 or FP16, in 1e12 operations per second."""
     fp8_tflops: float | None = Field(default=None, gt=0)
-    """The same in FP8; none: the device has none."""
+    """Peak of dense products in FP8, in 1e12 operations per second; none: the device has no FP8."""
     tf32_tflops: float = Field(gt=0)
-    """The same of FP32 products as PyTorch does them, TF32 where the device has it."""
+    """Peak of FP32 products in PyTorch, TF32 where the device has it, in 1e12 operations per second."""
     hbm_gb_per_s: float = Field(gt=0)
-    """Bandwidth of its memory, in 1e9 bytes per second."""
+    """Bandwidth of the device's memory, in 1e9 bytes per second."""
     rows_of_a_part: float = Field(default=128.0, ge=0)
-    """Rows by which an expert's products take longer than their operations say: a tile that is not full, weights that are read."""
+    """Rows added to each expert's in the time of its products, for tiles that are not full and for reading its weights."""
     usd_per_hour: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Lowest and highest price of one device for an hour; none: unknown."""
     sources: tuple[str, ...] = ()
-    """Where the numbers are from."""
+    """Sources of the numbers."""
 
     def flops_per_s(self, precision: Precision) -> float:
-        """Peak of dense products in one precision; FP8 where there is none is BF16."""
+        """Peak of dense products in one precision, per second; FP8 on a device without it counts as BF16."""
         found = {
             "float32": self.tf32_tflops,
             "float8": self.fp8_tflops or self.bf16_tflops,
@@ -71,25 +71,25 @@ class Device(Config):
 
     @property
     def hbm_bytes_per_s(self) -> float:
-        """Bandwidth of its memory."""
+        """Bandwidth of the device's memory, in bytes per second."""
         return self.hbm_gb_per_s * GB
 
 
 class Software(Config):
-    """What software reaches of a cluster's numbers, where that was measured there; what is none is as fitted on published rows."""
+    """Measured efficiency of software on a cluster; for an option that is none, the value fitted on published rows counts."""
 
     dense: float | None = Field(default=None, gt=0)
-    """Of the peak, large dense products."""
+    """Share of the peak that large dense products reach."""
     grouped: float | None = Field(default=None, gt=0)
-    """Of the peak, products of experts whose tiles are full."""
+    """Share of the peak that products of experts reach when their tiles are full."""
     network: float | None = Field(default=None, gt=0)
-    """Of the links' bandwidth."""
+    """Share of the links' bandwidth that collectives reach."""
     element_bytes: float | None = Field(default=None, ge=0)
-    """Moved by element-wise kernels per token, layer and element of D, forward and backward."""
+    """Bytes that element-wise kernels move per token, layer and element of D, forward and backward."""
     host_s: float | None = Field(default=None, ge=0)
-    """Of the CPU per layer and micro-batch, forward and backward."""
+    """CPU seconds per layer and micro-batch, forward and backward."""
     hidden: float | None = Field(default=None, ge=0, le=1)
-    """Of communication that could overlap, what does."""
+    """Share of the communication that could overlap with products that is hidden by them."""
 
 
 class Cluster(Config):
@@ -103,21 +103,21 @@ class Cluster(Config):
     """
 
     name: str
-    """For people."""
+    """Name of the cluster, for display."""
     num_gpus: int = Field(gt=0, le=2**20)
-    """Devices in all."""
+    """Number of devices."""
     device: Device
-    """Each of them."""
+    """The device, the same everywhere."""
     ranks_per_node: int = Field(default=8, gt=0)
     """Devices that the inside link joins: a node, or a rack of NVL72."""
     inside: LinkSpeed
-    """Between devices of a node, per device."""
+    """Links between devices of a node, per device."""
     across: LinkSpeed
-    """Between nodes, per device."""
+    """Links between nodes, per device."""
     host: HostLink = HostLink()
-    """Between a device and its host."""
+    """Link between a device and its host."""
     software: Software = Software()
-    """What software reaches of all this."""
+    """Measured efficiency of software on this cluster."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,7 +132,7 @@ class Cluster(Config):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in all."""
+        """Number of nodes."""
         return -(-self.num_gpus // self.ranks_per_node)
 
     @property

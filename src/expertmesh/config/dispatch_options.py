@@ -1,4 +1,4 @@
-"""How the tokens of a layer travel over the processes that hold its experts."""
+"""`DispatchOptions`: the all-to-all and degrees by which tokens of a layer reach its experts on several processes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,11 +11,11 @@ DispatchDtype = Literal["same", "int8", "float8_e4m3"]
 
 @dataclass(frozen=True)
 class DispatchOptions:
-    """How the tokens of one call travel, the same on all processes; None: as the layer was spread.
+    """Dispatch of the tokens of one call, the same on all processes; None: as the layer was spread.
 
     Attributes:
-        route_degree: processes that a token may travel over; the rest of the weights is gathered.
-        overlap_degree: parts that the tokens travel in, each while the experts compute on another.
+        route_degree: number of processes that a token may travel over; the rest of the weights is gathered.
+        overlap_degree: number of parts that the tokens travel in, each while the experts compute on another.
         all_to_all: "flat": straight to the processes of their experts; "hierarchical": between nodes first, once to each
             node; "auto": what the cost model says is faster.
         replicated_experts: number of hot experts whose weights come to the tokens, which stay.

@@ -8,45 +8,45 @@ from expertmesh.config.base import Config
 
 
 class EngineConfig(Config):
-    """How much the engine holds and computes at once; every field is a keyword of `Engine`."""
+    """Device, cache, batch and expert options of the engine; every field is a keyword of `Engine`."""
 
     device: str | None = None
-    """Of a model that is opened: auto, cpu, cuda or cuda:N; none: that of the training."""
+    """Device of a model that the engine opens: auto, cpu, cuda or cuda:N; none: the device of its training."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
-    """Of a model that is opened: of its weights and products; none: that of its files."""
+    """Type of weights and products of a model that the engine opens; none: the type of its files."""
     implementation: Literal["expertmesh", "transformers"] = "expertmesh"
-    """Of a model that is opened: as our GPT, or by transformers' own class, with its attention over our pages and its experts on ours."""
+    """Class of a model that the engine opens: our GPT, or transformers' own, with paged attention and experts of ours."""
     max_len: int | None = Field(default=None, gt=0)
     """Tokens of a sequence, prompt and answer together, at most; none: as many as the model has places for."""
     block_size: int = Field(default=32, gt=0)
-    """Tokens of a block of the key-value cache; a prefix is found again by whole blocks."""
+    """Tokens of a block of the key-value cache; the prefix cache shares whole blocks."""
     num_blocks: int | None = Field(default=None, gt=0)
     """Blocks of the key-value cache; none: enough for max_sequences of max_len, within cache_bytes."""
     cache_bytes: int = Field(default=2**30, gt=0)
-    """Bytes of the key-value cache, at most, where num_blocks does not say it."""
+    """Bytes of the key-value cache, at most, where num_blocks is not given."""
     token_budget: int = Field(default=2048, gt=0)
     """Tokens of a step, at most; longer prompts are cut into several steps."""
     max_sequences: int = Field(default=64, gt=0)
     """Sequences that are computed in one step, at most."""
     prefix_caching: bool = True
-    """Whether blocks of earlier requests are taken up again by requests that begin alike."""
+    """Whether requests reuse cache blocks of earlier requests that begin with the same tokens."""
     num_draft_tokens: int = Field(default=0, ge=0, le=64)
-    """Next tokens that are guessed from what a sequence has said before, and verified in one step: the same answers, sooner where they
+    """Draft tokens per step, from earlier text of the same sequence (n-gram speculative decoding): the same answers, sooner where they
     repeat something; 0: none."""
     deterministic: bool = False
     """Whether tokens and logprobs have the same bits alone and in any batch; a model that is given must have batch_invariant in its config."""
     compile: bool | None = None
-    """Whether steps on a CPU are compiled, in the background; none: of a large model with a C++ compiler, not in deterministic mode."""
+    """Whether steps on a CPU are compiled, in the background; none: for a large model, with a C++ compiler, not in deterministic mode."""
     expert_slots: int | None = Field(default=None, gt=0)
-    """Of a folder that is opened: experts of each layer on the device at a time, the others stay in the files; none: all of them."""
+    """Experts of each layer on the device at a time, for a model opened from a folder; the others stay in the files; none: all experts."""
     expert_fetch_ahead: bool | None = None
-    """Whether the experts that the next layer may ask for are copied while one computes, with expert_slots; none: not on a CPU."""
+    """Whether the experts that the next layer may choose are copied while this layer computes, with expert_slots; none: not on a CPU."""
     enable_eplb: bool = False
-    """Over ranks: whether experts lie where their counted load wants them, moved while serving (DeepSeek's EPLB)."""
+    """Whether experts move between ranks while serving, as their counted load asks (DeepSeek's EPLB)."""
     num_redundant_experts: int = Field(default=0, ge=0)
-    """With enable_eplb: copies of hot experts in each layer, beside one of each expert."""
+    """Extra copies of hot experts in each layer, beside one of each expert, with enable_eplb."""
     eplb_step_interval: int = Field(default=3000, gt=0)
-    """With enable_eplb: steps between two looks at the load."""
+    """Steps between two placements of the experts, with enable_eplb."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a file of a task for lm-evaluation-harness must be: one mapping, and data in local files."""
+"""Checks of a task file for lm-evaluation-harness: one YAML mapping, whose data are local files."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ _LOCAL = ("json", "csv", "text", "parquet", "arrow")
 
 
 def check_task(path: Path) -> None:
-    """Whether a file defines a task whose data are on this machine; lm-evaluation-harness is not needed to know.
+    """Refuses a file that defines no task with local data; does not need lm-evaluation-harness.
 
     Raises:
-        ConfigError: it is no file, no task, or its data would be downloaded.
+        ConfigError: the path is no file, the file no task, or its data would be downloaded.
     """
     if not path.is_file():
         raise ConfigError("tasks", path, "is no file", "give a YAML file of a task")

@@ -1,4 +1,4 @@
-"""What to type where a model's id of the hub stands in the place of a folder: nothing here downloads."""
+"""Hint for a hub id given in place of a folder: the command that downloads the model. Nothing here downloads."""
 
 import re
 from pathlib import Path
@@ -7,10 +7,10 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def how_to_fetch(given: str | Path) -> str:
-    """How to get a model of the hub, to stand behind the fix of a message; empty where the text is a path of this machine.
+    """Hint to download a model of the hub, to append to an error's fix; empty where the text is no hub id.
 
     Args:
-        given: what the user typed, which is no folder.
+        given: the user's text, which names no folder.
 
     Example:
         >>> how_to_fetch("Qwen/Qwen3-30B-A3B")

@@ -1,4 +1,4 @@
-"""Folders that come from elsewhere: all that is read in them must be files."""
+"""Check that a folder from elsewhere holds regular files only: no pipes, sockets or devices."""
 
 import os
 import stat
@@ -16,15 +16,15 @@ _DEPTH = 3  # run, checkpoints, step
 
 
 def check_only_files(folder: Path, *, what: str, depth: int = _DEPTH) -> None:
-    """Refuse a folder with pipes, sockets and devices, of which a read may never end. Links are followed.
+    """Refuse a folder with pipes, sockets or devices, where a read may never end. Links are followed.
 
     Args:
-        folder: what is not there, or no folder, is let through, for those who read it.
-        what: what messages call it, for example "run runs/x".
+        folder: the folder to check; a path that is missing or no folder passes.
+        what: name of the folder in messages, for example "run runs/x".
         depth: levels of folders to look into.
 
     Raises:
-        ConfigError: there is one; names it.
+        ConfigError: there is a pipe, socket or device; the message names it.
     """
     try:
         entries = list(os.scandir(folder))

@@ -1,4 +1,4 @@
-"""Options of multi-head latent attention, and of positions stretched to longer contexts."""
+"""Options of multi-head latent attention and of YaRN, which extends rotary positions to longer contexts."""
 
 import math
 from typing import Self
@@ -12,7 +12,7 @@ class LatentAttentionConfig(Config):
     """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector per token."""
 
     kv_lora_rank: int | None = Field(default=None, gt=0)
-    """Size of that vector, which is what a cache keeps beside the rotary key; none: ordinary attention."""
+    """Size of that vector, which a cache keeps beside the rotary key; none: ordinary attention."""
     q_lora_rank: int | None = Field(default=None, gt=0)
     """Size of the vector that queries come from; none: they come from the token itself."""
     qk_nope_head_dim: int = Field(default=128, gt=0)
@@ -46,12 +46,12 @@ class LatentAttentionConfig(Config):
 
 
 class RopeScalingConfig(Config):
-    """YaRN (Peng et al. 2023): rotary positions of a model that was stretched to longer sequences."""
+    """YaRN (Peng et al. 2023): rotary positions of a model that was extended to longer sequences."""
 
     factor: float = Field(default=1.0, ge=1)
-    """How many times longer; 1: not stretched."""
+    """Ratio of the new context length to the original; 1: not extended."""
     original_max_seq_len: int = Field(default=4096, gt=0)
-    """Longest sequence before."""
+    """Original context length, in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
     """Pairs that turn more often than this within the original length keep their frequency."""
     beta_slow: float = Field(default=1.0, gt=0)
@@ -61,7 +61,7 @@ class RopeScalingConfig(Config):
     mscale: float = Field(default=0.0, ge=0)
     """DeepSeek's factor on ln(factor) in the numerator of the attention factor; 0: none."""
     mscale_all_dim: float = Field(default=0.0, ge=0)
-    """The same in its denominator, whose square multiplies the scores of latent attention; 0: none."""
+    """DeepSeek's factor on ln(factor) in the denominator, whose square multiplies the scores of latent attention; 0: none."""
     truncate: bool = True
     """Whether the first and last mixed pair are whole numbers."""
 

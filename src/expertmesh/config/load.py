@@ -1,4 +1,4 @@
-"""What load `expertmesh bench serve` puts on a server."""
+"""Options of the load that `expertmesh bench serve` puts on a server."""
 
 from typing import Self
 
@@ -8,24 +8,24 @@ from expertmesh.config.base import Config
 
 
 class LoadConfig(Config):
-    """Requests, when they come and how long they are; every field is an option of `expertmesh bench serve`."""
+    """Number, arrival times and lengths of requests; every field is an option of `expertmesh bench serve`."""
 
     num_requests: int = Field(default=100, ge=1)
-    """Requests in all."""
+    """Number of requests."""
     rate: float | None = Field(default=None, gt=0)
-    """Requests per second, that come at random times (Poisson); none: as soon as concurrency allows."""
+    """Requests per second, at random times (Poisson); none: as soon as concurrency allows."""
     concurrency: int = Field(default=64, ge=1)
-    """Requests that are open at a time, at most."""
+    """Open requests at a time, at most."""
     prompt_tokens: tuple[int, int] = (16, 128)
-    """Tokens of a prompt behind its prefix, from and to; each length is as likely."""
+    """Tokens of a prompt behind its prefix, from and to; uniformly distributed."""
     answer_tokens: tuple[int, int] = (16, 96)
     """Tokens of an answer, from and to."""
     prefix_tokens: int = Field(default=0, ge=0)
-    """Tokens with which a prompt begins, the same for all prompts of a prefix."""
+    """Tokens of the prefix with which a prompt begins."""
     num_prefixes: int = Field(default=1, ge=1)
-    """Different prefixes."""
+    """Number of different prefixes."""
     seed: int = Field(default=0, ge=0)
-    """Of prompts, lengths and times."""
+    """Seed of prompts, lengths and arrival times."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

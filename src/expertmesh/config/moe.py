@@ -8,7 +8,7 @@ from expertmesh.config.moe_rules import LayerChoices
 
 
 class MoEConfig(LayerChoices):
-    """The mixture-of-experts layers; the names are those of `expertmesh.MoELayer`."""
+    """The mixture-of-experts layers; the names are the keywords of `expertmesh.MoELayer`."""
 
     num_experts: tuple[Annotated[int, Field(gt=0)], ...] = (8,)
     """Experts per MoE layer: one number for all of them, or one per MoE layer (a pyramid); none: a dense model."""
@@ -20,7 +20,7 @@ class MoEConfig(LayerChoices):
 
     @model_validator(mode="after")
     def _check_bound(self) -> Self:
-        """A layer's caller may give a factor per call, for which the bound counts; a run's cannot."""
+        """Refuses a bound below capacity_factor. Only a layer's caller may override the factor per call, a run cannot."""
         bound, factor = self.max_capacity_factor, self.capacity_factor
         self.require(
             bound is None or factor is None or bound >= factor,

@@ -1,6 +1,6 @@
-"""The options of a mixture-of-experts layer and every rule that they obey, for `MoELayer` and configurations alike.
+"""The options of a mixture-of-experts layer and all their rules, for `MoELayer` and configurations alike.
 
-A rule about one option is its type. Rules about several are the checks of `LayerChoices` and the table `NO_EFFECT`.
+A rule about one option is its type. Rules about several options are the checks of `LayerChoices` and the table `NO_EFFECT`.
 """
 
 import math
@@ -27,16 +27,16 @@ LossScope = Literal["group", "global"]
 Backend = Literal["auto", "triton", "torch", "reference"]
 
 CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
-"""Of clamped_swiglu: the largest gate, which is the largest size of up, too; and the factor inside its sigmoid."""
+"""Constants of clamped_swiglu: the bound of the gate and of the size of up, and the factor inside the sigmoid."""
 GROUP_SCORES = {"top2_sum": 2, "max": 1}
-"""How many of its best scores make the score of a group of experts."""
+"""Number of best scores whose sum is the score of a group of experts."""
 MOST_FACTOR = 1e6
-"""Largest capacity factor; as large as the number of experts it drops nothing."""
+"""Largest capacity factor; a factor of num_experts drops nothing already."""
 _FACTORS = ("capacity_factor", "eval_capacity_factor", "max_capacity_factor")
 
 
 class LayerChoices(Config):
-    """What a layer and a whole model's configuration have in common; the names are those of `expertmesh.MoELayer`."""
+    """Options that a layer and a model's configuration share; the names are the keywords of `expertmesh.MoELayer`."""
 
     num_experts: Any
     """Experts (E)."""
@@ -45,9 +45,9 @@ class LayerChoices(Config):
     hidden_dim: int = Field(default=512, gt=0)
     """Hidden size of one expert (F)."""
     router: RouterKind = "topk"
-    """How tokens find experts."""
+    """Router: tokens choose experts (topk, cosine), experts choose tokens (expert_choice), or a hash of the token ids."""
     score_function: ScoreFunction = "softmax"
-    """What turns router logits into scores."""
+    """Function from router logits to scores."""
     normalize_weights: NormalizeWeights = "auto"
     """Divide the weights by their sum over the chosen (topk) or the surviving (kept) experts; auto: topk if top_k > 1."""
     weight_scale: float = Field(default=1.0, gt=0)
@@ -70,7 +70,7 @@ class LayerChoices(Config):
     num_limited_groups: int = Field(default=1, gt=0)
     """Groups that a token may use, when there are several."""
     group_score: GroupScore = "top2_sum"
-    """What makes a group good: the sum of its two best scores (DeepSeek-V3), or the best one, "max" (DeepSeek-V2)."""
+    """Score of a group: the sum of its two best scores (top2_sum, DeepSeek-V3), or the best one (max, DeepSeek-V2)."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the aux-loss-free balancing bias; 0: no bias."""
     cosine_dim: int = Field(default=256, gt=0)
@@ -78,13 +78,13 @@ class LayerChoices(Config):
     capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """Rows per expert in training as a ratio of the even share; none: dropless."""
     eval_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """The same in evaluation; none: dropless."""
+    """Rows per expert in evaluation as a ratio of the even share; none: dropless."""
     min_capacity: int = Field(default=4, ge=0, lt=2**31)
     """Least rows per expert and routing group when a capacity is set."""
     max_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """Upper bound on any expert's rows as a ratio of the even share, also for a dropless layer; none: no bound."""
     drop_policy: DropPolicy = "random"
-    """Which rows stay when an expert is over capacity."""
+    """Order in which rows keep their place when an expert is over capacity."""
     routing_group_size: int | None = Field(default=None, gt=0)
     """Tokens per routing group for capacity and balance loss; none: all tokens of a call."""
     num_shared_experts: int = Field(default=0, ge=0)
@@ -112,12 +112,12 @@ class LayerChoices(Config):
     backend: Backend = "auto"
     """Implementation of the operators."""
     batch_invariant: bool = False
-    """In evaluation the layers give a token the same bits in every batch (slower); model.batch_invariant sets it."""
+    """A token gets the same bits in every batch, in evaluation (slower); model.batch_invariant sets this option."""
 
     @property
     @abstractmethod
     def expert_counts(self) -> tuple[int, ...]:
-        """Experts of each layer that these options are for; none: no layer has experts."""
+        """Number of experts of each layer that these options are for; empty: no layer has experts."""
 
     @property
     def is_dropless(self) -> bool:
@@ -126,7 +126,7 @@ class LayerChoices(Config):
 
     @property
     def dropless_factor(self) -> float | None:
-        """Capacity factor of a call that drops no token; none where experts choose, who always have a capacity."""
+        """Capacity factor of a call that drops no token; None for expert_choice, where experts always have a capacity."""
         return None if self.router == "expert_choice" else math.inf
 
     @model_validator(mode="after")
@@ -181,7 +181,7 @@ class LayerChoices(Config):
         )
 
     def _check_first_choice(self) -> None:
-        """Refuse what does not leave a token's best logit first, for router_noise=gumbel_after_first."""
+        """Refuse options by which a token's best logit is not its first choice, for router_noise=gumbel_after_first."""
         decides = {
             "router=expert_choice": self.router == "expert_choice",
             "bias_update_rate": self.bias_update_rate > 0,
@@ -207,10 +207,10 @@ class LayerChoices(Config):
                     self.refuse_idle(name, rule, f"leave it at {field.default}")
 
     def check_invariant(self) -> None:
-        """Refuse what makes a token's result depend on its batch in evaluation.
+        """Refuse options that make a token's result depend on its batch in evaluation.
 
         Raises:
-            FieldError: an option does.
+            FieldError: there is such an option.
         """
         for name in _FACTORS[1:]:
             check_invariant_factor(name, getattr(self, name))
@@ -232,7 +232,7 @@ def check_invariant_factor(name: str, value: float | None) -> None:
     """Refuse a capacity factor that counts in evaluation, for a layer with batch_invariant.
 
     Args:
-        name: of the factor.
+        name: name of the factor's option.
         value: the factor; None and inf mean dropless.
 
     Raises:
@@ -248,7 +248,7 @@ def check_invariant_factor(name: str, value: float | None) -> None:
 
 
 class LayerOptions(LayerChoices):
-    """The options of one layer that are numbers, words and switches: the keywords of `MoELayer` without its objects.
+    """The options of one layer that are numbers, words and switches: the keywords of `MoELayer` without modules and tensors.
 
     Numbers of NumPy count as numbers; nothing else is converted. A capacity factor of inf is None.
     """
@@ -266,20 +266,20 @@ class LayerOptions(LayerChoices):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Seed of the initial weights and the hash."""
     layer_index: int = Field(default=0, ge=0)
-    """Which layer of a model this is."""
+    """Index of the layer in its model."""
     own_router: bool = False
-    """Whether the router is a module of the user's; `router` then says nothing."""
+    """Whether the router is a module of the user's; `router` is then not read."""
     own_experts: bool = False
     """Whether the experts are modules of the user's."""
 
     @property
     def expert_counts(self) -> tuple[int, ...]:
-        """Experts of the layer."""
+        """Number of experts of the layer."""
         return (self.num_experts,)
 
     @property
     def router_kind(self) -> str:
-        """How tokens find experts: a `RouterKind`, or "module" for a router of the user's."""
+        """The router: a `RouterKind`, or "module" for a router of the user's."""
         return "module" if self.own_router else self.router
 
     @property
@@ -319,7 +319,7 @@ class LayerOptions(LayerChoices):
         return plain | {name: None for name in _FACTORS if plain.get(name) == math.inf}
 
     def check_invariant(self) -> None:
-        """Refuse what makes a token's result depend on its batch in evaluation; see `LayerChoices`."""
+        """Refuse options and modules that make a token's result depend on its batch in evaluation."""
         for name, is_own in (("router", self.own_router), ("experts", self.own_experts)):
             if is_own:
                 raise FieldError(
@@ -369,10 +369,10 @@ NOT_READ_BY: dict[RouterKind, tuple[str, ...]] = {
         *("balance_loss", "balance_loss_scope", "aux_loss_weight", "z_loss_weight"),
     ),
 }
-"""Options that change nothing with a router. Ids have neither logits nor scores, so that nothing perturbs or balances them."""
+"""Options without effect, by router. A hash of ids has neither logits nor scores to perturb or balance."""
 
 _OFF = {"balance_loss": "none", "aux_loss_weight": 0.0}
-"""Values that say themselves that there is no effect, beside the default."""
+"""Values that switch an option off, and are accepted beside its default."""
 
 NO_EFFECT = (
     NoEffect((), lambda c: not c.expert_counts, "in a dense model (num_experts is empty)"),
@@ -401,4 +401,4 @@ NO_EFFECT = (
         ("recompute_h",), lambda c: getattr(c, "own_experts", False), "on experts of your own"
     ),
 )
-"""Which options of a layer change nothing, and when."""
+"""Options of a layer that change nothing, each with its condition."""

@@ -1,4 +1,4 @@
-"""Files that somebody names to get an answer in: looked at before the work begins, and there when they are complete."""
+"""Output files that a user names: checked before the work begins, and moved into place when they are complete."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -10,15 +10,15 @@ from expertmesh.errors import ConfigError
 
 
 def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | None] = ()) -> Path:
-    """A place where a file can be written: no file yet, or a regular one, which is replaced.
+    """The path of an output file, checked: no file yet, or a regular one, which is replaced.
 
     Args:
-        option: its name, as "output" or "page".
-        name: of the file.
-        read: files that the same call reads, which must stay as they are.
+        option: name of the option, as "output" or "page".
+        name: path of the file.
+        read: files that the same call reads, which must not be replaced.
 
     Raises:
-        ConfigError: it is something else than a file, is read, or lies in no folder that can be written.
+        ConfigError: the path is no regular file, is one of `read`, or lies in no folder that can be written.
     """
     path = expanded(name)
     if str(name) in ("", "-") or path.is_dir() or (path.exists() and not path.is_file()):
@@ -40,11 +40,11 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
 
 @contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """Have an `OSError` of writing name what is written: the system's own names no file, one that is gone, or the source of a copy.
+    """Make an `OSError` of writing name the user's path: the system's own names no file, a partial file, or the source of a copy.
 
     Args:
-        path: what the user knows, a file or a folder.
-        partial: what it is until it is complete; None: itself.
+        path: the file or folder as the user named it.
+        partial: its path until it is complete; None: the same path.
     """
     try:
         yield
@@ -58,7 +58,7 @@ def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def complete(path: Path) -> Iterator[Path]:
-    """A name to write under inside; what is there becomes the file afterwards, and is gone where something failed."""
+    """Context with a partial path to write to; renamed to `path` on success, deleted on failure."""
     target = path.resolve()  # a link stays one
     partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
     with naming(path, partial):
@@ -73,7 +73,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text as UTF-8, all of it or nothing.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: the file cannot be written; the old one is unchanged.
     """
     with complete(path) as partial:
         partial.write_text(text, encoding="utf-8")

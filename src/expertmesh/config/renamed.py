@@ -1,4 +1,4 @@
-"""Options that had another name: it is still read, and one line says the new one. Never imports torch."""
+"""Renamed options: the former name is still read, and one log line gives the current one. Never imports torch."""
 
 import functools
 import logging
@@ -8,10 +8,10 @@ from typing import Any, ParamSpec, TypeVar
 from expertmesh.errors import ConfigError, Line, named
 
 RENAMED = {"shadow_experts": "replicated_experts"}
-"""Today's name by the former one, without its section."""
+"""Current names of options by former name, without sections."""
 
 BOTH_GIVEN = "is a former name, and is given beside"
-"""The rule that a value breaks which is given by both of its names."""
+"""Rule of the error for an option that is given by both of its names."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -19,7 +19,7 @@ _log = logging.getLogger("expertmesh.config")
 
 
 def current_name(name: str) -> str:
-    """Today's name of an option, dotted or not; of a former one it is said, once in a process."""
+    """The current name of an option, dotted or not; a former name is logged, once in a process."""
     section, dot, last = name.rpartition(".")
     if last not in RENAMED:
         return name
@@ -34,10 +34,10 @@ def _say(former: str, current: str) -> None:
 
 
 def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by today's names.
+    """Values by the current names of their options.
 
     Raises:
-        ConfigError: one is given by both of its names.
+        ConfigError: an option is given by both of its names.
     """
     found = {}
     for name, value in values.items():
@@ -49,7 +49,7 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reads_former_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, which takes its keywords by their former names, too."""
+    """Decorator: the function accepts its keywords by their former names, too."""
 
     @functools.wraps(function)
     def read(*args: _P.args, **values: _P.kwargs) -> _T:

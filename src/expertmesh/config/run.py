@@ -1,4 +1,4 @@
-"""The configuration of a training run of any model, in sections that are also the command line's."""
+"""The configuration of a training run of any model, in the sections of the command line."""
 
 import re
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ DEVICE_RULE = "must be auto, cpu, cuda or cuda:N"
 
 
 def is_device(name: str) -> bool:
-    """Whether a name is one of a device."""
+    """Whether a name is auto, cpu, cuda or cuda:N."""
     return re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", name) is not None
 
 
@@ -112,7 +112,7 @@ class TrainConfig(Config):
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Samples per forward pass (gradient accumulation); none: batch_size."""
     gradient_accumulation_steps: int | None = Field(default=None, gt=0)
-    """Forward passes per optimiser step, in the place of micro_batch_size: batch_size over it; none: as micro_batch_size says."""
+    """Forward passes per optimiser step, instead of micro_batch_size = batch_size / this; none: micro_batch_size decides."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialisation, data order and router noise."""
     run_dir: str = "runs/default"
@@ -120,7 +120,7 @@ class TrainConfig(Config):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 or float32, what is faster here for this model, measured once and kept with the run."""
+    """Compute precision; auto: bfloat16 or float32, the faster here for this model, measured once and kept with the run."""
     init_from: str | None = None
     """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
     branch_from: str | None = None
@@ -144,7 +144,7 @@ class TrainConfig(Config):
     max_bad_steps: int = Field(default=10, gt=0)
     """Non-finite steps in a row after which the run stops."""
     log_every: int | None = Field(default=None, gt=0)
-    """Steps between lines of progress, elsewhere than on a terminal; none: 40 lines in a run. Files have every step."""
+    """Steps between lines of progress where the output is no terminal; none: 40 lines in a run. Files have every step."""
     max_time: float | None = Field(default=None, gt=0)
     """Seconds after which the run has saved and stopped, to go on with train.resume; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
@@ -205,7 +205,7 @@ class TrainConfig(Config):
 
 
 class ParallelConfig(Config):
-    """How the machine is used; degrees matter with several ranks, which torchrun starts."""
+    """Threads, ranks and their degrees of parallelism; degrees matter with several ranks, which torchrun starts."""
 
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads of this process; none: OMP_NUM_THREADS if it is set, else the fewest that are fastest within a tenth, measured and kept with the run."""
@@ -228,7 +228,7 @@ class ParallelConfig(Config):
     ranks_per_node: int | None = Field(default=None, gt=0)
     """Neighbouring ranks on one node, where that is asked; none: as torchrun started them."""
     dispatch_dtype: DispatchDtype = "same"
-    """How tokens travel to their experts: in their own type (same), or in 8 bits with a scale for every 128 elements."""
+    """Type in which tokens are dispatched: their own (same), or 8 bits with a scale for every 128 elements."""
     replicated_experts: int = Field(default=0, ge=0)
     """Hot experts of a layer, those with most tokens in the step before, whose weights come to the tokens."""
     adaptive: bool = False
@@ -311,7 +311,7 @@ class DistillConfig(Config):
     decay: Literal["stop", "linear"] = "stop"
     """Until then: the whole weight (stop), or a line from it down to zero (linear)."""
     init_from_teacher: bool = False
-    """Start from the teacher's weights: of each layer, those of the nearest layer of the same shape."""
+    """Start from the teacher's weights; a layer takes them from the nearest layer of the same shape."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -331,7 +331,7 @@ class DistillConfig(Config):
 
 
 class RunConfig(Config):
-    """Everything that defines a training run. A family of models has a subclass with a model and data of its own.
+    """All options that define a training run. A family of models has a subclass with a model and data of its own.
 
     Sections may be given as dictionaries. `updated` makes a changed copy, by dotted names. A run of a GPT on text is a
     `expertmesh.models.gpt.config.GPTRunConfig`, which `expertmesh.recipe` returns.
@@ -358,7 +358,7 @@ class RunConfig(Config):
     distill: DistillConfig = DistillConfig()
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
-        """A validated copy with some values replaced; what has no effect with these goes with its cause, unless it is among them.
+        """A validated copy with some values replaced; other options that lose their effect by it get their defaults.
 
         Args:
             changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`, or in sections: of one that is
@@ -380,7 +380,7 @@ class RunConfig(Config):
     def _check_freeze(self) -> Self:
         moe = getattr(self.model, "moe", None)
         if self.train.freeze and moe is not None:
-            self.require(  # what a run begins with may have experts
+            self.require(  # the run of init_from may have experts
                 moe.num_experts or self.train.init_from is not None,
                 "train.freeze",
                 "the model has no experts",
@@ -423,14 +423,14 @@ class RunConfig(Config):
 
 
 def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes to a recipe, and its warm-up shortened where it would not fit into fewer steps any more.
+    """Changes to a recipe, with its warm-up shortened where it is longer than the new steps.
 
     Args:
         default: the recipe.
         changes: new values by dotted name. A warm-up among them, also in a whole section "optim", is kept as it is.
 
     Returns:
-        The changes; where the steps are too few for the recipe's warm-up, with one of the same share of the steps.
+        The changes; where the steps are too few for the recipe's warm-up, with a warm-up of the same share of the steps.
 
     Raises:
         ConfigError: a name is unknown or a value breaks a rule.

@@ -9,14 +9,14 @@ from expertmesh.config.base import Config
 
 
 class ServerConfig(Config):
-    """Where the server listens, whom it answers, and how much it takes; every field is an option of `expertmesh serve`."""
+    """Address, keys and limits of the server; every field is an option of `expertmesh serve`."""
 
     host: str = "127.0.0.1"
     """Address to listen on; any other than this machine's own needs a key."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0: a free one, which is printed."""
     model_name: str | None = None
-    """Name of the model, as clients write it; none: that of the folder."""
+    """Name of the model, as clients write it; none: the folder's name."""
     adapter: tuple[str, ...] = ()
     """Low-rank adapters as peft saves them, each as NAME=FOLDER; a request chooses one by its field model. None: the model alone."""
     api_key_file: str | None = None
@@ -26,15 +26,15 @@ class ServerConfig(Config):
     allow_origin: tuple[str, ...] = ()
     """Web pages of these origins may use the server (CORS), for example https://chat.example.org; none: only its own page."""
     max_waiting: int = Field(default=256, ge=0)
-    """Answers that wait for a place beside those that are computed; with more a request gets 429 and retry-after."""
+    """Waiting answers, beside the running ones, at most; beyond, a request gets 429 and retry-after."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
     """Bytes of a request, at most."""
     max_answer: int | None = Field(default=None, ge=1)
-    """Tokens of an answer, at most; whoever asks for more gets so many. None: as many as the model has room for."""
+    """Tokens of an answer, at most; a request for more gets so many. None: as many as the model has room for."""
     max_n: int = Field(default=128, ge=1, le=128)
     """Answers to one prompt, at most."""
     max_logprobs: int = Field(default=20, ge=0, le=20)
-    """Most likely tokens beside each token, at most."""
+    """Alternatives with logprobs per token that a request may ask for, at most."""
     idle_s: float = Field(default=30.0, gt=0)
     """Seconds in which a client has to send its request, and in which a new one follows on the same connection."""
     drain_s: float = Field(default=300.0, ge=0)

@@ -1,6 +1,6 @@
-"""Lengths at which attention takes another way: its code (`ops/`) and its memory (`costs/`) must agree on them."""
+"""Lengths at which attention on a CPU changes its algorithm, shared by the code (`ops/`) and its memory (`costs/`)."""
 
 SHORT_SEQUENCE = 256
-"""Tokens up to which attention in BF16 on a CPU goes by, and keeps, its probabilities (`ops/attention/short.py`)."""
+"""Longest sequence for which BF16 attention on a CPU computes and keeps its probabilities (`ops/attention/short.py`)."""
 HALVED_SEQUENCE = 64
-"""Tokens from which on it leaves out the keys that the first half of the queries cannot see."""
+"""Shortest sequence for which this attention skips the keys that the first half of the queries cannot see."""

@@ -11,7 +11,7 @@ from expertmesh.errors import named
 
 
 class TextConfig(Config):
-    """Where the text comes from and how it becomes token sequences."""
+    """Source of the text, its tokenizer and its token sequences."""
 
     path: str | tuple[str, ...] | None = None
     """File of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, each also .gz or .zst), folder or pattern; repeated for several, PATH:2 to use one twice per epoch; none: the source of Python's standard library."""
@@ -30,9 +30,9 @@ class TextConfig(Config):
     seq_len: int = Field(default=256, gt=0)
     """Tokens per training sequence; at most model.max_seq_len."""
     document_mask: bool = False
-    """Tokens look at those of their own document only, where a sequence has several."""
+    """Tokens attend within their own document only, where a sequence has several."""
     pack: bool = False
-    """Several conversations in a row, each looking at itself only, so that a batch has more of them and less padding."""
+    """Several conversations per sequence, each attending to itself only, so that a batch has more of them and less padding."""
     encode_with: str | None = None
     """The byte-level tokenizer.json with which the text becomes tokens; none: one is learned from the corpus."""
     cache_dir: str | None = None

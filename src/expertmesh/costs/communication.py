@@ -1,8 +1,8 @@
-"""What tokens and weights cost on their way between ranks, modelled: latency and bandwidth per class of link.
+"""Model of the time that tokens and weights take between ranks, by latency and bandwidth of each class of link.
 
 A link moves b bytes in alpha + b / beta seconds. There are two classes: between ranks of one node, and between nodes. A
-node's ranks share its link to the others. All numbers are expectations for tokens that choose K different experts, where
-an expert's share of all choices is known.
+node's ranks share its link to the others. All numbers are expectations for tokens that choose K different experts, given each
+expert's share of all choices.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Link:
-    """One class of links.
+    """Latency and bandwidth of a class of links.
 
     Attributes:
         latency_s: alpha, seconds of a message of no bytes.
@@ -30,8 +30,8 @@ class Network:
     """Links between ranks.
 
     Attributes:
-        inside: of a rank to the others of its node.
-        across: of a node to the others; its ranks share it.
+        inside: link of a rank to the others of its node.
+        across: link of a node to the others; its ranks share it.
     """
 
     inside: Link
@@ -39,28 +39,28 @@ class Network:
 
 
 SECOND_HOP = 1.08
-"""How much faster hierarchical has to be by the model to be taken: ranks spend time on its second hop, too."""
+"""Ratio of modelled times from which hierarchical is chosen over flat: ranks spend time on its second hop, too."""
 USUAL_NETWORK = Network(Link(1e-4, 1e9), Link(3e-4, 1e8))
 """Assumed where nothing was measured (`expertmesh bench comm` measures): only orders of magnitude."""
 
 
 def assumed_links(network: Network) -> tuple[str, ...]:
-    """The names of those links of a network that are assumed, because there were none to measure."""
+    """Names of the links that are assumed, because there were none to measure."""
     names = ("inside", "across")
     return tuple(n for n in names if getattr(network, n) == getattr(USUAL_NETWORK, n))
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The ranks that one route_degree lets tokens travel over.
+    """Ranks over which tokens travel with one route_degree.
 
     Attributes:
         route_degree: r.
         blocks: the block of experts that each of the r ranks computes; the slices of a block have the same.
-        num_blocks: of experts, equally large, in the order of the experts.
+        num_blocks: number of blocks of experts, equally large, in the order of the experts.
         nodes: the node of each of the r ranks.
-        num_gathering: ranks that share their weights.
-        gathers_across: whether these are on several nodes.
+        num_gathering: number of ranks that gather the same weights from one another.
+        gathers_across: whether these ranks are on several nodes.
     """
 
     route_degree: int
@@ -72,7 +72,7 @@ class RouteShape:
 
     @cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
-        """Places of the ranks of each node."""
+        """Positions of each node's ranks in the route."""
         places = sorted(range(len(self.nodes)), key=self.nodes.__getitem__)
         return {node: tuple(each) for node, each in groupby(places, self.nodes.__getitem__)}
 
@@ -87,10 +87,10 @@ class TokenLoad:
     """The tokens of one call of a layer, on average over its ranks.
 
     Attributes:
-        num_tokens: per rank.
+        num_tokens: tokens per rank.
         top_k: K.
-        shares: part of all choices that falls on each expert; sums to 1 or, where some do not travel, to less.
-        merges: whether a token goes once to a rank that it needs twice; False: each choice is a row, as in plain exchanges.
+        shares: share of all choices that falls on each expert; sums to 1 or, where some choices do not travel, to less.
+        merges: whether a token with several experts on a rank is sent there once; False: once for each.
     """
 
     num_tokens: float
@@ -104,7 +104,7 @@ class TokenLoad:
         return TokenLoad(num_tokens, top_k, (1 / num_experts,) * num_experts)
 
     def chance(self, share: float) -> float:
-        """Probability that a token has a choice among experts with a share of all choices; their mean number without merging.
+        """Probability that a token chooses one of some experts, given their share of all choices; without merging, its mean choices there.
 
         1 - prod over j < K of (1 - share E / (E - j)): exact for even choices without repetition, (E - n choose K) /
         (E choose K) tokens having none of n experts.
@@ -117,12 +117,12 @@ class TokenLoad:
         return 1 - none
 
     def without(self, experts: Sequence[int]) -> "TokenLoad":
-        """The load that is left to travel where the choices of some experts stay."""
+        """The load without the choices of some experts, whose tokens do not travel."""
         left = tuple(0.0 if e in experts else share for e, share in enumerate(self.shares))
         return replace(self, shares=left)
 
     def block_shares(self, num_blocks: int) -> list[float]:
-        """The shares of equal blocks of experts."""
+        """Share of all choices of each of `num_blocks` equal blocks of experts."""
         size = len(self.shares) // num_blocks
         return [sum(self.shares[b * size : (b + 1) * size]) for b in range(num_blocks)]
 
@@ -132,10 +132,10 @@ class Copies:
     """Rows that one dispatch moves; combine moves as many back.
 
     Attributes:
-        inside: most that one rank sends to, or gets from, ranks of its node.
-        across: most that one node sends to, or gets from, other nodes.
-        inside_messages: that a rank sends, at most.
-        across_messages: that a rank sends, at most.
+        inside: most rows that a rank sends to, or gets from, ranks of its node.
+        across: most rows that a node sends to, or gets from, other nodes.
+        inside_messages: most messages of a rank to its node.
+        across_messages: most messages of a rank to other nodes.
     """
 
     inside: float
@@ -144,7 +144,7 @@ class Copies:
     across_messages: int
 
     def seconds(self, network: Network, row_bytes: float, *, parts: int = 1) -> "TravelTime":
-        """Time of one way, in so many parts."""
+        """Time of a dispatch or a combine, in so many parts."""
         inside, across = network.inside, network.across
         return TravelTime(
             parts * self.inside_messages * inside.latency_s
@@ -158,8 +158,8 @@ class TravelTime(NamedTuple):
     """Seconds that tokens travel.
 
     Attributes:
-        inside_s: inside of nodes.
-        across_s: between them.
+        inside_s: seconds within nodes.
+        across_s: seconds between nodes.
     """
 
     inside_s: float
@@ -167,12 +167,12 @@ class TravelTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Both, one after the other."""
+        """Sum of both, which follow one another."""
         return self.inside_s + self.across_s
 
 
 def flat_copies(route: RouteShape, load: TokenLoad) -> Copies:
-    """Rows of the flat exchange: a token goes once to each rank that it needs."""
+    """Rows of the flat all-to-all: a token goes once to each rank that has its experts."""
     P, T = len(route.nodes), load.num_tokens
     shares = _place_shares(route, load)
     chance_of = {share: load.chance(share) for share in set(shares)}
@@ -188,7 +188,7 @@ def flat_copies(route: RouteShape, load: TokenLoad) -> Copies:
 
 
 def hierarchical_copies(route: RouteShape, load: TokenLoad) -> Copies:
-    """Rows of the hierarchical exchange: a token goes once to each node that it needs, and on inside."""
+    """Rows of the hierarchical all-to-all: a token goes once to each node that has its experts, then on to the ranks there."""
     P, T = len(route.nodes), load.num_tokens
     places, blocks = _place_shares(route, load), load.block_shares(route.num_blocks)
     chance_of = {share: load.chance(share) for share in set(places)}
@@ -201,7 +201,7 @@ def hierarchical_copies(route: RouteShape, load: TokenLoad) -> Copies:
         n, chances = len(members), [chance_of[places[p]] for p in members]
         others = total - node_chances[node]
         across = max(across, T * n * others, T * (P - n) * node_chances[node])
-        # Tokens of all ranks enter at one rank of the node, each member taking equally many.
+        # Each rank of the node receives an equal share of all ranks' tokens and hands them on.
         handed = T * P / n
         inside = max(inside, *(handed * max(sum(chances) - c, (n - 1) * c) for c in chances))
     widest = max(map(len, route.members.values()))
@@ -251,7 +251,7 @@ def travel_time(
     out_bytes: int | None = None,
     parts: int = 1,
 ) -> TravelTime:
-    """Dispatch and combine of one forward, inside of nodes and between them.
+    """Time of dispatch and combine of one forward, within nodes and between them.
 
     Args:
         kind: "flat" or "hierarchical".
@@ -259,9 +259,9 @@ def travel_time(
         load: the tokens.
         network: the links.
         dim: D.
-        element_bytes: of a travelling token.
-        out_bytes: of a token on its way out, where it travels in another form; None: dim x element_bytes.
-        parts: that they travel in, each with messages of its own.
+        element_bytes: bytes of an element of a token.
+        out_bytes: bytes of a dispatched token, where it is sent in another type; None: dim x element_bytes.
+        parts: number of parts that tokens travel in, each with messages of its own.
     """
     if len(route.nodes) == 1:
         return TravelTime(0.0, 0.0)
@@ -292,7 +292,7 @@ def faster_all_to_all(
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """An all-gather (or reduce-scatter) of so many bytes in all over a ring."""
+    """Seconds of a ring all-gather or reduce-scatter of so many bytes in all."""
     if num_ranks == 1 or not num_bytes:
         return 0.0
     step = num_bytes / num_ranks / link.bytes_per_s + link.latency_s
@@ -301,12 +301,12 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """What one rank sends for one layer with experts when the ranks of an engine exchange tokens of a step.
+    """Messages and bytes that one rank of an engine sends for one MoE layer in a step.
 
     Attributes:
-        messages: to other ranks, out and home.
-        num_bytes: of all of them.
-        across_bytes: of those to ranks that do not have the same tokens.
+        messages: number of messages to other ranks, dispatch and combine.
+        num_bytes: bytes of all messages.
+        across_bytes: bytes of the messages to ranks that do not have the same tokens.
     """
 
     messages: int
@@ -324,16 +324,16 @@ def coordinated_exchange(
     top_k: int,
     element_bytes: int,
 ) -> ExchangeCost:
-    """Coordinated all-to-all (DeepSpeed-MoE, arXiv 2201.05596, 5.3): p / L ranks out and home, then L ranks.
+    """Cost of the coordinated all-to-all (DeepSpeed-MoE, arXiv 2201.05596, 5.3): p / L ranks there and back, then L ranks.
 
     Args:
         num_ranks: p.
-        tp_degree: L, ranks with the same tokens.
-        is_split: whether these have the same experts, so that each sends its part of the tokens.
-        num_tokens: of the group that has most.
+        tp_degree: L, number of ranks with the same tokens.
+        is_split: whether these ranks have the same experts, so that each sends its part of the tokens.
+        num_tokens: tokens of the group that has most.
         dim: D.
         top_k: K; a weight and an id of 4 bytes each travel out with every token.
-        element_bytes: of a number of a token.
+        element_bytes: bytes of an element of a token.
     """
     column, each = num_ranks // tp_degree, num_tokens
     if is_split:
@@ -346,6 +346,6 @@ def coordinated_exchange(
 def wide_exchange(
     num_ranks: int, *, num_tokens: int, dim: int, top_k: int, element_bytes: int
 ) -> ExchangeCost:
-    """The same where every rank sends its tokens to all others, those with the same tokens, too."""
+    """Cost of a plain all-to-all, where ranks with the same tokens each send them to all ranks."""
     sizes = {"num_tokens": num_tokens, "dim": dim, "top_k": top_k, "element_bytes": element_bytes}
     return coordinated_exchange(num_ranks, tp_degree=1, is_split=False, **sizes)

@@ -44,7 +44,7 @@ def experts_flops(config: HasFeedForwards, num_experts: int) -> int:
 
 
 def shared_flops(config: HasFeedForwards) -> int:
-    """Operations beside the routed experts of a MoE layer per token: shared experts, a residual MLP, and what mixes them."""
+    """Operations per token of a MoE layer's shared experts and residual MLP, with their gate and mixing coefficient."""
     moe, dim = config.moe, config.dim
     hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
     found = mlp_flops(config, hidden_dim) + (2 * dim if moe.shared_gate else 0)

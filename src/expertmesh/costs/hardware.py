@@ -1,4 +1,4 @@
-"""Known devices, and clusters of them by a short name: `h100x64`. A user's file is laid on top."""
+"""Known devices, and clusters by a short name (`h100x64`) or from a user's TOML file."""
 
 import difflib
 import re
@@ -16,12 +16,12 @@ from expertmesh.errors import ConfigError, named
 
 _OF_CLUSTER = ("ranks_per_node", "inside", "across", "host")
 _RAIL = 64
-"""Of the 72 devices of an NVL72 rack so many are used where a power of two is wanted, as all published runs do."""
+"""Devices used of the 72 of an NVL72 rack where the cluster's number is no multiple of 72, as in all published runs."""
 
 
 @cache
 def known_devices() -> Mapping[str, Mapping[str, Any]]:
-    """The table of hardware.toml: of each device its options, and those of a cluster of them."""
+    """The table of hardware.toml: options of each device and of a cluster with it."""
     return tomllib.loads(files("expertmesh.costs").joinpath("hardware.toml").read_text("utf-8"))
 
 
@@ -31,7 +31,7 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
     Args:
         name: DEVICExNUMBER, for example "h100x64", or a file's path. A file has the fields of `Cluster`; its `device` is a
             name or a table, and what it leaves out is taken from the known device.
-        num_gpus: so many devices instead; None: as the name or file says.
+        num_gpus: number of devices; None: as the name or file says.
 
     Raises:
         ConfigError: the device is unknown, the file is not there, or a number is missing or breaks a rule.
@@ -79,7 +79,7 @@ def _read(name: str, where: str) -> dict[str, Any]:
 
 
 def _whole(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The values of a cluster, those of its device in place of the device's name."""
+    """The values of a cluster, its device's name replaced by the known device's values."""
     device = values.get("device")
     if isinstance(device, str):
         known = known_devices().get(device.lower())
@@ -99,7 +99,7 @@ def _whole(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def network_of(cluster: Cluster) -> Network:
-    """The links of a cluster as the model of communication has them: a node's devices share its link to the others."""
+    """A cluster's links for `costs.communication`, where a node's devices share its link to the others."""
     inside, across = cluster.inside, cluster.across
     return Network(
         Link(inside.latency_s, inside.bytes_per_s),

@@ -1,4 +1,4 @@
-"""How long a step of a spread MoE layer takes for each way that its tokens may travel, modelled."""
+"""Model of the step time of a MoE layer spread over ranks, for given dispatch options."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,25 @@ from expertmesh.costs.communication import (
 from expertmesh.costs.placement import hottest
 
 ROWS_OF_A_PART = 40
-"""Each part of the tokens costs an expert as much as so many rows more, whose weights are read and whose gradient is added:
+"""Rows whose time each part of the tokens costs an expert in addition, for reading its weights and adding its gradient:
 docs/log.md, what a part costs."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One MoE layer on W ranks.
+    """Sizes of a MoE layer on W ranks.
 
     Attributes:
         num_experts: E.
         dim: D.
         hidden_dim: F.
-        num_matrices: of an expert: 2, or 3 of a gated one.
-        element_bytes: of a travelling token and a gathered weight.
-        gradient_bytes: of an element of a weight's gradient.
-        num_ranks: W, which hold one copy.
-        num_gathers: of the weights per step: 2 where the backward gathers again.
+        num_matrices: matrices of an expert: 2, or 3 of a gated one.
+        element_bytes: bytes of an element of a dispatched token and of a gathered weight.
+        gradient_bytes: bytes of an element of a weight's gradient.
+        num_ranks: W, the ranks that hold one copy.
+        num_gathers: gathers of the weights per step: 2 where the backward gathers again.
         trains: whether there is a backward.
-        num_layers: of a model, which keep until their backward what it needs.
+        num_layers: number of such layers in the model, all of which keep activations until their backward.
     """
 
     num_experts: int
@@ -54,12 +54,12 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank has.
+    """Links and speed of a rank.
 
     Attributes:
         network: its links.
-        flops_per_s: of its products.
-        rows_of_a_part: see `ROWS_OF_A_PART`; of a GPU, the rows of a tile, many of which are not full.
+        flops_per_s: operations per second of its products.
+        rows_of_a_part: see `ROWS_OF_A_PART`; on a GPU the rows of a tile, since many tiles are not full.
     """
 
     network: Network
@@ -72,11 +72,11 @@ class StepTime:
     """Seconds of one step of a layer: forward and, in training, backward.
 
     Attributes:
-        products_s: of the rank with most rows, in all parts.
-        travel_s: of tokens.
-        weights_s: of weights and their gradients.
-        num_parts: in which tokens travel.
-        across_s: of tokens, between nodes; a part of travel_s.
+        products_s: products of the rank with most rows, in all parts.
+        travel_s: dispatch and combine of tokens.
+        weights_s: gathers of weights and reductions of their gradients.
+        num_parts: number of parts that tokens travel in.
+        across_s: the share of travel_s between nodes.
     """
 
     products_s: float
@@ -87,7 +87,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """With n parts the longer of products and travel hides (n - 1) / n of the other."""
+        """Seconds of the step, where with n parts the longer of products and travel hides (n - 1) / n of the other."""
         n = self.num_parts
         hidden = (n - 1) / n * min(self.products_s, self.travel_s)
         return self.products_s + self.travel_s - hidden + self.weights_s
@@ -96,7 +96,7 @@ class StepTime:
 def _rows(
     way: DispatchOptions, route: RouteShape, load: TokenLoad
 ) -> tuple[tuple[int, ...], TokenLoad, float]:
-    """The hot experts, the load that is left to travel, and rows of the rank with most."""
+    """(replicated experts, load that travels, rows of the rank with most rows)."""
     hot = hottest(load.shares, way.replicated_experts or 0) if route.route_degree > 1 else ()
     moving = load.without(hot)
     fullest = max(moving.block_shares(route.num_blocks)) * route.num_blocks
@@ -107,14 +107,14 @@ def _rows(
 def step_time(
     way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
 ) -> StepTime:
-    """One step of a layer.
+    """Modelled time of one step of a layer.
 
     Args:
-        way: all of it given; "auto" counts as flat.
-        route: of its route_degree.
+        way: dispatch options, all given; "auto" counts as flat.
+        route: the ranks of its route_degree.
         layer: the layer.
         load: its tokens.
-        machine: that it runs on.
+        machine: links and speed of a rank.
     """
     network, W = machine.network, layer.num_ranks
     hot, moving, rows = _rows(way, route, load)
@@ -152,10 +152,10 @@ def step_time(
 def extra_bytes(
     way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad
 ) -> float:
-    """Memory of a rank that a way needs beside the layers' shards.
+    """Bytes that a rank needs for given dispatch options, beside the layers' shards.
 
     In training each layer keeps its arrived rows, the hot experts' weights, and gathered weights that the backward does
-    not gather again; of gradients, and of what is gathered again, there is one layer's at a time.
+    not gather again. Gradients, and weights that are gathered again, are held for one layer at a time.
     """
     hot, _, rows = _rows(way, route, load)
     here = layer.num_experts / len(route.blocks) if route.num_gathering > 1 else 0

@@ -1,4 +1,4 @@
-"""The products of matrices that dominate a training step."""
+"""`Product`: sizes and count of a matrix product of a training step."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ class Product:
     """x w^T with x (num_rows, in_features) and w (out_features, in_features), and the two products of its backward pass.
 
     Attributes:
-        num_rows: tokens, or those of one expert.
+        num_rows: tokens, or rows of one expert.
         in_features: columns of x.
         out_features: columns of the result.
-        count: how often it is computed per step.
+        count: number of times per step.
     """
 
     num_rows: int

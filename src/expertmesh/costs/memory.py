@@ -14,14 +14,14 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of training.
+    """Bytes of training on one process, by purpose.
 
     Attributes:
         weights_bytes: the parameters as the optimiser keeps them: FP32, or FP64 in an FP64 run.
         compute_copy_bytes: their copies in BF16 or FP16, where the run computes in one of these.
         gradients_bytes: in the dtype of the weights.
-        optimizer_bytes: both AdamW moments; one of what Muon updates.
-        activations_bytes: what one micro-batch keeps for the backward pass, estimated.
+        optimizer_bytes: both AdamW moments; one for matrices that Muon updates.
+        activations_bytes: activations that one micro-batch keeps for the backward pass, estimated.
     """
 
     weights_bytes: int
@@ -32,7 +32,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return (
             self.weights_bytes
             + self.compute_copy_bytes
@@ -43,7 +43,7 @@ class MemoryEstimate:
 
 
 def num_moments(parameter: Parameter, optimizer: Optimizer) -> int:
-    """Moments that an optimiser keeps of a parameter: both of AdamW's, one of what Muon updates."""
+    """Number of moments that an optimiser keeps of a parameter: 2 of AdamW, 1 for a matrix that Muon updates."""
     return 1 if optimizer == "muon" and parameter.is_matrix else 2
 
 
@@ -58,10 +58,10 @@ def optimizer_bytes(
     """Bytes of an optimiser's moments of a part of a parameter.
 
     Args:
-        parameter: it.
+        parameter: the parameter.
         part: sizes of the part.
-        optimizer: which one.
-        state_dtype: of its moments.
+        optimizer: adamw or muon.
+        state_dtype: type of its moments.
         master: bytes of an element of the parameter.
     """
     each = moment_bytes(parameter.shape, part, state_dtype, master=master)
@@ -70,12 +70,12 @@ def optimizer_bytes(
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the parameters of one rank of a training run, the rank that has most.
+    """Bytes of parameters and their states on the rank of a training run that has most.
 
     Attributes:
-        parameters_bytes: this rank's part of them.
-        gradients_bytes: in the same dtype and of the same size.
-        optimizer_bytes: both AdamW moments; one of what Muon updates.
+        parameters_bytes: the rank's part of the parameters.
+        gradients_bytes: their gradients, of the same dtype and size.
+        optimizer_bytes: both AdamW moments; one for matrices that Muon updates.
         gathered_dense_bytes: whole dense parameters beside the parts, at most at a time.
         gathered_experts_bytes: gathered expert weights, at most at a time.
     """
@@ -93,7 +93,7 @@ class RankMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The same and the gathered weights."""
+        """Parameters, gradients, optimiser state and gathered weights."""
         return self.rest_bytes + self.gathered_dense_bytes + self.gathered_experts_bytes
 
 
@@ -108,12 +108,12 @@ def rank_memory(
 ) -> RankMemory:
     """Memory of parameters, gradients and optimiser state on each rank (docs/parallelism.md, "Memory").
 
-    With W = dp_shard x tp ranks that hold one copy, at rest in the parameters' dtype, four times (weights, gradients and two
-    moments, these in their own type, see `layout/moments.py`):
+    With W = dp_shard x tp ranks that hold one copy, a rank holds between steps, four times (weights and gradients in the
+    parameters' dtype, and two moments in their own, see `layout/moments.py`):
 
     * experts: 1 / W of all;
-    * dense parameters that tensor parallelism cuts: 1 / (tp dp_shard); the others 1 / dp_shard. An axis that dp_shard
-      divides is cut; where there is none, the first in pieces of ceil(size / dp_shard).
+    * dense parameters that tensor parallelism cuts: 1 / (tp dp_shard); the others 1 / dp_shard. The first axis that dp_shard
+      divides is cut; where there is none, the first axis, in pieces of ceil(size / dp_shard).
 
     Gathered beside that, at most:
 
@@ -127,8 +127,8 @@ def rank_memory(
         parallel: degrees that fit the model and the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
-        optimizer: which one.
-        state_dtype: of its moments.
+        optimizer: adamw or muon.
+        state_dtype: type of its moments.
 
     Returns:
         Bytes by purpose.
@@ -154,7 +154,7 @@ def rank_memory(
             continue
         whole = parameter.num_elements // (tp if _tensor_axis(parameter, tp) is not None else 1)
         if parameter.layer is None:
-            # What is cut outside the layers is cut for storage only: its user gathers it.
+            # Parameters outside the layers are cut for storage only: their user gathers them.
             outside += whole + (parameter.num_elements if whole < parameter.num_elements else 0)
         else:
             dense[parameter.layer] += whole
@@ -187,19 +187,19 @@ def memory_by_size(
     optimizer: Optimizer = "adamw",
     state_dtype: StateDtype = "float32",
 ) -> tuple[MemoryEstimate, RankMemory | None]:
-    """Memory of training a model of which the sizes alone are known.
+    """Memory of training a model, estimated from its parameters' sizes alone.
 
     Args:
         spec: the model's parameters.
-        activation_elements: that one micro-batch keeps for the backward pass.
+        activation_elements: elements that one micro-batch keeps for the backward pass.
         parallel: degrees that fit the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
-        optimizer: which one.
-        state_dtype: of its moments.
+        optimizer: adamw or muon.
+        state_dtype: type of its moments.
 
     Returns:
-        Of one process that does it alone, and of each of several ranks; None for one.
+        Memory of one process that trains alone, and of each of several ranks; None for one rank.
     """
     compute = DTYPE_BYTES[dtype]
     master = max(compute, 4)
@@ -240,7 +240,7 @@ def memory_by_size(
 
 
 def _most_at_once(sizes: Sequence[int], number: int) -> int:
-    """The largest sum of so many neighbours."""
+    """Largest sum of `number` neighbouring sizes."""
     return max((sum(sizes[i : i + number]) for i in range(len(sizes))), default=0)
 
 
@@ -253,8 +253,8 @@ def largest_part(parameter: Parameter, *, dp_shard: int, tp: int) -> int:
     """Elements of a dense parameter on the rank that has most.
 
     Args:
-        parameter: it.
-        dp_shard: ranks over which it lies.
+        parameter: the parameter.
+        dp_shard: number of ranks over which it is sharded.
         tp: ranks of tensor parallelism.
     """
     return math.prod(_largest_sizes(parameter, dp_shard=dp_shard, tp=tp))
@@ -263,7 +263,7 @@ def largest_part(parameter: Parameter, *, dp_shard: int, tp: int) -> int:
 def _sizes_of_experts(
     parameter: Parameter, parallel: ParallelConfig, *, num_ranks: int
 ) -> list[int]:
-    """Sizes of a rank's part of experts: E is cut, and where ranks are left F (of what has none, D), if they divide it."""
+    """Sizes of a rank's part of an experts' parameter: E is cut; where ranks are left, F, or the last axis of one without F."""
     assert parameter.expert_axis is not None
     local, axis = list(parameter.shape), parameter.expert_axis
     slices = parallel.es_degree or num_ranks // math.gcd(local[axis], num_ranks)
@@ -274,7 +274,7 @@ def _sizes_of_experts(
 
 
 def _largest_sizes(parameter: Parameter, *, dp_shard: int, tp: int) -> list[int]:
-    """Sizes of the part of the rank that has most."""
+    """Sizes of a dense parameter's part on the rank that has most."""
     taken = _tensor_axis(parameter, tp)
     local = [size // tp if axis == taken else size for axis, size in enumerate(parameter.shape)]
     free = [axis for axis in range(len(local)) if axis != taken]

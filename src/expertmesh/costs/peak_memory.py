@@ -1,4 +1,4 @@
-"""How much memory a rank needs in training, by part, at the peak of a step."""
+"""Memory of a rank in training, by part, at the peak of a step."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -10,13 +10,13 @@ from expertmesh.costs.step_time import ONE_HOT_MASK_BYTES
 
 GIB = 2**30
 CONTEXT_BYTES = 0.5 * GIB
-"""Of a CUDA context and its kernels."""
+"""Bytes of a CUDA context and its kernels."""
 NCCL_BYTES = 0.37 * GIB
 """Buffers of one set of communicators (ai-dynamo/aiconfigurator: 342 to 392 MiB)."""
 FRAGMENTS = 0.05
-"""Beside what is live, with expandable segments; three times that without (docs/planner.md)."""
+"""Fragmentation as a share of live bytes, with expandable segments; three times as much without (docs/planner.md)."""
 LOGITS_CHUNKS = 8
-"""Parts in which logits are made where they are never whole."""
+"""Number of parts in which logits are computed where they are never whole."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class StateBytes:
     """Bytes per parameter.
 
     Attributes:
-        weight: at rest.
-        gradient: of it.
-        optimizer: moments, and a master copy where the weight is none.
-        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: the optimiser's alone.
+        weight: bytes of the weight between steps.
+        gradient: bytes of its gradient.
+        optimizer: bytes of its moments, and of a master copy where the weight is rounded.
+        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: optimiser states alone.
     """
 
     weight: float
@@ -45,26 +45,26 @@ STATES: dict[States, StateBytes] = {
     "megatron": StateBytes(2, 4, 12, shards_weights=False),
     "deepspeed": StateBytes(2, 2, 12, shards_weights=False),
 }
-"""Ours: weights, gradients and both moments in FP32. fairseq: FP16 without a master copy. The last two: ZeRO-1 with BF16 or FP16 weights."""
+"""Bytes by software. ours: weights, gradients and both moments in FP32; fairseq: FP16 without a master copy; megatron, deepspeed: ZeRO-1."""
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of a rank at the peak of a step, and of its part of the host's memory.
+    """Bytes of a rank at the peak of a step, on the device and on the host.
 
     Attributes:
-        weights_bytes: parameters at rest.
-        gradients_bytes: of them.
+        weights_bytes: parameters between steps.
+        gradients_bytes: their gradients.
         optimizer_bytes: moments and master copies.
         gathered_bytes: whole weights beside the parts.
-        activations_bytes: kept for the backward.
-        dispatch_bytes: rows on their way, and masks of one-hot dispatch.
-        logits_bytes: with their gradient.
+        activations_bytes: activations kept for the backward.
+        dispatch_bytes: rows in dispatch, and masks of one-hot dispatch.
+        logits_bytes: logits with their gradient.
         communication_bytes: the context and the buffers of collectives.
-        allowance_bytes: fragments.
-        reused_bytes: of all these what is not needed at one time: logits are gone before a layer is computed again.
+        allowance_bytes: fragmentation.
+        reused_bytes: memory counted twice above: logits are freed before a layer is recomputed.
         host_bytes: offloaded states of one rank.
-        checkpoint_bytes: of a rank's part of a checkpoint, which one copy of the model writes.
+        checkpoint_bytes: a rank's part of a checkpoint, which one copy of the model writes.
     """
 
     weights_bytes: float
@@ -82,7 +82,7 @@ class PeakMemory:
 
     @property
     def live_bytes(self) -> float:
-        """What tensors take: what `torch.cuda.max_memory_allocated` shows."""
+        """Bytes of tensors, as `torch.cuda.max_memory_allocated` shows them."""
         rest = {"communication_bytes", "allowance_bytes", "host_bytes", "reused_bytes"}
         rest.add("checkpoint_bytes")
         names = [f.name for f in fields(self) if f.name not in rest]
@@ -90,22 +90,22 @@ class PeakMemory:
 
     @property
     def device_bytes(self) -> float:
-        """All that the device must have."""
+        """Bytes that the device must have in all."""
         return self.live_bytes + self.communication_bytes + self.allowance_bytes
 
     @property
     def states_bytes(self) -> float:
-        """What is held between steps."""
+        """Bytes held between steps: weights, gradients and optimiser states."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
 def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMemory:
-    """The memory of the rank that has most.
+    """Peak memory of the rank that has most.
 
     Args:
-        sizes: of the model.
-        layout: of a rank.
-        work: what is trained.
+        sizes: sizes of the model.
+        layout: layout of the run.
+        work: sequences, precision and software.
     """
     states, b = STATES[work.states], work.element_bytes
     stages, tp = layout.pp_degree, layout.tp_degree
@@ -124,7 +124,7 @@ def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMe
     gathered = _gathered(sizes, layout, work)
     T = layout.micro_batch * work.seq_len / (tp * layout.cp_degree)
     flight = 1.0
-    if stages > 1:  # passes of which the first stage keeps activations, in stages' worth
+    if stages > 1:  # passes in flight, whose activations the first stage keeps
         flight = min(stages, layout.accumulation) * (1 + (layout.virtual_stages > 1) / stages)
     kept, again, dispatch = _activations(sizes, layout, work, T)
     kept *= flight / stages
@@ -146,7 +146,7 @@ def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMe
 
 @cache
 def _dense_part(sizes: ModelSizes, shard_degree: int, tp_degree: int) -> float:
-    """Dense parameters of the rank with most; an even share where their shapes are not known."""
+    """Number of dense parameters of the rank with most; an even share where their shapes are not known."""
     if not sizes.dense:
         return sizes.dense_parameters / shard_degree / tp_degree
     return sum(
@@ -156,7 +156,7 @@ def _dense_part(sizes: ModelSizes, shard_degree: int, tp_degree: int) -> float:
 
 
 def _gathered(sizes: ModelSizes, layout: RankLayout, work: Workload) -> float:
-    """Whole weights beside the parts: of two layers at a time where each use gathers, of all where a step keeps them."""
+    """Bytes of gathered weights: two layers at a time where each use gathers, all layers where a step keeps them."""
     if not STATES[work.states].shards_weights:
         return 0.0
     stages, tp = layout.pp_degree, layout.tp_degree
@@ -185,7 +185,7 @@ def _gathered(sizes: ModelSizes, layout: RankLayout, work: Workload) -> float:
 def _activations(
     sizes: ModelSizes, layout: RankLayout, work: Workload, T: float
 ) -> tuple[float, float, float]:
-    """Bytes that all layers keep for one pass; of the layer that is computed again; of rows on their way and one-hot masks."""
+    """Bytes (kept by all layers for one pass, of the layer that is recomputed, of dispatched rows and one-hot masks)."""
     D, b = sizes.dim, work.element_bytes
     blocks = sizes.blocks
     each = [_kept_per_token(block, D, layout, work) * T for block in blocks]
@@ -201,12 +201,12 @@ def _activations(
 
 
 def _kept_per_token(block: LayerSizes, D: int, layout: RankLayout, work: Workload) -> float:
-    """Bytes of one layer: both norms' inputs and outputs, attention, a feed-forward's pre-activations and product."""
+    """Bytes per token that a layer keeps: both norms' inputs and outputs, attention, pre-activations and product of the MLP."""
     b, branches = work.element_bytes, block.num_matrices - 1
     elements = (4 * D if block.attention_elements else D) + block.kept_width
     elements += (branches + 1) * block.dense_hidden
     rows = block.rows_per_token * work.imbalance * work.capacity_factor
-    # Ours keeps a token once, and of its rows the pre-activations; others the rows and the product, too.
+    # Ours keeps a token once and the pre-activations of its rows; others keep its rows and their product, too.
     is_ours = work.states in OURS
     wide = (branches + (not is_ours)) * block.hidden_dim
     if layout.checkpointing in ("experts", "moe"):

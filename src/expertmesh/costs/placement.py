@@ -1,9 +1,8 @@
-"""Which experts have copies, and on which ranks all of them lie: by the load that was counted.
+"""Placement of experts and their copies on ranks, by counted load (DeepSeek's EPLB).
 
-One idea for training and for serving: the hottest experts are worth room on more ranks than one. In training they come to all ranks for
-a call (`replicated_experts`); an engine keeps copies in slots of their own, and packs slots onto ranks so that none has much more to do than
-the others, as DeepSeek's EPLB does: the expert with most load per copy gets the next copy until the slots are full, then the heaviest goes
-first, to the rank with least load that has room.
+Hot experts get room on several ranks. In training their weights come to all ranks for a call (`replicated_experts`). An engine keeps
+copies in slots: the expert with most load per copy gets the next slot until all are taken. Slots are then packed onto ranks, the heaviest
+first, each onto the rank with least load that has room.
 """
 
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ class Placement:
     """The expert of every slot.
 
     Attributes:
-        experts: of each slot, rank by rank; every expert has one or more.
-        num_ranks: which have equally many slots.
+        experts: expert of each slot, rank by rank; every expert has at least one slot.
+        num_ranks: number of ranks, which have equally many slots.
 
     Example:
         >>> from expertmesh.costs.placement import in_order, placed
@@ -34,12 +33,12 @@ class Placement:
 
     @property
     def slots_per_rank(self) -> int:
-        """Of every rank."""
+        """Number of slots of each rank."""
         return len(self.experts) // self.num_ranks
 
     @cached_property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts, E."""
         return 1 + max(self.experts)
 
     @cached_property
@@ -56,35 +55,35 @@ class Placement:
         return self.experts[rank * size : (rank + 1) * size]
 
     def rank_loads(self, loads: Sequence[float]) -> list[float]:
-        """What each rank has to do, where tokens of an expert go to its copies in turn."""
+        """Load of each rank, where tokens of an expert go to its copies in turn."""
         each = [load / len(slots) for load, slots in zip(loads, self.slots_of, strict=True)]
         return [sum(each[e] for e in self.of_rank(rank)) for rank in range(self.num_ranks)]
 
     def balance(self, loads: Sequence[float]) -> float:
-        """The mean load of a rank by the largest: 1 where all have the same; 1 of no load, too."""
+        """Mean load of the ranks divided by the largest: 1 where all are equal, or where there is no load."""
         of_ranks = self.rank_loads(loads)
         largest = max(of_ranks)
         return sum(of_ranks) / len(of_ranks) / largest if largest > 0 else 1.0
 
 
 def in_order(num_experts: int, num_ranks: int) -> Placement:
-    """One slot for each expert, in their order."""
+    """A placement with one slot for each expert, in their order."""
     return Placement(tuple(range(num_experts)), num_ranks)
 
 
 def hottest(loads: Sequence[float], number: int) -> tuple[int, ...]:
-    """The experts with most load, ascending; of equals those that come first."""
+    """Ids of the experts with most load, ascending; among equals the first."""
     by_load = sorted(range(len(loads)), key=lambda e: (-loads[e], e))
     return tuple(sorted(by_load[:number]))
 
 
 def num_copies(loads: Sequence[float], *, num_slots: int, most: int) -> list[int]:
-    """How many slots each expert gets: the next one goes to that with most load per copy.
+    """Number of slots of each expert: the next slot goes to the expert with most load per copy.
 
     Args:
-        loads: of each expert.
-        num_slots: at least one for each, and at most `most` for each.
-        most: copies of one expert: more than one on a rank would be of no use.
+        loads: load of each expert.
+        num_slots: slots in all, from 1 to `most` per expert.
+        most: largest number of copies of an expert; a second one on the same rank would be of no use.
     """
     copies = [1] * len(loads)
     for _ in range(num_slots - len(loads)):
@@ -94,15 +93,15 @@ def num_copies(loads: Sequence[float], *, num_slots: int, most: int) -> list[int
 
 
 def packed(weights: Sequence[float], kinds: Sequence[int], num_packs: int) -> list[list[int]]:
-    """Items into packs of one size: the heaviest first, each into the lightest pack that has room, rather one without an item of its kind.
+    """Pack items into equal packs: heaviest first, each into the lightest pack with room, if possible without an item of its kind.
 
     Args:
-        weights: of the items, as many as the packs' number divides.
-        kinds: of the items.
-        num_packs: of packs.
+        weights: weight of each item; num_packs divides their number.
+        kinds: kind of each item.
+        num_packs: number of packs.
 
     Returns:
-        The items of each pack, in the order in which they came.
+        Indices of the items of each pack, in the order in which they were packed.
     """
     size = len(weights) // num_packs
     packs: list[list[int]] = [[] for _ in range(num_packs)]
@@ -124,17 +123,17 @@ def placed(
     num_nodes: int = 1,
     num_groups: int = 1,
 ) -> Placement:
-    """A placement for loads that were counted.
+    """Placement of experts and copies for counted loads.
 
-    With several nodes, whose number divides that of the groups, each group of experts lies on one node, so that the tokens of a
-    group-limited router reach few nodes: groups are packed onto nodes, and copies and slots are those of each node by itself.
+    With several nodes whose number divides num_groups, each group of experts lies on one node, so that the tokens of a
+    group-limited router reach few nodes. Groups are packed onto nodes, then each node places its own experts and copies.
 
     Args:
-        loads: of each expert.
-        num_slots: of all ranks, which divide it; from E to E times the ranks of a node.
-        num_ranks: that have them.
-        num_nodes: that the ranks lie on, equally many on each, in their order; it divides num_ranks.
-        num_groups: of the router's groups of neighbouring experts.
+        loads: load of each expert.
+        num_slots: slots of all ranks; a multiple of num_ranks, from E to E times the ranks of a node.
+        num_ranks: number of ranks.
+        num_nodes: number of nodes, with equally many ranks each, in their order; it divides num_ranks.
+        num_groups: number of the router's groups of neighbouring experts.
     """
     E = len(loads)
     if num_nodes == 1 or num_groups % num_nodes or E % num_groups:

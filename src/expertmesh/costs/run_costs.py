@@ -1,4 +1,4 @@
-"""What a training run costs: parameters, operations and memory, from its configuration alone."""
+"""`RunCosts`: parameters, operations and memory of a training run, from its configuration alone."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class RunCosts:
     """The costs of a run.
 
     Attributes:
-        parameters: in all.
-        active: parameters that one item (a token, an image) uses.
+        parameters: number of parameters.
+        active: number of parameters that one item (a token, an image) uses.
         num_items: items of all steps.
-        flops_per_item: the operations of training on one item.
-        alone: memory of one process that does it alone.
+        flops_per_item: operations of training on one item.
+        alone: memory of one process that trains alone.
         each: memory of each of several ranks, activations left out; None for one.
     """
 

@@ -1,4 +1,4 @@
-"""What time and memory of a language model depend on: its layers by kind, from our configuration or the hub's."""
+"""Sizes of a language model for the models of time and memory: its layers by kind, also from a config.json of the hub."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from expertmesh.layout.spec import Parameter
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Layers that are alike.
+    """Sizes of a kind of layer, and the number of such layers.
 
     Attributes:
-        count: of them.
-        attention_elements: of the matrices of attention; a token is multiplied by each once.
-        score_width: heads times (size of a key + size of a value): multiply-adds of a token with each token that it sees.
+        count: number of these layers.
+        attention_elements: elements of the matrices of attention; a token is multiplied by each once.
+        score_width: heads times (size of a key + size of a value): multiply-adds of a token with each token that it attends to.
         kept_width: elements of queries, keys, values and output that attention keeps per token.
         cache_width: elements that generation keeps per token.
-        cache_heads: heads that these belong to, which tensor parallelism shares out.
-        window: tokens that attention sees at most; None: all before.
-        dense_hidden: F of all that each token passes beside routed experts: a dense layer, shared experts, a residual MLP.
-        dense_elements: of its matrices, and of small ones like gates.
+        cache_heads: heads of these elements, which tensor parallelism shares out.
+        window: most tokens that a token attends to; None: all before.
+        dense_hidden: hidden size of all dense MLPs of the layer together: dense layer, shared experts, residual MLP.
+        dense_elements: elements of their matrices, and of small ones like gates.
         num_experts: E; 0: no routed experts.
-        rows_per_token: of routed experts, K where tokens choose.
+        rows_per_token: routed experts that a token passes, K where tokens choose.
         hidden_dim: F of a routed expert.
-        num_matrices: of an expert: 2, or 3 of a gated one.
-        dense_parameters: all but those of routed experts.
-        expert_parameters: of one routed expert.
+        num_matrices: matrices of an expert: 2, or 3 of a gated one.
+        dense_parameters: parameters beside the routed experts.
+        expert_parameters: parameters of one routed expert.
     """
 
     count: int
@@ -48,7 +48,7 @@ class LayerSizes:
     expert_parameters: int
 
     def keys_seen(self, seq_len: int) -> float:
-        """Tokens that a token of a causal sequence sees on average, itself among them."""
+        """Mean number of tokens that a token of a causal sequence attends to, itself included."""
         if self.window is None or self.window >= seq_len:
             return (seq_len + 1) / 2
         return self.window - self.window * (self.window - 1) / (2 * seq_len)
@@ -56,15 +56,15 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A decoder.
+    """Sizes of a decoder.
 
     Attributes:
         dim: D.
         vocab_size: V.
-        outside_parameters: of embedding, output and last norm.
+        outside_parameters: parameters of embedding, output and last norm.
         blocks: its layers by kind.
-        two_layers_parameters: of the two neighbouring layers with most beside routed experts.
-        dense: parameters beside routed experts that are alike, and how many; empty: their shapes are not known.
+        two_layers_parameters: dense parameters of the two neighbouring layers that have most.
+        dense: (parameter, count) of parameters beside the routed experts, equal ones together; empty: shapes unknown.
 
     Example:
         >>> from expertmesh.models.gpt.sizes import sizes_of
@@ -81,27 +81,27 @@ class ModelSizes:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return sum(block.count for block in self.blocks)
 
     @property
     def dense_parameters(self) -> int:
-        """All but those of routed experts."""
+        """Number of parameters beside the routed experts."""
         return self.outside_parameters + sum(b.count * b.dense_parameters for b in self.blocks)
 
     @property
     def expert_parameters(self) -> int:
-        """Of all routed experts."""
+        """Number of parameters of all routed experts."""
         return sum(b.count * b.num_experts * b.expert_parameters for b in self.blocks)
 
     @property
     def num_parameters(self) -> int:
-        """All."""
+        """Number of all parameters."""
         return self.dense_parameters + self.expert_parameters
 
     @property
     def active_parameters(self) -> float:
-        """Those that a token uses, the embedding included."""
+        """Number of parameters that a token uses, the embedding included."""
         used = sum(b.count * b.rows_per_token * b.expert_parameters for b in self.blocks)
         return self.dense_parameters + used
 
@@ -121,13 +121,13 @@ _Values = Mapping[str, Any]
 
 
 def sizes_of_hub(values: _Values) -> ModelSizes:
-    """The sizes of a decoder that a config.json of the hub describes, of families too that no layer of ours computes.
+    """Sizes of the decoder that a config.json of the hub describes, also of families that our GPT cannot compute.
 
     Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer, leading
     dense layers, and shared experts. All layers of one kind count as equal.
 
     Args:
-        values: of config.json.
+        values: the values of config.json.
 
     Raises:
         ConfigError: a size is missing or is no number.
@@ -194,7 +194,7 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
 
 
 def _first(v: _Values, *names: str) -> Any:
-    """The first of several names that is given; 0 where none is."""
+    """Value of the first of several names that config.json has; 0 where it has none."""
     return next((v[name] for name in names if name in v), 0)
 
 

@@ -1,7 +1,7 @@
-"""How long a training step takes, by part, on one rank of a cluster: a roofline with eight fitted constants (docs/planner.md).
+"""Time of a training step, by part, on one rank of a cluster: a roofline with eight fitted constants (docs/planner.md).
 
-`raw_step` counts at the devices' peaks; `StepTime.of` divides by what software reaches of them (`Efficiency`) and hides what
-overlaps. The layers of experts are those of `layer_time`, the model that chooses at run time, too.
+`raw_step` counts seconds at the devices' peaks. `step_seconds` divides them by the efficiency of software (`Efficiency`) and leaves out
+overlapping parts. MoE layers are modelled by `layer_time`, which also chooses dispatch options at run time.
 """
 
 import math
@@ -17,32 +17,32 @@ from expertmesh.costs.rank_layout import OURS, RankLayout, Workload
 from expertmesh.costs.sizes import LayerSizes, ModelSizes
 
 HBM = 0.8
-"""Of the memory's bandwidth what element-wise kernels reach (ai-dynamo/aiconfigurator)."""
+"""Share of the memory's bandwidth that element-wise kernels reach (ai-dynamo/aiconfigurator)."""
 ATTENTION = 0.5
-"""Of the peak in BF16 what causal attention reaches."""
+"""Share of the BF16 peak that causal attention reaches."""
 ONE_HOT_MASK_BYTES = 25
-"""Moved and kept per token and slot by one-hot dispatch: Tutel's T5, three sizes."""
+"""Bytes that one-hot dispatch moves and keeps per token and row: Tutel's T5, three sizes."""
 FP8_SHARE = 0.75
-"""Of the peak in FP8 relative to what BF16 reaches of its own: operands are quantised, and the router's and attention's are not."""
+"""Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention stay in BF16."""
 FP8_LAUNCHES = 2.0
 """Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their own."""
 ADAM_BYTES = 28
-"""Read and written per parameter: weight, gradient and two moments in FP32, and a copy in BF16."""
+"""Bytes that AdamW reads and writes per parameter: weight, gradient and two moments in FP32, and a copy in BF16."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What software reaches of the hardware: the fitted constants, each with its bounds in `BOUNDS`.
+    """Efficiency of software on the hardware: the fitted constants, each with its bounds in `BOUNDS`.
 
     Attributes:
-        dense: of the peak, large dense products.
-        grouped: of the peak, products of experts whose tiles are full.
-        network: of the links' bandwidth.
-        element_bytes: moved by element-wise kernels per token, layer and element of D, forward and backward.
-        host_s: of the CPU per layer and micro-batch, forward and backward, launching each operation.
-        fused_host: of host_s, what is left with fused operators and CUDA graphs.
-        old: of all compute, what stacks of 2021 reach.
-        hidden: of communication that could overlap, what does.
+        dense: share of the peak that large dense products reach.
+        grouped: share of the peak that products of experts reach when their tiles are full.
+        network: share of the links' bandwidth that collectives reach.
+        element_bytes: bytes that element-wise kernels move per token, layer and element of D, forward and backward.
+        host_s: CPU seconds per layer and micro-batch, forward and backward, with a launch per operation.
+        fused_host: share of host_s that is left with fused operators and CUDA graphs.
+        old: speed of compute with stacks of 2021, relative to today's.
+        hidden: share of overlappable communication that is hidden.
     """
 
     dense: float = 0.506
@@ -56,10 +56,10 @@ class Efficiency:
 
 
 def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
-    """What software reaches on a cluster: what was measured there, and else what is usual.
+    """Efficiency of software on a cluster: its measured constants, and the usual ones for the rest.
 
     Args:
-        cluster: where.
+        cluster: the cluster.
         usual: None: as fitted on published rows.
     """
     given = {k: v for k, v in vars(cluster.software).items() if v is not None}
@@ -67,7 +67,7 @@ def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficien
 
 
 USUAL = Efficiency(0.6, 0.6, 0.85, 130.0, 2e-3, 0.25, 0.85, 0.6)
-"""What is known of each constant apart: measured products, NCCL tables, eager layers of PyTorch. A fit begins here, and is drawn here."""
+"""Constants measured one by one: products, NCCL tables, eager layers of PyTorch. A fit starts from them, and is drawn towards them."""
 
 BOUNDS = {
     "dense": (0.4, 0.85),
@@ -79,31 +79,31 @@ BOUNDS = {
     "old": (0.6, 1.1),
     "hidden": (0.2, 0.9),
 }
-"""Least and most that a constant can be."""
+"""(least, largest) value of each constant in a fit."""
 
 
 @dataclass(frozen=True)
 class RawStep:
-    """Seconds of one micro-batch at the peaks of the hardware, and of what happens once per step.
+    """Seconds at the hardware's peaks: per micro-batch, or once per step where the part says so.
 
     Attributes:
         dense_s: dense products, the logits among them.
         grouped_s: products of experts on the fullest rank.
-        attention_s: scores and values.
+        attention_s: products of attention with keys and values.
         element_s: element-wise kernels, for one byte per token, layer and element of D.
         rows_s: element-wise kernels on the rows of experts, and on logits.
         one_hot_s: dispatch by one-hot products.
-        exchange_inside_s: tokens inside of nodes.
-        exchange_across_s: tokens between nodes.
+        exchange_inside_s: all-to-all of tokens within nodes.
+        exchange_across_s: all-to-all of tokens between nodes.
         tensor_s: collectives of tensor parallelism.
-        gathers_s: weights and gradients for each micro-batch.
-        step_gathers_s: the same once per step.
+        gathers_s: gathers of weights and reductions of gradients of each micro-batch.
+        step_gathers_s: gathers and reductions once per step.
         offload_s: copies between host and device, each micro-batch.
-        host_layers: layers whose kernels the CPU launches, in forward and backward.
-        optimizer_s: the update, once per step.
-        bubble: of the micro-batches' time, what a pipeline waits.
-        overlap_degree: parts of tokens.
-        accumulation: micro-batches.
+        host_layers: number of layers whose kernels the CPU launches, in forward and backward.
+        optimizer_s: optimiser update, once per step.
+        bubble: time that a pipeline waits, as a share of the micro-batches' time.
+        overlap_degree: number of parts that tokens travel in.
+        accumulation: micro-batches of a step.
         stack: see `Workload`.
     """
 
@@ -129,22 +129,22 @@ class RawStep:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one step by part; what overlaps with another part is left out.
+    """Seconds of one step by part, hidden communication left out.
 
     Attributes:
         dense_s: dense products.
         grouped_s: products of experts.
-        attention_s: scores and values.
+        attention_s: products of attention with keys and values.
         element_s: element-wise kernels.
         one_hot_s: dispatch by one-hot products.
-        exchange_inside_s: tokens inside of nodes.
-        exchange_across_s: tokens between nodes.
+        exchange_inside_s: all-to-all of tokens within nodes.
+        exchange_across_s: all-to-all of tokens between nodes.
         tensor_s: collectives of tensor parallelism.
-        zero_s: gathers of weights and sums of gradients.
-        optimizer_s: the update.
+        zero_s: gathers of weights and reductions of gradients.
+        optimizer_s: optimiser update.
         offload_s: copies between host and device.
-        host_s: launches.
-        bubble_s: of a pipeline.
+        host_s: kernel launches of the CPU.
+        bubble_s: pipeline bubble.
     """
 
     dense_s: float
@@ -163,18 +163,18 @@ class StepSeconds:
 
     @property
     def total_s(self) -> float:
-        """The step."""
+        """Seconds of the step."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster) -> RawStep:
-    """What a step moves and computes, in seconds at the hardware's peaks.
+    """Seconds of a step's parts at the hardware's peaks.
 
     Args:
-        sizes: of the model.
-        layout: of a rank.
-        work: what is trained.
-        cluster: on what.
+        sizes: sizes of the model.
+        layout: layout of the run.
+        work: sequences, precision and software.
+        cluster: the hardware.
     """
     device, stages = cluster.device, layout.pp_degree
     peak, hbm = device.flops_per_s(work.precision), HBM * device.hbm_bytes_per_s
@@ -214,7 +214,7 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
 
 
 def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
-    """Gathers and sums of all tokens around attention and a dense layer, forward and backward: Megatron's with sequence parallelism."""
+    """Seconds of the all-gathers and reduce-scatters around attention and MLP, forward and backward (Megatron's sequence parallelism)."""
     tp = layout.tp_degree
     if tp == 1:
         return 0.0
@@ -225,7 +225,7 @@ def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) 
 
 @cache
 def route_of(route_degree: int, es_degree: int, node_size: int) -> RouteShape:
-    """Neighbouring ranks as a route, the slices of a block innermost."""
+    """`RouteShape` of neighbouring ranks, the slices of a block innermost."""
     blocks = route_degree // es_degree
     return RouteShape(
         route_degree=route_degree,
@@ -242,7 +242,7 @@ def _even(top_k: float, num_experts: int, merges: bool) -> TokenLoad:
 
 @dataclass(frozen=True)
 class _LayerLine:
-    """Seconds of one layer for each token of a rank, and those that each part of them costs beside: products, travel inside, across."""
+    """Seconds of a layer per token of a rank, and per part of the tokens: (products, travel within nodes, travel between nodes)."""
 
     per_token: tuple[float, float, float]
     per_part: tuple[float, float, float]
@@ -252,7 +252,7 @@ class _LayerLine:
 def _layer_line(
     kind: str, route: RouteShape, load: TokenLoad, shape: LayerShape, machine: Machine
 ) -> _LayerLine:
-    """What `layer_time.step_time` says for no token and for many, of which any number follows, for it is linear."""
+    """The line through `layer_time.step_time` at no token and at many: the time is linear in tokens."""
     many = 1e6
     way = DispatchOptions(route.route_degree, 1, kind, 0)  # type: ignore[arg-type]
     none, some = (
@@ -272,7 +272,7 @@ def _expert_parts(
     work: Workload,
     cluster: Cluster,
 ) -> dict[str, float]:
-    """One layer of experts for one micro-batch."""
+    """Seconds of one MoE layer's experts for one micro-batch, by part of `RawStep`."""
     device, D, b = cluster.device, sizes.dim, work.element_bytes
     hbm = HBM * device.hbm_bytes_per_s
     peak = device.flops_per_s(work.precision)
@@ -303,7 +303,7 @@ def _expert_parts(
     first_product = (block.num_matrices - 1) / block.num_matrices / 3
     products = again + (first_product if layout.checkpointing == "experts" else 0)
     trips = 1.5 if layout.checkpointing in ("full", "moe") else 1.0
-    trips *= 0.75 if work.eight_bit_dispatch else 1.0  # of four trips two are to the experts
+    trips *= 0.75 if work.eight_bit_dispatch else 1.0  # two of the four all-to-alls are dispatches
     rows = T * block.rows_per_token * factor
     found = {
         "grouped_s": products * grouped,
@@ -321,7 +321,7 @@ def _expert_parts(
 def _weights(
     sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster
 ) -> dict[str, float]:
-    """Gathers, sums of gradients, copies and the update of one rank."""
+    """Seconds of one rank's weight gathers, gradient reductions, offload copies and update, by part of `RawStep`."""
     device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
     gradient = 2 if work.states in ("fairseq", "deepspeed") else 4
     dense = sizes.dense_parameters / stages / layout.tp_degree
@@ -329,9 +329,7 @@ def _weights(
     shard, replicas, copies = layout.shard_degree, layout.num_replicas, layout.dp_replicate_degree
     layers = sizes.num_layers / stages
     moe_layers = sum(block.count for block in sizes.blocks if block.num_experts) / stages
-    gathers = (
-        2 if layout.zero_stage == 3 else 1
-    )  # what is computed again and its backward share one
+    gathers = 2 if layout.zero_stage == 3 else 1  # recomputation and backward share a gather
     of_dense = partial(_collective_s, cluster, ranks=shard, stride=layout.tp_degree)
     of_experts = partial(_collective_s, cluster, ranks=replicas, stride=layout.route_degree)
     dense_gather = gathers * of_dense(dense * work.gathered_bytes, count=layers)
@@ -342,7 +340,7 @@ def _weights(
     sums = 2 * _collective_s(
         cluster, held * gradient, ranks=copies, stride=layout.stage_ranks // copies, count=layers
     )
-    # A pass sums the gradients of experts here; where weights stay for a step, others do that once.
+    # This project reduces experts' gradients in each pass; other software once per step where weights stay gathered.
     each, step = 0.0, sums
     if layout.zero_stage == 3 or work.states in OURS:
         each += expert_sum
@@ -370,14 +368,14 @@ def _weights(
 def _collective_s(
     cluster: Cluster, num_bytes: float, *, ranks: int, stride: int, count: float
 ) -> float:
-    """Gathers (or sums in parts) of so many bytes in all, over a ring of ranks that are `stride` apart.
+    """Seconds of all-gathers (or reduce-scatters) of so many bytes in all, over a ring of ranks that are `stride` apart.
 
     Args:
-        cluster: of the ranks.
-        num_bytes: that each rank has afterwards.
-        ranks: of the ring.
-        stride: from each to the next.
-        count: of collectives, each of which waits for every hop of its ring.
+        cluster: the cluster of the ranks.
+        num_bytes: bytes that each rank has afterwards.
+        ranks: number of ranks of the ring.
+        stride: distance from a rank to the next.
+        count: number of collectives, each of which waits for every hop of its ring.
     """
     if ranks == 1 or not num_bytes:
         return 0.0
@@ -389,17 +387,17 @@ def _collective_s(
         return num_bytes * (ranks - 1) / ranks / network.inside.bytes_per_s + count * (
             (ranks - 1) * network.inside.latency_s
         )
-    # Of the node's links each rank of the ring has its own, and `in_node` rings of others use the rest.
+    # The ring uses the links of its own `in_node` ranks of a node; other rings use the rest.
     share = network.across.bytes_per_s / per_node * in_node
     return num_bytes * (ranks - 1) / ranks / share + count * hops
 
 
 def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
-    """The seconds of a step on software of a known efficiency.
+    """Seconds of a step by part, with software of a known efficiency.
 
     Args:
-        raw: at the hardware's peaks.
-        e: what is reached of them.
+        raw: seconds at the hardware's peaks.
+        e: efficiency of the software.
     """
     old = e.old if raw.stack == "2021" else 1.0
     m = raw.accumulation
