@@ -1,4 +1,4 @@
-"""Parts of tensors: slices per dimension. Without torch."""
+"""Boxes, parts of tensors as a slice per dimension, and their overlap. Never imports torch."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ def whole_box(shape: Iterable[int]) -> Box:
 
 
 def overlap(box: Box, other: Box) -> tuple[Box, Box] | None:
-    """What two boxes of one tensor share: where it lies in each of them; None: nothing."""
+    """Overlap of two boxes of a tensor, counted from the start of each box; None: they do not overlap."""
     starts = [max(a.start, b.start) for a, b in zip(box, other, strict=True)]
     stops = [min(a.stop, b.stop) for a, b in zip(box, other, strict=True)]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):

@@ -1,9 +1,9 @@
-"""Quantised weights as compressed-tensors has them: what a config.json says of them, and folders of them as a `TensorSource`.
+"""Quantised weights in the format of compressed-tensors: the scheme in config.json, and the folder as a `TensorSource`.
 
 A matrix `NAME.weight` (N, K) of such a folder is `NAME.weight_packed`, `NAME.weight_scale` and `NAME.weight_shape` where it is int8 or
 int4, and `NAME.weight` and `NAME.weight_scale` in FP8. Matrices of routed experts stay quantised in memory, all others are widened
-when they are read. Folders of two kinds are read: those under the hub's names, and those of models that the hub has nothing like,
-whose tensors have our names, but for an expert's matrices (`own_pieces`).
+when they are read. Tensors have the hub's names, or, for models that no hub architecture describes, our names, except for the
+matrices of experts (`own_pieces`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,18 +30,18 @@ _READ = "expertmesh reads int8 per channel, int4 in groups of 32, 64 or 128, and
 
 @dataclass(frozen=True)
 class Scheme:
-    """How matrices of a folder are rounded.
+    """Quantisation scheme of a folder's matrices.
 
     Attributes:
         format: int8, int4 or fp8.
-        group_size: columns of a group of int4.
+        group_size: columns of a group in int4.
     """
 
     format: Format
     group_size: int = 64
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
-        """The `quantization_config` of a config.json; `ignored` are the modules that stay as they are."""
+        """The `quantization_config` of a config.json; `ignored` are the modules that stay unquantised."""
         grouping: dict[Format, dict[str, Any]] = {
             "int8": {"strategy": "channel"},
             "int4": {"strategy": "group", "group_size": self.group_size},
@@ -55,7 +55,7 @@ class Scheme:
             **grouping[self.format],
         }
         inputs = None
-        if self.format == "fp8":  # how vLLM multiplies blocks; here tokens keep their type
+        if self.format == "fp8":  # vLLM quantises tokens by blocks; here they keep their type
             inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
             inputs |= {"strategy": "group", "group_size": BLOCK}
         name = "float-quantized" if self.format == "fp8" else "pack-quantized"
@@ -70,7 +70,7 @@ class Scheme:
         }
 
     def parts(self, N: int, K: int, scale_dtype: torch.dtype) -> dict[str, Stored]:
-        """What a matrix (N, K) is in a file, by the ends of the names."""
+        """Tensors that represent a matrix (N, K) in a file, by the endings of their names."""
         if self.format == "fp8":
             scales = (-(-N // BLOCK), -(-K // BLOCK))
             return {
@@ -86,10 +86,10 @@ class Scheme:
         }
 
     def check(self, K: int, name: str) -> None:
-        """Whether a matrix of so many columns can be rounded so.
+        """Refuse a matrix whose K columns the groups do not divide.
 
         Raises:
-            ConfigError: its columns are no whole groups; names the sizes that fit.
+            ConfigError: the columns are no whole groups; names the sizes that fit.
         """
         if self.format != "int4" or K % self.group_size == 0:
             return
@@ -101,14 +101,14 @@ class Scheme:
 
 
 def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
-    """What a config.json says of how its weights are rounded.
+    """The quantisation scheme in a config.json.
 
     Args:
-        values: of the config.json, which has `QUANTIZATION`.
+        values: the values of config.json, with the key `QUANTIZATION`.
         where: the folder, for messages.
 
     Raises:
-        ConfigError: by another method, or in a way that is not read.
+        ConfigError: the weights are quantised by another method, or in a form that is not read.
     """
     found = values[QUANTIZATION]
     method = found.get("quant_method") if isinstance(found, dict) else found
@@ -139,10 +139,10 @@ def is_expert(name: str) -> bool:
 
 
 def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
-    """Which part of which tensor of a folder under our own names is which part of ours; stacked matrices are single ones there.
+    """Pieces between our tensors and a folder with our own names, where each matrix of a stack is a tensor of its own.
 
     Args:
-        tensors: of the model, as it is without quantisation.
+        tensors: tensors of the model without quantisation.
     """
     for name, (shape, _) in tensors.items():
         folder, _, kind = name.rpartition(".")
@@ -168,17 +168,17 @@ class QuantizedModel:
     """The weights of a quantised folder under the names of our model with `QuantizedExperts`; a `TensorSource`.
 
     Args:
-        folder: with config.json and safetensors files.
-        scheme: of config.json.
-        pieces: of the model.
-        tensors: of the model, as it is without quantisation, in the type that its tensors get.
-        left_out: beginnings of names that the model has not.
+        folder: folder with config.json and safetensors files.
+        scheme: scheme of config.json.
+        pieces: pieces between the model's tensors and the files'.
+        tensors: tensors of the model without quantisation, with the dtypes that they get.
+        left_out: prefixes of tensors in the files that the model lacks.
 
     Attributes:
         path: the folder.
-        scheme: how it is rounded.
-        tensors: experts as they lie in the files, all else as the model has it.
-        scale_dtype: of the scales.
+        scheme: the quantisation scheme.
+        tensors: experts as they are in the files, other tensors as in the model.
+        scale_dtype: type of the scales.
 
     Raises:
         ConfigError: there are no safetensors files.
@@ -239,19 +239,19 @@ class QuantizedModel:
                 )
 
     def _is_quantized(self, name: str) -> bool:
-        """Whether a matrix of the files is rounded."""
+        """Whether a matrix of the files is quantised."""
         return f"{name}_scale" in self._files.entries
 
     @cached_property
     def scale_dtype(self) -> torch.dtype:
-        """The type of the scales, which is that of all products of these weights."""
+        """Type of the scales, in which all products of these weights are computed."""
         found = next(e.dtype for n, e in self._files.entries.items() if n.endswith("weight_scale"))
         assert isinstance(found, torch.dtype)
         return found
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """Bytes of routed experts and of all else, as they lie in the files."""
+        """Bytes in the files of routed experts ("experts") and of all other tensors ("rest")."""
         modules = {
             piece.theirs.removesuffix("weight")
             for name, pieces in self._pieces.items()
@@ -288,7 +288,7 @@ class QuantizedModel:
         return found
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Copy out of mapped files; of experts whole tensors or whole experts. See `TensorSource.read`."""
+        """Copy a part out of mapped files (of experts, whole ones); see `TensorSource.read`."""
         is_scale = name.endswith("_scale") and is_expert(name.removesuffix("_scale"))
         ours = name.removesuffix("_scale") if is_scale else name
         if not self._pieces.get(ours):
@@ -316,14 +316,14 @@ class QuantizedModel:
         target.copy_(source[..., : target.shape[-1]])
 
     def _bytes(self, module: str) -> Tensor:
-        """The numbers of a matrix as they lie in memory."""
+        """Quantised values of a matrix, as `QuantizedExperts` holds them."""
         if self.scheme.format == "fp8":
             return self._files.tensor(f"{module}weight")
         data = bytes_of_words(self._files.tensor(f"{module}weight_packed"))
         return int8_of_bytes(data) if self.scheme.format == "int8" else data
 
     def _wide(self, name: str) -> Tensor:
-        """A tensor of the files that is no expert's, rounded or not."""
+        """A tensor outside the experts, widened if it is quantised."""
         if not self._is_quantized(name):
             return self._files.tensor(name)
         module = name.removesuffix("weight")
@@ -336,11 +336,11 @@ class QuantizedModel:
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """The values of a folder's config.json where its weights are quantised; None: they are not, or are widened when they are read."""
+    """The values of a folder's config.json if its weights are quantised; None: they are not, or are widened when they are read."""
     if not (folder / "config.json").is_file():
         return None
     try:
         values = read_json(folder / "config.json")
-    except ConfigError:  # said by whoever reads it as what it is
+    except ConfigError:  # the reader of the folder's real kind reports it
         return None
     return values if values.get(QUANTIZATION) and not is_widened(values) else None

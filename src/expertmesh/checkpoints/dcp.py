@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: each rank writes what it alone has, and reads what it needs, by torch.distributed.checkpoint.
+"""Tensors of a checkpoint in the format of torch.distributed.checkpoint: each rank writes its shards and reads the parts it needs.
 
 Planner and writer of torch are used directly: its `save` would run collectives in the background, hide an OSError, and warn
-where there is no process group. What they write is read through memory maps.
+where there is no process group. Files are read through memory maps.
 """
 
 import copy
@@ -27,18 +27,18 @@ from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
 
 Make = Callable[[str], Tensor]
-"""Gives a tensor by its name, on the CPU and in memory of its own."""
+"""Function from a tensor's name to the tensor, on the CPU and in memory of its own."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What one rank writes.
+    """Pieces of tensors that one rank writes.
 
     Attributes:
         plan: the pieces of tensors that this rank writes; no other rank writes them.
-        pieces: their values on the CPU; on the meta device those that are made when they are written.
-        metadata: where every piece of every rank belongs.
-        make: gives these.
+        pieces: their values on the CPU; a piece on the meta device is made by `make` when it is written.
+        metadata: positions of all ranks' pieces in their tensors.
+        make: makes the pieces on the meta device.
     """
 
     plan: SavePlan
@@ -48,15 +48,15 @@ class Staged:
 
     @property
     def num_bytes(self) -> int:
-        """Of the pieces."""
+        """Bytes of the pieces."""
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
 class Stager:
-    """Copies to the CPU what this rank has to write of the tensors of a model spread over ranks.
+    """Copies to the CPU the pieces that this rank writes of a model spread over ranks.
 
-    Pieces that several ranks have (copies of shards, plain tensors) are dealt out so that all write about as much. Who writes what is settled
-    once and kept until names, shapes or layout change; so are the copies.
+    Pieces that several ranks have (copies of shards, plain tensors) are dealt out so that all ranks write about as many bytes.
+    Plan and copies are kept until names, shapes or layout change.
 
     Args:
         ranks: the ranks.
@@ -69,11 +69,11 @@ class Stager:
         self._pieces: dict[MetadataIndex, Tensor] = {}
 
     def stage(self, tensors: Mapping[str, Tensor], make: Make | None = None) -> Staged:
-        """Copy; every rank must call with the same names.
+        """Copy this rank's pieces; every rank must call with the same names.
 
         Args:
             tensors: by name, on any device: DTensors, and plain ones that are equal on all ranks.
-            make: gives those on the meta device, plain and whole, one at a time when they are written.
+            make: makes the tensors on the meta device, plain and whole, one at a time when they are written.
         """
         local = _local_plan(tensors)
         if self.ranks.any(local != self._local):
@@ -117,7 +117,7 @@ def _copied(source: Tensor, target: Tensor | None) -> Tensor:
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """Hands the writer pieces that are on the CPU already, or makes them."""
+    """Planner that gives the writer the staged pieces, or makes them."""
 
     def __init__(self, staged: Staged) -> None:
         super().__init__()
@@ -129,19 +129,19 @@ class _StagedPlanner(DefaultSavePlanner):
         if make is None or not piece.is_meta:
             return piece
         if self._made is not None:
-            # The writer asks when the one before is in the file, but holds them all until that is closed.
+            # The writer asks for a piece when the one before is in the file, but holds all pieces until the file is closed.
             self._made.untyped_storage().resize_(0)
         self._made = make(write_item.index.fqn)
         return self._made
 
 
 def write_tensors(folder: Path, staged: Staged) -> list[WriteResult]:
-    """Write this rank's pieces into one file; returns where they are in it. Communicates with nobody.
+    """Write this rank's pieces into one file, without communication; returns their places in it.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
     """
-    # nothing is copied ahead: pieces are on the CPU, or are made one at a time
+    # no copies ahead: pieces are on the CPU, or are made one at a time
     writer = FileSystemWriter(
         folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0
     )
@@ -164,12 +164,12 @@ def _hidden_error(error: BaseException, folder: Path) -> BaseException:
 
 
 def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Write the file that says where each piece is.
+    """Write the index, the file with the place of each piece.
 
     Args:
         folder: the checkpoint.
-        metadata: of `Staged`.
-        results: of `write_tensors`, of all ranks.
+        metadata: `Staged.metadata`.
+        results: results of `write_tensors` of all ranks.
     """
     writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -181,7 +181,7 @@ class Checkpoint:
 
     Args:
         path: its folder.
-        prefix: of the names that count, and are given without it: "model." for the weights of a model.
+        prefix: prefix of the tensors to read, removed from their names: "model." for the weights of a model.
 
     Raises:
         CheckpointError: the index is unreadable.
@@ -202,7 +202,7 @@ class Checkpoint:
         }
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Copy the saved pieces that overlap with a part out of mapped files; see `TensorSource.read`."""
+        """Copy a part out of the mapped files of all pieces that overlap with it; see `TensorSource.read`."""
         full_name, entry = self._entries[name]
         covered = 0
         for chunk in entry.chunks:

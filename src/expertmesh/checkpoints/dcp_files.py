@@ -1,7 +1,7 @@
-"""Pieces of tensors in the files of a checkpoint, copied out of a memory map: nothing is unpickled, nothing held beside the target.
+"""Pieces of tensors in the files of a checkpoint, copied out of a memory map block by block, without unpickling.
 
-A piece is an archive as `torch.save` writes one tensor: a ZIP file whose entry `data/0` is the tensor's memory, not packed.
-The index of the checkpoint says type and shape, so that the pickle beside it is never opened.
+A piece is an archive as `torch.save` writes a tensor: a ZIP file whose entry `data/0` is the tensor's memory, uncompressed.
+Type and shape come from the index of the checkpoint, so that the pickle in the archive is never opened.
 """
 
 import mmap
@@ -17,13 +17,13 @@ from expertmesh.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 15
 _BLOCK_BYTES_GPU = 1 << 24
-"""Each block is a copy of its own, for which the host waits."""
+"""Bytes of a block for a GPU; the host waits for the copy of each."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MAGIC = b"PK\x03\x04"
 
 
 class _Map(mmap.mmap):
-    """A mapped file as `zipfile` wants it; before Python 3.13 there is no `seekable`."""
+    """A mapped file for `zipfile`, which calls `seekable`; `mmap` has it from Python 3.13 on."""
 
     def seekable(self) -> bool:
         return True
@@ -39,25 +39,25 @@ def copy_piece(
     dtype: torch.dtype,
     sizes: torch.Size,
 ) -> None:
-    """Copy a part of a piece, some rows at a time: data need not be aligned in the file, and tensors must be.
+    """Copy a part of a piece, some rows at a time: data may be unaligned in the file, and tensors may not.
 
-    The piece alone is mapped, so that its pages are nobody's afterwards.
+    Only the piece is mapped, so that its pages are free afterwards.
 
     Args:
-        target: gets the part.
-        path: of the file.
+        target: the tensor to fill.
+        path: path of the file.
         where: the part, a slice per dimension.
         offset: first byte of the archive.
-        length: its bytes.
+        length: bytes of the archive.
         dtype: type of the piece.
         sizes: shape of the piece, stored without gaps.
 
     Raises:
-        CheckpointError: there is no such tensor.
+        CheckpointError: the archive has no such tensor.
     """
     num_bytes = dtype.itemsize * sizes.numel()
     try:
-        before = offset % mmap.ALLOCATIONGRANULARITY  # of the file, with which a map must begin
+        before = offset % mmap.ALLOCATIONGRANULARITY  # a map must begin at a multiple
         with path.open("rb") as file:
             whole = before + length
             mapped = _Map(file.fileno(), whole, offset=offset - before, access=mmap.ACCESS_READ)
@@ -79,7 +79,7 @@ def copy_piece(
         return
     if not target.numel():
         return
-    # the bytes of each number last, so that of a part of a row only these are read
+    # bytes of a number as the last dimension, so that only the part's columns are read
     data = data.reshape(*sizes, dtype.itemsize)
     row_bytes = target[0].numel() * dtype.itemsize
     rows = max(1, (_BLOCK_BYTES if target.is_cpu else _BLOCK_BYTES_GPU) // row_bytes)
@@ -91,11 +91,11 @@ def copy_piece(
 
 
 def _start_of_data(mapped: _Map, num_bytes: int) -> int:
-    """Where the memory of the one tensor begins in an archive, before which there may be something else.
+    """Offset of the only tensor's memory in a mapped archive, which may begin with other bytes.
 
     Raises:
-        ValueError: it has none of that length.
-        zipfile.BadZipFile: it is no archive; RuntimeError (NotImplementedError with it): of a kind that is not read here;
+        ValueError: the archive has no tensor of that length.
+        zipfile.BadZipFile: the file is no archive; RuntimeError (NotImplementedError with it): of a kind that is not read here;
             EOFError: it ends too early.
     """
     with zipfile.ZipFile(mapped) as entries:  # type: ignore[call-overload]

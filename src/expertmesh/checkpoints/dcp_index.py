@@ -1,8 +1,8 @@
-"""The index of a checkpoint, read without running anything: it is a pickle, and folders come from strangers.
+"""The index of a checkpoint, a pickle, read by a restricted unpickler because folders may come from strangers.
 
 `torch.distributed.checkpoint` unpickles its `.metadata` with no restriction, so that a folder could run any command. Here
-only the few classes that an index is made of may occur, pieces must lie in the folder itself, and nothing is transformed.
-Of the tensors' own files only the tensors' memory is read (`checkpoint_files.py`).
+only the few classes of an index may occur, pieces must lie in the folder itself, and transformed ones are refused. Of the
+tensors' own files only the tensors' memory is read (`dcp_files.py`).
 """
 
 import io
@@ -51,26 +51,26 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_plain(path: Path) -> Any:
-    """What a file of an index, or of a part of it, holds.
+    """The object in a pickle of an index, or of a rank's record.
 
     Raises:
-        CheckpointError: it is unreadable, or asks for anything but the classes of an index.
-        OSError: it cannot be opened.
+        CheckpointError: the file is unreadable, or names other classes than an index's.
+        OSError: the file cannot be opened.
     """
     data = path.read_bytes()
     try:
         return _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # whatever unpickling of another file raises
+    except Exception as error:  # unpickling a damaged file may raise anything
         raise CheckpointError(
             f"{path}: is unreadable ({error}); choose another checkpoint"
         ) from error
 
 
 def read_index(folder: Path) -> Metadata:
-    """Where the pieces of a checkpoint's tensors are.
+    """The index of a checkpoint: file and offset of each piece of its tensors.
 
     Raises:
-        CheckpointError: it is unreadable, or points outside the folder.
+        CheckpointError: the index is unreadable, or points outside the folder.
     """
     path = folder / ".metadata"
     found = read_plain(path)

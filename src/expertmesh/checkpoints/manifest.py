@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sizes and checksums of its files, a checksum per block, so that ranks share the work of comparing them."""
+"""The manifest of a checkpoint: sizes of its files and a checksum per block, so that ranks share the work of comparing them."""
 
 import hashlib
 import json
@@ -11,12 +11,12 @@ from expertmesh.config.base import parse_json
 
 NAME = "manifest.json"
 BLOCK_BYTES = 1 << 26
-"""Of the blocks of a file, which have a checksum each: what is compared at a time, by one rank."""
+"""Bytes of a block of a file; each block has a checksum, which one rank compares."""
 _READ_BYTES = 1 << 20
 
 
 class _Unit(NamedTuple):
-    """What one rank compares: a block of a file, or a whole one."""
+    """Unit of comparison by one rank: a block of a file, or a whole file."""
 
     name: str
     file_bytes: int
@@ -26,7 +26,7 @@ class _Unit(NamedTuple):
 
 
 def described(path: Path, *, block_bytes: int = BLOCK_BYTES) -> dict[str, Any]:
-    """Size and checksums of a file: one, or of a file of several blocks that of each."""
+    """Size of a file with its SHA-256, or, for a file of several blocks, the SHA-256 of each block."""
     size = path.stat().st_size
     starts = range(0, max(size, 1), block_bytes)
     sums = [_sha256(path, start, min(block_bytes, size - start)) for start in starts]
@@ -40,8 +40,8 @@ def write_manifest(folder: Path, files: Mapping[str, Any], *, version: int) -> P
 
     Args:
         folder: the checkpoint.
-        files: `described`, by their names in the folder.
-        version: of the format.
+        files: results of `described`, by file name in the folder.
+        version: version of the format.
     """
     path = folder / NAME
     path.write_text(json.dumps({"format_version": version, "files": files}, indent=1))
@@ -49,9 +49,9 @@ def write_manifest(folder: Path, files: Mapping[str, Any], *, version: int) -> P
 
 
 def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Compare a checkpoint with its manifest; reads all of it, or a share.
+    """Compare a checkpoint with its manifest; reads the whole checkpoint, or a share.
 
-    The shares are of about as many bytes: at most 1 / n of all and a block. A manifest of before there were blocks has whole files
+    Shares have about equally many bytes: at most 1 / n of all plus a block. A manifest of an old version has whole files
     only, each compared by one rank.
 
     Args:
@@ -59,7 +59,7 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
         share: (i, n): the i-th of n parts of its blocks.
 
     Returns:
-        What is wrong, or None.
+        Description of the first damage found, or None.
     """
     name = NAME
     try:
@@ -84,10 +84,10 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
 
 
 def _units(name: str, entry: Mapping[str, Any]) -> Iterator[_Unit]:
-    """What there is to compare of a file.
+    """Units of a file, from its entry in the manifest.
 
     Raises:
-        KeyError, TypeError, ValueError: the manifest says nothing usable.
+        KeyError, TypeError, ValueError: the entry is malformed.
     """
     size = int(entry["size"])
     if "blocks" not in entry:
@@ -100,7 +100,7 @@ def _units(name: str, entry: Mapping[str, Any]) -> Iterator[_Unit]:
 
 
 def _share(units: list[_Unit], position: int, num_parts: int) -> list[_Unit]:
-    """One of several parts of about as many bytes: the next largest goes to the part that has least."""
+    """The units of a part, of `num_parts` about equal ones: each unit, largest first, goes to the part with fewest bytes."""
     sizes = [0] * num_parts
     mine = []
     for unit in sorted(units, key=lambda unit: -unit.num_bytes):
@@ -112,14 +112,14 @@ def _share(units: list[_Unit], position: int, num_parts: int) -> list[_Unit]:
 
 
 def _sha256(path: Path, start: int, num_bytes: int) -> str:
-    """Of a part of a file."""
+    """SHA-256 of a part of a file, in hex digits."""
     found, left = hashlib.sha256(), num_bytes
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_SEQUENTIAL)
         while data := file.read(
             min(left, _READ_BYTES) or 1
-        ):  # a byte of an empty file: it may be unreadable
+        ):  # reads an empty file, too, which may be unreadable
             found.update(data)
             left -= len(data)
             if left <= 0:

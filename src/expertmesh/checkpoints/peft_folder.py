@@ -1,8 +1,8 @@
-"""Folders of low-rank adapters as peft saves them: their options, and their factors as those of our parameters.
+"""Folders of low-rank adapters in peft's format: their options, and their factors mapped to our parameters.
 
-Names are those of the modules of transformers, of a hub model's files, or of our own model inside `ExpertMeshForCausalLM`.
-Queries, keys and values are one matrix of ours, and a gate and what it multiplies are, too: adapters of both are one of ours then,
-whose rank is the sum of theirs, and whose second factor has zeros where rows are not theirs.
+Adapters are named after modules of transformers, tensors of a hub model's files, or modules of our model inside `ExpertMeshForCausalLM`.
+Our GPT has one matrix for queries, keys and values, and one for gate and up. Adapters of several such modules become one adapter,
+whose rank is the sum of their ranks, and whose second factor has zeros outside each module's rows.
 """
 
 import math
@@ -27,7 +27,7 @@ from expertmesh.models.gpt.spec import gpt_spec
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 IN_HUB = {"w_in": "gate_up_proj", "w_out": "down_proj"}
-"""Parameters of experts that peft targets, by ours."""
+"""Names that peft targets for experts' parameters, by our names."""
 _PREFIX = "base_model.model."
 _OWN_PREFIX = "gpt."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
@@ -44,18 +44,18 @@ _LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Options of peft with the values under which an adapter is W + s B A; other first factors change W, too."""
+"""Options of peft and their values with which an adapter computes W + s B A; other `init_lora_weights` change W, too."""
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """A folder of peft's, read.
+    """Contents of a folder of peft.
 
     Attributes:
-        folder: where it lies.
-        values: of adapter_config.json.
-        tensors: by their names in the files.
-        metadata: of the file of tensors.
+        folder: path of the folder.
+        values: the values of adapter_config.json.
+        tensors: the factors, by name in the file.
+        metadata: metadata of the file of tensors.
     """
 
     folder: Path
@@ -64,26 +64,26 @@ class AdapterFiles:
     metadata: Mapping[str, str]
 
     def rank_of(self, module: str) -> int:
-        """r of the adapter on a module, or on a parameter of one."""
+        """Rank r of the adapter on a module or a module's parameter."""
         return self._by_pattern("rank_pattern", module, self.values["r"])
 
     def scaling_of(self, module: str) -> float:
-        """s of the same."""
+        """Scaling s of the adapter on a module or a module's parameter."""
         rank = self.rank_of(module)
         alpha = self._by_pattern("alpha_pattern", module, self.values["lora_alpha"])
         return float(alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank)
 
     def _by_pattern(self, option: str, module: str, usual: Any) -> Any:
-        """As peft reads it: the first pattern that a name ends with. Its numbers have been checked."""
+        """Value of the first pattern that matches the end of a module's name, as in peft; `usual` without a match."""
         given = self.values.get(option) or {}
         found = (v for key, v in given.items() if re.match(rf"(.*\.)?({key})$", module))
         return next(found, usual)
 
     def target_parameters(self) -> list[str]:
-        """Parameters of experts that have adapters, as ours are called.
+        """Parameters of experts that have adapters, by our names.
 
         Raises:
-            ConfigError: one is of no experts.
+            ConfigError: a target is no parameter of experts.
         """
         return [_ours(theirs) for theirs in self.values.get("target_parameters") or []]
 
@@ -92,7 +92,7 @@ def read_adapter_files(folder: str | Path) -> AdapterFiles:
     """Read a folder of peft's `save_pretrained`, or of `expertmesh.integrations.peft.save_adapters`.
 
     Raises:
-        ConfigError: it holds no adapters.
+        ConfigError: the folder holds no adapters.
         CheckpointError: their tensors are missing or unreadable.
     """
     folder = expanded(folder)
@@ -148,7 +148,7 @@ def _ours(theirs: str) -> str:
 
 
 class Factors(NamedTuple):
-    """The adapter of one of our parameters, (E, ..., K) or (..., K) with all rows in one dimension.
+    """Factors of the adapter of one of our parameters, (E, ..., K) or (..., K), with all rows in one dimension N.
 
     Attributes:
         a_erK: (e, r, K) first factors; e is E, or 1 where there are no experts.
@@ -160,17 +160,17 @@ class Factors(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where rows of a module of theirs lie in a parameter of ours.
+    """Mapping of rows of a peft module to rows of a parameter of ours.
 
     Attributes:
-        parameter: of ours.
-        part: which of those modules that are one parameter of ours.
-        expert: whose rows they are.
-        ours: rows there, counted over all dimensions but those of experts and columns.
-        theirs: rows of the module.
-        num_rows: of the module.
-        num_columns: of both.
-        num_experts: whose factors lie in one tensor of theirs.
+        parameter: name of our parameter.
+        part: index of the module among the modules that are one parameter of ours.
+        expert: expert of these rows.
+        ours: rows in our parameter, counted over all dimensions but experts and columns.
+        theirs: the same rows in the module.
+        num_rows: rows of the module, in all.
+        num_columns: columns of module and parameter.
+        num_experts: number of experts whose factors are one tensor in the file.
     """
 
     parameter: str
@@ -185,12 +185,12 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Parts:
-    """What is known of the adapter of one parameter."""
+    """Factors found for one parameter, by part."""
 
     found: dict[int, list[tuple[_Place, Tensor, Tensor]]] = field(default_factory=dict)
 
     def factors(self, one: Parameter, *, multiple: int) -> Factors:
-        """The factors, their rank filled up with zeros to a multiple of a number."""
+        """The joined factors, their rank padded with zeros to a multiple of `multiple`."""
         e = one.shape[0] if one.is_expert else 1
         rows = math.prod(one.shape[one.is_expert : -1])
         ranks = {part: len(each[0][1]) for part, each in sorted(self.found.items())}
@@ -214,15 +214,15 @@ def read_factors(
 
     Args:
         files: the folder.
-        config: of the model that they are for.
-        multiple: ranks are filled up with zeros to a multiple of it.
+        config: configuration of their model.
+        multiple: ranks are padded with zeros to a multiple of it.
 
     Raises:
-        ConfigError: an option of peft's that makes its adapters others than W + s B A, or an adapter on what takes none; named.
-        CheckpointError: a tensor is missing, extra, of another shape, or not finite; named.
+        ConfigError: an option of peft makes adapters other than W + s B A, or an adapter is on a module that takes none; names it.
+        CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
     """
     folder, places, spec = files.folder, _places(config), gpt_spec(config)
-    files.target_parameters()  # others than of experts are refused
+    files.target_parameters()  # refuses targets that are not experts
     for name, allowed in _LEFT_OUT.items():
         value = files.values.get(name, allowed[0])
         if value not in allowed:
@@ -259,7 +259,7 @@ def read_factors(
 
 
 def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both factors of each module, by its name."""
+    """Factors (A, B) of each module, by the module's name."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in files.tensors.items():
         match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
@@ -282,7 +282,7 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _by_target(module: str, files: AdapterFiles) -> str:
-    """A module's name with that of the parameter, where peft has the adapter on one: of two, down_proj's is the outer one."""
+    """The name of an adapter's module, with the parameter's name where the adapter is on one; of two, the outer is down_proj's."""
     path = module.removesuffix(".base_layer")
     if not path.endswith(".experts"):
         return module
@@ -298,7 +298,7 @@ def _by_target(module: str, files: AdapterFiles) -> str:
 
 @lru_cache(maxsize=4)
 def _places(config: ModelConfig) -> Mapping[str, list[_Place]]:
-    """Where the rows of each module that may have an adapter lie in our parameters, by all its names."""
+    """Places in our parameters of each module that may have an adapter, by all names of the module."""
     spec = gpt_spec(config)
     found: dict[str, list[_Place]] = {}
     for one in spec:
@@ -327,13 +327,13 @@ def _places(config: ModelConfig) -> Mapping[str, list[_Place]]:
 
 
 def can_have_adapter(one: Parameter) -> bool:
-    """Whether a parameter is a matrix that each token passes by itself, and reads in no other form."""
+    """Whether a parameter may have an adapter: a matrix applied to each token by itself, and used in no other form."""
     is_read_otherwise = one.name.endswith("attention.kv_up.weight")
     return one.role in ("matrix", "gate") and one.part != "router" and not is_read_otherwise
 
 
 def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int) -> _Place:
-    """Where a part lies among the rows of all dimensions but the last."""
+    """`_Place` of a part, its rows counted over all dimensions but the last."""
     expert = at[0].start if one.is_expert else 0
     *lead, _ = at[one.is_expert :]
     sizes = one.shape[one.is_expert : -1]
@@ -345,7 +345,7 @@ def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int)
 
 
 def _fused(one: Parameter, config: ModelConfig) -> Iterator[_Place]:
-    """The rows of all experts' tensor of transformers: gates before ups, or taking turns."""
+    """Places of transformers' tensor of all experts: gate rows before up rows, or alternating."""
     E, *inner, K = one.shape
     rows = math.prod(inner)
     takes_turns = config.activation == "clamped_swiglu" and one.name.endswith("w_in")
@@ -363,7 +363,7 @@ def _fused(one: Parameter, config: ModelConfig) -> Iterator[_Place]:
 def _no_place(
     folder: Path, module: str, theirs: str, config: ModelConfig
 ) -> ConfigError | CheckpointError:
-    """What to say of an adapter that there is no place for: the module takes none, or the model has no such module."""
+    """The error for an adapter without a place: its module takes none, or the model has no such module."""
     names = {
         name.replace("{expert}", r"\d+").removesuffix(".weight")
         for one in gpt_spec(config)

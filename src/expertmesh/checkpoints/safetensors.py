@@ -1,6 +1,6 @@
-"""Safetensors files, one of them, or shards with an index: read through memory maps, and written tensor by tensor.
+"""Safetensors files, single or sharded with an index: read through memory maps, and written tensor by tensor.
 
-Nothing is trusted that was not compared.
+Sizes and shapes in headers are checked against the files before use.
 """
 
 import json
@@ -33,30 +33,30 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bool: "BOOL",
 }
-"""What safetensors files call types."""
+"""Names of types in safetensors files."""
 _ALIGNMENT = 8
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-"""Most bytes of a file that is written, unless one tensor is larger."""
+"""Largest size in bytes of a written file, unless one tensor is larger."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types of weights that are read."""
+"""Types of weights that can be read."""
 _BUFFER = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids|(self_attn|attn|attention)\.(masked_bias|bias))$"
 )
-"""Names of what older programs saved beside the weights and the model computes itself: angles, positions, masks."""
+"""Names of buffers that older programs saved and the model computes itself: angles, positions, masks."""
 _ELEMENTS = 1 << 18
-"""Numbers that are compared, or widened or rounded on the way, at a time."""
+"""Number of elements that are compared, widened or rounded at a time."""
 
 
 class Entry(NamedTuple):
-    """One tensor of the files.
+    """Place, type and shape of a tensor in the files.
 
     Attributes:
-        path: of its file.
-        dtype: its type, or the file's name of a type that torch's common ones lack.
+        path: path of its file.
+        dtype: its type; a type that `DTYPE_NAMES` lacks by its name in the file.
         shape: its shape.
         begin: its first byte in the file.
     """
@@ -71,11 +71,11 @@ class HubFiles:
     """The tensors of a folder by name.
 
     Args:
-        folder: has `model.safetensors`, or shards and `model.safetensors.index.json`.
+        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
     Raises:
-        ConfigError: it has neither.
-        CheckpointError: a file is missing, or ends before one of its tensors does, or contradicts itself.
+        ConfigError: the folder has neither.
+        CheckpointError: a file is missing, cut short, or contradicts itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,7 +94,7 @@ class HubFiles:
             self.entries |= _header(folder / name)
 
     def leave_out(self, beginnings: tuple[str, ...]) -> None:
-        """Forget the tensors whose names begin so, and the buffers of older programs."""
+        """Drop the tensors whose names have one of these prefixes, and the buffers of older programs."""
         self.entries = {
             name: entry
             for name, entry in self.entries.items()
@@ -102,14 +102,14 @@ class HubFiles:
         }
 
     def tie(self, name: str, again: str) -> None:
-        """Of a matrix that a model uses twice: take it under its one name, whichever of the two the files have.
+        """Merge the two names of a tied matrix into one, whichever of them the files have.
 
         Args:
-            name: under which the model has it.
-            again: under which some programs write it, too, or alone.
+            name: name in the model.
+            again: second name, which some programs write in addition, or alone.
 
         Raises:
-            CheckpointError: both are there and differ.
+            CheckpointError: the files have both, and their values differ.
         """
         other = self.entries.get(again)
         if other is None:
@@ -132,7 +132,7 @@ class HubFiles:
         return all(torch.equal(a.double(), b.double()) for a, b in blocks)
 
     def usual_dtype(self) -> torch.dtype:
-        """The type of most numbers."""
+        """The type of most elements."""
         sizes = dict.fromkeys(READABLE, 0)
         for entry in self.entries.values():
             if isinstance(entry.dtype, torch.dtype) and entry.dtype in sizes:
@@ -140,24 +140,24 @@ class HubFiles:
         return max(READABLE, key=lambda dtype: sizes[dtype])
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor whose memory is the file; not to be written to."""
+        """A tensor mapped from its file; not to be written to."""
         return self.mapped(self.entries[name])
 
     def part(self, name: str, at: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor; not to be written to."""
+        """A part of a tensor, mapped from its file; not to be written to."""
         return self.mapped(self.entries[name], at)
 
     def copy(
         self, name: str, at: tuple[slice, ...], into: Tensor, *, dtype: torch.dtype, along: int = 0
     ) -> None:
-        """Copy a part of a tensor; needs memory for few of its numbers beside `into`.
+        """Copy a part of a tensor, by blocks of few elements, so that little further memory is needed.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             at: the part; slices have a start and a stop.
-            into: gets it; of the shape of the part.
-            dtype: to which numbers are rounded before they have the type of `into`.
-            along: the dimension along which it is cut into what is there at a time.
+            into: the tensor to fill, of the shape of the part.
+            dtype: type to which elements are rounded before they are converted to the type of `into`.
+            along: the dimension that is cut into blocks.
         """
         sizes = into.shape
         rows = max(_ELEMENTS * sizes[along] // max(into.numel(), 1), 1) if sizes else 1
@@ -173,11 +173,11 @@ class HubFiles:
 
     @staticmethod
     def mapped(entry: Entry, at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor of an entry, or a part of it, whose memory is the file."""
+        """The tensor of an entry, or a part of it, mapped from its file."""
         path, dtype, shape, begin = entry
         assert isinstance(dtype, torch.dtype)
         num_bytes = dtype.itemsize * math.prod(shape)
-        # of the tensor alone, so that its pages are nobody's when it is gone; copy on write: torch wants memory that it might write to
+        # maps this tensor alone, so that its pages are freed with it; copy on write, since torch wants writable memory
         part = torch.from_numpy(
             np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
         )
@@ -188,18 +188,18 @@ class HubFiles:
 
 
 def sub_slice(at: slice, cut: slice) -> slice:
-    """Where a part of a slice lies.
+    """The part `cut` of a slice, as a slice of the same dimension.
 
     Args:
-        at: has a start and a stop.
-        cut: counted from the first of it; not empty.
+        at: a slice with a start and a stop.
+        cut: a part, counted from the first element of `at`; not empty.
     """
     step = at.step or 1
     return slice(at.start + cut.start * step, at.start + (cut.stop - 1) * step + 1, step)
 
 
 def _names_of_files(index: Path) -> list[str]:
-    """The files that an index names, which lie beside it."""
+    """Names of the files in an index, all in the index's folder."""
     found = read_json(index).get("weight_map")
     names: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
     for name in names:
@@ -211,20 +211,20 @@ def _names_of_files(index: Path) -> list[str]:
 
 
 QUANTIZATION = "quantization_config"
-"""Key of a config.json whose weights are quantised."""
+"""Key of config.json that marks quantised weights."""
 
 
 def quant_method(values: Mapping[str, Any]) -> Any:
-    """How a config.json says that its weights are quantised; None: not, or it does not say."""
+    """Quantisation method that a config.json names; None: it names none."""
     found = values.get(QUANTIZATION)
     return found.get("quant_method") if isinstance(found, Mapping) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that is an object.
+    """The object in a JSON file.
 
     Raises:
-        ConfigError: it is missing or unreadable.
+        ConfigError: the file is missing, unreadable or no object.
     """
     try:
         values = parse_json(path.read_bytes())
@@ -242,10 +242,10 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
 
     Args:
         files: the folder.
-        shapes: what the model needs, by the hub's names.
+        shapes: shapes that the model needs, by the hub's names.
 
     Raises:
-        CheckpointError: a tensor is missing, extra, transposed, of another shape, or of a type that holds no plain numbers; names it.
+        CheckpointError: a tensor is missing, extra, transposed, of another shape, or of a type that is not in `READABLE`; names it.
     """
     where, found = files.folder, files.entries
     if missing := sorted(set(shapes) - set(found)):
@@ -291,10 +291,10 @@ def _header(path: Path) -> dict[str, Entry]:
 
 
 def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tuple[str, Entry]]:
-    """What a header says of its tensors, whose bytes begin at `start`.
+    """Names and entries of the tensors in a header, whose bytes begin at `start`.
 
     Raises:
-        CheckpointError: the file ends before one of them does, or the numbers of one do not fit together.
+        CheckpointError: the file ends before a tensor does, or a tensor's bytes and shape do not fit.
     """
     for name, entry in values.items():
         if name == "__metadata__":
@@ -321,7 +321,7 @@ def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tupl
 
 
 class FileTensor(NamedTuple):
-    """A tensor as a file is to have it."""
+    """Name, type and shape of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -329,7 +329,7 @@ class FileTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of the tensor."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -337,8 +337,8 @@ def file_header(tensors: Iterable[FileTensor], texts: Mapping[str, str]) -> byte
     """The header of a safetensors file, its length not included.
 
     Args:
-        tensors: in the order of their bytes.
-        texts: plain texts that go with them.
+        tensors: the tensors, in the order of their bytes.
+        texts: texts of the metadata.
     """
     entries: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
@@ -356,16 +356,16 @@ def file_header(tensors: Iterable[FileTensor], texts: Mapping[str, str]) -> byte
 def write_file(
     path: Path, tensors: Sequence[FileTensor], values: Iterator[Tensor], texts: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file tensor by tensor, and wait until the disk has it.
+    """Write a safetensors file tensor by tensor, and wait until it is on disk.
 
     The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of each tensor, and
-    plain texts), then the tensors.
+    metadata), then the tensors.
 
     Args:
-        path: of the file.
-        tensors: what it is to have.
-        values: of these tensors, in their order; as many are taken as there are.
-        texts: plain texts that go with them.
+        path: path of the file.
+        tensors: names, types and shapes of the tensors.
+        values: iterator over the tensors, in the same order; one is taken for each of `tensors`.
+        texts: texts of the metadata.
     """
     header = file_header(tensors, texts)
     with path.open("wb") as file:
@@ -383,13 +383,13 @@ def write_shards(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write `model.safetensors`, or files of a size and their index, as `HubFiles` and transformers read them.
+    """Write `model.safetensors`, or shards with their index, as `HubFiles` and transformers read them.
 
     Args:
-        folder: where to.
-        tensors: all of them.
-        values: theirs, in their order; one is held at a time.
-        shard_bytes: most bytes of a file, unless one tensor is larger.
+        folder: folder of the files.
+        tensors: names, types and shapes of all tensors.
+        values: iterator over the tensors, in the same order; one is held at a time.
+        shard_bytes: largest size of a file, unless one tensor is larger.
 
     Returns:
         Bytes of all tensors.

@@ -1,7 +1,7 @@
-"""Where tensors come from: names, types and shapes, and any part of one, read into memory that is there already.
+"""`TensorSource`, the protocol of stored tensors: names, types, shapes, and any part of a tensor read into given memory.
 
-Checkpoints of runs (`dcp.py`) and folders of the hub (`hub/load_pretrained.py`) are sources; so may be other formats. Whoever fills a model,
-whole or spread over ranks, does it by `read_into`.
+Checkpoints of runs (`dcp.py`) and folders of the hub (`hub/load_pretrained.py`) are sources. `read_into` fills a model from a source,
+ whole or spread over ranks.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from expertmesh.errors import CheckpointError
 
 
 class Stored(NamedTuple):
-    """What a source has under a name.
+    """Shape and type of a tensor of a source.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: its type.
+        shape: shape of the whole tensor.
+        dtype: type in which the source gives it.
     """
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Tensors on disk."""
+    """Tensors on disk, by name."""
 
     @property
     def path(self) -> Path:
@@ -37,30 +37,30 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """What there is, by name."""
+        """Shapes and types of the tensors, by name."""
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
         """Copy a part of a tensor.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             box: the part, within the whole tensor.
-            into: gets it; of the shape of the part, any type, on any device.
+            into: the tensor to fill, of the shape of the part, any type, on any device.
 
         Raises:
-            CheckpointError: the files do not hold it.
+            CheckpointError: the files do not hold the part.
         """
 
 
 def read_into(source: TensorSource, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors from a source, in place, each rank what it has of them; needs no memory beside them, and communicates with nobody.
+    """Fill tensors from a source in place, each rank its own shards, without further memory or communication.
 
     Args:
-        source: may have more tensors.
-        targets: by name, plain or DTensors; their whole shapes must be those of the source.
+        source: the source, which may have more tensors.
+        targets: tensors by name, plain or DTensors; their global shapes must equal the source's.
 
     Raises:
-        CheckpointError: the source lacks one, or has it in another shape; nothing is read then. Or its files are damaged.
+        CheckpointError: the source lacks a tensor, or has it in another shape; nothing is read then. Or its files are damaged.
     """
     for name, tensor in targets.items():
         stored = source.tensors.get(name)
@@ -77,7 +77,7 @@ def read_into(source: TensorSource, targets: Mapping[str, Tensor]) -> None:
 
 
 def read_whole(source: TensorSource, name: str) -> Tensor:
-    """One tensor of a source, whole, on the CPU."""
+    """A whole tensor of a source, on the CPU."""
     shape, dtype = source.tensors[name]
     tensor = torch.empty(shape, dtype=dtype)
     source.read(name, whole_box(shape), tensor)
@@ -85,7 +85,7 @@ def read_whole(source: TensorSource, name: str) -> Tensor:
 
 
 def _local_parts(tensor: Tensor) -> list[tuple[Tensor, Box]]:
-    """What this rank holds of a tensor, and where that lies in the whole."""
+    """Local shards of a tensor on this rank, each with its box in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return [(tensor, whole_box(tensor.shape))]
     local: Any = tensor.to_local()

@@ -1,14 +1,14 @@
-"""Checkpoints: written by all ranks at once in the background, made visible by one rename, checked by SHA-256.
+"""Checkpoints of a run: written by all ranks at once in the background, made visible by one rename, checked by SHA-256.
 
     checkpoints/step_00000200/
         manifest.json            size and SHA-256 of the other files, written last
         state.json               step, data position, configuration, format version, ...
         __0_0.distcp, __1_0...   the tensors: one file of each rank, with the pieces that it wrote
-        .metadata                in which file each piece of each tensor is (torch.distributed.checkpoint)
+        .metadata                file of each piece of each tensor (torch.distributed.checkpoint)
 
-All ranks write into one hidden folder, each a file of its own, and leave a record beside it when that is on disk. Rank 0
-waits for the records, adds the rest and renames. So a folder with a visible name is complete unless the disk
-damaged it, and then the manifest tells. Ranks of several machines need a file system that all of them see.
+All ranks write into one hidden folder, each a file of its own, and leave a record beside it when the file is on disk. Rank 0
+waits for the records, adds the other files and renames the folder. So a folder with a visible name is complete unless the
+disk damaged it, which the manifest shows. Ranks of several machines need a shared file system.
 
 The background threads communicate through these records alone: process groups belong to the training.
 """
@@ -59,14 +59,14 @@ _log = logging.getLogger("expertmesh.checkpoint")
 
 
 class CheckpointStore:
-    """The checkpoints of one run, written by all its ranks. One run at a time (the run directory's lock sees to that).
+    """The checkpoints of one run, written by all its ranks. The run directory's lock keeps other runs out.
 
     Args:
-        folder: holds the checkpoints; made when the first is saved. The same for all ranks.
-        keep_last: the newest so many are kept, and the one with the lowest evaluation loss.
-        keep_every: those of multiples of this step are kept, too.
+        folder: folder of the checkpoints, the same for all ranks; made when the first is saved.
+        keep_last: number of newest checkpoints to keep, beside the one with the lowest evaluation loss.
+        keep_every: checkpoints at multiples of this step are kept, too.
         ranks: the ranks; None: this process alone.
-        write: writes a rank's tensors into a folder; None: `write_tensors`.
+        write: function that writes a rank's tensors into a folder; None: `write_tensors`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CheckpointStore:
         self._is_abandoned, self._is_closing = threading.Event(), threading.Event()
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed run left half-written or half-deleted; for one rank."""
+        """Delete half-written and half-deleted checkpoints of a killed run; for one rank."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 hidden = path.name.removeprefix(_PARTIAL).removeprefix(_DELETED)
@@ -106,19 +106,19 @@ class CheckpointStore:
     ) -> None:
         """Copy the tensors to the CPU, then write them in the background; training may go on at once.
 
-        Every rank must call. Each copies and writes only what it alone has, and its share of what several have. Waits for the save before, if
-        that still runs.
+        Every rank must call. Each copies and writes its own shards, and its share of tensors that several ranks have. Waits first for a
+        previous save that still runs.
 
         Args:
-            step: names the checkpoint.
+            step: step of the training, which names the checkpoint.
             tensors: by name, on any device; DTensors, and plain ones that are equal on all ranks.
-            state: plain JSON values; those of rank 0 are kept.
-            eval_loss: of the model as it is now, if known; the lowest is kept as the best.
-            make: gives the tensors that are on the meta device, one at a time when they are written, in the background.
+            state: plain JSON values; rank 0's are kept.
+            eval_loss: evaluation loss of the model as it is now, if known; the lowest is kept as the best.
+            make: makes the tensors that are on the meta device, one at a time when they are written, in the background.
 
         Raises:
-            OSError: the save before failed (disk full, ...), or the folder cannot be made.
-            PeerError: on the other ranks, when one failed; rank 0 raises the error.
+            OSError: the previous save failed (disk full, ...), or the folder cannot be made.
+            PeerError: another rank failed; rank 0 raises its error.
         """
         self.wait()
         partial = self.folder / f"{_PARTIAL}{_PREFIX}{step:08d}"
@@ -141,15 +141,15 @@ class CheckpointStore:
             self._is_done()
 
     def wait(self) -> None:
-        """Wait for the save that runs, and raise its error, whichever rank it is of. Every rank must call."""
+        """Wait for the running save, and raise its error, also another rank's. Every rank must call."""
         while self._pending is not None and not self._is_done():
-            # Rank 0's ends last: it waits for all others.
+            # Rank 0's save ends last: it waits for all others.
             concurrent.futures.wait(
                 [self._pending], timeout=_POLL_S if self.ranks.size > 1 else None
             )
 
     def _is_done(self) -> bool:
-        """Whether the save is over on all ranks, and then there is none any more; raises its error."""
+        """Whether the save is over on all ranks, which clears it; raises its error."""
         assert self._pending is not None
         mine = self._pending
         error = mine.exception() if mine.done() else None
@@ -164,12 +164,12 @@ class CheckpointStore:
         return not unfinished
 
     def _fail(self, mine: Future[None], error: BaseException | None) -> None:
-        """End a save that failed on some rank; `error` is this rank's, from before the others gave up."""
+        """End a save that failed on some rank and raise; `error` is this rank's own, if it failed by itself."""
         self._is_abandoned.set()
         mine.exception()
         self._is_abandoned.clear()
         errors = self.ranks.gather(_described(error))
-        if self.ranks.is_leader:  # where another rank's file may have come after the first time
+        if self.ranks.is_leader:  # again: another rank's file may have come since
             shutil.rmtree(self._partial, ignore_errors=True)
         rank, kind, *words = next(
             (r, *found) for r, found in enumerate(errors) if found is not None
@@ -198,7 +198,7 @@ class CheckpointStore:
         return list_checkpoints(self.folder)
 
     def _write(self, final: Path, partial: Path, staged: Staged, state: str) -> None:
-        """In the background: this rank's file; on rank 0 all that is left to do."""
+        """Write this rank's file, in the background; rank 0 also completes the checkpoint and prunes."""
         if self.ranks.is_leader:
             try:
                 with naming(final, partial):
@@ -231,7 +231,7 @@ class CheckpointStore:
         _sync(self.folder)
 
     def _record(self, path: Path) -> tuple[list[Any], dict[str, Any]]:
-        """What another rank left when its file was on disk; waits for it, but not long when the run is ending."""
+        """Record that another rank left of its written file; waits for it, at most `_GRACE_S` when the run is ending."""
         end = math.inf
         while not path.exists():
             if self._is_closing.is_set():
@@ -244,7 +244,7 @@ class CheckpointStore:
         return cast("tuple[list[Any], dict[str, Any]]", read_plain(path))
 
     def prune(self, newest: int) -> None:
-        """Delete what is not to be kept. Those after the newest are damaged, or the run had gone on from them: they count for nothing."""
+        """Delete checkpoints that are not to be kept. Those after step `newest` are ignored: damaged, or left by an earlier attempt."""
         paths = [path for path in self.paths() if step_of(path) <= newest]
         keep = set(paths[-self.keep_last :])
         rated = [(loss, path) for path in paths if (loss := _eval_loss(path)) is not None]
@@ -265,12 +265,12 @@ class CheckpointStore:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name tells."""
+    """Step in the name of a checkpoint."""
     return int(path.name.removeprefix(_PREFIX))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Visible checkpoints in a folder, oldest first, damaged ones included; what has another name is not ours."""
+    """Visible checkpoints in a folder, oldest first, damaged ones included; other names are ignored."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
@@ -280,11 +280,11 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
     """The newest checkpoint that is not damaged; warns of each damaged one that is newer.
 
     Args:
-        folder: holds the checkpoints.
+        folder: folder of the checkpoints.
         ranks: ranks that share the reading; every one must call, and rank 0 warns. None: this process alone.
 
     Returns:
-        Its path; None if there is no checkpoint at all.
+        Path of the checkpoint; None if there is no checkpoint at all.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -309,10 +309,10 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint.
+    """The plain values of a checkpoint, from its state.json.
 
     Raises:
-        CheckpointError: unreadable, or of a newer format.
+        CheckpointError: the file is unreadable, or of another format version.
     """
     try:
         state = parse_json((path / "state.json").read_bytes())
@@ -337,7 +337,7 @@ def _eval_loss(path: Path) -> float | None:
 
 
 def _described(error: BaseException | None) -> tuple[Any, ...] | None:
-    """An error in plain values, which can be pickled whatever the error is."""
+    """An error as plain values, which can be pickled."""
     if error is None:
         return None
     if isinstance(error, OSError) and error.errno is not None:
@@ -346,11 +346,11 @@ def _described(error: BaseException | None) -> tuple[Any, ...] | None:
 
 
 def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
-    """Flush what is flushed not yet, and list everything.
+    """Write the manifest of all files, flushing those that are not on disk yet.
 
     Args:
-        folder: of the checkpoint.
-        files: sizes and checksums that are known.
+        folder: folder of the checkpoint.
+        files: known sizes and checksums, by file name.
     """
     found = {}
     for path in _files(folder):
@@ -368,7 +368,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _flushed(path: Path) -> dict[str, Any]:
-    """Flush a file to disk; its size and checksums."""
+    """Flush a file to disk and return its size and checksums."""
     _sync(path)
     return described(path)
 

@@ -1,1 +1,1 @@
-"""Models of the Hugging Face hub: their options, names and weights as those of our GPT."""
+"""Models of the Hugging Face hub: their options, tensor names and weights mapped to our GPT."""

@@ -1,4 +1,4 @@
-"""What a hub model's config.json says, as options of our GPT. What has no counterpart is refused by name, or said where it is for training."""
+"""Translation of a hub model's config.json to options of our GPT; options that it lacks are refused, or logged if for training only."""
 
 import logging
 import math
@@ -23,24 +23,24 @@ YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
 }
-"""Options of YaRN, the hub's names and ours."""
+"""Our names of YaRN's options, by the hub's."""
 _TRAINING_ONLY = {
     "attention_dropout": "dropout on attention weights",
     "router_jitter_noise": "noise on the input of router and experts together (moe.input_jitter is the router's alone)",
     "router_z_loss_coef": "a loss that transformers' own class does not compute (moe.z_loss_weight is ours)",
     "aux_loss_alpha": "a loss that transformers' own class does not compute (moe.aux_loss_weight is ours)",
 }
-"""Options that change a training alone, which is another then, and what they are."""
+"""Options that change training only and are ignored, with their descriptions."""
 
 
 def _scaling(v: Values, *, latent: bool) -> dict[str, Any]:
-    """Options of stretched positions, where a config.json has them."""
+    """`rope_scaling` of our config, if a config.json asks for YaRN; else empty."""
     rope = parts.rope(v)
     if rope.get("rope_type", rope.get("type", "default")) != "yarn":
         return {}
     found = {ours: rope[name] for name, ours in YARN.items() if rope.get(name) is not None}
     if not latent and not (found.get("mscale") and found.get("mscale_all_dim")):
-        # one of the two alone does nothing to ordinary attention
+        # ordinary attention needs both
         found = {n: value for n, value in found.items() if not n.startswith("mscale")}
     return {"rope_scaling": found}
 
@@ -48,12 +48,12 @@ def _scaling(v: Values, *, latent: bool) -> dict[str, Any]:
 def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) -> ModelConfig:
     """Our configuration of the model that a config.json describes.
 
-    An option that is missing or null has the value that transformers gives it. `router_aux_loss_coef` c becomes the weight
+    An option that is missing or null gets transformers' default. `router_aux_loss_coef` c becomes the weight
     c K / L of each of the L layers with experts: transformers' loss is K at balance, and one of the mean over the layers.
 
     Args:
-        values: of config.json.
-        start_ids: what its tokenizer puts before a prompt, see `hub_start`; None: not known.
+        values: the values of config.json.
+        start_ids: tokens that the tokenizer puts before a prompt, see `hub_start`; None: not known.
 
     Raises:
         ConfigError: an option has a value that our GPT cannot compute, or one is missing.
@@ -73,7 +73,7 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
             "dim": v["hidden_size"],
             "num_layers": v["num_hidden_layers"],
             "num_heads": v["num_attention_heads"],
-            # null: as many as there are heads
+            # null means as many as query heads
             "num_kv_heads": v.get("num_key_value_heads"),
             "head_dim": v.get("head_dim"),
             "ffn_hidden_dim": v["intermediate_size"],
@@ -102,7 +102,7 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
 
 
 def _with_loss(config: ModelConfig, coef: Any) -> ModelConfig:
-    """The configuration with the weight of the balance loss that stands for transformers' coefficient."""
+    """The configuration with the weight of the balance loss for transformers' `router_aux_loss_coef`."""
     is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
     if not is_number or not math.isfinite(coef) or coef < 0:
         raise ConfigError(
@@ -114,10 +114,10 @@ def _with_loss(config: ModelConfig, coef: Any) -> ModelConfig:
 
 
 def _refuse(values: Values, family: HubFamily) -> None:
-    """Refuse what our GPT would compute otherwise.
+    """Refuse options that our GPT would compute differently.
 
     Raises:
-        ConfigError: an option asks for that; names it.
+        ConfigError: there is such an option; names it.
     """
     refused = {name: allowed for name, allowed in family.refused.items() if name in values}
     for name, allowed in refused.items():
@@ -149,10 +149,10 @@ def _refuse(values: Values, family: HubFamily) -> None:
 
 
 def left_out(values: Values) -> tuple[str, ...]:
-    """What of a config.json our GPT does not do, in words; it counts in training only.
+    """Descriptions of the options in a config.json that our GPT ignores, all for training only.
 
     Args:
-        values: of a config.json that `model_config` takes.
+        values: the values of a config.json that `model_config` accepts.
     """
     family = hub_family(values)
     found = [
@@ -167,13 +167,13 @@ def left_out(values: Values) -> tuple[str, ...]:
 
 
 def say_left_out(values: Values) -> None:
-    """Say what `left_out` found, in one line each."""
+    """Log each description of `left_out` in one line."""
     for line in left_out(values):
         _log.warning("config.json: %s; it counts in training only, and is left out", line)
 
 
 def end_ids(values: Values) -> tuple[int, ...]:
-    """The tokens that end a text: one id or a list of them; those outside the vocabulary never come.
+    """Ids of the tokens that end a text (`eos_token_id`, an id or a list); ids outside the vocabulary are dropped.
 
     Raises:
         ConfigError: an entry is no id.

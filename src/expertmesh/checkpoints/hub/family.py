@@ -1,4 +1,4 @@
-"""What our GPT must know of one architecture of the hub, in one object; `families/` has one file for each. Without torch."""
+"""`HubFamily`, the description of an architecture of the hub for our GPT; `families/` has a file for each. Never imports torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
 
 Values = Mapping[str, Any]
-"""Of a config.json."""
+"""Values of a config.json, by option."""
 Fits = tuple[Any, ...] | Callable[[ModelConfig], bool]
-"""Values of an option of ours that an architecture has, or whether it has a model's."""
+"""Values of an option of ours that an architecture allows, or a predicate on the configuration."""
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
-"""Of a gated feed-forward block, the hub's names and ours."""
+"""Our activations by the hub's names, all of gated feed-forward blocks."""
 _DEFAULTS: Values = {
     "hidden_act": "silu",
     "initializer_range": 0.02,
@@ -26,7 +26,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {"is_causal": (True, None)}
 
 
 def anything(config: ModelConfig) -> bool:
-    """That every value of an option goes out."""
+    """Predicate of `Fits` that allows every value."""
     return True
 
 
@@ -62,19 +62,19 @@ PLAIN: Mapping[str, Fits] = {
     "moe.eval_capacity_factor": (None,),
     "moe.max_capacity_factor": (None,),
 }
-"""Of our options those that change what a model computes, and their values in an architecture that says nothing of them."""
+"""Options of ours that change a model's results, with the values that fit an architecture whose `fits` lacks them."""
 
 
 class Piece(NamedTuple):
-    """A part of a tensor that both have.
+    """Mapping of a part of a tensor in the hub's files to a part of our tensor.
 
     Attributes:
         ours: name in the state dict of our GPT.
-        ours_at: where it lies there; sizes of one stand for dimensions that theirs lacks.
+        ours_at: box in our tensor; sizes of one stand for dimensions that the hub's tensor lacks.
         theirs: name in the hub's files.
-        theirs_at: where it lies there; as many elements in the same order.
-        theirs_shape: of their whole tensor.
-        is_turned: whether the last two dimensions of the part are the other way round there.
+        theirs_at: box in the hub's tensor; as many elements in the same order.
+        theirs_shape: shape of the hub's whole tensor.
+        is_turned: whether the last two dimensions of the part are transposed in the hub's tensor.
     """
 
     ours: str
@@ -85,28 +85,28 @@ class Piece(NamedTuple):
     is_turned: bool = False
 
     def turned(self, part: Any) -> Any:
-        """The tensor at `theirs_at` in our order, and the other way round: a view."""
+        """View of a part with its dimensions transposed if `is_turned`, from the hub's order to ours or back."""
         return part.mT if self.is_turned else part
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubFamily:
-    """One architecture of the hub.
+    """Description of an architecture of the hub.
 
     Attributes:
         model_type: its name in config.json.
         architecture: transformers' class.
-        title: its name for people.
-        read: of config.json, defaults filled in -> what our `ModelConfig` has beyond the common ones, its `moe` among them.
-        write: of a model that fits -> what its config.json has beyond the common options.
-        fits: of our options those that it has other values of than `PLAIN` says; see `misfits`.
-        ways: what to do about an option that does not fit, in words, where there is something.
-        defaults: what config.json says where it leaves an option out, as transformers has it; sizes of weights have none.
+        title: its name for display.
+        read: function from a config.json, defaults filled in, to the options of our `ModelConfig` beyond the common ones, with `moe`.
+        write: function from a configuration that fits to the options of its config.json beyond the common ones.
+        fits: options of ours whose allowed values differ from `PLAIN`; see `misfits`.
+        ways: advice for an option that does not fit, where there is any.
+        defaults: transformers' defaults of options that config.json leaves out; sizes of weights have none.
         nulls: options whose null is a value of its own, not the default.
         refused: option of config.json -> the values with which our GPT computes the same.
-        renamed: what its files call otherwise than the spec's `hub` does, ours and theirs.
-        experts: parts of experts that are one tensor in its files; None: each has tensors of its own.
-        aliases: further names that the same architecture has in config.json.
+        renamed: pairs of a part of the spec's `hub` names and the part that replaces it in the architecture's files.
+        experts: function to the pieces of experts that are one tensor in its files; None: each expert has tensors of its own.
+        aliases: further names of the architecture in config.json.
     """
 
     model_type: str
@@ -124,24 +124,24 @@ class HubFamily:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Adds what all have."""
+        """Add the defaults, refusals and nulls of all architectures."""
         object.__setattr__(self, "defaults", {**_DEFAULTS, **self.defaults})
         object.__setattr__(self, "refused", {**_REFUSED, **self.refused})
         object.__setattr__(self, "nulls", ("num_key_value_heads", *self.nulls))
 
     def filled(self, values: Values) -> Values:
-        """The values of a config.json, what it leaves out as transformers has it."""
+        """The values of a config.json, missing options filled in with transformers' defaults."""
         given = {n: v for n, v in values.items() if v is not None or n in self.nulls}
         return {**self.defaults, **given}
 
     def theirs(self, name: str) -> str:
-        """What its files call a tensor that the spec calls `name`."""
+        """Name in the architecture's files of a tensor, from its name in the spec."""
         for ours, theirs in self.renamed:
             name = name.replace(ours, theirs)
         return name
 
     def misfits(self, config: ModelConfig) -> list[str]:
-        """Names of the options with whose values a model of ours is none of this architecture."""
+        """Names of our options whose values do not fit this architecture."""
         return [
             name
             for name, fit in {**PLAIN, **self.fits}.items()
@@ -155,7 +155,7 @@ def option(config: ModelConfig, name: str) -> Any:
 
 
 def other_model(what: str, model_type: str, wanted: str) -> ConfigError:
-    """That a config.json asks for what our GPT does not compute."""
+    """The error for a config.json with an option that our GPT does not compute."""
     return ConfigError(
         f"{what}: a {model_type} with it does not run as a GPT of expertmesh, only with {wanted}; run its experts "
         "through expertmesh.integrations.transformers.apply(model)"

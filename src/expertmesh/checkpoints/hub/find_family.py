@@ -1,4 +1,4 @@
-"""The architectures of the hub that our GPT can be: those of `families/`, and those that installed packages add. Without torch."""
+"""Look-up of the hub architectures that our GPT can run: from `families/` and from installed packages. Never imports torch."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -16,18 +16,18 @@ from expertmesh.checkpoints.hub.family import HubFamily, Values
 from expertmesh.errors import ConfigError
 
 ENTRY_POINTS = "expertmesh.hub_families"
-"""The group of entry points by which a package adds an architecture: its `model_type` and where its `HubFamily` is."""
+"""Group of entry points by which a package adds an architecture: its `model_type`, and the place of its `HubFamily`."""
 _OURS = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, DOTS1)
 FAMILIES = {family.model_type: family for family in _OURS}
-"""Those of this package by `model_type`; a model of ours goes out as the first that it fits."""
+"""Architectures of this package by `model_type`; a model of ours is exported as the first that fits."""
 _ALIASES = {alias: family for family in _OURS for alias in family.aliases}
 
 
 def find_hub_family(name: str) -> HubFamily:
-    """An architecture by its `model_type`, of this package or of an installed one, of which the module is imported then.
+    """Architecture of a `model_type`, from this package or from an installed one, whose module is imported.
 
     Raises:
-        ConfigError: there is none, or a package's is broken.
+        ConfigError: the `model_type` is unknown, or a package's entry point is broken.
     """
     found = FAMILIES.get(name) or _ALIASES.get(name)
     if found is not None:
@@ -61,6 +61,6 @@ def hub_family(values: Values) -> HubFamily:
     """The architecture of a config.json.
 
     Raises:
-        ConfigError: it is none that our GPT can be.
+        ConfigError: our GPT cannot run it.
     """
     return find_hub_family(str(values.get("model_type")))

@@ -1,7 +1,7 @@
-"""Weights in FP8 with a scale per block, as files of DeepSeek-V3, Kimi-K2 and Qwen3 have them: widened a part at a time.
+"""Files with FP8 weights and a scale per block, as of DeepSeek-V3, Kimi-K2 and Qwen3: widened a part at a time.
 
-A matrix NAME (N, K) is NAME in float8_e4m3fn and NAME_scale_inv (N / rows, K / columns, rounded up) of a block's size, which
-`weight_block_size` of config.json says. A number is its value times the scale of its block.
+A matrix NAME (N, K) is NAME in float8_e4m3fn and NAME_scale_inv (N / rows, K / columns), rounded up; `weight_block_size` of
+config.json gives rows and columns of a block. A weight is its FP8 value times the scale of its block.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from expertmesh.checkpoints.safetensors import QUANTIZATION, READABLE, Entry, Hu
 from expertmesh.errors import ConfigError
 
 _BLOCK_SIZE = (128, 128)
-"""Where config.json says none, as in transformers."""
+"""Block size where config.json gives none, as in transformers."""
 
 
 class Fp8Files(HubFiles):
-    """The tensors of a folder by name, an FP8 matrix and its scales as the one matrix that they are.
+    """The tensors of a folder by name, an FP8 matrix and its scales as one matrix.
 
     Args:
         folder: see `HubFiles`.
-        values: of its config.json, whose `quant_method` is fp8.
+        values: the values of its config.json, whose `quant_method` is fp8.
 
     Raises:
-        ConfigError: see `HubFiles`; or blocks have no size, or a matrix no scales that fit; names it.
+        ConfigError: see `HubFiles`; or the block size is invalid, or a matrix lacks fitting scales; names it.
         CheckpointError: see `HubFiles`.
     """
 
@@ -59,7 +59,7 @@ class Fp8Files(HubFiles):
         return self.part(name, whole_box(self.entries[name].shape))
 
     def part(self, name: str, at: Box) -> Tensor:
-        """See `HubFiles.part`; of a matrix in FP8 the part alone is widened, to FP32."""
+        """See `HubFiles.part`; the part of a matrix in FP8 is widened to FP32."""
         entry = self.entries[name]
         if entry not in self._scaled:
             return self.mapped(entry, at)
@@ -79,13 +79,13 @@ def _block_size(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
 
 
 def widened(matrix: Tensor, scales: Tensor, block_size: tuple[int, int], at: Box) -> Tensor:
-    """A part of a matrix in FP8 as numbers, each its value times its block's scale in FP32.
+    """A part of an FP8 matrix widened to FP32: each value times the scale of its block.
 
     Args:
         matrix: (N, K) float8_e4m3fn.
         scales: (N / rows, K / columns) rounded up, of a floating-point type.
         block_size: rows and columns of a block; the last ones may be cut.
-        at: of the matrix, which need not begin or end with a block.
+        at: box of the part, which need not begin or end with a block.
 
     Returns:
         FP32, of the shape of the part.

@@ -1,4 +1,4 @@
-"""Which part of which tensor of a hub checkpoint is which part of which tensor of our GPT."""
+"""Mapping of the tensors of a hub checkpoint to the tensors of our GPT, part by part."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,12 +12,12 @@ from expertmesh.models.gpt.spec import gpt_spec
 
 
 def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) -> Iterator[Piece]:
-    """All parts of all tensors, each of theirs and of ours covered once; what is one tensor of ours comes in a row.
+    """Pieces that cover all tensors of the hub's files and of our GPT once; pieces of one tensor of ours are consecutive.
 
     Args:
-        config: of the model.
-        model_type: of the hub; empty: the names are those of the spec's `hub`.
-        one_by_one: whether each expert has tensors of its own even where the family's files have one for all; quantised ones do.
+        config: configuration of the model.
+        model_type: architecture of the hub; empty: tensors have the names of the spec's `hub`.
+        one_by_one: whether each expert has tensors of its own even if the family's files have one for all, as in quantised folders.
     """
     family = find_hub_family(model_type) if model_type else None
     theirs_of = family.theirs if family else str
@@ -36,12 +36,12 @@ def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) ->
 
 
 def spellings(name: str) -> set[str]:
-    """A name of the spec's `hub` as the modules of transformers have it, and as the files of all families do."""
+    """Spellings of a name of the spec's `hub` in transformers' modules and in the files of all families."""
     return {name, *(family.theirs(name) for family in FAMILIES.values())}
 
 
 def _pieces_of(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> Iterator[Piece]:
-    """Parts of one parameter: along heads in the order of the hub's rotation, an expert and a branch each by itself."""
+    """Pieces of one parameter: heads in the hub's rotary order, one piece for each expert and branch."""
     if one.axes[0] == "heads" and len(names) > 1:
         yield from _heads(one, names, config)
     elif one.role == "norm" and one.axes == ("heads",) and config.qk_norm_scope == "head":
@@ -60,7 +60,7 @@ def _pieces_of(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> I
 
 
 def _heads(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> Iterator[Piece]:
-    """Rows of queries, keys and values: ours lie group by group, theirs each in a tensor of its own."""
+    """Pieces of queries, keys and values: our tensor has them group by group, the hub has a tensor for each."""
     d, kv, tail = config.head_size, config.kv_heads, one.shape[1:]
     group = config.num_heads // kv
     q, k, v = names
@@ -82,10 +82,10 @@ def _heads(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> Itera
 
 
 def _turned(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """Ranges (ours, theirs, length) of a head's dimensions.
+    """Ranges (our start, hub's start, length) of a head's dimensions, which map rotary pairs to rotary pairs.
 
-    We turn pairs (i, i + d / 2) and leave the last of them as they are; they turn pairs (i, i + r / 2) of the first r
-    dimensions and leave those behind. An attention score does not mind the order.
+    We rotate pairs (i, i + d / 2), except for the last ones; the hub rotates pairs (i, i + r / 2) of the first r dimensions.
+    Attention scores do not depend on the order.
     """
     d = config.head_size
     turning, still = (round(d * f / 2) for f in (config.rope_fraction, 1 - config.rope_fraction))

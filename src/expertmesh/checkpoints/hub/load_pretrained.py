@@ -1,4 +1,4 @@
-"""A GPT of ours with the weights of a hub checkpoint."""
+"""Loading of a hub checkpoint into our GPT: configuration, weights, and a run configuration around them."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ from expertmesh.parallel.construct import give_memory
 from expertmesh.text.format import hub_start
 
 _SEQ_LEN = 1024
-"""Of runs with a model of the hub; at most what the model reads."""
+"""Sequence length of runs with a model of the hub, unless the model's maximum is shorter."""
 _log = logging.getLogger("expertmesh.integrations")
 
 
@@ -45,22 +45,22 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     parallel: ParallelConfig | None = None,
 ) -> GPT:
-    """Make a GPT of ours from a folder as transformers saves one, and load its weights.
+    """Make our GPT from a folder in transformers' format and load its weights.
 
-    Files are read through memory maps, part by part into the parameters, so that the peak is the model, or on several ranks each
-    rank's part of it.
+    Files are read through memory maps, part by part into the parameters, so that peak memory is the model's, or on several ranks
+    the rank's part of it.
 
     Args:
-        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, DeepSeek-V2,
-            DeepSeek-V3 (Kimi-K2 and Moonlight are such) or gpt-oss. Weights in FP8 with a scale per block and experts in MXFP4 are
+        folder: folder with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, DeepSeek-V2,
+            DeepSeek-V3 (also Kimi-K2 and Moonlight) or gpt-oss. Weights in FP8 with a scale per block and experts in MXFP4 are
             widened.
-        device: of the parameters.
-        dtype: of the parameters (the router keeps FP32); None: that of config.json, or of most weights if it says none. Tensors of
-            a wider type are rounded to it, as in transformers, and that is said.
-        parallel: how to spread the model over the ranks that torchrun started, before it has memory; None: whole, here.
+        device: device of the parameters.
+        dtype: type of the parameters (the router keeps FP32); None: the type in config.json, or else of most weights. Tensors of
+            a wider type are rounded to it, as in transformers, with a warning.
+        parallel: degrees for spreading the model over the ranks that torchrun started, before it has memory; None: not spread.
 
     Returns:
-        The model, in training mode as every fresh module.
+        The model, in training mode like every new module.
 
     Raises:
         ConfigError: the folder or its config.json is not of such a model, or the degrees do not fit the ranks.
@@ -92,12 +92,12 @@ class HubModel:
 
     Args:
         folder: see `load_pretrained`.
-        dtype: of the weights (the router keeps FP32); None: see `load_pretrained`, and what is rounded to it is said.
+        dtype: type of the weights (the router keeps FP32); None: see `load_pretrained`, with a warning of rounded tensors.
 
     Attributes:
         path: the folder.
-        config: of the model, but for the start of a text, which the tokenizer tells.
-        tensors: as a GPT of this type has them.
+        config: configuration of the model, without `start_ids`, which the tokenizer tells.
+        tensors: shapes and types of the tensors of our GPT.
 
     Raises:
         ConfigError: see `load_pretrained`.
@@ -126,7 +126,7 @@ class HubModel:
             _say_rounded(found, self._files, state)
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Copy what overlaps with a part out of mapped files; see `TensorSource.read`."""
+        """Copy a part out of the mapped files of all pieces that overlap with it; see `TensorSource.read`."""
         dtype = self.tensors[name].dtype
         if not self._pieces[name]:
             into.zero_()  # a buffer of ours, which begins so
@@ -141,11 +141,11 @@ class HubModel:
 
 
 def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
-    """Where a part of a piece lies in their tensor, and its sizes in the order of ours.
+    """Box of a part of a piece in the hub's tensor, and the part's sizes in our order.
 
     Args:
-        piece: whose dimensions and theirs differ in those of one.
-        within: the part, counted from the beginning of the piece.
+        piece: the piece, whose boxes differ only in dimensions of size one.
+        within: the part, counted from the start of the piece.
     """
     ours = [range(at.start, at.stop) for at in piece.ours_at]
     lead, last = list(piece.theirs_at), []
@@ -155,7 +155,7 @@ def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
     for at in reversed(lead):
         size = len(range(at.start, at.stop, at.step or 1))
         while left and left[-1][0] != size and left[-1][0] == 1:
-            left.pop()  # which theirs lacks
+            left.pop()  # a dimension that the hub's tensor lacks
         matches = bool(left) and left[-1][0] == size
         last.append(sub_slice(at, left.pop()[1] if matches else slice(0, 1)))
     there = last[::-1]
@@ -166,7 +166,7 @@ def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
 
 
 def _say_rounded(found: list[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:
-    """Say which tensors lose digits in the type that they get."""
+    """Warn of tensors that are rounded to a narrower type."""
     types = {piece.theirs: tensors[piece.ours].dtype for piece in found}
     rounded = []
     for name, ours in types.items():
@@ -185,7 +185,7 @@ def _say_rounded(found: list[Piece], files: HubFiles, tensors: dict[str, Tensor]
 
 
 def _leave_out_ahead(files: HubFiles, values: dict[str, Any]) -> None:
-    """Forget the layers that predict further tokens, and say so."""
+    """Drop layers for multi-token prediction from the files, with a warning."""
     beginnings = _ahead(values)
     found = [e.shape for n, e in files.entries.items() if n.startswith(beginnings)]
     files.leave_out(beginnings)
@@ -197,7 +197,7 @@ def _leave_out_ahead(files: HubFiles, values: dict[str, Any]) -> None:
 
 
 def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
-    """Beginnings of the names of layers behind the model's last, which predict further tokens; transformers leaves them out, too."""
+    """Name prefixes of layers for multi-token prediction, which follow the model's last; transformers drops them, too."""
     # transformers 5 has two names for it, and one such layer where a config.json says nothing
     named = [values[n] for n in ("num_nextn_predict_layers", "num_mtp_layers") if n in values]
     last, more = values["num_hidden_layers"], (named[0] or 0) if named else 1
@@ -205,7 +205,7 @@ def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
-    """The config.json of a folder, with the ends of a text as generation_config.json has them, which may be more.
+    """The values of a folder's config.json, with `eos_token_id` from generation_config.json if it has one.
 
     Args:
         folder: the folder.
@@ -236,7 +236,7 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
 
 
 def is_hub_folder(folder: Path) -> bool:
-    """Whether a folder has the config.json of a model of the hub, of whatever architecture."""
+    """Whether a folder has the config.json of a hub model, of any architecture."""
     path = folder / "config.json"
     try:
         values = parse_json(path.read_bytes()) if path.is_file() else None
@@ -248,11 +248,11 @@ def is_hub_folder(folder: Path) -> bool:
 def hub_run_config(
     folder: Path, *, run_dir: Path | None = None, is_quantized: bool = False
 ) -> GPTRunConfig:
-    """The configuration of a run with the model of a hub folder, the rest as usual.
+    """The configuration of a run with the model of a hub folder, other options at their defaults.
 
     Args:
         folder: see `load_pretrained`.
-        run_dir: of the run; None: the folder.
+        run_dir: directory of the run; None: the folder.
         is_quantized: whether its weights may be quantised.
 
     Raises:
@@ -275,10 +275,10 @@ def hub_run_config(
 
 
 def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
-    """The type of a checkpoint's weights, as config.json says; if it says none, that of most of them.
+    """The type of a checkpoint's weights in config.json; if it has none, the type of most elements.
 
     Raises:
-        ConfigError: it says another than float32, bfloat16, float16 and float64.
+        ConfigError: config.json has a type other than float32, bfloat16, float16 and float64.
     """
     name = values.get("dtype") or values.get("torch_dtype")
     if name is None:

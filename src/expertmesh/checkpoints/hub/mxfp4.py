@@ -1,7 +1,7 @@
-"""Experts in MXFP4, as gpt-oss's files have them: read as the BF16 numbers that they stand for, a part at a time.
+"""Files with experts in MXFP4, as of gpt-oss: widened to BF16, a part at a time.
 
-A matrix NAME (E, K, N) of transformers' is NAME_blocks (E, N, K / 32, 16), two numbers of 4 bits in a byte, and NAME_scales
-(E, N, K / 32), the exponents of two that multiply 32 numbers each, plus 127 (OCP Microscaling Formats, 5.3.3 and 5.4).
+A matrix NAME (E, K, N) of transformers is NAME_blocks (E, N, K / 32, 16), two 4-bit values in a byte, and NAME_scales
+(E, N, K / 32), the exponents of two for 32 values each, plus 127 (OCP Microscaling Formats, 5.3.3 and 5.4).
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ from expertmesh.errors import CheckpointError
 
 _BLOCK = 32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of E2M1 from 0 to 7; 8 to 15 are the same below zero."""
+"""Values of the E2M1 codes 0 to 7; codes 8 to 15 are their negatives."""
 
 
 class Mxfp4Files(HubFiles):
-    """The tensors of a folder by name, pairs of blocks and scales as the one BF16 matrix that they are.
+    """The tensors of a folder by name, blocks and scales as one BF16 matrix.
 
     Args:
         folder: see `HubFiles`.
@@ -46,7 +46,7 @@ class Mxfp4Files(HubFiles):
             self._packed[matrix] = blocks, scales
 
     def part(self, name: str, at: Box) -> Tensor:
-        """See `HubFiles.part`; numbers in MXFP4 are widened to BF16, those of the part alone."""
+        """See `HubFiles.part`; the part of a matrix in MXFP4 is widened to BF16."""
         if name not in self._packed:
             return super().part(name, at)
         experts, columns, rows = at
@@ -57,7 +57,7 @@ class Mxfp4Files(HubFiles):
         return widened(blocks, scales)[..., within].mT
 
     def copy(self, name: str, at: Box, into: Tensor, *, dtype: torch.dtype, along: int = 0) -> None:
-        """See `HubFiles.copy`; numbers in MXFP4 are cut along the rows in which they lie."""
+        """See `HubFiles.copy`; matrices in MXFP4 are cut along their stored rows, dimension 2."""
         super().copy(name, at, into, dtype=dtype, along=2 if name in self._packed else along)
 
 
@@ -71,14 +71,14 @@ def _fit(blocks: Entry, scales: Entry) -> bool:
 
 
 def widened(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers in MXFP4 as BF16, exactly; equal to transformers' to the bit.
+    """Values in MXFP4 widened to BF16, exactly; bitwise equal to transformers'.
 
     Args:
-        blocks: (..., groups, 16) uint8, of each byte the lower four bits first.
+        blocks: (..., groups, 16) uint8, the lower four bits of each byte first.
         scales: (..., groups) uint8.
 
     Returns:
-        (..., groups * 32).
+        (..., groups * 32) BF16.
     """
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
     found = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)

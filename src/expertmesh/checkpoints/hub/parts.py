@@ -1,4 +1,4 @@
-"""Parts of a config.json that several architectures have, read as options of our GPT and written. Without torch."""
+"""Parts of a config.json that several architectures share, to options of our GPT and back. Never imports torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 
 BIAS_RATE = 1e-3
-"""DeepSeek's step of the balancing bias, which no config.json tells."""
+"""DeepSeek's step of the balancing bias; no config.json has it."""
 
 
 def rope(v: Values) -> Values:
-    """Options of the positions."""
+    """Options of the rotary positions in a config.json."""
     found: Values = v.get("rope_scaling") or v.get("rope_parameters") or {}
     return found
 
 
 def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[str, Any]:
-    """Options of the experts.
+    """Options of our `moe` that all architectures have.
 
     Args:
-        v: of config.json.
-        experts: option that counts them; transformers 5 writes `num_local_experts` for all families, the hub's older files this one.
+        v: the values of config.json.
+        experts: option with the number of experts in older files; transformers 5 writes `num_local_experts` for all families.
         hidden: option with their hidden size.
         normalizes: whether a token's weights sum to one.
     """
@@ -36,9 +36,9 @@ def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[s
 
 
 def normalizes(moe: MoEConfig) -> bool:
-    """Whether a token's weights sum to one, of the routers that go out.
+    """Whether a token's routing weights sum to one, for routers that can be exported.
 
-    A softmax over the chosen logits is the one over all of them, divided by its sum over the chosen.
+    A softmax over the chosen logits equals the softmax over all logits divided by its sum over the chosen.
     """
     if moe.score_function == "softmax_after_topk":
         return True
@@ -47,7 +47,7 @@ def normalizes(moe: MoEConfig) -> bool:
 
 
 def loss_coefficient(config: ModelConfig) -> float:
-    """transformers' `router_aux_loss_coef` of the weight of our balance loss; see `configs.model_config`."""
+    """transformers' `router_aux_loss_coef` from the weight of our balance loss; see `configs.model_config`."""
     moe = config.moe
     if moe.balance_loss == "none":
         return 0.0
@@ -63,11 +63,11 @@ SIGMOID: dict[str, Fits] = {
     "moe.num_expert_groups": anything,
     "moe.num_shared_experts": lambda c: c.moe.num_shared_experts > 0,
 }
-"""What fits the mixture of DeepSeek-V3."""
+"""`HubFamily.fits` of the mixture of DeepSeek-V3."""
 
 
 def sigmoid_mixture(v: Values) -> dict[str, Any]:
-    """Dense layers and experts of DeepSeek-V3's kind: sigmoid scores, a balancing bias, groups by their two best, shared experts."""
+    """Our options of DeepSeek-V3's layers: dense first ones; sigmoid scores, balancing bias, groups by their two best, shared experts."""
     moe = mixture(v, "n_routed_experts", "moe_intermediate_size", normalizes=v["norm_topk_prob"])
     moe |= {
         "score_function": "sigmoid",
@@ -81,7 +81,7 @@ def sigmoid_mixture(v: Values) -> dict[str, Any]:
 
 
 def write_shared_mixture(c: ModelConfig) -> dict[str, Any]:
-    """Dense layers and experts of DeepSeek's kinds and their relatives."""
+    """Options of config.json for dense layers and experts of the DeepSeek architectures and their relatives."""
     moe = c.moe
     return {
         "n_routed_experts": moe.num_experts[0],
@@ -114,18 +114,18 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 
 def latent(v: Values) -> dict[str, Any]:
-    """Multi-head latent attention."""
+    """Our options of multi-head latent attention."""
     sizes = {name: v[name] for name in _LATENT}  # q_lora_rank null: queries come from the token
     interleaved = v.get("rope_interleave", True)
     return {"latent": sizes | {"interleaved": interleaved}, "num_kv_heads": None, "head_dim": None}
 
 
 def write_latent(c: ModelConfig) -> dict[str, Any]:
-    """Multi-head latent attention, and that each layer behind the first has experts."""
+    """Options of config.json for multi-head latent attention, and `moe_layer_freq`."""
     return {
         **{name: getattr(c.latent, name) for name in _LATENT},
         "num_key_value_heads": c.num_heads,
-        "head_dim": c.latent.qk_rope_head_dim,  # that which turns, as transformers has it
+        "head_dim": c.latent.qk_rope_head_dim,  # the rotary part, as in transformers
         "attention_bias": False,
         "rope_interleave": c.latent.interleaved,
         "moe_layer_freq": 1,
@@ -140,11 +140,11 @@ QWEN: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": False,
 }
-"""What a config.json of Qwen's says where it leaves an option out."""
+"""Defaults of a config.json of Qwen."""
 
 
 def qwen(v: Values) -> dict[str, Any]:
-    """Dense layers and experts of Qwen's."""
+    """Our options of Qwen's dense layers and experts."""
     return {
         "moe_every": v["decoder_sparse_step"],
         "first_dense_layers": _first_dense(v),
@@ -153,7 +153,7 @@ def qwen(v: Values) -> dict[str, Any]:
 
 
 def write_qwen(c: ModelConfig) -> dict[str, Any]:
-    """Dense layers, experts and windows of Qwen's."""
+    """Options of config.json for Qwen's dense layers, experts and windows."""
     return {
         "num_experts": c.moe.num_experts[0],
         "moe_intermediate_size": c.moe.hidden_dim,
@@ -168,7 +168,7 @@ def write_qwen(c: ModelConfig) -> dict[str, Any]:
 
 
 def _first_dense(v: Values) -> int:
-    """`first_dense_layers` with which the layers that `mlp_only_layers` leaves have experts.
+    """`first_dense_layers` that is equivalent to `mlp_only_layers`.
 
     Raises:
         ConfigError: there is no such number.
@@ -186,21 +186,21 @@ def _first_dense(v: Values) -> int:
 
 
 def layer_types(num_layers: int, every: int | None) -> list[str]:
-    """Kinds of attention as the hub names them, where every n-th layer sees all."""
+    """The hub's `layer_types` where every n-th layer has full attention, the others a window."""
     sees_all = [every is not None and i % every == every - 1 for i in range(num_layers)]
     return ["full_attention" if whole else "sliding_attention" for whole in sees_all]
 
 
 def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
-    """`sliding_window` and `full_attention_every` of layers of which every n-th sees all.
+    """`sliding_window` and `full_attention_every` that make the given kinds of attention.
 
     Args:
-        v: of config.json.
-        kinds: of attention, layer by layer.
-        window: what layers of sliding attention see; None: all.
+        v: the values of config.json.
+        kinds: kind of attention of each layer.
+        window: tokens that layers of sliding attention attend to; None: all.
 
     Raises:
-        ConfigError: no such n makes them.
+        ConfigError: full attention is not in every n-th layer.
     """
     layers = v["num_hidden_layers"]
     if window is None or list(kinds) == layer_types(layers, 1):
@@ -214,7 +214,7 @@ def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
 
 
 def window_in_force(v: Values) -> Any:
-    """`sliding_window`, or None where it reaches as far as texts do."""
+    """`sliding_window`, or None where it is at least the maximum length."""
     window, longest = v.get("sliding_window"), v["max_position_embeddings"]
     is_idle = isinstance(window, int) and isinstance(longest, int) and window >= longest
     return None if is_idle else window

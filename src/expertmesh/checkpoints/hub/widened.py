@@ -1,4 +1,4 @@
-"""Which files have rounded weights that are widened when they are read, and who reads them."""
+"""Readers of hub files, by quantisation: FP8 and MXFP4 weights are widened when they are read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +10,16 @@ from expertmesh.checkpoints.safetensors import HubFiles, quant_method
 
 
 def is_widened(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json says of its weights that they are rounded so; other ways stay as they are in memory, or are not read."""
+    """Whether a config.json has a quantisation that is widened on reading; others stay quantised in memory, or are refused."""
     return quant_method(values) in ("fp8", "mxfp4")
 
 
 def hub_files(folder: Path, values: Mapping[str, Any]) -> HubFiles:
-    """The tensors of a folder by name, as plain numbers.
+    """The tensors of a folder by name, FP8 and MXFP4 widened.
 
     Args:
         folder: see `HubFiles`.
-        values: of its config.json.
+        values: the values of its config.json.
 
     Raises:
         ConfigError: see `HubFiles` and `Fp8Files`.

@@ -1,1 +1,1 @@
-"""The architectures of the hub that our GPT can be, a file each. Without torch."""
+"""The architectures of the hub that our GPT can run, a file each. Never imports torch."""

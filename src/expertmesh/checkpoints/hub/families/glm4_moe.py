@@ -1,4 +1,4 @@
-"""GLM-4-MoE: the mixture of DeepSeek-V3, ordinary attention of which a part turns."""
+"""GLM-4-MoE: the mixture of DeepSeek-V3, ordinary attention with partial rotary positions."""
 
 from typing import Any
 

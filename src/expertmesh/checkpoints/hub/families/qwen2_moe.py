@@ -18,7 +18,7 @@ def _read(v: Values) -> dict[str, Any]:
 
 
 def _windows(v: Values) -> dict[str, Any]:
-    """Where no `layer_types` says it, transformers 5 gives windows to the even layers among the first `max_window_layers`."""
+    """Windows without `layer_types`: transformers 5 gives them to the even layers among the first `max_window_layers`."""
     layers, first = v["num_hidden_layers"], v["max_window_layers"]
     kinds = v.get("layer_types") or []
     if not v.get("use_sliding_window"):
