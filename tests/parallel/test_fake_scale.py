@@ -4,6 +4,8 @@ Parameters are on the meta device; gradients and moments are those of PyTorch's 
 the plan that torch.distributed.checkpoint makes for this rank.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from tests.parallel.test_fake_world import rank_of
@@ -58,9 +60,12 @@ SAMPLE = {
 """Some of all for every run; `exhaustive` has the rest."""
 
 
+experts_of = cache(lambda model: recipe(model).model.moe.num_experts)
+
+
 def is_possible(model, num_ranks, layout):
     """Whether there are experts to route to, and slices enough that each rank has a part of one."""
-    experts = recipe(model).model.moe.num_experts
+    experts = experts_of(model)
     if not experts:
         return not _OF_EXPERTS & layout.keys()
     W = num_ranks // layout.get("dp_replicate_degree", 1)

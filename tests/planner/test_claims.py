@@ -5,14 +5,17 @@ import pytest
 from expertmesh.planner.claims import claims, exchange_ratio, layer_ratio, model_ratio, solved
 from expertmesh.planner.table import claims_text
 
-FOUND = claims()
+
+@pytest.fixture(scope="module")
+def found():
+    return claims()
 
 
-def test_every_claim_has_a_ratio_or_settings():
-    claimed = {claim.claimed for claim in FOUND}
+def test_every_claim_has_a_ratio_or_settings(found):
+    claimed = {claim.claimed for claim in found}
     assert claimed >= {4.96, 5.75, 8.49, 2.75, 2.31, 1.40, 20.7, 1.74, 2.0, 2.56, 5.93, 1.55, 2.11}
     text = claims_text()
-    for claim in FOUND:
+    for claim in found:
         assert claim.assumed and claim.name in text
         assert claim.found is None or claim.found > 1
 
@@ -33,7 +36,7 @@ def test_one_hot_dispatch_grows_with_the_tokens():
     assert model_ratio(8, 12) < model_ratio(8, 24)
 
 
-def test_claims_with_settings_are_of_the_right_size():
-    for claim in FOUND:
+def test_claims_with_settings_are_of_the_right_size(found):
+    for claim in found:
         if claim.found is not None and "half" not in claim.name:
             assert abs(claim.found / claim.claimed - 1) < 0.5, claim

@@ -10,7 +10,10 @@ from expertmesh.planner.published import published_points
 from expertmesh.planner.table import validation_text
 from expertmesh.planner.validation import Summary, validate
 
-FOUND = validate()
+
+@pytest.fixture(scope="module")
+def found():
+    return validate()
 
 
 def test_the_table_is_large_and_whole():
@@ -35,18 +38,18 @@ def test_rows_are_chosen_by_the_rule_that_the_table_states():
         assert point.is_fitted == (place % 3 == 1), point.name
 
 
-def test_rows_that_nothing_was_fitted_on_are_close():
-    s = Summary.of(FOUND.held_out)
+def test_rows_that_nothing_was_fitted_on_are_close(found):
+    s = Summary.of(found.held_out)
     assert s.median <= 0.2 and s.within >= 0.8
     assert s.low < 1 < s.high
-    memory = Summary.of(FOUND.memory, 0.15)
+    memory = Summary.of(found.memory, 0.15)
     assert memory.median <= 0.15 and memory.within >= 0.8
-    assert Summary.of(FOUND.parts).within == 1
+    assert Summary.of(found.parts).within == 1
 
 
-def test_the_shipped_constants_are_those_of_the_fit():
+def test_the_shipped_constants_are_those_of_the_fit(found):
     for name, value in vars(Efficiency()).items():
-        assert value == pytest.approx(getattr(FOUND.efficiency, name), rel=5e-3), name
+        assert value == pytest.approx(getattr(found.efficiency, name), rel=5e-3), name
 
 
 def test_another_third_would_do_as_well():
@@ -61,10 +64,10 @@ def test_another_third_would_do_as_well():
         assert median(abs(row.time_error) for row in rest) <= 0.25
 
 
-def test_large_errors_are_explained():
-    text = validation_text(FOUND)
-    for row in FOUND.throughput:
+def test_large_errors_are_explained(found):
+    text = validation_text(found)
+    for row in found.throughput:
         assert row.point.name in text
     rest = text.split("rows beyond 40 %, and why")[1].splitlines()[1:]
-    misses = [row for row in (*FOUND.throughput, *FOUND.serving) if abs(row.time_error) > 0.4]
+    misses = [row for row in (*found.throughput, *found.serving) if abs(row.time_error) > 0.4]
     assert len(rest) == len(misses)

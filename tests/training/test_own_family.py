@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from sklearn.datasets import load_digits
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.replicas import world_of
@@ -86,6 +85,8 @@ class Digits(Task):
     builder_class = Built
 
     def prepare(self):
+        from sklearn.datasets import load_digits  # takes seconds, of this file alone
+
         images, labels = load_digits(return_X_y=True)
         images = torch.tensor(images, dtype=torch.float64) / 16
         labels = torch.tensor(labels)
