@@ -142,7 +142,7 @@ def test_compiled_layer_takes_new_steps_and_sizes_without_recompiling():
 def test_compiled_overrides_and_evaluation():
     torch._dynamo.reset()
     layer = make("random_kept")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     compiled(tokens(T + 1))  # the number of tokens of further calls is a symbol
     x, mask = tokens(), torch.rand(T) > 0.2
     for kwargs in ({"top_k": 3}, {"capacity_factor": 0.3}, {"token_mask": mask}):

@@ -68,10 +68,15 @@ def tensors(state):
             yield from [getattr(value, n) for n in names] if hasattr(value, "codes") else [value]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", TYPES)
-def test_a_run_goes_on_to_the_bit_with_the_same_type_only(state_dtype, tiny, tmp_path, run_quietly):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_run_goes_on_to_the_bit_with_the_same_type_only(
+    monkeypatch, compiled, state_dtype, tiny, tmp_path, run_quietly
+):
+    """Torchao compiles its step for each shape, most of a minute; `test_theirs` has that, and here the same step runs as it is."""
     pytest.importorskip("torchao", reason="torchao not installed")
+    if not compiled:
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def run_of(folder, steps, **changes):
         options = {"model.dim": 64, "model.moe.hidden_dim": 32, "optim.schedule_steps": 4}

@@ -11,11 +11,20 @@ from expertmesh.config.moe_rules import Activation
 from expertmesh.ops.activation import num_branches, pointwise, pointwise_backward
 from expertmesh.ops.cpu import compiled_passes
 from expertmesh.ops.cpu.activation_passes import Passes, passes_for
+from expertmesh.ops.cpu.compiled_loops import DTYPES
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses, serves
 
-KINDS = [(name, torch.bfloat16) for name in Activation.__args__]
-KINDS += [(name, torch.float32) for name in ("swiglu", "gelu")]
-KINDS += [("geglu", torch.float16), ("clamped_swiglu", torch.float32)]
+KINDS = [
+    *((name, torch.bfloat16) for name in ("swiglu", "reglu", "gelu", "relu2", "clamped_swiglu")),
+    ("swiglu", torch.float32),
+    ("geglu", torch.float16),
+]
+"""Each function, alone or beside a second branch, and each type: a loop takes a C++ compiler five seconds, and a kind is two."""
+EVERY_KIND = [
+    pytest.param(name, dtype, marks=() if (name, dtype) in KINDS else pytest.mark.exhaustive)
+    for name in Activation.__args__
+    for dtype in DTYPES
+]
 
 
 needs_compiler = pytest.mark.usefixtures("cpp_compiler")
@@ -44,7 +53,7 @@ def results(passes, call):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("activation", "dtype"), KINDS)
+@pytest.mark.parametrize(("activation", "dtype"), EVERY_KIND)
 @pytest.mark.parametrize("sizes", [(9, 64, 20), (1, 33, 1), (130, 7, 130), (3, 2, 5)], ids=str)
 def test_is_what_the_passes_are(activation, dtype, sizes):
     call = draw(activation, dtype, *sizes)
@@ -59,7 +68,7 @@ def test_is_what_the_passes_are(activation, dtype, sizes):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("activation", "dtype"), KINDS)
+@pytest.mark.parametrize(("activation", "dtype"), EVERY_KIND)
 def test_forward_and_backward_have_the_same_activation(activation, dtype):
     grad_WF, h_RH, _, s_W = draw(activation, dtype, 12, 40, 12)
     out_RF = torch.full((15, 40), float("nan")).to(dtype)
@@ -75,7 +84,7 @@ def test_forward_and_backward_have_the_same_activation(activation, dtype):
 @needs_compiler
 def test_what_they_serve():
     rows_RF = torch.empty(5, 1 << 10)
-    of = [type(passes_for("relu", rows_RF, num_rows=1 << n, backward=True)) for n in (10, 11)]
+    of = [type(passes_for("swiglu", rows_RF, num_rows=1 << n, backward=True)) for n in (10, 11)]
     assert of == [Passes, CompiledPasses]
     assert serves("swiglu", rows_RF.bfloat16(), num_rows=1 << 12, backward=True)
     assert not serves("swiglu", rows_RF.double(), num_rows=1 << 12, backward=True)
@@ -87,8 +96,9 @@ def test_what_they_serve():
 
 @needs_compiler
 @pytest.mark.parametrize("recompute_h", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize(
+    ("activation", "dtype"), [("swiglu", torch.float32), ("relu2", torch.bfloat16)]
+)
 @pytest.mark.parametrize("kind", ["uniform", "dropped"])
 def test_the_experts_take_them(threshold, kind, activation, dtype, recompute_h):
     shape = (60, 33, 25, 5, 3)
