@@ -22,7 +22,7 @@ from expertmesh.parallel.experts.load_record import Chosen, Repetitions
 from expertmesh.parallel.experts.tuner import Effort
 
 NODES = (0, 0, 1, 1)
-D, T, STEPS = 8, 12, 12
+D, T, STEPS = 8, 12, 8
 
 
 class Layers(torch.nn.Module):

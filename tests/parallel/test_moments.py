@@ -68,7 +68,12 @@ def lay_out(optimizer):
 
 @pytest.mark.parametrize(
     ("name", "state_dtype"),
-    [("adamw", "int8"), ("muon", "fp16-scaled"), ("adamw", "bfloat16"), ("muon", "int8")],
+    [
+        ("adamw", "int8"),
+        ("muon", "fp16-scaled"),
+        ("adamw", "bfloat16"),
+        pytest.param("muon", "int8", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_one_rank_to_two_and_four_and_back(tmp_path, two_ranks, four_ranks, name, state_dtype):
     """In FP64, where layouts differ by 1e-16: codes and scales move as they are, and words go by place."""
