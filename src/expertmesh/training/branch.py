@@ -1,7 +1,7 @@
-"""Branches of a trunk: finished losses at many budgets for little more than one run (Hu et al. 2024, 4.3).
+"""Branches of a trunk run: final losses at many budgets for little more than the cost of one run (Hu et al. 2024, 4.3).
 
-A wsd schedule is constant until its decay, so a run of 1,000 steps and one of 4,000 are the same run until the first begins
-its decay. The trunk is trained once; each branch takes a checkpoint of it and does its own decay.
+A wsd schedule is constant until its decay, so runs of 1,000 and of 4,000 steps are identical until the first starts to
+decay. The trunk is trained once; each branch starts from a checkpoint of it and does its own decay.
 """
 
 import math
@@ -22,15 +22,15 @@ _OF_THE_DECAY = frozenset({"schedule", "schedule_steps", "decay_fraction", "min_
 
 
 def branch_point(config: RunConfig, *, family: Family) -> Path:
-    """The trunk's checkpoint that a branch goes on from: of the step where the branch's decay begins.
+    """Checkpoint of the trunk at the step where a branch starts its decay.
 
     Args:
-        config: of the branch, with `train.branch_from`.
-        family: of both.
+        config: configuration of the branch, with `train.branch_from`.
+        family: family of both runs.
 
     Raises:
-        ConfigError: the trunk is no run, has (or had before that step) another schedule, rate or batch size, decays before that
-            step, or kept no checkpoint of it.
+        ConfigError: the trunk is not a run, has (or had before that step) another schedule, learning rate or batch
+            size, decays before that step, or kept no checkpoint of it.
         CheckpointError: that checkpoint is damaged.
     """
     trunk_dir = config.train.branch_from
@@ -77,10 +77,10 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
 
 
 def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) -> None:
-    """Whether a trunk came to its checkpoint as a straight run would have: a trunk may have gone on with other options.
+    """Check that a trunk reached its checkpoint like a run of this configuration; it may have been resumed with other options.
 
     Raises:
-        ConfigError: in some step it had another rate, batch size, or weight of a teacher's lesson.
+        ConfigError: a step had another learning rate, batch size, or distillation weight.
     """
     step, total = step_of(path), config.total_schedule_steps
     fix = "leave it before, or train another trunk"

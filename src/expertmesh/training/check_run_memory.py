@@ -1,4 +1,4 @@
-"""Whether a run has room in memory, before anything is built: the costs are known."""
+"""Check that a run fits in memory, from its predicted costs, before anything is built."""
 
 import torch
 
@@ -12,16 +12,16 @@ from expertmesh.training.teacher import teacher_bytes
 def check_run_memory(
     family: Family, config: RunConfig, device: torch.device, *, num_ranks: int
 ) -> None:
-    """Refuse a model whose weights, gradients, optimiser and teacher are larger than the memory that there is.
+    """Check that weights, gradients, optimizer, teacher and activations fit in memory.
 
     Args:
-        family: says what the run costs; one that cannot tell is let through.
+        family: predicts the costs of the run; without a prediction the check is skipped.
         config: the run; its degrees fit the ranks.
-        device: of the computation.
-        num_ranks: of the world.
+        device: compute device.
+        num_ranks: number of ranks.
 
     Raises:
-        ConfigError: it is too large, or its teacher's configuration is unreadable.
+        ConfigError: the run is too large, or its teacher's configuration is unreadable.
     """
     costs = family.costs_of(config, num_ranks=num_ranks, dtype="float32")
     if costs is None:
@@ -30,7 +30,7 @@ def check_run_memory(
     memory = memory_of_process(device, on_host=on_host)
     each = costs.alone if costs.each is None else costs.each
     weights = each.weights_bytes if costs.each is None else each.parameters_bytes
-    # where the type is still to be measured, the smaller one
+    # while the dtype is not chosen yet, the smaller one
     dtype = torch.bfloat16 if config.train.dtype == "auto" else getattr(torch, config.train.dtype)
     taught = teacher_bytes(config, family, num_ranks=num_ranks, compute_dtype=dtype)
     fixed = weights + each.gradients_bytes + each.optimizer_bytes + taught

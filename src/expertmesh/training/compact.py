@@ -1,4 +1,4 @@
-"""AdamW whose moments take fewer bytes than FP32, and what Muon shares of it."""
+"""AdamW with moments in fewer bytes than FP32, and functions that it shares with Muon."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -27,15 +27,15 @@ _KEYS = "exp_avg", "exp_avg_sq"
 
 
 class Compact(NamedTuple):
-    """A parameter that has a gradient and whose moments are kept in few bytes.
+    """Parameter with a gradient and compact moments.
 
     Attributes:
-        parameter: it.
-        name: of it in the model.
-        code: the type of its moments.
-        group: its options.
-        state: its moments.
-        scales: those of whole tensors, by name of the moment, that the moments have as they are.
+        parameter: the parameter.
+        name: its name in the model.
+        code: storage type of its moments.
+        group: its parameter group.
+        state: its optimizer state.
+        scales: current whole-tensor scales by name of the moment; the state's are already the next ones.
     """
 
     parameter: nn.Parameter
@@ -47,18 +47,18 @@ class Compact(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Updates of it, the one that is under way included."""
+        """Number of updates, including the current one."""
         return int(self.state["step"])
 
 
 def begin_step(
     optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]], *keys: str
 ) -> list[Compact]:
-    """The parameters of some groups that have a gradient, with moments, their steps counted on.
+    """Parameters of some groups that have a gradient; creates their moments and increments their step.
 
     Args:
-        optimizer: keeps their state.
-        groups: of its groups, those of parameters that `code_of` has a type for.
+        optimizer: the optimizer that keeps their state.
+        groups: parameter groups whose parameters all have a `code_of`.
         *keys: names of the moments.
     """
     found = []
@@ -76,12 +76,12 @@ def begin_step(
 
 
 def new_state(parameter: Tensor, code: Code, *keys: str) -> State:
-    """Moments of zeros, and the count of steps, which stays on the CPU.
+    """Zero moments, and a step count on the CPU.
 
     Args:
-        parameter: whose they are.
-        code: their type.
-        *keys: their names.
+        parameter: the parameter.
+        code: storage type of the moments.
+        *keys: names of the moments.
     """
     state: State = {"step": torch.zeros((), dtype=torch.float32)}
     for key in keys:
@@ -90,7 +90,7 @@ def new_state(parameter: Tensor, code: Code, *keys: str) -> State:
 
 
 def words_of(found: Iterable[Compact]) -> Mapping[nn.Parameter, Words]:
-    """The random words of this step for each parameter that needs any."""
+    """Random words of this step, for each parameter that uses stochastic rounding."""
     needing = [
         (one, place_of(one.parameter), own_part(one.parameter).device)
         for one in found
@@ -107,11 +107,11 @@ def words_of(found: Iterable[Compact]) -> Mapping[nn.Parameter, Words]:
 
 
 def grow_scales(found: Iterable[Compact], decays: Mapping[str, Callable[[Any], float]]) -> None:
-    """Set the scales of `fp16-scaled` to bounds of what the moments are going to be; every rank must call.
+    """Set the scales of `fp16-scaled` to upper bounds of the next moments; every rank must call.
 
     Args:
         found: the parameters of this step.
-        decays: by name of each moment, its decay in a group; that of exp_avg_sq is of squares.
+        decays: for each moment, its decay as a function of the group; exp_avg_sq averages squares.
     """
     scaled = [one for one in found if isinstance(one.code, Float16Scaled)]
     if not scaled:
@@ -133,13 +133,14 @@ def _largest(x: Tensor) -> Tensor:
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2): torch's fused update, of moments that are read and rounded some rows at a time.
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with torch's fused update; moments are decoded and encoded some
+    rows at a time.
 
     Args:
-        groups: of named `params`, `weight_decay` and `state_dtype`; with "float32" they are torch's own.
-        lr: of all groups.
+        groups: groups of named `params`, `weight_decay` and `state_dtype`; "float32" groups use torch's AdamW.
+        lr: learning rate of all groups.
         betas: decays of the moments.
-        eps: of the denominator.
+        eps: added to the denominator.
     """
 
     def __init__(
@@ -157,27 +158,27 @@ class CompactAdamW(torch.optim.Optimizer):
         return fused_adamw(self, [g for g in self.param_groups if g["state_dtype"] == "float32"])
 
     def sharing(self, state: Any) -> "CompactAdamW":
-        """The same, with the state of another optimiser, of which it has some groups."""
+        """Switch this optimizer to the state of another optimizer that shares some groups, and return it."""
         self.state = state
         self._plain = self._for_plain()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
+        """Restore a state; `load_state_dict` calls this with new groups and state."""
         super().__setstate__(state)
         self._plain = self._for_plain()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; torch's own would make every moment one of the parameter's type."""
+        """Load groups and state, keeping the dtypes of moments; torch's version casts them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters that have a gradient; every rank must call.
+        """Update all parameters that have a gradient; every rank must call.
 
         Args:
-            closure: computes the loss again; None: gradients are there.
+            closure: computes the loss again; None: gradients are set already.
         """
         loss = loss_of(closure)
         groups = [group for group in self.param_groups if group["state_dtype"] != "float32"]
@@ -239,7 +240,7 @@ def _update(one: Compact, words: Words | None, space: Workspace) -> None:
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """What an optimiser's step returns: the loss computed again with gradients; None: there is nothing to compute it."""
+    """Return value of an optimizer's step: the closure's loss with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -249,11 +250,13 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 def fused_adamw(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.AdamW | None:
-    """Torch's AdamW of some groups of another optimiser and of its state, so that there is one of each to save and to set rates in.
+    """AdamW of torch on some groups of another optimizer, sharing its state; None without groups.
+
+    Sharing leaves one state to save and one set of groups to set learning rates in.
 
     Args:
-        optimizer: the other one.
-        groups: of it; None are given where there are none.
+        optimizer: the other optimizer.
+        groups: groups of it.
     """
     if not groups:
         return None
@@ -263,10 +266,10 @@ def fused_adamw(
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give moments the types that they have in a state that was loaded.
+    """Restore the dtypes that moments have in a loaded state.
 
     Args:
-        optimizer: has loaded it.
+        optimizer: optimizer that has loaded the state.
         state_dict: the state.
     """
     ids = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -279,7 +282,7 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def state_dtype_of(optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, StateDtype]:
-    """The type that the moments of each parameter are to have, of any optimiser."""
+    """Requested type of each parameter's moments, for any optimizer."""
     return {
         p: group.get("state_dtype", "float32")
         for group in optimizer.param_groups

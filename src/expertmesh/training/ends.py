@@ -1,4 +1,4 @@
-"""Ends of a run before its last step that its configuration asks for: no more time, or no better evaluation."""
+"""Early ends of a run that its configuration asks for: a time limit (`max_time`), or no better evaluation (`patience`)."""
 
 import math
 import time
@@ -8,15 +8,15 @@ from typing import Literal
 from expertmesh.config.run import TrainConfig
 
 EarlyEnd = Literal["max_time", "patience"]
-"""The option that ended a run."""
+"""Option that ended a run."""
 
 
 class Ends:
     """Watches the clock and the evaluations of one call of `train`.
 
     Args:
-        config: `max_time` and `patience` count.
-        clock: gives seconds; the time of this construction is the beginning.
+        config: options of the run; `max_time` and `patience` are read.
+        clock: returns seconds; timing starts at construction.
     """
 
     def __init__(self, config: TrainConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,33 +26,33 @@ class Ends:
 
     @property
     def waits_for_save(self) -> bool:
-        """Whether the next save should be waited for, because nobody knows how long one takes."""
+        """Whether the next save is waited for, because the time of a save is unknown."""
         return self._config.max_time is not None and math.isnan(self._slowest_save_s)
 
     @property
     def best(self) -> float:
-        """The lowest validation loss so far."""
+        """Lowest validation loss so far."""
         return self._best
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Record the seconds of a step."""
         self._slowest_step_s = max(self._slowest_step_s, seconds)
 
     def saved(self, seconds: float) -> None:
-        """A whole save took so long."""
+        """Record the seconds of a complete save."""
         self._slowest_save_s = max(
             seconds, 0.0 if math.isnan(self._slowest_save_s) else self._slowest_save_s
         )
 
     def heard(self, losses: Iterable[float]) -> None:
-        """The next evaluations' losses; one that is not finite is no better."""
+        """Record the losses of evaluations; a non-finite loss is never an improvement."""
         for loss in losses:
             is_better = loss < self._best
             self._best = loss if is_better else self._best
             self._worse = 0 if is_better else self._worse + 1
 
     def is_late(self) -> bool:
-        """Whether another step and a save, as long as the longest so far, would not be done in time."""
+        """Whether another step and save, as long as the longest so far, would exceed `max_time`."""
         if self._config.max_time is None:
             return False
         save_s = self._slowest_step_s if math.isnan(self._slowest_save_s) else self._slowest_save_s
@@ -60,6 +60,6 @@ class Ends:
         return then > self._config.max_time
 
     def has_no_patience(self) -> bool:
-        """Whether the last `patience` evaluations were no better than the best before them."""
+        """Whether none of the last `patience` evaluations improved on the best."""
         patience = self._config.patience
         return patience is not None and self._worse >= patience

@@ -14,12 +14,12 @@ from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import Precision
 
 Evaluation = dict[str, float]
-"""What an evaluation says, by name: "loss" and the family's metric among it."""
+"""Results of an evaluation by name, among them "loss" and the family's metric."""
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; the mode before is restored."""
+    """Context for evaluation: eval mode without gradients; the previous mode is restored."""
     training = model.training
     model.eval()
     try:
@@ -30,7 +30,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def watched(data: Data) -> Callable[[Iterator[Batch]], Iterator[Batch]]:
-    """What `evaluate` takes to say how far it is, of all validation samples where the data tell how many these are."""
+    """`watch` argument of `evaluate` that reports progress, with the total if the data know it."""
     total: int | None = getattr(data, "num_validation", None)
     told = Progress("evaluated", total=total, unit="validation samples")
     return partial(told.over, size=num_samples)
@@ -50,17 +50,17 @@ def evaluate(
     """Measure a model on validation samples.
 
     Args:
-        task: says what is measured.
+        task: defines the measurement.
         model: the model of the task.
         data: the data of the task.
         batch_size: samples per forward pass of all ranks.
-        max_samples: so many samples, evenly spread over the split; None: all.
+        max_samples: maximum number of samples, evenly spread over the split; None: all.
         precision: device and dtype.
         ranks: the ranks among which the samples are split; None: this process alone.
-        watch: returns the batches that it is given, and may say how far they are.
+        watch: wraps the iterator of batches, for example to report progress.
 
     Returns:
-        The evaluation; synchronises with the device once.
+        The evaluation; synchronizes with the device once.
     """
     ranks = Ranks() if ranks is None else ranks
     names: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def evaluate(
     with evaluation_mode(model):
         for batch in watch(data.validation(max_samples, batch_size)):
             rows = ranks.rows(0, num_samples(batch))
-            # A rank without a sample joins the others with one that does not count.
+            # A rank without a sample evaluates one that is not counted, to join the collectives.
             counts = rows.stop > rows.start
             rows = rows if counts else slice(0, 1)
             mine = each_tensor(task.cut(batch), itemgetter(rows))
@@ -85,7 +85,7 @@ def evaluate(
 
 
 def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
-    """A sum in FP64; a number of the host is filled in, because copying it would wait for the device."""
+    """FP64 tensor of a sum; a host number is filled in, because copying it would synchronize."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)

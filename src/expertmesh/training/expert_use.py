@@ -1,6 +1,6 @@
-"""What each expert of each layer did in a step: the record behind a report's pictures.
+"""Use of each expert of each layer in a step, recorded in experts.jsonl for the pictures of a report.
 
-About `RECORDS` steps of a run are recorded, evenly spread, so that a long run's file stays small.
+About `RECORDS` steps of a run are recorded, evenly spread, so the file of a long run stays small.
 """
 
 import math
@@ -14,21 +14,22 @@ from expertmesh.training.metrics import read_lines
 from expertmesh.training.routing_losses import POSITIONS
 
 RECORDS = 200
-"""A run has at least as many records, or one for each step if it is shorter, and at most twice as many."""
+"""Least number of records of a run (or one per step, if it is shorter); it has at most twice as many."""
 
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """One step's use of the experts, one entry per MoE layer.
+    """Use of the experts in a step, one entry per MoE layer.
 
     Attributes:
         counts: rows chosen per expert, before dropping.
         dropped: rows dropped.
         confidence: mean routing weight of each expert's rows; 0 for an expert without a row.
-        entropy: mean entropy of a token's routing weights over their sum, in nats; 0: one choice has all the weight.
-        dropped_by_position: share of the rows that was dropped in each of `POSITIONS` equal parts of a sample, from its first
-            tokens to its last; empty where nothing was dropped.
-        counts_by_label: the counts by the kind of sample (language, domain), where the family names kinds.
+        entropy: mean entropy of a token's routing weights divided by their sum, in nats; 0: one choice has all the
+            weight.
+        dropped_by_position: share of the rows dropped in each of `POSITIONS` equal parts of a sample, from its first
+            tokens to its last; empty if nothing was dropped.
+        counts_by_label: `counts` by the kind of sample (language, domain), if the family has kinds.
     """
 
     counts: list[list[int]]
@@ -39,16 +40,16 @@ class ExpertUse:
     counts_by_label: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def named(self) -> dict[str, Any]:
-        """As plain values by name, without those that are empty."""
+        """Plain values by name, without empty ones."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
 def is_recorded(step: int, num_steps: int) -> bool:
-    """Whether a step is recorded: every n-th one, and the last.
+    """Whether a step is recorded: every n-th step, and the last.
 
     Args:
         step: from 0.
-        num_steps: of the run.
+        num_steps: number of steps of the run.
     """
     return step % max(num_steps // RECORDS, 1) == 0 or step == num_steps - 1
 
@@ -59,16 +60,18 @@ def use_of_experts(
     sums: Sequence[float],
     labels: Sequence[str] = (),
 ) -> ExpertUse:
-    """The record of a step.
+    """Record of a step.
 
     Args:
         counts: rows chosen per expert, per layer.
         dropped: rows dropped, per layer.
-        sums: `LoadCounter.watched` of all layers and ranks, one after the other.
-        labels: names of the kinds of samples; one that is there twice gets a number.
+        sums: `LoadCounter.watched` of all layers, summed over ranks and concatenated.
+        labels: names of the kinds of samples; duplicates get a number.
     """
     labels = distinct(labels)
-    left = iter([value if math.isfinite(value) else 0.0 for value in sums])  # of one that diverged
+    left = iter(
+        [value if math.isfinite(value) else 0.0 for value in sums]
+    )  # a diverged run has non-finite sums
 
     def take(count: int) -> list[float]:
         return [next(left) for _ in range(count)]
@@ -90,13 +93,13 @@ def use_of_experts(
 
 
 def read_use(path: Path) -> list[dict[str, Any]]:
-    """The records of a run, each with its "step"; [] of a run without experts, or from before there were records."""
+    """Records of a run, each with its "step"; [] for a run without experts or records."""
     shapes = [(line, shape) for line in read_lines(path) if (shape := _shape(line)) is not None]
     return [line for line, shape in shapes if shape == shapes[-1][1]]
 
 
 def _shape(line: dict[str, Any]) -> list[int] | None:
-    """Experts of each layer; None of a line that is no whole record."""
+    """Number of experts of each layer; None if the line is not a complete record."""
     try:
         sizes = [len(counts) for counts in line["counts"]]
         numbers = [*line["dropped"], *line["entropy"]]

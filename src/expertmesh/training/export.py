@@ -1,6 +1,6 @@
-"""One safetensors file of a model's weights, from a checkpoint of any number of ranks.
+"""Export of a model's weights to one safetensors file, from a checkpoint of any number of ranks.
 
-It is written tensor by tensor, so that memory holds one of them.
+The file is written tensor by tensor, so memory holds one tensor at a time.
 """
 
 import json
@@ -23,13 +23,13 @@ _MODEL = "model."
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        checkpoint: where it is from.
-        step: optimiser steps done then.
-        num_tensors: in the file.
-        num_bytes: the size of the file.
+        checkpoint: path of the checkpoint.
+        step: optimizer steps of the checkpoint.
+        num_tensors: number of tensors in the file.
+        num_bytes: size of the file.
     """
 
     checkpoint: Path
@@ -39,18 +39,19 @@ class Exported:
 
 
 def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
-    """Write the weights of a checkpoint as one safetensors file, visible when it is complete.
+    """Write the weights of a checkpoint to one safetensors file, which appears only when it is complete.
 
-    The names are those of `GPT.state_dict`, dtypes as trained. The header's texts are `step`, `recipe` and `config`, a `RunConfig` as JSON.
+    Names are as in `GPT.state_dict`, dtypes as trained. The header has `step`, `recipe` and `config` (a `RunConfig` as
+    JSON).
 
     Args:
-        source: a run directory (its newest good checkpoint) or a checkpoint.
+        source: a run directory, whose newest good checkpoint is used, or a checkpoint.
         output: the file.
-        overwrite: whether it may exist.
+        overwrite: whether an existing file is replaced.
 
     Raises:
-        ConfigError: source is neither, or output exists or cannot be.
-        CheckpointError: the checkpoint is damaged, or there is none.
+        ConfigError: source is neither, or output exists or cannot be created.
+        CheckpointError: the checkpoint is damaged, or the run has none.
     """
     _check_output(output, overwrite=overwrite)
     check_only_files(source, what=str(source))
@@ -96,11 +97,11 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The newest good checkpoint of a run directory, or a checkpoint itself.
+    """Newest good checkpoint of a run directory, or the path itself if it is a checkpoint.
 
     Raises:
-        ConfigError: it is neither.
-        CheckpointError: it is damaged.
+        ConfigError: the path is neither.
+        CheckpointError: the checkpoint is damaged.
     """
     if not source.is_dir():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Whether a run fits the ranks that there are."""
+"""Check that a run fits the number of ranks."""
 
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
@@ -23,10 +23,11 @@ _OF_SEVERAL = (
 
 
 def check_ranks(task: Task, ranks: Ranks) -> None:
-    """Whether a run fits its ranks.
+    """Check that a run fits its ranks.
 
     Raises:
-        ConfigError: batches do not divide over them, one GPU for several, or there is one and the options are for several.
+        ConfigError: a batch does not divide over the ranks, one GPU is given for several ranks, or options for several
+            ranks are given for one.
     """
     parallel, train_config = task.config.parallel, task.config.train
     if ranks.size > 1 and train_config.device.startswith("cuda:"):
@@ -51,7 +52,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
 
 
 def _check_alone(parallel: ParallelConfig) -> None:
-    """Refuse options that only several ranks can follow, on one; names both ways out, also for a file that gives them all."""
+    """Raise ConfigError for options that need several ranks; the message lists the values for one rank."""
     wanted = {}
     for name in _OF_SEVERAL:
         value, usual = getattr(parallel, name), type(parallel).model_fields[name].default

@@ -1,4 +1,4 @@
-"""Two matrices that a stack of experts or a dense MLP keeps as one: gate and up, which an optimiser of matrices must see apart."""
+"""Fused gate and up projections: detection of two matrices stored as one parameter, which Muon must treat separately."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -6,28 +6,29 @@ from typing import Literal
 from torch import Tensor, nn
 
 Halves = Literal["rows", "columns", "row pairs", "column pairs"]
-"""How the two lie in (..., A, B): the first and last half of its rows or columns, or every other one of them."""
+"""Layout of the two matrices in (..., A, B): first and last half of the rows or columns, or alternating rows or columns."""
 _AXES: dict[Halves, tuple[int, tuple[int, int], int]] = {
     "rows": (-2, (2, -1), -3),
     "row pairs": (-2, (-1, 2), -2),
     "columns": (-1, (2, -1), -2),
     "column pairs": (-1, (-1, 2), -1),
 }
-"""Axis that is cut, in what, and where the two are then."""
+"""Axis to split, sizes of the split, and resulting axis of the pair, by layout."""
 
 
 def fused_halves(model: nn.Module) -> dict[int, Halves]:
-    """Parameters with gate and up in one: those beside another one that takes half of what they give.
+    """Parameters with fused gate and up projections: a sibling parameter takes half of their outputs.
 
-    Stacks of experts lie in one module, or in modules of it that have no others; transformers' say by `is_concatenated` whether the
-    two lie one behind the other. Of dense MLPs the maps are `nn.Linear`, (2 F, D) beside (D, F) where none takes all 2 F; a module
-    that speaks of heads is attention. Where F = D an activation has to lie beside them. Our own experts and MLPs keep the two apart.
+    Stacks of experts are in one module, or in child modules without children; transformers' attribute `is_concatenated`
+    says whether the halves are contiguous. In dense MLPs the maps are `nn.Linear`: (2 F, D) with a sibling (D, F), if
+    no sibling takes all 2 F. Modules with attributes named after heads are attention, and are skipped. If F = D, an
+    activation module is required as well. Experts and MLPs of this package keep the two apart.
 
     Args:
         model: any model.
 
     Returns:
-        How they lie, by the id of the parameter.
+        Layout of the halves by the id of the parameter.
     """
     found: dict[int, Halves] = {}
     for module in model.modules():
@@ -47,7 +48,7 @@ def fused_halves(model: nn.Module) -> dict[int, Halves]:
 
 
 def _fused_maps(module: nn.Module) -> Iterator[Tensor]:
-    """Weights of the linear maps directly in a module that hold gate and up."""
+    """Weights of fused gate and up projections among the linear maps directly in a module."""
     maps = [m.weight for m in module.children() if isinstance(m, nn.Linear)]
     said = (*vars(module), *(name for name, _ in module.named_children()))
     if len(maps) < 2 or any("head" in name for name in said):
@@ -63,13 +64,13 @@ def _fused_maps(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Whether it is one of torch's or transformers' activations."""
+    """Whether a module is an activation of torch or transformers."""
     where = type(module).__module__
     return where in ("torch.nn.modules.activation", "transformers.activations")
 
 
 def on_halves(function: Callable[[Tensor], Tensor], x: Tensor, halves: Halves | None) -> Tensor:
-    """A function of matrices (..., A, B), on each of the two in x by itself; None: on x."""
+    """Apply a function of matrices (..., A, B) to each of the two halves of x; halves=None: to x itself."""
     if halves is None:
         return function(x)
     axis, sizes, place = _AXES[halves]
@@ -78,7 +79,7 @@ def on_halves(function: Callable[[Tensor], Tensor], x: Tensor, halves: Halves | 
 
 
 def shape_of_one(x: Tensor, halves: Halves | None) -> tuple[int, int]:
-    """Rows and columns of one matrix in a parameter."""
+    """Rows and columns of a single matrix in a parameter."""
     a, b = x.shape[-2:]
     if halves is None:
         return a, b

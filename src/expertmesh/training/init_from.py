@@ -1,4 +1,4 @@
-"""A model with weights from elsewhere as a run of no steps, which every verb reads and `train.init_from` begins with."""
+"""Runs that start from other weights (`train.init_from`), and models written as runs of no steps."""
 
 import shutil
 from collections.abc import Mapping
@@ -33,16 +33,16 @@ _MODEL = "model."
 
 
 def with_init_from(config: RunConfig, family: Family) -> RunConfig:
-    """The configuration with what the weights of the run that it begins with (`train.init_from`) fix, if there is one.
+    """Configuration with the options that the weights of `train.init_from` determine, if it is set.
 
-    A run that goes on has all of that itself; the other one need not be there any more.
+    A resumed run has these options saved; the other run need not exist any more.
 
     Args:
-        config: of the run.
-        family: of the run.
+        config: configuration of the run.
+        family: family of the run.
 
     Raises:
-        ConfigError: that is no run, or of another family, or no run of this family begins with another.
+        ConfigError: the path is not a run, is of another family, or the family does not support init_from.
         CheckpointError: it has no usable checkpoint, or a file is missing.
     """
     begin = config.train.init_from
@@ -68,16 +68,16 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
 def run_of_init_from(
     config: RunConfig, family: Family, run_dir: RunDir, ranks: Ranks
 ) -> Run | None:
-    """The run, or the model of the hub, whose weights a run begins with, found whole before all that takes long; None: there is none.
+    """Run or hub model of `train.init_from`, checked to be complete before work that takes long; None: not set, or resumed.
 
     Args:
-        config: of the run.
-        family: of both.
-        run_dir: of the run; one that has a checkpoint goes on from it.
+        config: configuration of the run.
+        family: family of both runs.
+        run_dir: directory of the run; if it has a checkpoint, the run resumes from it.
         ranks: ranks that share the reading; every one must call.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: the run does not exist.
         CheckpointError: it has no usable checkpoint, or a file is missing.
         PeerError: another rank failed.
     """
@@ -89,7 +89,7 @@ def run_of_init_from(
 
 
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:
-    """Files that a run keeps, by the names that they get there: of its data, and of a model of the hub that it begins with."""
+    """Files that a run keeps, by their names in its folder: of its data, and of a hub model that it starts from."""
     begin = config.train.init_from
     return {**data.files, **({} if begin is None else hub_files(expanded(begin)))}
 
@@ -100,15 +100,15 @@ def _can_go_on(own: RunDir, family: Family) -> bool:
 
 
 def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Whether a language model can become a run beside another one.
+    """Check that a language model can be saved as a run like another run.
 
     Args:
-        model: to be saved.
-        tokenizer: of the model.
-        config: of the other run.
+        model: model to be saved.
+        tokenizer: tokenizer of the model.
+        config: configuration of the other run.
 
     Raises:
-        ConfigError: it cannot; says why.
+        ConfigError: it cannot be saved, with the reason.
     """
     wanted: Any = getattr(config, "model", None)
     if not isinstance(model, LanguageModel) or type(model.config) is not type(wanted):
@@ -128,11 +128,11 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
 
 
 def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:
-    """The files beside a tokenizer that a run with another one keeps, by their names there.
+    """Files beside a tokenizer that a run with a changed tokenizer keeps, by their names there.
 
     Args:
         folder: a run directory or hub folder.
-        tokenizer: the file of the other one, which takes the place of copies of the old.
+        tokenizer: file of the changed tokenizer, which replaces copies of the old one.
     """
     extras = folder / EXTRAS
     kept = {f"{EXTRAS}/{p.name}": p for p in sorted(extras.glob("*")) if p.is_file()}
@@ -152,17 +152,17 @@ def save_as_run(
 
     Args:
         model: the model that the configuration describes, whole.
-        config: of the run.
-        recipe: name kept with it, in words.
-        files: what belongs to the run, by the name that it gets there: "tokenizer.json" of a language model.
-        make: gives the tensors of a model on the meta device by their names in its state dict, one at a time when they are
-            written, so that no more than one is in memory.
+        config: configuration of the run.
+        recipe: name kept with the run.
+        files: files of the run by their names there, for example "tokenizer.json".
+        make: for a model on the meta device, returns each tensor by its name in the state dict while it is written, so
+            memory holds one at a time.
 
     Returns:
         The run directory.
 
     Raises:
-        ConfigError: it exists already.
+        ConfigError: the run directory exists already.
     """
     run_dir = RunDir(config.train.run_dir)
     if run_dir.path.exists():
@@ -171,7 +171,7 @@ def save_as_run(
     try:
         with naming(run_dir.path):
             _write(run_dir, model, config, recipe=recipe, files=files, make=make)
-    except BaseException:  # half a run is none
+    except BaseException:  # an incomplete run is removed
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
     return run_dir.path

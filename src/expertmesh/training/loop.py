@@ -1,4 +1,4 @@
-"""The training loop of any model: data, steps, evaluations, checkpoints, and a clean stop."""
+"""Training loop of all model families: data, steps, evaluations, checkpoints, and a clean stop."""
 
 import signal
 import time
@@ -68,27 +68,28 @@ from expertmesh.training.trackers import Files, OwnTracker, Tracker
 
 
 class _LeftOutError(Exception):
-    """A rank was asked to stop in an evaluation."""
+    """Raised in an evaluation when a rank was asked to stop."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended.
+    """Result of a call of `train`.
 
     Attributes:
-        run_dir: of the run.
-        step: optimiser steps done in all.
-        items: tokens, or whatever the family counts, trained on in all.
-        seconds: wall time of all steps, evaluations and saves not counted.
-        resumed_from: steps that were done before this call.
-        initial_evaluation: before the first step; None if metrics.jsonl has lost it.
-        evaluation: the last one; None if there was none yet.
+        run_dir: run directory.
+        step: number of optimizer steps done in all.
+        items: tokens, or the family's unit, trained on in all.
+        seconds: wall time of all steps, without evaluations and saves.
+        resumed_from: number of steps done before this call.
+        initial_evaluation: evaluation before the first step; None if missing in metrics.jsonl.
+        evaluation: last evaluation; None if there was none yet.
         skipped_steps: steps whose update was skipped.
-        stopped_by: the signal that ended the call early, or None.
+        stopped_by: signal that ended the call early, or None.
         checkpoint: newest checkpoint, or None.
-        is_leader: whether this rank speaks for all of them.
-        evaluated_at: the step of `evaluation`; a run that is stopped ends later. None if there was none yet.
-        ended_early: the option that ended the call before its last step: "max_time", which goes on, or "patience", which is done.
+        is_leader: whether this process is rank 0.
+        evaluated_at: step of `evaluation`, or None; a run that was stopped may have ended later.
+        ended_early: option that ended the call before its last step, or None: "max_time" (the run can be resumed) or
+            "patience" (it is finished).
     """
 
     run_dir: Path
@@ -114,26 +115,27 @@ def train(
     console: Console | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> TrainResult:
-    """Train, or go on training, in `config.train.run_dir`.
+    """Train, or resume training, in `config.train.run_dir`.
 
-    SIGTERM, SIGHUP, Ctrl-C or a dead pipe end the current step, leave an evaluation out, save a checkpoint and return. On CPU the losses depend on the
-    configuration only: stopping and resuming changes no bit.
+    After SIGTERM, SIGHUP, Ctrl-C or a dead pipe the current step is finished, evaluation is skipped, a checkpoint is
+    saved, and the call returns. On CPU the losses depend on the configuration only: stopping and resuming changes no
+    bit.
 
     Args:
-        config: the run; the model and the tokenizer of the run that it begins with (train.init_from) take the place of its own.
+        config: configuration of the run; with train.init_from its model and tokenizer are replaced by the other run's.
         recipe: name of the recipe, kept with the run.
-        family: what is trained; None: the family that the configuration names.
-        console: where progress goes; None: standard output.
-        trackers: of the caller; rank 0 writes to them beside the run's own files, and leaves them open.
+        family: model family; None: the family in the configuration.
+        console: output of progress; None: standard output.
+        trackers: additional trackers; rank 0 writes to them, and does not close them.
 
     Returns:
-        How it ended.
+        Result of the call.
 
     Raises:
-        ConfigError: the configuration fits neither this machine, nor the data, nor the run that is already there.
-        CheckpointError: all checkpoints to resume from are damaged, or those of the run to begin with.
+        ConfigError: the configuration does not fit this machine, the data, or the existing run.
+        CheckpointError: all checkpoints to resume from, or of train.init_from, are damaged.
         TrainingDivergedError: too many steps in a row were not finite.
-        OSError: the disk is full, or cannot be written. Earlier checkpoints stay as they are.
+        OSError: the disk is full, or cannot be written. Earlier checkpoints are unchanged.
     """
     family = find_family(config.family) if family is None else family
     config = with_init_from(config.model_copy(update={"family": family.name}), family)
@@ -142,7 +144,7 @@ def train(
     device = resolve_device(config.train.device)
     run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
-        if device.index is not None:  # the random numbers and the memory that count are this GPU's
+        if device.index is not None:  # random state and memory are read from the current GPU
             stack.enter_context(torch.cuda.device(device))
         ranks = stack.enter_context(
             open_ranks(
@@ -165,7 +167,7 @@ def train(
                 saved, _ = run_dir.read_values()
                 check_same_run(saved, config, family=family, where=run_dir.path)
             if config.distill.teacher is not None:
-                find_teacher(config, family)  # before all that takes long
+                find_teacher(config, family)  # checked before work that takes long
             is_new_branch = config.train.branch_from and not list_checkpoints(run_dir.checkpoints)
             return branch_point(config, family=family) if is_new_branch else None
 
@@ -178,7 +180,7 @@ def train(
         stack.enter_context(torch.random.fork_rng(gpus))
         torch.manual_seed(config.train.seed)
         if list_checkpoints(run_dir.checkpoints):
-            stack.enter_context(notes_known())  # said when the run began
+            stack.enter_context(notes_known())  # already printed when the run started
         prepared: list[Data] = []
         ranks.on_rank0(lambda: prepared.append(task.prepare()))  # fills the cache
         data = ranks.on_all(lambda: prepared[0] if prepared else task.prepare())
@@ -187,7 +189,7 @@ def train(
         if threads is not None:
             stack.enter_context(computing_with(threads))
         stack.enter_context(precision.products())
-        torch.manual_seed(config.train.seed)  # whatever the data have drawn
+        torch.manual_seed(config.train.seed)  # data preparation may have drawn random numbers
         trainer = ranks.on_all(
             partial(_Trainer, family, task, recipe, run_dir, data, precision, threads, ranks, ends)
         )
@@ -204,7 +206,7 @@ def train(
 def _settle(
     family: Family, config: RunConfig, run_dir: RunDir, ranks: Ranks
 ) -> tuple[Precision, Threads | None]:
-    """What a run computes in, and with how many threads, both kept with the run; None on a GPU: as torch has them, or as is given."""
+    """Precision and number of threads of a run, both saved with it; threads are None on a GPU unless given."""
     products = family.products_of(config, num_parts=ranks.num_row_parts)
     record, given = run_dir.arithmetic, config.parallel.num_threads
     goes_on = ranks.on_rank0(lambda: bool(list_checkpoints(run_dir.checkpoints)))
@@ -218,7 +220,7 @@ def _settle(
         ranks,
         lambda counts: measure_step(products, precision, counts),
         given=given,
-        # a run of before threads were kept had torch's number
+        # older runs did not save it and used torch's number
         began_with=torch.get_num_threads() if goes_on and began_with is None else began_with,
     )
     kept = replace(precision.arithmetic, threads=threads.count)
@@ -227,7 +229,7 @@ def _settle(
 
 
 class _Trainer:
-    """One call of `train`: what is open while it runs."""
+    """State of one call of `train`."""
 
     def __init__(
         self,
@@ -274,7 +276,7 @@ class _Trainer:
         self.evaluated_step = -1
 
     def resume(self, trunk: Path | None, begin: Run | None) -> int:
-        """Load the newest good checkpoint, that where a trunk is left, or the weights to begin with; returns the steps done."""
+        """Load the newest good checkpoint, the trunk's checkpoint, or initial weights; returns the number of steps done."""
         if self.ranks.is_leader:
             self.store.remove_leftovers()
         path = newest_good(self.run_dir.checkpoints, self.ranks) or trunk
@@ -300,7 +302,7 @@ class _Trainer:
         stack: ExitStack,
         given: Sequence[Tracker] = (),
     ) -> None:
-        """All remaining steps."""
+        """Run all remaining steps."""
         config, progress = self.config, self.state.progress
         first = progress.step
         trackers: list[Tracker] = []
@@ -348,7 +350,7 @@ class _Trainer:
             self._one_step(trackers, report, extra, stop)
             extra = {}
         if progress.step >= config.train.steps and stop.signal == signal.SIGPIPE:
-            stop.signal = None  # nothing was left to stop
+            stop.signal = None  # all steps were done already
         if progress.step < config.train.steps:
             self._name_end(stop)
         if self.saved_step != progress.step and progress.bad_steps_in_row == 0:
@@ -357,29 +359,30 @@ class _Trainer:
         self._say_end(stop, report, first)
 
     def _must_end(self, stop: StopRequest) -> bool:
-        """Whether a rank was asked to stop, or has no time left, or evaluations got no better; every rank must call."""
+        """Whether a rank was asked to stop, time is up, or evaluations have stopped improving; every rank must call."""
         if self.ends.has_no_patience():
             return True
         return self.ranks.any(stop.signal is not None or self.ends.is_late())
 
     def _name_end(self, stop: StopRequest) -> None:
-        """Why the run has not done all of its steps; every rank must call."""
+        """Record why the run ended before its last step; every rank must call."""
         if self.ranks.any(stop.signal is not None):
             stop.signal = stop.signal or signal.SIGTERM  # another rank was asked
         else:
             self.ended_early = "patience" if self.ends.has_no_patience() else "max_time"
 
     def _losses_until(self, step: int) -> list[float]:
-        """Validation losses of the steps that are done, in order."""
+        """Validation losses up to a step, in order."""
         lines = [line for line in read_metrics(self.run_dir.metrics) if line["step"] <= step]
         first = evaluations(lines, "initial_eval_")[:1]
         return [one["loss"] for one in (*first, *evaluations(lines)) if "loss" in one]
 
     def _say_end(self, stop: StopRequest, report: ProgressReport, first: int) -> None:
-        """Say what stopped the run, and what of it is lost because its last steps were not finite.
+        """Report why the run stopped, and non-finite last steps, which are not saved.
 
         Raises:
-            TrainingDivergedError: none of these steps changed a weight, or no state of the run was worth saving.
+            TrainingDivergedError: the last steps were not finite, and no step of this call changed a weight or there is
+                no checkpoint.
         """
         config, progress, paths = self.config.train, self.state.progress, self._checkpoints()
         bad = progress.bad_steps_in_row
@@ -423,7 +426,7 @@ class _Trainer:
         extra: dict[str, float],
         stop: StopRequest,
     ) -> None:
-        """One optimiser step and what is due after it: evaluation, metrics, checkpoint."""
+        """Run an optimizer step, and the evaluation, metrics and checkpoint that are due after it."""
         config, progress = self.config.train, self.state.progress
         began = time.perf_counter()
         self.pace.begin()
@@ -498,7 +501,7 @@ class _Trainer:
         )
 
     def _evaluate(self, stop: StopRequest, report: ProgressReport) -> Evaluation | None:
-        """An evaluation, which is said; None: a rank was asked to stop in it, and it is left out."""
+        """Evaluate and report; None: a rank was asked to stop meanwhile, and the evaluation was skipped."""
         config, step = self.config.train, self.state.progress.step
 
         def until_asked(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -546,7 +549,7 @@ class _Trainer:
             self.ends.saved(time.monotonic() - began)
 
     def _checkpoints(self) -> list[Path]:
-        """The run's, oldest first; damaged ones that are left of further steps are none."""
+        """Checkpoints of the run, oldest first, without damaged ones of later steps."""
         paths = list_checkpoints(self.run_dir.checkpoints)
         return [path for path in paths if step_of(path) <= self.state.progress.step]
 
@@ -568,7 +571,7 @@ class _Trainer:
         return "" if self.threads is None else f", {self.threads.description}"
 
     def result(self, resumed_from: int, stop: StopRequest) -> TrainResult:
-        """How it ended."""
+        """Result of the call."""
         progress = self.state.progress
         lines = read_metrics(self.run_dir.metrics)
         initial, evaluated = evaluations(lines, "initial_eval_"), evaluations(lines, "eval_")

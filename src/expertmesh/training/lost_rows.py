@@ -1,4 +1,4 @@
-"""What the files of a run's numbers have lost: rows that a full disk, a crash or a hand took away."""
+"""Detection of rows missing from a run's metrics files, after a full disk, a crash or an edit."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,13 +10,13 @@ _MOST_RANGES = 3
 
 
 def told_losses(metrics: Path, experts: Path, *, first: int, last: int) -> str:
-    """One line on what is missing in the files of a run that goes on, or "".
+    """Warning, in one line, about missing rows in the files of a resumed run; "" if none are missing.
 
     Args:
-        metrics: metrics.jsonl, a row for each step.
-        experts: experts.jsonl, a row for some steps of a run with experts.
-        first: steps that were done before this run's first one.
-        last: steps that are done.
+        metrics: metrics.jsonl, with a row for each step.
+        experts: experts.jsonl, with a row for some steps of a run with experts.
+        first: number of steps before this run's first one.
+        last: number of steps done.
     """
     if last <= first:
         return ""
@@ -37,7 +37,7 @@ def told_losses(metrics: Path, experts: Path, *, first: int, last: int) -> str:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """ "1 to 30, 40" of ascending numbers."""
+    """Text such as "1 to 30, 40" of ascending numbers."""
     found: list[list[int]] = []
     for step in steps:
         if found and step == found[-1][1] + 1:
@@ -49,15 +49,15 @@ def _ranges(steps: Sequence[int]) -> str:
 
 
 def _has_hole(path: Path, *, first: int, last: int, must_begin: bool) -> bool:
-    """Whether a line is damaged, or more steps lie before the rows or behind them than between any two.
+    """Whether a line is damaged, or more steps are missing before the first or after the last row than between any two.
 
-    How many steps lie between rows depends on how long the run was to be, which may have changed.
+    The distance of rows depends on the total number of steps, which may have changed.
 
     Args:
         path: the file.
         first: see `told_losses`.
         last: see `told_losses`.
-        must_begin: whether the first step has a row.
+        must_begin: whether the first step must have a row.
     """
     rows, lines = read_lines(path), path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     steps = sorted({row["step"] for row in rows if first < row["step"] <= last})

@@ -1,4 +1,4 @@
-"""What is measured in each step, and where it is written."""
+"""Metrics of each step, and the metrics.jsonl file that they are written to."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from expertmesh.config.output_file import naming
 
 @dataclass(frozen=True)
 class Load:
-    """How evenly the experts were used in a step.
+    """Balance of the experts in a step.
 
     Attributes:
         load_imbalance: rows of the fullest expert over the mean, averaged over the MoE layers; 1.0 is perfect.
         dropped_fraction: share of the (token, choice) rows that were dropped.
-        dead_experts: experts, of all layers, that no token chose.
+        dead_experts: number of experts, over all layers, that no token chose.
     """
 
     load_imbalance: float
@@ -28,17 +28,17 @@ class Load:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl.
+    """Metrics of a step: a line of metrics.jsonl.
 
     Attributes:
-        step: optimiser steps done, this one included.
+        step: number of optimizer steps done, including this one.
         loss: mean over the items of the batch, before the update.
         aux_loss: weighted balance loss.
         z_loss: weighted router z-loss.
         grad_norm: global gradient norm before clipping.
         lr: learning rate of this step.
-        items_per_second: items (tokens, or what the family counts) of the batch over the wall time of the step.
-        load: of the experts; None where there are none, and then it is no part of the line.
+        items_per_second: items (tokens, or the family's unit) of the batch over the wall time of the step.
+        load: load of the experts; None for a dense model, whose lines leave it out.
         skipped_steps: steps so far whose update was skipped because the loss or a gradient was not finite.
         items: items trained on so far.
     """
@@ -55,7 +55,7 @@ class StepMetrics:
     items: int
 
     def named(self, items: str) -> dict[str, float]:
-        """The same with the name of the items, as in "tokens" and "tokens_per_second"."""
+        """Metrics by name, with the name of the items as in "tokens" and "tokens_per_second"."""
         names = {"items": items, "items_per_second": f"{items}_per_second"}
         values = asdict(self)
         values |= values.pop("load") or {}
@@ -63,10 +63,10 @@ class StepMetrics:
 
 
 def measure_load(counts: list[list[int]], num_dropped: int) -> Load | None:
-    """Summarise routing; None of a dense model.
+    """Summarise routing; None for a dense model.
 
     Args:
-        counts: rows chosen per expert, one list per MoE layer; none for a dense model.
+        counts: rows chosen per expert, one list per MoE layer; empty for a dense model.
         num_dropped: rows dropped in all layers.
     """
     if not counts:
@@ -86,8 +86,8 @@ class MetricsFile:
     """metrics.jsonl: one JSON object per step, appended and flushed at once.
 
     Args:
-        path: the file; made if it does not exist.
-        last_step: lines of later steps, and lines that are damaged or cut short by a crash, are removed; no others.
+        path: the file; created if it does not exist.
+        last_step: lines of later steps, and damaged or truncated lines, are removed.
     """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
@@ -105,14 +105,14 @@ class MetricsFile:
         self._file = path.open("ab")
 
     def write(self, values: dict[str, float]) -> None:
-        """Append one line: the metrics of a step, then what only some steps have (evaluations).
+        """Append one line: the metrics of a step, and evaluations if there are any.
 
         JSON has no NaN and no infinity; a number that is not finite is written as null.
         """
         self.append({k: value if math.isfinite(value) else None for k, value in values.items()})
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append one line of plain values, without NaN and infinities; "step" is among them."""
+        """Append one line of plain values, which include "step" and no NaN or infinity."""
         with naming(self.path):
             self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             self._file.flush()
@@ -124,7 +124,7 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file of records, in order; [] if there is none."""
+    """All complete lines of a file of records, in order; [] if the file does not exist."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -132,7 +132,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The same of a metrics file, whose lines have a loss and nothing but numbers and null."""
+    """Complete lines of a metrics file, in order: lines with a loss, whose values are numbers or null."""
     return [line for line in read_lines(path) if "loss" in line and all(map(_fits, line.values()))]
 
 
@@ -141,9 +141,9 @@ def _fits(value: Any) -> bool:
 
 
 def evaluations(lines: list[dict[str, Any]], prefix: str = "eval_") -> list[dict[str, float]]:
-    """The evaluations among the lines of a metrics file, in order; those before the first step have the prefix "initial_eval_".
+    """Evaluations among the lines of a metrics file, in order; an evaluation before the first step has the prefix "initial_eval_".
 
-    What was not finite, which the file has as null, is NaN.
+    Null, which stands for a non-finite number in the file, is read as NaN.
     """
     found = (
         {
@@ -157,7 +157,7 @@ def evaluations(lines: list[dict[str, Any]], prefix: str = "eval_") -> list[dict
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a complete line with a step says; None of another one."""
+    """Values of a complete line with a step; None for any other line."""
     if not line.endswith(b"\n"):
         return None
     try:

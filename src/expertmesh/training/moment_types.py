@@ -1,7 +1,7 @@
-"""The types that an optimiser may keep a moment in: how it is written from FP32, and read again.
+"""Storage types of optimizer moments: encoding from FP32, and decoding.
 
-All rounding of `bfloat16` and `int8` is stochastic, up or down so that the mean is the value: a moment whose change is smaller than
-half a step of its type would otherwise stand still.
+`bfloat16` and `int8` use stochastic rounding, whose mean is the exact value. With round-to-nearest, a moment would
+never change if its updates are smaller than half a step of its type.
 """
 
 from abc import ABC, abstractmethod
@@ -19,19 +19,19 @@ from expertmesh.training.stochastic_rounding import Words
 from expertmesh.training.workspace import Workspace
 
 ROWS_OF = 1 << 17
-"""Elements that are worked on at a time on a CPU, so that they stay in its cache."""
+"""Elements per block of rows on a CPU, sized for its cache."""
 _ROWS_OF_GPU = 1 << 26
 _LEAST_NORMAL = 2.0**-126
 _LEAST_FP16 = 2.0**-24
 _LEAST = 1.4e-45
-"""The smallest number of FP32."""
+"""Smallest positive number of FP32."""
 
 State = dict[str, Tensor]
-"""The tensors of a parameter: each moment by its name and, where its type has any, its scales by NAME_scale."""
+"""Optimizer state of a parameter: each moment by name and, if its type has scales, its scales by NAME_scale."""
 
 
 class Code(ABC):
-    """One type of moments, of tensors with a last axis of some length.
+    """Storage type of moments, for tensors with a given last axis.
 
     Args:
         width: length of the whole last axis.
@@ -39,26 +39,26 @@ class Code(ABC):
 
     name: StateDtype
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of a moment with signs, and of one that is never negative."""
+    """Dtypes of the codes of a signed moment, and of a non-negative one."""
     is_stochastic = True
-    """Whether it is rounded with random words."""
+    """Whether rounding uses random words."""
 
     def __init__(self, width: int) -> None:
         self.width = width
 
     @abstractmethod
     def new_scales(self, parameter: Tensor) -> Tensor | None:
-        """Scales of a moment of zeros; None: there are none."""
+        """Scales of a zero moment; None: the type has no scales."""
 
     @abstractmethod
     def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
-        """Write what rows of a moment stand for into FP32 or FP64.
+        """Decode rows of a moment into FP32 or FP64.
 
         Args:
             codes: (R, C).
-            scales: of these rows.
-            out: (R, C).
-            space: for what is in between.
+            scales: scales of these rows.
+            out: (R, C), set.
+            space: workspace.
         """
 
     @abstractmethod
@@ -72,20 +72,20 @@ class Code(ABC):
         *,
         signed: bool,
     ) -> None:
-        """Round rows of a moment.
+        """Encode rows of a moment.
 
         Args:
             values: (R, C) FP32 or FP64, overwritten.
             codes: (R, C), set.
-            scales: of these rows, set; one of the whole tensor is as it must be already.
-            words: (R, C) int32, random, overwritten: of a moment with signs their lower halves count most, else their upper
-                ones, so that one serves both. None: to the nearest.
-            space: for what is in between.
+            scales: scales of these rows, set. A scale of the whole tensor is an input.
+            words: (R, C) int32 random words, overwritten. A signed moment uses their lower halves, a non-negative one
+                their upper halves, so one word serves both. None: round to nearest.
+            space: workspace.
             signed: whether values may be negative.
         """
 
     def new(self, parameter: Tensor, key: str) -> State:
-        """A moment of zeros by its name, laid out as a parameter is."""
+        """Zero moment by name, with the layout of a parameter."""
         dtype = self.dtypes[0] if is_signed(key) else self.dtypes[1]
         scales = self.new_scales(parameter)
         state = {key: torch.zeros_like(parameter, dtype=dtype)}
@@ -93,17 +93,17 @@ class Code(ABC):
 
 
 class Bfloat16(Code):
-    """Half of FP32's bits, in its range. What is not finite becomes NaN."""
+    """Moments in bfloat16: the upper half of FP32's bits. Non-finite values become NaN."""
 
     name: StateDtype = "bfloat16"
     dtypes = torch.bfloat16, torch.bfloat16
 
     def new_scales(self, parameter: Tensor) -> Tensor | None:
-        """None."""
+        """Returns None: bfloat16 has no scales."""
         return None
 
     def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
-        """See `Code.read`."""
+        """Decode rows; see `Code.read`."""
         out.copy_(codes)
 
     def write(
@@ -116,7 +116,7 @@ class Bfloat16(Code):
         *,
         signed: bool,
     ) -> None:
-        """See `Code.write`."""
+        """Encode rows; see `Code.write`."""
         if words is None:
             codes.copy_(values)
             return
@@ -124,18 +124,19 @@ class Bfloat16(Code):
         rounded = space.table("rounded", values.shape, torch.int32)
         if not signed:
             words.bitwise_right_shift_(16)
-        # the upper half of FP32's bits, of which a carry from the lower one is the next number
+        # upper half of FP32's bits; a carry from the lower half gives the next number
         torch.add(values.view(torch.int32), words.bitwise_and_(0xFFFF), out=rounded)
         found = rounded.bitwise_and_(-0x10000).view(torch.float32)
         codes.copy_(found.add_(values.mul_(0)))
 
 
 class Float16Scaled(Code):
-    """FP16 with one scale per tensor, as fairseq's fp16-adam-stats.
+    """FP16 with one scale per tensor, as in fairseq's fp16-adam-stats.
 
-    The scale is a bound of the whole tensor's largest value over 65,504, the same on all ranks, carried along with the moment itself
-    (`next_scale`): so it is known before the moment is, and no layout over ranks changes it. Rounded to the nearest, but what is
-    never negative not to zero, which the next step would divide by.
+    The scale is an upper bound of the whole tensor's largest value, divided by 65,504, and is equal on all ranks. It is
+    updated like the moment itself (`next_scale`), so it is known before the moment is, and does not depend on the
+    layout over ranks. Rounding is to nearest, except that non-negative moments are not rounded to zero, because the
+    next step divides by them.
     """
 
     name: StateDtype = "fp16-scaled"
@@ -144,11 +145,11 @@ class Float16Scaled(Code):
     is_stochastic = False
 
     def new_scales(self, parameter: Tensor) -> Tensor | None:
-        """A scalar."""
+        """Scale of the tensor, a scalar."""
         return torch.zeros((), dtype=torch.float32, device=own_part(parameter).device)
 
     def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
-        """See `Code.read`."""
+        """Decode rows; see `Code.read`."""
         assert scales is not None
         out.copy_(codes).mul_(scales)
 
@@ -162,31 +163,31 @@ class Float16Scaled(Code):
         *,
         signed: bool,
     ) -> None:
-        """See `Code.write`."""
+        """Encode rows; see `Code.write`."""
         assert scales is not None
         values.div_(scales)
         codes.copy_(values if signed else values.clamp_min_(_LEAST_FP16))
 
     @staticmethod
     def next_scale(scales: Tensor, decay: float, largest: Tensor) -> None:
-        """What moment = decay moment + (1 - decay) x makes of the scale.
+        """Update a scale in place for moment = decay moment + (1 - decay) x.
 
         Args:
-            scales: of the moment, set.
-            decay: of the moment.
-            largest: the whole tensor's largest |x|.
+            scales: scale of the moment, set.
+            decay: decay of the moment.
+            largest: largest |x| of the whole tensor.
         """
         part = (1 - decay) / Float16Scaled.largest
         scales.mul_(decay).add_(largest.to(scales), alpha=part).clamp_min_(_LEAST_NORMAL)
 
 
 class Int8(Code):
-    """8 bits, in blocks along the last axis with the largest value in FP32.
+    """8-bit codes in blocks along the last axis, each with its largest value in FP32.
 
-    A value x of a block with the largest value a is a (q / 127)^4 with the sign of q, and where no value is negative a (q / 255)^8:
-    steps of 3 % at a, and smaller ones as the value is smaller: at a / 10,000 of 31 and 10 % of it. Of a moment that is never
-    negative, what is not zero is not rounded to zero, which the next step would divide by. A block with a value that is not
-    finite is NaN.
+    With the largest value a of a block, code q stands for a (q / 127)^4 with the sign of q, in non-negative moments for
+    a (q / 255)^8. Steps are 3 % at a, and at a / 10,000 they are 31 % and 10 % of the value. Nonzero values of a
+    non-negative moment are not rounded to zero, because the next step divides by them. A block with a non-finite value
+    becomes NaN.
     """
 
     name: StateDtype = "int8"
@@ -197,18 +198,18 @@ class Int8(Code):
         self.block = block_size(width)
 
     def num_blocks(self, width: int) -> int:
-        """Of so many elements from the edge of a block."""
+        """Number of blocks of `width` elements, the last one perhaps partial."""
         return -(-width // self.block)
 
     def new_scales(self, parameter: Tensor) -> Tensor | None:
-        """Of each block."""
+        """Scales, one per block."""
         own = own_part(parameter)
         shape = (*own.shape[:-1], self.num_blocks(own.shape[-1]))
         part = torch.zeros(shape, dtype=torch.float32, device=own.device)
         return laid_out_as(parameter, part, last=self.num_blocks(self.width))
 
     def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
-        """See `Code.read`."""
+        """Decode rows; see `Code.read`."""
         assert scales is not None
         is_even = codes.shape[1] % self.block == 0 and out.dtype == torch.float32
         x = out.copy_(codes).view(len(codes), -1, self.block) if is_even else None
@@ -233,7 +234,7 @@ class Int8(Code):
         *,
         signed: bool,
     ) -> None:
-        """See `Code.write`."""
+        """Encode rows; see `Code.write`."""
         assert scales is not None
         powers, levels = (2, 127) if signed else (3, 255)
         is_even = values.shape[1] % self.block == 0 and values.dtype == torch.float32
@@ -268,12 +269,12 @@ class Int8(Code):
             part = self._blocks(words, "low", space)
             high.mul_(part.mul_(2.0**-32).add_(0.5))
         below.add_(torch.gt(share, high, out=low))
-        # nothing is rounded to zero that the next step would divide by
+        # non-negative moments are not rounded to zero: the next step divides by them
         below = torch.copysign(below, x, out=below) if signed else below.clamp_min_(1)
         codes.copy_(below.view(len(codes), -1)[:, : codes.shape[1]])
 
     def _blocks(self, x: Tensor, name: str, space: Workspace) -> Tensor:
-        """(R, C) of any type as (R, blocks, elements) in FP32, the last one filled up with zeros."""
+        """(R, C) of any dtype as (R, blocks, elements) in FP32, the last block padded with zeros."""
         width = self.num_blocks(x.shape[1]) * self.block
         table = space.table(name, (len(x), width), torch.float32)
         table[:, : x.shape[1]].copy_(x)
@@ -299,11 +300,11 @@ def _code(state_dtype: StateDtype, width: int) -> Code:
 
 
 def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code | None:
-    """What the moments of a parameter are kept in; None: its own type (`layout/moments.py` says of which).
+    """Storage type of a parameter's moments; None: the parameter's own dtype (`layout/moments.py` has the rule).
 
     Args:
-        parameter: a plain one or a DTensor.
-        state_dtype: what is asked for.
+        parameter: a plain tensor or a DTensor.
+        state_dtype: requested type.
     """
     if state_dtype in THEIRS:
         return None
@@ -317,7 +318,7 @@ def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code | None:
 
 
 def is_kept_as(parameter: Tensor, state_dtype: StateDtype) -> bool:
-    """Whether the moments of a parameter are kept in the type that is asked for, ours or torchao's."""
+    """Whether a parameter's moments are stored in the requested type, ours or torchao's."""
     if state_dtype in THEIRS:
         shape = parameter.shape
         return parameter.is_contiguous() and is_compact(shape, shape, state_dtype)
@@ -325,13 +326,13 @@ def is_kept_as(parameter: Tensor, state_dtype: StateDtype) -> bool:
 
 
 def rows(tensor: Tensor) -> Tensor:
-    """This rank's part as a table of its rows, in the same memory."""
+    """Local shard as a table of its rows, sharing memory."""
     own = own_part(tensor)
     return own.view(-1, own.shape[-1]) if own.numel() else own.reshape(0, own.shape[-1])
 
 
 def row_slices(table: Tensor) -> list[slice]:
-    """Rows to be worked on at a time."""
+    """Slices of rows that are processed at a time."""
     elements = ROWS_OF if table.device.type == "cpu" else _ROWS_OF_GPU
     count = max(elements // max(table.shape[1], 1), 1)
     return [slice(start, start + count) for start in range(0, len(table), count)]
@@ -346,15 +347,15 @@ def read_moment(
     *,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """What this rank's part of a moment stands for, (R, C) in memory of its own.
+    """Decoded local shard of a moment, (R, C) in new memory.
 
     Args:
-        code: its type.
-        state: of the parameter.
+        code: storage type.
+        state: optimizer state of the parameter.
         key: name of the moment.
         dtype: FP32 or FP64.
-        space: for what is in between.
-        scale: of the whole tensor, in the place of the state's, which is that of the moment to come.
+        space: workspace.
+        scale: scale of the whole tensor to use instead of the state's, which is already the next step's.
     """
     codes, scales = rows(state[key]), scale_rows(state, key) if scale is None else scale
     found = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -366,15 +367,15 @@ def read_moment(
 def write_moment(
     code: Code, state: State, key: str, values: Tensor, words: Words | None, space: Workspace
 ) -> None:
-    """Round this rank's part of a moment.
+    """Encode the local shard of a moment.
 
     Args:
-        code: its type.
-        state: of the parameter.
+        code: storage type.
+        state: optimizer state of the parameter.
         key: name of the moment.
-        values: (R, C), kept as they are.
+        values: (R, C), unchanged.
         words: see `Code.write`.
-        space: for what is in between.
+        space: workspace.
     """
     codes, scales = rows(state[key]), scale_rows(state, key)
     for part in row_slices(codes):
@@ -389,7 +390,7 @@ def is_signed(key: str) -> bool:
 
 
 def scale_rows(state: State, key: str) -> Tensor | None:
-    """Scales of a moment by row, the one of the whole tensor, or None."""
+    """Scales of a moment by row, the scalar scale of a whole tensor, or None."""
     scales = state.get(f"{key}_scale")
     if scales is None or not scales.ndim:
         return scales
@@ -397,5 +398,5 @@ def scale_rows(state: State, key: str) -> Tensor | None:
 
 
 def of_rows(scales: Tensor | None, part: slice) -> Tensor | None:
-    """The scales of some rows."""
+    """Scales of a slice of rows; a scalar or None is returned as it is."""
     return scales if scales is None or not scales.ndim else scales[part]

@@ -1,4 +1,4 @@
-"""Moments of a checkpoint, read into those of an optimiser, which may be of another type."""
+"""Loading of optimizer moments from a checkpoint, with conversion between storage types."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -38,14 +38,14 @@ _SAVED_AS: dict[torch.dtype, StateDtype] = {
 
 @dataclass(frozen=True)
 class _Conversion:
-    """A parameter whose moments are saved in another type.
+    """Parameter whose moments are saved in another type.
 
     Attributes:
-        name: what its tensors' names begin with.
-        parameter: it.
-        state: to be filled.
+        name: prefix of its tensors' names.
+        parameter: the parameter.
+        state: optimizer state to be filled.
         keys: names of the moments.
-        code: of the state; None: the parameter's own type.
+        code: storage type of the state; None: the parameter's own dtype.
     """
 
     name: str
@@ -56,13 +56,13 @@ class _Conversion:
 
 
 class MomentsReader:
-    """Fills the state of an optimiser.
+    """Fills the state of an optimizer from a checkpoint.
 
     Args:
         source: the checkpoint.
         optimizer: AdamW or Muon.
-        parameters: those that are learned, by name.
-        step: steps done, for a type that counts them where the saved one did not.
+        parameters: trainable parameters by name.
+        step: number of steps done, for a type that needs it where the saved state lacks it.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class MomentsReader:
     ) -> None:
         self.source = source
         self.targets: dict[str, Tensor] = {}
-        """Tensors that are read as they are."""
+        """Tensors that are read without conversion."""
         self.message = ""
-        """What is converted, in one line; empty: nothing."""
+        """Conversions in one line; empty: no conversion."""
         self._conversions: list[_Conversion] = []
         wanted, saved = state_dtype_of(optimizer), source.tensors
         found: dict[tuple[StateDtype, StateDtype], int] = {}
@@ -114,10 +114,10 @@ class MomentsReader:
             self.message = f"optimiser: moments change their type, {', '.join(told)}"
 
     def convert(self) -> None:
-        """Read what is saved in another type, one tensor at a time; every rank must call.
+        """Read the moments that need conversion, one tensor at a time; every rank must call.
 
         Raises:
-            CheckpointError: it is not all there.
+            CheckpointError: a moment is incomplete.
         """
         with torch.no_grad():
             for one in self._conversions:
@@ -137,7 +137,7 @@ class MomentsReader:
         write_moment(code, state, key, values, None, Workspace(values.device))
 
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """This rank's part of a saved moment, (R, C)."""
+        """Local shard of a saved moment, (R, C)."""
         was = _SAVED_AS.get(self.source.tensors[name].dtype, "float32")
         part = torch.zeros_like(parameter)
         if was in ("float32", "bfloat16"):
@@ -154,7 +154,7 @@ class MomentsReader:
         return own.copy_(self._of_blocks(name, place, own.device))
 
     def _of_blocks(self, name: str, place: Place, device: torch.device) -> Tensor:
-        """A part that may begin and end inside blocks."""
+        """Decoded shard of an int8 moment, which may begin and end inside blocks."""
         code, width = Int8(place.shape[-1]), place.shape[-1]
         start, stop = place.box[-1].start, place.box[-1].stop
         first, last = start // code.block, code.num_blocks(stop)
@@ -176,7 +176,7 @@ class MomentsReader:
 
 
 def _saved_as(saved: Mapping[str, Stored], lead: str, key: str) -> StateDtype:
-    """The type of a saved moment that may be negative: torchao's codes have no sign and no axis of scales but one."""
+    """Storage type of a saved signed moment; torchao's codes are uint8 and have one axis of scales."""
     info = saved[lead + key]
     if info.dtype != torch.uint8:
         return _SAVED_AS.get(info.dtype, "float32")

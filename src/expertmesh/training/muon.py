@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model, one expert at a time, and AdamW for everything else."""
+"""Muon for the matrices of a model, one expert at a time, and AdamW for all other parameters."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,28 +25,29 @@ from expertmesh.training.stochastic_rounding import Words
 from expertmesh.training.workspace import Workspace, Workspaces
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the quintic iteration (Jordan et al. 2024); those of `torch.optim.Muon`."""
+"""Coefficients a, b, c of the quintic iteration (Jordan et al. 2024), as in `torch.optim.Muon`."""
 STEPS = 5
-"""Iterations."""
+"""Number of iterations."""
 EPS = 1e-7
-"""Least norm that a matrix is divided by."""
+"""Lower bound of the norm that a matrix is divided by."""
 _MOMENT = "momentum_buffer"
 WIDE = 1.5
-"""Matrices this many times wider than tall are iterated by their Gram matrices."""
+"""Ratio of width to height from which matrices are iterated by their Gram matrices."""
 
 
 def orthogonalized(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Each matrix with singular values near 1: five steps of Newton and Schulz (Jordan et al. 2024).
+    """Orthogonalize each matrix, so that its singular values are near 1, by five Newton-Schulz steps (Jordan et al.
+    2024).
 
-    With X = U S V^T the result is U p(p(...S / |S|)) V^T, p(s) = a s + b s^3 + c s^5, whose singular values are in 0.7 to 1.2
-    unless they were tiny.
+    With X = U S V^T the result is U p(p(...S / |S|)) V^T, p(s) = a s + b s^3 + c s^5. Its singular values are in 0.7 to
+    1.2, except where X's were tiny.
 
     Args:
         x: (..., A, B); a matrix of zeros gives zeros.
-        dtype: what it is computed in, unless x is FP64; None: x's type (FP32 at least), on a GPU BF16.
+        dtype: compute dtype, unless x is FP64; None: x's dtype (at least FP32), on a GPU BF16.
 
     Returns:
-        (..., A, B) in x's type. Does not synchronise.
+        (..., A, B) in x's dtype. Does not synchronize.
     """
     a, b, c = COEFFICIENTS
     if dtype is None:
@@ -67,10 +68,10 @@ def orthogonalized(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _by_gram_matrix(y: Tensor) -> Tensor:
-    """The same iteration with two products as long as y's rows instead of ten.
+    """Newton-Schulz iteration on the Gram matrix, with two matmuls over y's whole width instead of ten.
 
-    Every iterate of Y (..., A, B) is Q Y for a polynomial Q of G = Y Y^T, so with P = a + b G + c G^2 the next Q is P Q and the
-    next G is P G P, all of them (A, A).
+    Every iterate of Y (..., A, B) is Q Y for a polynomial Q of G = Y Y^T, so with P = a + b G + c G^2 the next Q is P Q
+    and the next G is P G P, all of them (A, A).
     """
     a, b, c = COEFFICIENTS
     gram = y @ y.mT
@@ -86,24 +87,25 @@ def _by_gram_matrix(y: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024), of update size 0.2 as AdamW's is (Liu et al. 2025, eq. 4).
+    """Optimizer with orthogonalized momentum (Jordan et al. 2024), at AdamW's update size of 0.2 (Liu et al. 2025, eq.
+    4).
 
-    Of a group with `is_matrix` each matrix W (..., A, B) of a parameter, one expert's for instance, is updated by
+    In groups with `is_matrix`, each matrix W (..., A, B) of a parameter (for example of one expert) is updated by
 
         M = m M + (1 - m) G;  O = orthogonalized((1 - m) G + m M);  W = (1 - lr decay) W - 0.2 lr sqrt(max(A, B)) O.
 
-    This is `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw", which takes single matrices on one process only. Other groups get
-    AdamW. Rates and decay that suit AdamW suit both.
+    This is `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw", which supports single matrices on one process only.
+    Other groups use AdamW. Learning rate and decay tuned for AdamW suit both.
 
     Args:
-        groups: of `params` with `is_matrix` and `weight_decay`; of matrices perhaps with `halves`, for each parameter how two matrices
-            lie in one, see `fused_halves`, or None; those with another
-            `state_dtype` than "float32" of named ones.
-        lr: of all groups.
+        groups: groups of `params` with `is_matrix` and `weight_decay`. Groups of matrices may have `halves`: for each
+            parameter its fused layout (`fused_halves`) or None. With a `state_dtype` other than "float32", `params` are
+            named.
+        lr: learning rate of all groups.
         momentum: m.
-        betas: AdamW's.
-        eps: AdamW's.
-        dtype: of the orthogonalisation, as `orthogonalized` takes it.
+        betas: betas of AdamW.
+        eps: epsilon of AdamW.
+        dtype: dtype of the orthogonalization, see `orthogonalized`.
     """
 
     def __init__(
@@ -125,32 +127,32 @@ class Muon(torch.optim.Optimizer):
         self._adamw = self._for_others()
 
     def _for_others(self) -> torch.optim.Optimizer | None:
-        """AdamW of the same groups and state, so that there is one of each to save and to set rates in."""
+        """AdamW of the other groups, which shares groups and state so that both are saved and scheduled once."""
         others = [group for group in self.param_groups if not group["is_matrix"]]
         if all(group["state_dtype"] == "float32" for group in others):
             return fused_adamw(self, others)
         return CompactAdamW(others).sharing(self.state)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy begins with."""
+        """State for copying and pickling."""
         return {**super().__getstate__(), "dtype": self.dtype}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; torch's own would make every moment one of the parameter's type."""
+        """Load groups and state, keeping the dtypes of moments; torch's version casts them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
+        """Restore a state; `load_state_dict` calls this with new groups and state."""
         super().__setstate__(state)
         self._adamw = self._for_others()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters that have a gradient; every rank must call.
+        """Update all parameters that have a gradient; every rank must call.
 
         Args:
-            closure: computes the loss again; None: gradients are there.
+            closure: computes the loss again; None: gradients are set already.
         """
         loss = loss_of(closure)
         matrices = [group for group in self.param_groups if group["is_matrix"]]
@@ -178,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _moment(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's part of the momentum, with the gradient in it."""
+        """Updated local momentum of a parameter."""
         state = self.state[parameter]
         if _MOMENT not in state:
             state[_MOMENT] = torch.zeros_like(parameter)
@@ -193,7 +195,7 @@ class Muon(torch.optim.Optimizer):
         group: dict[str, Any],
         halves: Halves | None,
     ) -> None:
-        """Change a parameter by its momentum."""
+        """Update a parameter from its momentum."""
         lr, m = group["lr"], group["momentum"]
         update = on_whole_matrices(
             partial(on_halves, partial(orthogonalized, dtype=self.dtype), halves=halves),
@@ -208,7 +210,7 @@ class Muon(torch.optim.Optimizer):
 def _compact_moment(
     one: Compact, gradient: Tensor, words: Words | None, space: Workspace
 ) -> Tensor:
-    """The momentum with the gradient in it, as it is before it is rounded."""
+    """Updated momentum before it is rounded for storage."""
     scale, dtype = one.scales.get(_MOMENT), one.parameter.dtype
     moment = read_moment(one.code, one.state, _MOMENT, dtype, space, scale=scale)
     moment.lerp_(gradient.reshape(moment.shape), 1 - one.group["momentum"])

@@ -1,4 +1,4 @@
-"""Trackers by name: the numbers of a run go to services whose clients are installed here."""
+"""Trackers by name (`train.trackers`): clients of tracking services that are installed here."""
 
 import importlib
 import importlib.util
@@ -17,13 +17,13 @@ from expertmesh.training.state import dotted
 from expertmesh.training.trackers import OwnTracker, open_tensorboard
 
 _IDS = "trackers.json"
-"""File of a run directory with the run's name at each service, so that a run that goes on stays one there."""
+"""File in the run directory with the run's id at each service, so that a resumed run continues there."""
 _LONGEST_PARAMETER = 500
-"""Characters of a value that MLflow takes."""
+"""Maximum length of a parameter value in MLflow."""
 
 
 class WandB:
-    """Weights & Biases: a run of the project and in the mode that WANDB_PROJECT and WANDB_MODE say, if they do.
+    """Weights & Biases tracker; WANDB_PROJECT and WANDB_MODE set project and mode.
 
     Args:
         folder: the run directory; wandb keeps its files there.
@@ -43,16 +43,16 @@ class WandB:
         _keep_id(folder, "wandb", kept)
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
-        """Log a step."""
+        """Log the values of a step."""
         self._run.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining data."""
         self._run.finish()
 
 
 class MLflow:
-    """MLflow: a run where MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say.
+    """MLflow tracker; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set server and experiment.
 
     Args:
         folder: the run directory.
@@ -72,7 +72,7 @@ class MLflow:
         _keep_id(folder, "mlflow", opened.info.run_id)
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
-        """Log what is finite of a step."""
+        """Log the finite values of a step."""
         finite = {k: float(v) for k, v in values.items() if k != "step" and math.isfinite(v)}
         self._module.log_metrics(finite, step=int(values["step"]))
 
@@ -85,10 +85,10 @@ _CLIENTS: dict[str, Callable[..., OwnTracker]] = {"wandb": WandB, "mlflow": MLfl
 
 
 def check_installed(names: Sequence[TrackerName]) -> None:
-    """Whether the clients are there.
+    """Check that the clients are installed.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a client is missing.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -105,14 +105,14 @@ def open_trackers(
     tensorboard: bool,
     last_step: int,
 ) -> list[OwnTracker]:
-    """Those of a run, opened.
+    """Open the trackers of a run.
 
     Args:
-        names: asked for by name.
+        names: names of the services.
         folder: the run directory.
         values: the configuration.
-        tensorboard: TensorBoard, too, where it is installed.
-        last_step: steps that are done.
+        tensorboard: whether to add TensorBoard if it is installed.
+        last_step: number of steps done.
 
     Raises:
         ConfigError: a client is not installed.

@@ -1,4 +1,4 @@
-"""The optimiser with its groups, and the learning rate as a function of the step."""
+"""Optimizer with its parameter groups, and the learning-rate schedule."""
 
 import math
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from expertmesh.training.theirs import TorchaoAdamW, check_theirs
 
 
 def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
-    """Let parts of all MoE layers learn no more.
+    """Freeze parts of all MoE layers.
 
     Args:
-        model: placed, before `build_optimizer`.
-        parts: "experts" (shared ones and a residual MLP are none of them), "router".
+        model: a placed model, before `build_optimizer`.
+        parts: "experts" (without shared experts and residual MLP), "router".
 
     Raises:
-        ConfigError: there are parts, and no MoE layer.
+        ConfigError: parts are given for a model without MoE layers.
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if parts and not layers:
@@ -48,19 +48,19 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, or Muon for the matrices and AdamW for the rest.
 
-    The groups: decayed and not decayed, matrices of Muon and others, moments of few bytes and others (and per mesh on several ranks).
+    Parameters are grouped by weight decay, by Muon or AdamW, by type of the moments, and by mesh.
 
     Args:
         model: parameters that require no gradient are left out.
         config: learning rate, betas, epsilon, momentum and decay.
-        compute_dtype: of the model's products; Muon's are BF16 where these are, and on a GPU.
-        num_ranks: of the run.
+        compute_dtype: dtype of the model's matmuls; Muon uses BF16 if it is BF16, and on a GPU.
+        num_ranks: number of ranks.
 
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
 
     Raises:
-        ConfigError: `state_dtype` would change nothing, or is torchao's and cannot be had here.
+        ConfigError: `state_dtype` has no effect, or is torchao's and unavailable here.
     """
     if config.state_dtype in THEIRS:
         check_theirs(
@@ -72,7 +72,7 @@ def build_optimizer(
     groups: dict[tuple[bool, bool, StateDtype, Any], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # The fused update takes tensors of one mesh at a time.
+            # The fused update takes tensors of one mesh only.
             mesh = getattr(parameter, "device_mesh", None)
             is_matrix = config.name == "muon" and roles[name] == "matrix"
             is_few = is_kept_as(parameter, config.state_dtype)
@@ -89,7 +89,7 @@ def build_optimizer(
         )
     params: list[dict[str, Any]] = [
         {
-            # the random words of rounding go by names
+            # random words of stochastic rounding depend on the names
             "params": parameters if is_compact else [p for _, p in parameters],
             "weight_decay": config.weight_decay if decayed else 0.0,
         }
@@ -121,19 +121,19 @@ def build_optimizer(
 
 
 def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
-    """Learning rate of optimiser step `step`, counted from 0.
+    """Learning rate of optimizer step `step`, counted from 0.
 
-    Warm-up: lr (step + 1) / warmup_steps. Then, with p in [0, 1] the share of the remaining steps that is done:
+    Warm-up: lr (step + 1) / warmup_steps. Then, with p in [0, 1] the finished share of the remaining steps:
 
     * cosine (Loshchilov and Hutter 2017, eq. 5): lr (r + (1 - r) (1 + cos(pi p)) / 2), r = min_lr_ratio;
     * wsd (Hu et al. 2024, 4.3): lr, then from `decay_start` on a line down to lr r.
 
-    The last step has p = 1, hence the rate lr r, unless it is the only one, or one of the warm-up: then the rate never decays.
+    The last step has p = 1, hence the rate lr r. If it is the only step or part of the warm-up, the rate never decays.
 
     Args:
         step: 0 ... total_steps - 1; larger steps have the last rate.
         total_steps: length of the schedule.
-        config: its form.
+        config: options of the schedule.
     """
     step = min(step, total_steps - 1)
     if step < config.warmup_steps:
@@ -150,33 +150,33 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
 
 
 def decay_start(*, total_steps: int, config: OptimConfig) -> int:
-    """Steps that a wsd schedule has behind it where its decay begins: of decay_fraction of the steps, at least one.
+    """Step at which a wsd schedule starts to decay: it decays for `decay_fraction` of the steps, at least one.
 
     A warm-up that reaches into the decay shortens it.
 
     Args:
         total_steps: length of the schedule.
-        config: its form.
+        config: options of the schedule.
     """
     num_decay = max(round(total_steps * config.decay_fraction), 1)
     return max(config.warmup_steps, total_steps - num_decay)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def balance_experts(model: nn.Module, num_tokens_per_expert: list[torch.Tensor]) -> None:
-    """Step of the aux-loss-free balancing bias of every MoE layer that has one.
+    """Update the aux-loss-free balancing bias of every MoE layer that has one.
 
     Args:
-        model: holds the layers.
+        model: the model with these layers.
         num_tokens_per_expert: (E,) counts over the whole batch per MoE layer, in layer order.
 
     Raises:
-        ConfigError: there are more or fewer of them than MoE layers.
+        ConfigError: the number of counts is not the number of MoE layers.
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if len(layers) != len(num_tokens_per_expert):

@@ -1,4 +1,4 @@
-"""A step that takes much longer than the others, and the likely cause: what the system counted meanwhile."""
+"""Warning about a step that takes much longer than the others, with the likely cause from the system's counters."""
 
 import os
 import time
@@ -15,21 +15,21 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 SLOW = 5.0
-"""A step is slow that takes more than so many times the median."""
+"""A step is slow if it takes more than this times the median."""
 
-_FEWEST = 8  # steps that make a median; the first one counts for nothing
+_FEWEST = 8  # steps needed for a median; the first step is not counted
 _MOST = 101
-_LEAST_S = 0.1  # a pause that is noticed
+_LEAST_S = 0.1  # shortest pause that is reported
 _BUSY = 0.5
 
 
 class SystemCounts(NamedTuple):
-    """What the system has counted for this process.
+    """Counters of the system for this process.
 
     Attributes:
         cpu_s: processor time of all threads.
-        reads: pages that were read from a disk because memory had been taken away.
-        pushed: times that a thread had to make room for another program.
+        reads: major page faults: pages read back from disk.
+        pushed: involuntary context switches.
     """
 
     cpu_s: float
@@ -38,7 +38,7 @@ class SystemCounts(NamedTuple):
 
 
 def system_counts() -> SystemCounts:
-    """Those of now."""
+    """Current counters."""
     if resource is None:
         return SystemCounts(time.process_time(), 0, 0)
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -46,18 +46,18 @@ def system_counts() -> SystemCounts:
 
 
 def system_load() -> float:
-    """The system's mean number of running threads in the last minute; 0 where it does not say."""
+    """Mean number of running threads in the last minute (load average); 0 if unavailable."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 class Pace:
-    """Watches the seconds of steps, and speaks once.
+    """Watches the seconds of steps, and reports once.
 
     Args:
         has_gpu: whether a GPU computes.
-        num_ranks: that compute together.
-        counts: says what the system has counted.
-        load: says how much runs on the machine.
+        num_ranks: number of ranks.
+        counts: returns the system's counters.
+        load: returns the system's load.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Pace:
         self._before = counts()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         if not self._has_spoken:
             self._before = self._counts()
 
     def end(self, seconds: float) -> str | None:
-        """A step has taken so many seconds; once, what to say of a slow one."""
+        """Record the seconds of a step; returns a message about the first slow one, else None."""
         self._num_steps += 1
         if self._has_spoken or self._num_steps == 1:
             return None

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live table on a terminal, plain lines elsewhere."""
+"""Progress display of a training run: a live table on a terminal, plain lines elsewhere."""
 
 import errno
 import os
@@ -26,35 +26,35 @@ from expertmesh.training.metrics import StepMetrics
 
 _PLAIN_LINES = 40
 _NOBODY = (errno.EPIPE, errno.EIO)
-"""Errors of a dead pipe, and of a terminal that was closed."""
+"""Errors of a dead pipe, and of a closed terminal."""
 _WIDE = 60
-"""Columns that a terminal must have for a bar beside the numbers."""
+"""Terminal columns from which a bar is shown beside the numbers."""
 
 
 class _Console(Console):
-    """Says that nobody reads any more, where rich would end the process."""
+    """Console that raises BrokenPipeError on a dead pipe, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def _to_stderr(text: str) -> None:
-    """A line on standard error, which may be lost, too."""
+    """Write a line to standard error; errors are ignored."""
     with suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
 
 class ProgressReport:
-    """Shows steps and evaluations; a context manager. When nobody reads any more it falls silent and says so.
+    """Shows steps and evaluations; a context manager. If its output fails, it falls silent after one message on
+    standard error.
 
     Args:
-        console: where to write; None: standard output.
-        family: what is trained; names the items and the metric.
-        total_steps: the number of steps of the run.
+        console: output; None: standard output.
+        family: model family, which names the items and the metric.
+        total_steps: number of steps of the run.
         first_step: steps done before.
-        every: steps between plain lines; None: about forty lines.
-        on_lost: called when what is written reaches nobody: a dead pipe, a closed terminal. A full disk below standard output
-            is no reason to stop.
+        every: steps between plain lines; None: about forty lines in all.
+        on_lost: called on a dead pipe or a closed terminal. A full disk does not call it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ProgressReport:
         self._evaluation: Evaluation | None = None
         self._last: StepMetrics | None = None
         self._done = 0
-        self._items, self._seconds = 0.0, 0.0  # means over the last steps; later ones count more
+        self._items, self._seconds = 0.0, 0.0  # exponential means over the last steps
         self._rate = 0.0
         self._live: Live | None = None
         self._shown: Group | None = None
@@ -108,7 +108,7 @@ class ProgressReport:
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
-        """Falls silent when what is written inside cannot be. (rich ends the process where a pipe is dead.)"""
+        """Context that silences the report if its output fails. (rich ends the process on a dead pipe.)"""
         try:
             yield
         except (OSError, SystemExit) as error:
@@ -126,29 +126,29 @@ class ProgressReport:
         )
 
     def last_word(self, text: str) -> None:
-        """A line that must be heard: on standard error where standard output is lost."""
+        """Print a line that must be seen: on standard error if standard output is lost."""
         self.message(text)
         if self._is_lost:
             _to_stderr(text)
 
     def message(self, text: str) -> None:
-        """One line of its own."""
+        """Print one line."""
         with self._heard():
             self.console.print(text, markup=False, soft_wrap=True)
 
     def asked(self, number: signal.Signals) -> None:
-        """Says at once that a signal came; callable in the middle of anything, a signal's handler among it."""
+        """Report a signal at once; may be called from a signal handler."""
         again = "; Ctrl-C again: now, without saving" if number == signal.SIGINT else ""
         text = f"{number.name}: stopping after this step, to save{again}"
         if self._live is not None:
-            # Its own thread draws it.
+            # rich's own thread draws it.
             shown = [] if self._shown is None else [self._shown]
             self._live.update(Group(*shown, Text(text)))
         elif not self.console.quiet:
             _to_stderr(text)  # not through the console: it may be writing just now
 
     def evaluation(self, step: int, result: Evaluation) -> None:
-        """An evaluation after `step` steps."""
+        """Show an evaluation after `step` steps."""
         self._evaluation = result
         metric = self._family.metric
         judged = f", {result[metric.key]:.4f} {metric.text}" if metric.key != "loss" else ""
@@ -157,10 +157,10 @@ class ProgressReport:
             self._draw(self._last)
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Show a finished step."""
         count, self._done = metrics.items - self._done, metrics.items
         seconds = count / max(metrics.items_per_second, 1e-9)
-        keep = 0.9 if metrics.step > self._first + 2 else 0.0  # the first step prepares much
+        keep = 0.9 if metrics.step > self._first + 2 else 0.0  # the first step includes warm-up
         self._items = keep * self._items + (1 - keep) * count
         self._seconds = keep * self._seconds + (1 - keep) * seconds
         self._rate = self._items / max(self._seconds, 1e-9)
@@ -178,7 +178,7 @@ class ProgressReport:
             self._live.update(self._shown)
 
     def _cells(self, metrics: StepMetrics) -> list[tuple[str, str]]:
-        """Names of numbers, and the numbers as texts."""
+        """Pairs of name and number, as texts."""
         cells = [
             ("loss", f"{metrics.loss:.4f}"),
             (f"{self._family.items}/s", f"{self._rate:,.0f}"),
@@ -196,7 +196,7 @@ class ProgressReport:
         return cells
 
     def _table(self, metrics: StepMetrics) -> Table | Text:
-        """The numbers in columns; on a terminal too narrow for them as a text of a few lines."""
+        """Numbers in columns; on a narrow terminal a text of a few lines."""
         table = Table(box=None, pad_edge=False)
         cells = self._cells(metrics)
         if self._evaluation is not None:

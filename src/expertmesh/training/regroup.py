@@ -1,7 +1,7 @@
-"""Other numbers of experts for a trained model: the most used of each layer are kept, or those of two models are united.
+"""Pruning of a trained model's experts by their use (`prune`), and union of two models' experts (`join`).
 
-Both are Z-code M3's (Kim et al. 2021, arXiv 2109.10465, "expert pruning" and "aggregation of experts"). They make a new run,
-which can be used as it is and is best trained a little further (`train.init_from`).
+Both are from Z-code M3 (Kim et al. 2021, arXiv 2109.10465, "expert pruning" and "aggregation of experts"). They write a
+new run, which can be used as it is; a little more training (`train.init_from`) improves it.
 """
 
 from collections.abc import Mapping
@@ -34,17 +34,18 @@ _OF_TRAINING = (
     "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",
     "moe.balance_loss", "moe.balance_loss_scope", "moe.aux_loss_weight", "moe.z_loss_weight", "moe.recompute_h",
 )  # fmt: skip
-"""Options of models that do nothing once they are trained."""
+"""Model options that have no effect after training."""
 
 
 @dataclass(frozen=True)
 class Regrouped:
-    """A run with another number of experts.
+    """Run with another number of experts.
 
     Attributes:
-        path: of the run directory.
-        num_experts: of each MoE layer.
-        kept: share of the validation data's choices that went to the kept experts, of each MoE layer; None: none were left out.
+        path: run directory.
+        num_experts: experts of each MoE layer.
+        kept: for each MoE layer, share of the validation data's choices that went to the kept experts; None: all are
+            kept.
     """
 
     path: Path
@@ -53,7 +54,7 @@ class Regrouped:
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """The MoE layers of a model by their names, in its order."""
+    """MoE layers of a model by name, in its order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
 
 
@@ -66,14 +67,14 @@ def count_choices(
     max_samples: int | None,
     precision: Precision,
 ) -> dict[str, Tensor]:
-    """How often validation data choose each expert, before dropping.
+    """Number of times that validation data choose each expert, before dropping.
 
     Args:
-        task: of the model.
-        model: whole, with experts.
-        data: of the task.
-        batch_size: samples at a time.
-        max_samples: so many, evenly spread; None: all.
+        task: task of the model.
+        model: whole model with experts.
+        data: data of the task.
+        batch_size: samples per forward pass.
+        max_samples: maximum number of samples, evenly spread; None: all.
         precision: device and dtype.
 
     Returns:
@@ -103,17 +104,17 @@ def count_choices(
 def prune(
     source: str | Path, target: str | Path, *, keep: int, max_samples: int | None = None
 ) -> Regrouped:
-    """Make a run whose MoE layers have the experts that a run's validation data use most, with their rows of the router.
+    """Write a run with the experts of each MoE layer that a run's validation data use most, and their router rows.
 
     Args:
-        source: the run directory; its data must be there.
+        source: a run directory; its data must be available.
         target: a run directory that does not exist yet.
         keep: experts of each layer to keep; a layer with fewer keeps all.
-        max_samples: validation samples that are counted, evenly spread; None: all.
+        max_samples: number of validation samples, evenly spread; None: all.
 
     Raises:
-        ConfigError: there are no experts, too few would be left, their router cannot do without the others, or the data are not
-            those of the run.
+        ConfigError: the model has no experts, `keep` is too small, the router does not support pruning, or the data
+            differ from the run's.
         CheckpointError: the run has no usable checkpoint.
     """
     for option, value in (("keep", keep), ("max_samples", max_samples)):
@@ -172,15 +173,15 @@ def prune(
 
 
 def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped:
-    """Make a run with the experts of two: rows of their routers one after the other, all other weights averaged.
+    """Write a run with the experts of two: experts and router rows are concatenated, all other weights averaged.
 
     Args:
         first: a run directory.
-        second: one of the same model, vocabulary and classes; best a run that began with the same weights.
+        second: a run directory of the same model, vocabulary and classes; best with the same initial weights.
         target: a run directory that does not exist yet.
 
     Raises:
-        ConfigError: the two are not of one model, or it has no experts.
+        ConfigError: the models differ, or have no experts.
         CheckpointError: a run has no usable checkpoint.
     """
     target = expanded(target)
@@ -207,10 +208,10 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
 
 
 def _check_new(target: Path) -> None:
-    """Whether a run can be made there; before all that takes long.
+    """Check that a run directory can be created, before work that takes long.
 
     Raises:
-        ConfigError: something is there, or it cannot be made.
+        ConfigError: the path exists, or the folder cannot be created.
     """
     if target.exists():
         raise ConfigError("to", target, "exists already", "choose another folder")
@@ -231,14 +232,14 @@ def _check_new(target: Path) -> None:
 
 
 def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
-    """The MoE layers of a run's model, by their names, if experts can leave and join them.
+    """MoE layers of a run's model by name, if experts can be removed and added.
 
     Args:
-        run: for its configuration and messages.
+        run: the run, for its configuration and messages.
         trained: its model.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: experts cannot be removed or added.
     """
     layers = moe_layers(trained.model)
     if not layers or not hasattr(run.config.model, "moe"):
@@ -259,10 +260,10 @@ def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
 
 
 def _check_alike(run: Run, other: Run) -> None:
-    """Whether two runs are of one model.
+    """Check that two runs have the same model.
 
     Raises:
-        ConfigError: they are not; names the first difference.
+        ConfigError: they differ; names the first difference.
     """
     if run.family.name != other.family.name:
         raise ConfigError(
@@ -284,7 +285,7 @@ def _check_alike(run: Run, other: Run) -> None:
 
 
 def _tensors_of_experts(model: nn.Module) -> dict[str, str]:
-    """Names of the tensors whose first axis counts experts, with the name of their layer."""
+    """Names of tensors whose first axis is E, mapped to the name of their layer."""
     found = {}
     names = list(model.state_dict())
     for layer_name, layer in moe_layers(model).items():

@@ -1,4 +1,4 @@
-"""What each parameter of a model is for its optimiser, by modules and shapes, whatever the names are."""
+"""Roles of a model's parameters for optimizers (matrix, table, vector, edge), from modules and shapes, not from names."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -17,31 +17,34 @@ from expertmesh.moe.learning import Role, said_role
 from expertmesh.moe.router import CosineRouter
 
 ParameterRole = Role | Literal["vector"]
-"""`expertmesh.moe.learning.Role`, and vector: what has one axis, or is of that shape; not decayed, AdamW's."""
+"""`expertmesh.moe.learning.Role`, or "vector": a parameter of one axis or equivalent shape; not decayed, updated by AdamW."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EDGES = (_ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
 _STRICTEST: tuple[ParameterRole, ...] = ("vector", "table", "edge", "matrix")
-"""A parameter of several modules has the first of its roles: a tied head is a table."""
+"""Order of precedence for a parameter with several roles: a tied head is a table."""
 
 DECAYED: tuple[ParameterRole, ...] = ("edge", "matrix")
 """Roles that weight decay applies to."""
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
-    """The role of every parameter.
+    """Role of every parameter.
 
-    What `learn_as` says of a module counts, then the spec of a model that has one (`expertmesh.layout.spec`), then what kind of
-    module it is. Tables are the weights of `nn.Embedding`, whoever else has
-    them, and parameters that stand beside the embedding of their width, or whose first of several axes has length 1 (positions).
-    Vectors are parameters of one axis, norms and the biases of experts. Edges are convolutions, recurrent weights, routers and other
-    gates (a linear map to as many outputs as there are experts beside it, or to one), heads (a linear map outside the blocks to as
-    many outputs as an embedding has rows, or else the last one of the model), and what is not known. Matrices are all other linear
-    maps, attention's, and stacks of experts of three axes and more.
+    Precedence: `learn_as` of a module, then the spec of a model that has one (`expertmesh.layout.spec`), then the kind
+        of module.
+
+    * table: weights of `nn.Embedding`, also if shared; parameters beside an embedding of the same width; parameters
+    whose first of several axes has length 1 (positions).
+    * vector: parameters of one axis, norms, biases of experts.
+    * edge: convolutions, recurrent weights, routers and other gates (a linear map to as many outputs as there are
+    experts beside it, or to one), heads (a linear map outside the blocks to as many outputs as an embedding has rows,
+    else the last map of the model), and unknown parameters.
+    * matrix: all other linear maps, attention's, and stacks of experts with three or more axes.
 
     Args:
-        model: a model of ours, or any other; on several ranks the whole or its parts.
+        model: a model of this package or any other; on several ranks whole or sharded.
 
     Returns:
         Roles by the names of `model.named_parameters()`.
@@ -57,11 +60,11 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
 
 
 def summary(model: nn.Module, *, muon: bool) -> str:
-    """What the optimisers take of what is learned, in a few words.
+    """Text that says which optimizer updates the trainable parameters.
 
     Args:
         model: the model.
-        muon: whether Muon takes the matrices.
+        muon: whether Muon updates the matrices.
     """
     roles = parameter_roles(model)
     learned = [roles[name] for name, p in model.named_parameters() if p.requires_grad]
@@ -84,11 +87,11 @@ def _matrices(number: int) -> str:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """Of one module: what lies directly in it.
+    """Sizes found directly in a module.
 
     Attributes:
         num_experts: lengths of its stacks of experts and lists of modules.
-        widths: of its embeddings and of the convolutions that make patches.
+        widths: widths of its embeddings and patch convolutions.
     """
 
     num_experts: frozenset[int]
@@ -96,7 +99,7 @@ class _Surroundings:
 
 
 class _Places:
-    """Where the modules of a model lie."""
+    """Modules of a model with their surroundings, from which roles are derived."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -124,7 +127,7 @@ class _Places:
     def role(
         self, name: str, module: nn.Module, leaf: str, parameter: nn.Parameter
     ) -> ParameterRole:
-        """Of one parameter in one of its modules."""
+        """Role of a parameter in one of its modules."""
         if parameter.ndim < 2:
             return "vector"
         said = self._said(name) or self._specs.get(f"{name}.{leaf}" if name else leaf)
@@ -144,7 +147,7 @@ class _Places:
         return self._role_of_other(name, module, parameter)
 
     def _role_of_other(self, name: str, module: nn.Module, parameter: Tensor) -> ParameterRole:
-        """Of a parameter that lies in a module of an unknown kind by itself."""
+        """Role of a parameter that is directly in a module of an unknown kind."""
         if isinstance(module, nn.MultiheadAttention):
             return "table" if parameter.shape[0] == 1 else "matrix"
         if parameter.numel() == max(parameter.shape):
@@ -188,7 +191,7 @@ class _Places:
         return _Surroundings(frozenset(counts), frozenset(widths))
 
     def _find_heads(self) -> Iterator[int]:
-        """Linear maps outside the blocks to a vocabulary; where there is none, the last one of the model."""
+        """Linear maps outside the blocks to a vocabulary; if there is none, the last map of the model."""
         maps = [n for n, m in self._modules.items() if n and _rows_of_map(m) is not None]
         outside = [name for name in maps if not self._is_in_block(name)]
         heads = [n for n in outside if _rows_of_map(self._modules[n]) in self._vocabularies]
@@ -201,7 +204,7 @@ class _Places:
         yield from (id(self._modules[name]) for name in heads)
 
     def _is_in_block(self, name: str) -> bool:
-        """Whether something above is an entry of a list of modules, or has others of its kind beside it."""
+        """Whether a module above is an entry of a module list, or has siblings of its type."""
         path = name.split(".")[:-1]
         for end in range(1, len(path) + 1):
             above = self._modules[".".join(path[: end - 1])]
@@ -216,7 +219,7 @@ class _Places:
 
 
 def _rows_of_map(module: nn.Module) -> int | None:
-    """Outputs of a linear map: `nn.Linear`, or a module without others that has one matrix and one bias for it; else None."""
+    """Number of outputs of a linear map, which is `nn.Linear` or a module with only a matrix and a bias; else None."""
     if isinstance(module, nn.Linear):
         return module.out_features
     own = list(module.parameters(recurse=False))
@@ -227,7 +230,7 @@ def _rows_of_map(module: nn.Module) -> int | None:
 
 
 def _stacks_of(model: nn.Module) -> Iterator[int]:
-    """Parameters that are stacks of matrices, one of each expert: of three axes and more, several in one place, equally many."""
+    """Ids of parameters that are stacks of matrices, one per expert: three or more axes, with another stack of equal length beside."""
     for module in model.modules():
         near = [module, *(m for m in module.children() if not any(m.children()))]
         stacks: Mapping[int, list[Tensor]] = defaultdict(list)

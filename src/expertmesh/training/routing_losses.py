@@ -1,4 +1,4 @@
-"""What the routers of a model add to its training loss, and what they did."""
+"""Routing losses of a model, and counters of its routing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from torch import Tensor
 from expertmesh.moe.types import RoutingStats
 
 POSITIONS = 8
-"""Equal parts of a sample for which dropped rows are counted."""
+"""Number of equal parts of a sample for which dropped rows are counted."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What the tokens of a forward pass are, for a record that tells them apart.
+    """Samples and kinds of the tokens of a forward pass, for recorded statistics.
 
     Attributes:
         num_samples: samples of the pass; its tokens are in their order.
-        part: which of the `num_parts` parts of every sample's tokens this process has.
-        num_parts: parts of a sample on as many processes.
-        num_labels: kinds of samples.
-        label_B: (B,) kind of each sample; None: there are no kinds.
+        part: index of this process's part of every sample's tokens, among `num_parts`.
+        num_parts: number of processes that share each sample.
+        num_labels: number of kinds of samples.
+        label_B: (B,) kind of each sample; None: no kinds.
     """
 
     num_samples: int
@@ -33,14 +33,15 @@ class Watched:
 
 @dataclass
 class LoadCounter:
-    """Routing statistics summed over the micro-batches of a step; no synchronisation.
+    """Routing statistics summed over the micro-batches of a step, without synchronizing.
 
     Attributes:
         counts: (E,) int64 rows chosen per expert, one tensor per MoE layer.
         num_dropped: (number of MoE layers,) int64 rows dropped.
-        watched: FP64 per MoE layer, this process's sums one after the other: (E,) routing weights of each expert's rows; the
-            tokens' routing entropies in nats; the tokens; (POSITIONS, 2) rows dropped and rows chosen in each part of a sample;
-            (labels, E) rows chosen per expert by samples of each kind. None where nothing was watched.
+        watched: one FP64 vector per MoE layer with this process's sums, concatenated: (E,) routing weights of each
+            expert's rows; the tokens' routing entropies in nats; the number of tokens; (POSITIONS, 2) rows dropped and
+            rows chosen in each part of a sample; (labels, E) rows chosen per expert by samples of each kind. Empty if
+            nothing was watched.
     """
 
     counts: list[Tensor] = field(default_factory=list)
@@ -48,7 +49,7 @@ class LoadCounter:
     watched: list[Tensor] = field(default_factory=list)
 
     def add(self, stats: Sequence[RoutingStats], watched: Watched | None = None) -> None:
-        """Count one forward pass."""
+        """Add the statistics of one forward pass."""
         if not stats:
             return
         self.counts = _added(self.counts, [s.num_tokens_per_expert_E for s in stats])
@@ -67,7 +68,7 @@ def _added(sums: list[Tensor], new: list[Tensor]) -> list[Tensor]:
 
 
 def _sums_of_weights(stats: RoutingStats) -> Tensor:
-    """(E + 2,) of `LoadCounter.watched`; the entropy is that of a token's weights over their sum."""
+    """(E + 2,) of `LoadCounter.watched`; the entropy is of a token's weights divided by their sum."""
     num_experts = stats.num_tokens_per_expert_E.numel()
     weights_TK, ids_TK = stats.topk_weights_TK, stats.topk_expert_ids_TK
     sums = torch.zeros(num_experts + 1, dtype=torch.float64, device=weights_TK.device)
@@ -79,7 +80,7 @@ def _sums_of_weights(stats: RoutingStats) -> Tensor:
 
 
 def _drops(stats: RoutingStats, watched: Watched) -> Tensor:
-    """(POSITIONS * 2,) of `LoadCounter.watched`; zeros where nothing is dropped, or a layer's tokens are no parts of samples."""
+    """(POSITIONS * 2,) of `LoadCounter.watched`; zeros if nothing is dropped, or a layer's tokens are not parts of samples."""
     num_experts, ids_TK = stats.num_tokens_per_expert_E.numel(), stats.topk_expert_ids_TK
     sums = torch.zeros(POSITIONS, 2, dtype=torch.float64, device=ids_TK.device)
     each, rest = divmod(len(ids_TK), watched.num_samples)
@@ -110,12 +111,13 @@ def _use_by_label(stats: RoutingStats, watched: Watched) -> Tensor:
 def routing_losses(
     stats: Sequence[RoutingStats], like: Tensor, shares: Sequence[float] = (1.0,)
 ) -> tuple[Tensor, Tensor]:
-    """Balance loss and z-loss summed over the layers, already weighted; zeros like `like` for a dense model.
+    """Weighted balance loss and z-loss, summed over the layers; zeros for a dense model.
 
     Args:
-        stats: of each layer.
-        like: see above.
-        shares: of the tokens over which the losses are to be means, how many were in this pass, of each layer or of all.
+        stats: routing statistics of each layer.
+        like: tensor whose device and dtype zeros have.
+        shares: share of the tokens in this pass, among those that the losses are means over; one per layer, or one for
+            all.
     """
     if not stats:
         zero = torch.zeros((), device=like.device, dtype=like.dtype)

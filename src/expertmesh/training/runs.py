@@ -1,4 +1,4 @@
-"""Runs below a folder: how far each is, what it reached, how large it is; and removing their old checkpoints."""
+"""List of the runs below a folder with progress, loss and size, and removal of old checkpoints."""
 
 import os
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from expertmesh.training.metrics import evaluations, read_metrics
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run.
+    """Summary of a run.
 
     Attributes:
-        path: its folder.
-        recipe: name of the recipe; "?" where its configuration cannot be read.
-        step: steps done.
-        steps: that it is to do, or None.
-        loss: of the last step, or None.
+        path: run directory.
+        recipe: name of the recipe; "?" if the configuration is unreadable.
+        step: number of steps done.
+        steps: number of steps configured, or None.
+        loss: loss of the last step, or None.
         evaluation: last validation loss, or None.
-        num_checkpoints: of it.
-        num_bytes: of all its files.
-        is_running: whether a process has it.
+        num_checkpoints: number of checkpoints.
+        num_bytes: size of all files.
+        is_running: whether a process holds the run's lock.
     """
 
     path: Path
@@ -42,7 +42,7 @@ def find_runs(folder: Path) -> list[Path]:
     """Run directories below a folder, or the folder itself, by name; links are not followed.
 
     Raises:
-        ConfigError: it is no folder.
+        ConfigError: the path is not a folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is no folder; give the one that runs are in")
@@ -58,7 +58,7 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def look_at(path: Path) -> ListedRun:
-    """What there is of a run, of one that is damaged or still trains, too."""
+    """Summary of a run, which may be damaged or in training."""
     run = RunDir(path)
     try:
         values, recipe = run.read_values()
@@ -82,20 +82,20 @@ def look_at(path: Path) -> ListedRun:
 
 
 def remove_old(path: Path, *, keep: int) -> int:
-    """Remove a run's checkpoints but the newest ones, the best, and those of its `train.keep_every`.
+    """Remove old checkpoints of a run; the newest ones, the best, and multiples of its `train.keep_every` are kept.
 
-    The newest one that is whole stays in any case.
+    The newest undamaged checkpoint is always kept.
 
     Args:
         path: the run directory.
-        keep: how many of the newest stay.
+        keep: number of newest checkpoints to keep.
 
     Returns:
-        Bytes of what was removed.
+        Number of bytes removed.
 
     Raises:
-        ConfigError: a process has the run, or its configuration cannot be read.
-        CheckpointError: all its checkpoints are damaged; none is removed.
+        ConfigError: a process holds the run's lock, or its configuration is unreadable.
+        CheckpointError: all its checkpoints are damaged; none are removed.
     """
     run = RunDir(path)
     values, _ = run.read_values()
@@ -120,6 +120,6 @@ def _bytes_of(folder: Path) -> int:
         for name in files:
             try:
                 sizes += Path(place, name).lstat().st_size
-            except FileNotFoundError:  # a run that trains has just removed it
+            except FileNotFoundError:  # a running training has just removed it
                 continue
     return sizes

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the model, the optimiser, the scaler, random numbers, and how far the run is."""
+"""Contents of a checkpoint: model, optimizer, loss scaler, random state, and progress of the run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -35,14 +35,14 @@ _VALUES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass
 class RunProgress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        step: optimiser steps done, skipped ones included.
-        samples: samples used, the position in the data.
-        items: tokens, images or whatever the family counts, used.
-        skipped_steps: steps without an update because something was not finite.
-        bad_steps_in_row: the last so many steps were skipped.
+        step: number of optimizer steps done, including skipped ones.
+        samples: number of samples used; the position in the data.
+        items: number of tokens, images or the family's unit used.
+        skipped_steps: steps without an update because a value was not finite.
+        bad_steps_in_row: number of last steps in a row that were skipped.
         seconds: wall time of all steps, without evaluation.
     """
 
@@ -55,16 +55,16 @@ class RunProgress:
 
     @classmethod
     def saved(cls, values: Mapping[str, Any], *, where: Path) -> "RunProgress":
-        """That of a checkpoint.
+        """Progress from the values of a checkpoint.
 
         Args:
-            values: by name; those of older versions, too.
-            where: their file.
+            values: values by name, also from older versions.
+            where: path of their file, for errors.
 
         Raises:
-            CheckpointError: one is no number.
+            CheckpointError: a value is not a number.
         """
-        values = {"items": values.get("tokens", 0), **values}  # its name of old
+        values = {"items": values.get("tokens", 0), **values}  # former name of "items"
         for name, value in values.items():
             if not isinstance(value, int | float):
                 raise CheckpointError(
@@ -76,15 +76,15 @@ class RunProgress:
 
 @dataclass
 class TrainState:
-    """Everything that changes in training.
+    """State that training changes.
 
     Attributes:
         model: the model.
         optimizer: AdamW or Muon over its parameters.
-        scaler: loss scaler; may be switched off.
-        progress: how far the run is.
-        ranks: the ranks over which model and optimiser are spread.
-        loaded: what is to be said of what was loaded; empty: nothing.
+        scaler: loss scaler; may be disabled.
+        progress: progress of the run.
+        ranks: ranks over which model and optimizer are sharded.
+        loaded: message about the loaded state; empty: no message.
     """
 
     model: nn.Module
@@ -95,9 +95,9 @@ class TrainState:
     loaded: str = ""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random number states.
+        """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random states.
 
-        Those of parameters that are spread over ranks are DTensors.
+        Sharded parameters and their moments are DTensors.
         """
         found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for name, parameter in self._parameters():
@@ -117,10 +117,10 @@ class TrainState:
         }
 
     def load(self, path: Path) -> None:
-        """Set everything from a checkpoint that `find_damage` found whole; every rank must call.
+        """Load a checkpoint that `find_damage` found whole; every rank must call.
 
         Raises:
-            CheckpointError: it is of another model or unreadable.
+            CheckpointError: it is unreadable, or of another model.
         """
         targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         known = set().union(*self.ranks.gather(list(targets)))  # modules may be on other ranks
@@ -148,14 +148,14 @@ class TrainState:
 
 
 def read_run_state(path: Path, *names: str) -> dict[str, Any]:
-    """The plain values of a run's checkpoint.
+    """Plain values of a run's checkpoint.
 
     Args:
-        path: the checkpoint's folder.
-        names: the values that must be there; none: all of a run.
+        path: folder of the checkpoint.
+        names: values that must exist; empty: all values of a run.
 
     Raises:
-        CheckpointError: unreadable, of a newer format, or one is missing or no value of its kind.
+        CheckpointError: unreadable, of a newer format, or a value is missing or of the wrong type.
     """
     values = read_state(path)
     for name in names or _VALUES:
@@ -169,15 +169,15 @@ def read_run_state(path: Path, *names: str) -> dict[str, Any]:
 def check_same_run(
     saved: Mapping[str, Any], config: RunConfig, *, family: Family, where: Path
 ) -> None:
-    """Refuse to go on from another model.
+    """Check that a run can be resumed with a configuration: the model must be the same.
 
-    Steps, batch size, learning rate, schedule, device and (but for float64) dtype may change.
+    Steps, batch size, learning rate, schedule, device and dtype (except float64) may change.
 
     Args:
-        saved: a RunConfig as plain values.
-        config: the configuration of the run that wants to go on.
-        family: the family of the run that wants to go on.
-        where: named in the message.
+        saved: saved RunConfig as plain values.
+        config: configuration of the resumed run.
+        family: family of the resumed run.
+        where: path, for errors.
 
     Raises:
         ConfigError: names the first option that differs.
@@ -191,7 +191,7 @@ def check_same_run(
             f"use that value, or another {named('train.run_dir')}",
         )
     try:
-        with saved_run():  # options that were not there yet have their defaults
+        with saved_run():  # options added since then get their defaults
             before = family.config.model_validate(dict(saved))
     except ConfigError as error:
         raise ConfigError(f"the run in {where} cannot go on: {error.line.text}") from None
@@ -220,14 +220,14 @@ def check_same_run(
 
 
 def differs(name: str, before: Any, now: Any) -> bool:
-    """Whether an option, by its dotted name, has another value; a run is the same however its folder is written."""
+    """Whether an option, by its dotted name, has another value; paths of runs are compared after resolving."""
     if name in _RUNS and isinstance(before, str) and isinstance(now, str):
         return before != now and expanded(before).resolve() != expanded(now).resolve()
     return bool(before != now)
 
 
 def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
-    """Refuse to go on with other data: the saved position would mean other samples.
+    """Check that a run is resumed with the same data: in other data the saved position would mean other samples.
 
     Raises:
         ConfigError: the data differ.
@@ -240,7 +240,7 @@ def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
 
 
 def dotted(values: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by dotted name, such as "train.steps"."""
+    """Leaves of nested mappings by dotted name, such as "train.steps"."""
     if not isinstance(values, Mapping):
         return {prefix: values}
     found: dict[str, Any] = {}

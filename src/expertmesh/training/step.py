@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, clipping, update."""
+"""Optimizer step: forward and backward over micro-batches, gradient clipping, update."""
 
 import math
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from expertmesh.training.routing_losses import LoadCounter, Watched, routing_los
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """Losses and statistics of one step.
 
     Attributes:
         loss: mean over the items of the batch.
         aux_loss: weighted balance loss.
         z_loss: weighted router z-loss.
-        grad_norm: before clipping.
-        load: use of the experts; None where there are none.
+        grad_norm: gradient norm before clipping.
+        load: load of the experts; None for a dense model.
         is_finite: whether loss and gradient were finite; if not, no parameter was changed.
-        experts: what each expert did, in the steps that are recorded; None in others, and for a dense model.
+        experts: use of each expert, in recorded steps; None in other steps, and for a dense model.
     """
 
     loss: float
@@ -54,15 +54,15 @@ def training_step(
 ) -> StepResult:
     """Forward, backward, clip, update.
 
-    The loss is normalised by the items of the whole batch, and router noise is keyed by the seed, the step and the
-    token's place in the whole batch, so that micro-batches change nothing but rounding (and what a routing group of
-    "all tokens of a call" means).
+    The loss is normalised by the items of the whole batch, and router noise is keyed by seed, step and the token's
+    index in the whole batch. The micro-batch size therefore changes rounding only (and routing groups that are "all
+    tokens of a call").
 
     Args:
-        task: says what the loss is, and holds the run's configuration.
+        task: defines the loss, and holds the run's configuration.
         model: in training mode.
         optimizer: the optimizer, with the learning rate of this step.
-        scaler: the scaler of the loss; may be switched off.
+        scaler: loss scaler; may be disabled.
         batch: samples of all ranks, on the CPU.
         step: from 0.
         precision: device and dtype.
@@ -88,13 +88,13 @@ def training_step(
     scaler.unscale_(optimizer)
     norm = ranks.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
     loss, aux_loss, z_loss, grad_norm = torch.cat((sums, norm.to(sums).reshape(1))).tolist()
-    # before the update, for which the host would wait, too
+    # read before the update, so that the host does not wait for it as well
     counts = [counts_E.tolist() for counts_E in counter.counts]
     dropped = [] if counter.num_dropped is None else counter.num_dropped.tolist()
     is_finite = all(map(math.isfinite, (loss, aux_loss, z_loss, grad_norm)))
     if is_finite:
         scaler.step(optimizer)
-        if "router" not in config.train.freeze:  # its balancing bias is a part of it
+        if "router" not in config.train.freeze:  # the balancing bias is part of the router
             balance_experts(model, counter.counts)
     scaler.update()
     load = measure_load(counts, sum(dropped))
@@ -120,15 +120,15 @@ def accumulate_gradients(
     """Forward and backward over the micro-batches of a batch.
 
     Args:
-        task: says what the loss is.
+        task: defines the loss.
         model: in training mode.
         batch: samples of all ranks, on the CPU.
         step: from 0.
         micro_batch_size: samples per forward pass of all ranks.
-        scaler: the scaler of the loss.
+        scaler: loss scaler.
         precision: device and dtype.
         ranks: see `training_step`.
-        watch: sum what a record of the experts' use needs, too.
+        watch: whether to sum the statistics of `ExpertUse` as well.
 
     Returns:
         (3,) loss, balance loss and z-loss of the batch, FP32 or FP64, and the routing counts. Does not synchronise.
@@ -161,7 +161,7 @@ def accumulate_gradients(
 
 
 def _watched(task: Task, batch: Batch, ranks: Ranks) -> Watched:
-    """What a record tells apart in samples of this rank."""
+    """Description of this rank's samples for `LoadCounter`."""
     tp, count = ranks.tp_degree, len(task.labels)
     label_B = task.label_of(batch) if count else None
     return Watched(num_samples(batch), ranks.position % tp, tp, count, label_B)

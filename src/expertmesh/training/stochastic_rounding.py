@@ -1,13 +1,14 @@
-"""Random words for rounding a moment up or down: a function of the tensor's name, the step and the element's place, nothing else.
+"""Random words for stochastic rounding of moments: a function of the tensor's name, the step and the element's index only.
 
-So a run that goes on has those of the run that went straight, and every layout over ranks has the same ones.
+A resumed run and every layout over ranks therefore draw the same words.
 
 The word of the element at row i (all axes but the last, flattened) and column j of a tensor t in step s is
 
-    Philox(s, row i) + Philox(s, column j) + BLAKE2(t, s)   modulo 2^32,
+    Philox(s, row i) + Philox(s, column j) + BLAKE2(t, s)   modulo 2^32.
 
-one addition where a word of its own would be a hundred operations. Words are uniform, and any two of a step are
-independent, so that the variance of every sum of rounding errors is that of independent ones.
+This costs one addition per element, where a Philox word per element would cost about a hundred operations. Words are
+uniform, and any two words of a step are independent, so the variance of every sum of rounding errors equals the
+variance for independent errors.
 """
 
 import hashlib
@@ -23,13 +24,13 @@ from expertmesh.training.workspace import Workspace
 
 _MASK32 = 0xFFFFFFFF
 _ROWS, _COLUMNS = 1, 2
-"""Streams of the counter."""
+"""Streams of the Philox counter."""
 _KEY = 0x6D6F6D65, 0x6E747321
 
 
 @dataclass(frozen=True)
 class Words:
-    """The words of one rank's part of a tensor, by its rows and columns.
+    """Random words of one rank's shard of a tensor, by its rows and columns.
 
     Attributes:
         rows: (R, 1) int32.
@@ -40,11 +41,11 @@ class Words:
     columns: Tensor
 
     def of(self, part: slice, space: Workspace) -> Tensor:
-        """Those of some rows, (rows, C) int32, uniform over all of them.
+        """Words of some rows, (rows, C) int32, uniform over all int32 values.
 
         Args:
-            part: the rows.
-            space: for the table.
+            part: slice of the rows.
+            space: workspace for the table.
         """
         some = self.rows[part]
         table = space.table("words", (len(some), len(self.columns)), torch.int32)
@@ -52,11 +53,11 @@ class Words:
 
 
 class WordTables:
-    """What the words of one step are added up from, computed at once for all places that tensors lie in.
+    """Row and column words of one step, computed at once for all shards.
 
     Args:
-        step: of the tensors' own, from 1.
-        places: where they lie, on which device.
+        step: step count of the tensors, from 1.
+        places: place of each shard, and its device.
     """
 
     def __init__(self, step: int, places: Iterable[tuple[Place, torch.device]]) -> None:
@@ -82,12 +83,12 @@ class WordTables:
             self._tables[place, device] = rows, columns
 
     def words(self, name: str, place: Place, device: torch.device) -> Words:
-        """Those of a tensor.
+        """Words of a tensor.
 
         Args:
-            name: of the parameter in the model.
-            place: one of those that were given.
-            device: see there.
+            name: name of the parameter in the model.
+            place: a place that was given to the constructor.
+            device: the device given with it.
         """
         rows, columns = self._tables[place, device]
         digest = hashlib.blake2b(f"{self.step} {name}".encode(), digest_size=4).digest()
@@ -96,7 +97,7 @@ class WordTables:
 
 
 def _rows_and_columns(place: Place, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers of the part's rows and columns in the whole."""
+    """Indices of the shard's rows and columns in the whole tensor."""
     row = torch.zeros((), dtype=torch.int64, device=device)
     for length, start, size in zip(
         place.shape[:-1], place.offsets[:-1], place.sizes[:-1], strict=True

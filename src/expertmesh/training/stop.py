@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGTERM, Ctrl-C, a closed terminal or a dead pipe ask, the loop saves and returns."""
+"""Stop requests of a training run (SIGTERM, Ctrl-C, closed terminal, dead pipe), after which the loop saves and returns."""
 
 import signal
 import threading
@@ -8,23 +8,23 @@ from types import FrameType
 from typing import Any
 
 SAME_S = 1.0
-"""A SIGINT within so many seconds of another signal is the same request."""
+"""Seconds after a signal within which a SIGINT counts as the same request."""
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NOBODY_READS = (signal.SIGHUP, signal.SIGPIPE)
-"""After these there is no use in writing to standard output."""
+"""Signals after which standard output is useless."""
 
 
 class StopRequest:
     """Remembers the first SIGTERM, SIGINT or SIGHUP while the context is open; a later SIGINT interrupts at once.
 
-    Under torchrun one Ctrl-C comes twice, from the terminal and from torchrun, so signals within a second are one. A
-    SIGHUP that is ignored (`nohup`) stays so.
+    Under torchrun one Ctrl-C arrives twice, from the terminal and from torchrun, so signals within a second count once.
+    An ignored SIGHUP (`nohup`) stays ignored.
 
-    Outside the main thread, where Python allows no signal handlers, only `ask` asks to stop.
+    Outside the main thread, where Python allows no signal handlers, only `ask` works.
 
     Attributes:
-        signal: what asked first, or None.
-        on_ask: called at once when that comes, in the middle of whatever runs.
+        signal: first signal, or None.
+        on_ask: called at once on that signal, from the signal handler.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def ask(self, number: signal.Signals) -> None:
-        """Ask to stop as if this signal had come; the first counts."""
+        """Request a stop as if this signal had arrived; only the first request is kept."""
         if self.signal is None:
             self.signal, self._since = number, time.monotonic()
             if self.on_ask is not None:

@@ -1,4 +1,4 @@
-"""One run for each of several learning rates, and which of them ends best."""
+"""Learning-rate sweep: a run for each of several rates, and the choice of the best."""
 
 import json
 import math
@@ -27,21 +27,21 @@ _FREE = frozenset(
     | {"train.checkpoint_every", "train.keep_last", "train.keep_every"}
     | {"parallel.num_threads", "parallel.bind", "parallel.timeout_s"}
 )
-"""Options in which a run and its sweep may differ: places, and what moves no weight."""
+"""Options in which a run and its sweep may differ: paths, and options that do not affect weights."""
 
 
 @dataclass(frozen=True)
 class SweptRate:
-    """One run of a sweep.
+    """Run of a sweep.
 
     Attributes:
-        lr: its peak learning rate.
-        run_dir: its folder.
-        loss: of its last evaluation; None: it diverged, or was stopped before its first evaluation.
-        metric: the family's metric then; None: the same.
-        steps: optimiser steps done, those of a run that diverged included.
+        lr: peak learning rate.
+        run_dir: run directory.
+        loss: loss of the last evaluation; None: it diverged, or was stopped before its first evaluation.
+        metric: the family's metric in that evaluation; None: as for `loss`.
+        steps: number of optimizer steps done, also in a run that diverged.
         seconds: wall time of its steps.
-        stopped_by: the name of the signal that ended it early; None: it is finished.
+        stopped_by: name of the signal that ended it early; None: it is finished.
     """
 
     lr: float
@@ -61,24 +61,25 @@ def sweep(
     family: Family | None = None,
     console: Console | None = None,
 ) -> list[SweptRate]:
-    """Train at each of several rates, in folders lr-RATE of `config.train.run_dir`, and write sweep.json there.
+    """Train at each of several learning rates, in folders lr-RATE of `config.train.run_dir`, and write sweep.json
+    there.
 
-    Started again it goes on: finished runs are read, a broken-off one is resumed, if they are of the same options. Choose a seed that is not reported:
-    the best of several rates is a choice, and chance is part of it.
+    A second call continues: finished runs with the same options are read, an interrupted one is resumed. Use a seed
+    that you do not report: choosing the best of several rates also selects for chance.
 
     Args:
-        config: of all runs, but for `optim.lr`, `train.run_dir` and `train.resume`.
+        config: configuration of all runs, except `optim.lr`, `train.run_dir` and `train.resume`.
         rates: peak learning rates.
         recipe: name of the recipe, kept with the runs.
-        family: what is trained; None: the family that the configuration names.
-        console: where progress goes; None: standard output.
+        family: model family; None: the family in the configuration.
+        console: output of progress; None: standard output.
 
     Returns:
-        The runs, in the order of the rates. After a signal the last of them is the one that it ended.
+        The runs, in the order of the rates; after a signal, up to the run that it ended.
 
     Raises:
-        ConfigError: there are no rates, a rate twice, train.resume=required, a run of other options in a rate's folder, or a run
-            that `train` refuses.
+        ConfigError: no rates, a duplicate rate, train.resume=required, a run with other options in a rate's folder, or
+            a run that `train` refuses.
     """
     names = [f"lr-{float(rate)!r}" for rate in rates]
     if not names or len(set(names)) < len(names):
@@ -116,9 +117,9 @@ def sweep(
 
 
 def _check_same_options(config: RunConfig, family: Family) -> None:
-    """Refuse a folder whose run is of other options: its end would be told as the end of these.
+    """Check that a run in a rate's folder has the same options: its result would otherwise be reported for these.
 
-    The data may lie elsewhere: `train` compares what is in them.
+    The path of the data may differ: `train` compares their content.
     """
     run_dir = RunDir(config.train.run_dir)
     if not run_dir.config.exists():
@@ -160,11 +161,11 @@ def _each(
 
 
 def _seconds(lines: Sequence[Mapping[str, Any]], items: str) -> float:
-    """Wall time of the steps in a metrics file, from their items and rates."""
+    """Wall time of the steps in a metrics file, from items and items per second."""
     total, before = 0.0, 0
     for line in lines:
         done, rate = line[items], line[f"{items}_per_second"]
-        # A branch has the items of its trunk in its first line.
+        # The first line of a branch includes the items of its trunk.
         total += (done - before if before else done / line["step"]) / rate
         before = done
     return round(total, 3)
@@ -175,7 +176,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def best_rate(runs: Sequence[SweptRate], metric: Metric) -> SweptRate | None:
-    """The finished run that ends best by a metric; None: there is none."""
+    """Finished run with the best metric; None: no finished run."""
     ended = [run for run in runs if run.metric is not None and run.stopped_by is None]
     sign = -1.0 if metric.higher_is_better else 1.0
     return min(ended, key=lambda run: sign * (run.metric or 0.0), default=None)

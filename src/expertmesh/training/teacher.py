@@ -1,4 +1,4 @@
-"""A teacher in the loop: another run's model, placed as the student is, and the student's weights from it."""
+"""Teacher of a distillation run: another run's model, placed like the student, and initial weights from it."""
 
 import re
 from collections.abc import Mapping
@@ -33,18 +33,20 @@ def open_teacher(
     ranks: Ranks,
     student: nn.Module | None = None,
 ) -> nn.Module | None:
-    """The model of the run that distill.teacher names, spread over the ranks, in evaluation mode; None: it names none.
+    """Model of the run in distill.teacher, sharded over the ranks, in evaluation mode; None if distill.teacher is
+    unset.
 
     Args:
-        family: of both.
-        task: of the student.
-        data: of the student.
-        precision: of the student; see `teacher_dtype`.
-        ranks: of the student.
-        student: gets the teacher's weights, as its checkpoint has them, where distill.init_from_teacher asks for it.
+        family: family of student and teacher.
+        task: task of the student.
+        data: data of the student.
+        precision: precision of the student; see `teacher_dtype`.
+        ranks: ranks of the student.
+        student: set to the teacher's saved weights if distill.init_from_teacher is set; None: no model to set.
 
     Raises:
-        ConfigError: there is no such run, or it is of another family or vocabulary, or the family has no lessons.
+        ConfigError: the run does not exist, has another family or vocabulary, or the family does not support
+            distillation.
         CheckpointError: the run has no usable checkpoint.
     """
     config = task.config
@@ -76,23 +78,23 @@ def open_teacher(
 
 
 def find_teacher(config: RunConfig, family: Family) -> Run:
-    """What the folder that distill.teacher names says of its model.
+    """Run of distill.teacher, found by its folder.
 
     Args:
-        config: of the student's run, that has a teacher.
-        family: of the student.
+        config: configuration of the student's run, with a teacher.
+        family: family of the student.
 
     Raises:
-        ConfigError: there is no such folder, or its configuration is unreadable.
+        ConfigError: the folder does not exist, or its configuration is unreadable.
     """
     assert config.distill.teacher is not None
     return find_model(config.distill.teacher, None if family.name in FAMILIES else family)
 
 
 def teacher_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """The type of a teacher's weights, but its routers': BF16 in a run that computes in BF16.
+    """Dtype of a teacher's weights, except its routers': BF16 if the run computes in BF16, else the student's dtype.
 
-    Else that of a student's. FP16 has not the range for sums over layers, which take the type of the weights.
+    FP16 is not used: its range is too small for sums over layers, which have the dtype of the weights.
     """
     return compute_dtype if compute_dtype == torch.bfloat16 else accumulate_dtype(compute_dtype)
 
@@ -100,7 +102,7 @@ def teacher_dtype(compute_dtype: torch.dtype) -> torch.dtype:
 def teacher_bytes(
     config: RunConfig, family: Family, *, num_ranks: int, compute_dtype: torch.dtype
 ) -> int:
-    """Bytes of the weights of a run's teacher on each rank, at rest; 0 where there is none that `open_teacher` takes, or its size is unknown.
+    """Bytes of the weights of a run's teacher on each rank at rest; 0 without a usable teacher, or if its size is unknown.
 
     Raises:
         ConfigError: its configuration is unreadable.
@@ -136,17 +138,17 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
 
 
 def copy_layers(student: nn.Module, teacher: nn.Module, weights: TensorSource) -> None:
-    """Set a student's weights to its teacher's: of each layer, those of the layer of the same shapes that is nearest in depth.
+    """Set a student's weights to its teacher's; each layer is copied from the layer of equal shapes that is nearest in depth.
 
-    A balancing bias and the key of a hash come along where both have one.
+    Balancing biases and hash keys are copied if both models have them.
 
     Args:
-        student: spread over ranks, or not at all.
-        teacher: usually of more layers; its own weights may be rounded.
-        weights: of the teacher.
+        student: a model, sharded or not.
+        teacher: a model, usually with more layers; its own weights may be rounded.
+        weights: unrounded weights of the teacher.
 
     Raises:
-        ConfigError: the student has a layer, or a parameter outside the layers, that the teacher has not in this shape.
+        ConfigError: the student has a layer, or a parameter outside the layers, without a teacher's of the same shape.
     """
     mine, theirs = (_shapes(model) for model in (student, teacher))
     my_layers, their_layers = _layers(mine), _layers(theirs)
@@ -171,7 +173,7 @@ def copy_layers(student: nn.Module, teacher: nn.Module, weights: TensorSource) -
     for name, source in sources.items():
         if source not in saved or saved[source].shape != targets[name].shape:
             if name not in mine:
-                continue  # a buffer that the teacher has not
+                continue  # a buffer that the teacher does not have
             raise ConfigError(
                 f"{named('distill.init_from_teacher')}: the teacher has no {name} of shape {mine[name]}; leave it out"
             )
@@ -188,7 +190,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _layers(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], dict[str, Any]]:
-    """The shapes of each layer's parameters by the rest of their names."""
+    """Parameter shapes of each layer, by (side, index) and the rest of the name."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for name, shape in shapes.items():
         if match := _IN_LAYER.match(name):

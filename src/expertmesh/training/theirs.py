@@ -1,4 +1,4 @@
-"""AdamW of torchao, whose moments take 8 or 4 bits, on one process."""
+"""AdamW of torchao with 8-bit or 4-bit moments, on one process."""
 
 import logging
 import warnings
@@ -25,16 +25,16 @@ _CLASSES: Mapping[StateDtype, str] = {
 def check_theirs(
     parameters: Iterable[nn.Parameter], state_dtype: StateDtype, *, num_ranks: int = 1
 ) -> ModuleType:
-    """Torchao's optimisers, where they can take these parameters.
+    """Module `torchao.optim`, after a check that its optimizers can take these parameters.
 
     Args:
-        parameters: those that are learned.
+        parameters: trainable parameters.
         state_dtype: torchao-int8 or torchao-int4.
-        num_ranks: of the run.
+        num_ranks: number of ranks.
 
     Raises:
-        ConfigError: torchao is not installed, there are several ranks, a parameter is cut or is FP64, or lies on a CPU for which
-            nothing can be compiled.
+        ConfigError: torchao is not installed, there are several ranks, a parameter is sharded or FP64, or is on a CPU
+            without a C++ compiler.
     """
 
     def refusal(rule: str, fix: str) -> ConfigError:
@@ -70,15 +70,15 @@ def check_theirs(
 
 
 class TorchaoAdamW(torch.optim.Optimizer):
-    """Torchao's AdamW of large tensors and torch's fused one of the rest, with one state and one set of groups.
+    """AdamW of torchao for large tensors and of torch (fused) for the rest, with one state and one set of groups.
 
-    The first step compiles a loop for each shape, some seconds each on a CPU.
+    The first step compiles a loop for each shape, which takes some seconds each on a CPU.
 
     Args:
-        groups: of named `params`, `weight_decay` and `state_dtype`; with "float32" they are torch's own.
-        lr: of all groups.
+        groups: groups of named `params`, `weight_decay` and `state_dtype`; "float32" groups use torch's AdamW.
+        lr: learning rate of all groups.
         betas: decays of the moments.
-        eps: of the denominator.
+        eps: added to the denominator.
 
     Raises:
         ConfigError: see `check_theirs`.
@@ -108,20 +108,20 @@ class TorchaoAdamW(torch.optim.Optimizer):
         self._has_stepped = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
+        """Restore a state; `load_state_dict` calls this with new groups and state."""
         super().__setstate__(state)
         self._connect()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters that have a gradient.
+        """Update all parameters that have a gradient.
 
         Args:
-            closure: computes the loss again; None: gradients are there.
+            closure: computes the loss again; None: gradients are set already.
         """
         loss = loss_of(closure)
         for group, theirs in zip(self._groups, self._theirs.param_groups, strict=True):
-            # theirs is a tensor, so that a new rate compiles nothing
+            # torchao's rate is a tensor, so a new value does not recompile
             theirs["lr"].fill_(group["lr"])
         with nullcontext() if self._has_stepped else _quiet():
             self._theirs.step()
@@ -132,7 +132,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
 
 
 def their_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
-    """A step and moments of zeros as torchao has them."""
+    """Zero step and moments in torchao's format."""
     with _quiet():
         from torchao.optim.subclass_4bit import OptimState4bit
         from torchao.optim.subclass_8bit import OptimState8bit
@@ -146,14 +146,14 @@ def their_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]
 
 
 def plain_tensors(key: str, value: Tensor) -> dict[str, Tensor]:
-    """What a checkpoint has of an entry of an optimiser's state: codes and scales of torchao's, else the entry itself."""
+    """Tensors of an optimizer state entry in a checkpoint: codes and scales of a torchao moment, else the entry itself."""
     codes, scale = (getattr(value, name, None) for name in ("codes", "scale"))
     return {key: value} if codes is None or scale is None else {key: codes, f"{key}_scale": scale}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torchao says of its own libraries and of torch's caches."""
+    """Context that silences torchao's messages about its libraries and torch's caches."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

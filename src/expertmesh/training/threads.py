@@ -1,7 +1,7 @@
-"""How many CPU threads compute: measured with the model's own products, as the type is (`runs.arithmetic`).
+"""Number of CPU threads, chosen by measuring the model's own matmuls; `runs.arithmetic` chooses the dtype the same way.
 
-More threads are not always faster. Small products end sooner than threads find one another, and beside other programs each
-operation waits for the thread that comes last.
+More threads are not always faster. Small matmuls end before threads are synchronized, and next to other programs each
+operation waits for its slowest thread.
 """
 
 import time
@@ -24,10 +24,10 @@ from expertmesh.runs.arithmetic import USUAL_PRODUCTS, cut, in_words
 from expertmesh.runs.precision import Precision
 
 MARGIN = 1.1
-"""Fewer threads are taken where they need at most so many times the shortest time."""
+"""Fewer threads are chosen if they take at most this times the shortest time."""
 
 _MOST_PER_CORE = (
-    16  # more of them only wait for one another; a test may want a few more than there are
+    16  # more threads only wait for one another; a test may use more than there are cores
 )
 _SIZE = 1 << 26  # multiply-adds of one product
 _PIECE_S = 2e-3
@@ -36,17 +36,17 @@ _BUDGET_S = 0.3
 _MOST_BYTES = 1 << 28
 
 Piece = tuple[Callable[[], object], float]
-"""Some work, and how often a step does it."""
+"""Function to time, and the number of times that a step runs it."""
 
 
 @dataclass(frozen=True)
 class Threads:
-    """How many threads a process computes with.
+    """Number of CPU threads of a process.
 
     Attributes:
-        count: of them.
-        why: in a few words.
-        seconds: what a step's products took with each number, where that decided.
+        count: number of threads.
+        why: reason in a few words.
+        seconds: time of a step's matmuls by number of threads, if it was measured.
     """
 
     count: int
@@ -55,15 +55,15 @@ class Threads:
 
     @property
     def description(self) -> str:
-        """Number and reason."""
+        """Number and reason as text."""
         return f"{self.count} thread{'s' if self.count > 1 else ''} ({self.why})"
 
 
 def check_threads(given: int | None) -> None:
-    """Refuse a parallel.num_threads far above the number of cores.
+    """Check that parallel.num_threads is not far above the number of cores.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is far above.
     """
     cores = len(own_room().cores)
     if given is not None and given > max(_MOST_PER_CORE * cores, torch.get_num_threads()):
@@ -83,14 +83,15 @@ def settle_threads(
     began_with: int | None = None,
     room: Room | None = None,
 ) -> Threads:
-    """The number of threads of this process; every rank must call, and rank 0 measures for all.
+    """Number of threads of this process; every rank must call, and rank 0 measures for all.
 
     Args:
-        ranks: that compute at the same time.
-        measure: seconds of a step's products with each of some numbers of threads.
+        ranks: ranks that compute at the same time.
+        measure: seconds of a step's matmuls for each of some numbers of threads.
         given: parallel.num_threads.
-        began_with: the number with which the run began, which is followed: sums depend on it. That of rank 0 counts.
-        room: of this process; None: as the system says.
+        began_with: number of threads that the run started with, which is kept because sums depend on it; rank 0's value
+            is used.
+        room: cores of this process; None: from the system.
     """
     room = own_room() if room is None else room
     share = share_of(room, ranks.gather(room))
@@ -103,7 +104,7 @@ def settle_threads(
             return Threads(usual, named)
         if began_with is not None:
             return Threads(began_with, "as the run began")
-        # what a caller of Python has set is the most; a rank's 1 is torchrun's
+        # torch.set_num_threads of the caller is an upper bound; 1 on several ranks comes from torchrun
         most = share if ranks.size > 1 and usual == 1 else min(usual, share)
         if most == 1:
             alone = len(room.cores) == 1 or usual == 1
@@ -123,15 +124,15 @@ def _cores(cores: Sequence[int]) -> str:
 
 
 def numbers_up_to(most: int) -> list[int]:
-    """1 and `most`, and powers of two between."""
+    """Powers of two below `most`, and `most`."""
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
 def choose(seconds: Mapping[int, float]) -> Threads:
-    """The fewest threads that take hardly longer than the best number.
+    """Smallest number of threads within `MARGIN` of the shortest time.
 
     Args:
-        seconds: by number of threads.
+        seconds: time by number of threads.
     """
     shortest = min(seconds.values())
     count = min(n for n, found in seconds.items() if found <= MARGIN * shortest)
@@ -141,7 +142,7 @@ def choose(seconds: Mapping[int, float]) -> Threads:
 
 @contextmanager
 def computing_with(threads: Threads) -> Iterator[None]:
-    """PyTorch's CPU threads for a time."""
+    """Context that sets PyTorch's number of CPU threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads.count)
     try:
@@ -154,13 +155,13 @@ def computing_with(threads: Threads) -> Iterator[None]:
 def threads_of_calls(
     model: nn.Module, precision: Precision, *, num_rows: int, ranks: Ranks | None = None
 ) -> Iterator[Threads | None]:
-    """The number of threads with which a trained model is fastest here, for a time; on a GPU nothing changes.
+    """Context with the fastest number of threads for a trained model; on a GPU nothing changes.
 
     Args:
-        model: of this process.
-        precision: what it computes in.
+        model: model on this process.
+        precision: compute precision.
         num_rows: tokens of a call.
-        ranks: that compute at the same time; every rank must call. None: this process alone.
+        ranks: ranks that compute at the same time; every rank must call. None: this process alone.
     """
     if precision.device.type != "cpu":
         yield None
@@ -174,11 +175,11 @@ def threads_of_calls(
 def measure_step(
     products: Sequence[Product], precision: Precision, counts: Sequence[int]
 ) -> dict[int, float]:
-    """Seconds of the products of a training step with each number of threads; large ones stand for themselves as smaller ones.
+    """Seconds of the matmuls of a training step for each number of threads; large matmuls are measured at a smaller size.
 
     Args:
-        products: those that dominate a step; none: usual ones.
-        precision: what they are computed in.
+        products: matmuls that dominate a step; empty: `USUAL_PRODUCTS`.
+        precision: compute precision.
         counts: numbers of threads.
     """
     with torch.no_grad(), precision.products():
@@ -206,11 +207,11 @@ def _forward_and_backward(x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> None:
 def measure_forward(
     model: nn.Module, precision: Precision, counts: Sequence[int], *, num_rows: int
 ) -> dict[int, float]:
-    """Seconds of the products of a forward pass with each number of threads, by the model's own weights.
+    """Seconds of the matmuls of a forward pass for each number of threads, with the model's own weights.
 
     Args:
-        model: on the CPU. Of the experts of a layer the first one is multiplied.
-        precision: what it computes in.
+        model: model on the CPU. Only the first expert of each layer is used.
+        precision: compute precision.
         counts: numbers of threads.
         num_rows: tokens of a call.
     """
@@ -244,9 +245,9 @@ def race(
     counts: Sequence[int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
-    """The medians of several rounds, by turns, after one that does not count (code is generated, pages are touched).
+    """Median seconds by number of threads over several interleaved rounds, after a warm-up round (code generation, page faults).
 
-    Wall time, since waiting is what is measured: other programs are a part of it, and slow all numbers alike but for that.
+    Wall time, because waiting is measured as well; other programs slow all numbers of threads alike.
     """
     took: dict[int, list[float]] = {n: [] for n in counts}
     before = torch.get_num_threads()
@@ -256,7 +257,7 @@ def race(
         for number in range(_ROUNDS + 1):
             for n in counts if number % 2 else reversed(counts):
                 torch.set_num_threads(n)
-                pieces[0][0]()  # threads are made at the first operation
+                pieces[0][0]()  # threads are created at the first operation
                 seconds = 0.0
                 for (work, weight), times in zip(pieces, repeats, strict=True):
                     began = clock()
@@ -273,7 +274,7 @@ def race(
 
 
 def _repeats(pieces: Sequence[Piece], count: int, clock: Callable[[], float]) -> list[int]:
-    """How often each piece is done to take long enough to be measured."""
+    """Repetitions of each piece that take long enough to be measured."""
     torch.set_num_threads(count)
     found = []
     for work, _ in pieces:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: its own files, TensorBoard, and what a user fills in."""
+"""Trackers of a run's metrics: its own files, TensorBoard, and trackers of the user."""
 
 import importlib.util
 import threading
@@ -13,75 +13,77 @@ from expertmesh.training.metrics import MetricsFile
 
 
 class Tracker(Protocol):
-    """Something that keeps the numbers of a run, for example a client of a tracking service.
+    """Receiver of the metrics of a run, for example a client of a tracking service.
 
-    Rank 0 calls it after every step; give your own to `expertmesh.train(..., trackers=[mine])`.
+    Rank 0 calls it after every step; pass yours to `expertmesh.train(..., trackers=[mine])`.
     """
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
-        """Keep one step.
+        """Record one step.
 
         Args:
-            values: as in metrics.jsonl: "step" (from 1), "loss", "lr", ...; "eval_..." after an evaluation. Of a step that
-                diverged, NaN and infinity are among them.
+            values: values as in metrics.jsonl: "step" (from 1), "loss", "lr", ...; "eval_..." after an evaluation. NaN
+                and infinity are possible in a diverged step.
             experts: use of the experts, in some steps.
         """
 
 
 class OwnTracker(Tracker, Protocol):
-    """A tracker that the run has opened."""
+    """Tracker that the run opens and closes."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Close the tracker at the end of the run."""
 
 
 class Files:
-    """metrics.jsonl and experts.jsonl of a run directory.
+    """Tracker that writes metrics.jsonl and experts.jsonl of a run directory.
 
     Args:
         metrics: open file of the steps.
-        experts: open file of the use of experts.
+        experts: open file of the experts' use.
     """
 
     def __init__(self, metrics: MetricsFile, experts: MetricsFile) -> None:
         self._metrics, self._experts = metrics, experts
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
-        """Append the step to both, or to metrics.jsonl alone."""
+        """Append the step to metrics.jsonl, and its use of experts, if given, to experts.jsonl."""
         self._metrics.write(dict(values))
         if experts is not None:
             self._experts.append({"step": values["step"], **experts.named()})
 
     def close(self) -> None:
-        """Close both."""
+        """Close both files."""
         self._metrics.close()
         self._experts.close()
 
 
 class TensorBoard:
-    """TensorBoard's event files.
+    """Tracker that writes TensorBoard's event files.
 
     Args:
-        folder: where they are written.
-        last_step: events after it, of a run that stopped later, are hidden.
+        folder: folder of the files.
+        last_step: later events, of a run that was stopped later, are hidden.
     """
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._hook = folder, threading.excepthook
-        # its thread's failure is raised here, or by the next call
+        # an error of its thread is raised here, or by the next call
         threading.excepthook = self._unless_of_the_disk
         try:
             with naming(folder):
                 self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
         except BaseException:
-            if not any(map(_is_tensorboards, threading.enumerate())):  # none is left to fail
+            if not any(
+                map(_is_tensorboards, threading.enumerate())
+            ):  # no thread is left that could fail
                 threading.excepthook = self._hook
             raise
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
-        """The numbers of a step as scalars."""
+        """Write the numbers of a step as scalars."""
         step = int(values["step"])
         with naming(self._folder):
             for name, value in values.items():
@@ -90,7 +92,7 @@ class TensorBoard:
                     self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close the files."""
         try:
             with naming(self._folder):
                 self._writer.close()
@@ -109,15 +111,15 @@ def _is_tensorboards(thread: threading.Thread | None) -> bool:
 def open_tensorboard(
     folder: Path, *, last_step: int, make: Callable[..., OwnTracker] = TensorBoard
 ) -> list[OwnTracker]:
-    """TensorBoard where it is installed, else nothing.
+    """List with a TensorBoard tracker if TensorBoard is installed, else empty.
 
     Args:
         folder: see `TensorBoard`.
         last_step: see `TensorBoard`.
-        make: opens it.
+        make: creates the tracker.
 
     Raises:
-        ConfigError: it is installed, and cannot be imported.
+        ConfigError: TensorBoard is installed, but cannot be imported.
     """
     if importlib.util.find_spec("tensorboard") is None:
         return []

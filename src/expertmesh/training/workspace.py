@@ -1,4 +1,4 @@
-"""Memory that is used again and again while tensors are worked on some rows at a time."""
+"""Reusable scratch memory for operations that process tensors some rows at a time."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Workspace:
-    """Memory for what is computed some rows at a time: where each operation takes new memory, the page faults are what it costs.
+    """Scratch memory by name; without reuse, page faults of fresh memory dominate the cost of such operations.
 
     Args:
-        device: of all of it.
+        device: device of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,12 +19,12 @@ class Workspace:
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def table(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of whatever values, in the memory that this name had before.
+        """Uninitialized tensor in the memory of this name.
 
         Args:
-            name: tables that are needed at once have different ones.
-            shape: its sizes.
-            dtype: of the elements.
+            name: tables that are in use at the same time need different names.
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
         """
         count = math.prod(shape)
         flat = self._flat.get((name, dtype))
@@ -34,8 +34,8 @@ class Workspace:
 
 
 class Workspaces(dict[torch.device, Workspace]):
-    """One for each device that is asked for."""
+    """Workspaces by device, created on first use."""
 
     def __missing__(self, device: torch.device) -> Workspace:
-        """A new one."""
+        """New workspace of a device."""
         return self.setdefault(device, Workspace(device))
