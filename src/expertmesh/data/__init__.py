@@ -1,1 +1,1 @@
-"""What models learn from: documents, tokenizers, token files, and samples in a fixed order."""
+"""Training data: documents, token files, conversations, and samples in a fixed order."""

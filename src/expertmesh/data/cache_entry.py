@@ -1,4 +1,4 @@
-"""Folders that are computed once, however many processes want them, and anew where they are damaged."""
+"""Cache folders, computed once by one of several processes, and again if they are damaged."""
 
 import errno
 import fcntl
@@ -18,7 +18,7 @@ from expertmesh.data.data_progress import Progress
 from expertmesh.errors import ConfigError
 
 INDEX = "index.json"
-"""File that a complete entry has."""
+"""File that marks an entry as complete."""
 _CHECKSUMS = "checksums.json"
 _BLOCK = 1 << 22
 _PARTIAL = re.compile(r"((?:[a-z]+-)?[0-9a-f]{16,})\.partial-\d+")
@@ -27,14 +27,14 @@ _log = logging.getLogger("expertmesh.data")
 
 
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder unless it is complete. Any number of processes may call at once: one fills, the others wait for it.
+    """Fill a folder unless it is complete. Several processes may call at once: one fills it, the others wait.
 
-    The folder appears by one rename, so a process killed half-way leaves no half entry. Checksums are compared in each call,
-    and a damaged entry is made anew.
+    The folder appears by one rename, so a killed process leaves no partial entry. Checksums are compared in each call,
+    and a damaged entry is computed again.
 
     Args:
-        folder: of the entry; its parent is made.
-        fill: writes the entry into the folder that it is given, the file `INDEX` among it.
+        folder: folder of the entry; its parent is made.
+        fill: function that writes the entry, with the file `INDEX`, into the folder that it is given.
 
     Raises:
         ConfigError: the parent is a file.
@@ -63,7 +63,7 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with an entry, or None; reads all of it. Entries of old have no checksums."""
+    """Description of an entry's damage, or None; reads the whole entry. Entries of old versions have no checksums."""
     if not (folder / INDEX).exists():
         return f"{INDEX} is missing"
     if not (folder / _CHECKSUMS).exists():
@@ -80,7 +80,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _checksum(path: Path) -> str:
-    """In hex digits; says how far it is."""
+    """SHA-256 of a file, in hex digits; logs progress."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         progress = Progress("checked", total=path.stat().st_size, unit="MB of tokens")
@@ -93,7 +93,7 @@ def _make_cache(path: Path) -> None:
     """Make the folder of a cache.
 
     Raises:
-        ConfigError: it is a file, or below one, or may not be made.
+        ConfigError: the path is a file, or below one, or may not be made.
         OSError: the disk is full or fails.
     """
     try:
@@ -114,7 +114,7 @@ def _make_cache(path: Path) -> None:
 
 
 def _remove_leftovers(base: Path, *, mine: str) -> None:
-    """Delete what killed processes have not finished; whoever still works holds the lock of its entry.
+    """Delete partial entries of killed processes; a living process holds the lock of its entry.
 
     Args:
         base: folder of the entries.
@@ -136,7 +136,7 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
 
     Args:
         path: the file; made if it does not exist.
-        wait: for a process that holds it.
+        wait: whether to wait for a process that holds it.
 
     Raises:
         BlockingIOError: another process, or another file of this one, holds it, and `wait` is false.

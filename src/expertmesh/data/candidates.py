@@ -1,6 +1,6 @@
-"""The documents that a configuration names: of files, folders, patterns and datasets, each with a way to read it.
+"""Documents that a configuration names by files, folders, patterns and datasets, each with a function that reads it.
 
-Files that hold many are those of `expertmesh.data.formats`; a lone file of text is cut into several.
+Files in a format of `expertmesh.data.formats` hold many documents. A single file of text is cut into several.
 """
 
 import importlib.util
@@ -51,7 +51,7 @@ class CandidateDocument(NamedTuple):
         read: returns its text, or raises NotTextError.
         place: see `Document`.
         own_name: see `Document`; empty: the name.
-        shown: where it is, for people; empty: the name.
+        shown: its place, for display; empty: the name.
     """
 
     name: str
@@ -63,12 +63,12 @@ class CandidateDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class Told:
-    """What a user should know of the files.
+    """Files of which a user should be told.
 
     Attributes:
-        left_out: those that are not used.
-        as_text: those that may hold records, and are learned as they stand.
-        unnamed: those that hold records, which their names do not say; they are learned as they stand.
+        left_out: files that are not used.
+        as_text: files that may hold records and are learned as plain text.
+        unnamed: files with records but no ending for it, which are learned as plain text.
     """
 
     left_out: LeftOut = field(default_factory=LeftOut)
@@ -77,11 +77,11 @@ class Told:
 
 
 def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateDocument]]:
-    """What the text is, in words, and its documents, before any is read.
+    """Description of the text, and its documents, before any is read.
 
     Args:
-        config: of the text.
-        told: gets what is left out.
+        config: options of the text.
+        told: receives the files that are left out.
 
     Raises:
         ConfigError: a place is missing, has no text, or cannot be read.
@@ -90,7 +90,7 @@ def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateD
         return f"dataset {config.dataset}", _dataset(config.dataset, config.column)
     if config.path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        # These documents are always whole, so that a program is on one side.
+        # These files are never cut, so that a program is on one side.
         files = [path for path in find_files(root, follow_links=False)[0] if path.suffix == ".py"]
         return "the source of Python's standard library", _whole(root, files, config)
     places = find_paths(config.path)
@@ -107,7 +107,7 @@ def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateD
 
 
 def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[CandidateDocument]:
-    """The documents of a file, or of a folder; all that a pattern matches is as one folder."""
+    """Documents of a file or folder; the matches of a pattern are treated as one folder."""
     root, files, left_out = place.root, list[Path](), told.left_out
     before = left_out.total
     if len(place.paths) == 1:
@@ -135,7 +135,7 @@ def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[Candi
 
 
 def _rows(path: Path, name: str, config: TextConfig) -> list[CandidateDocument] | None:
-    """The documents of a file that holds many; None: it is one text."""
+    """Documents of a file that holds many; None: the file is one text."""
     rows = rows_of(path, Reading(config.tokenizer, config.encoding, config.column))
     return None if rows is None else list(_of_rows(rows, name))
 
@@ -152,7 +152,7 @@ def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[Candid
 
 
 def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDocument]:
-    """A single file as many documents; what is wrong with it is the user's business."""
+    """Documents of a single file; errors in it are raised, where those in a folder's files are noted."""
     if not path.is_file():  # a pipe or a device would be waited for, or read for ever
         raise ConfigError(
             "data.path",
@@ -182,10 +182,9 @@ def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDo
 def _of_folder(
     root: Path, found: Sequence[Path], config: TextConfig, told: Told, *, ending: str | None
 ) -> Iterator[CandidateDocument]:
-    """A document of each file; files that are a large share of the text are cut as a lone file is.
+    """Documents of a folder's files: one of each text; a file that is a large share of the text is cut like a single file.
 
-    Files that hold no records that are read are texts where their ending says no more (`MAY_BE_TEXT`), unless a pattern asks for
-    this very `ending`.
+    A file without known records is a text if its ending is in `MAY_BE_TEXT`, unless a pattern asks for this very `ending`.
     """
     sizes = {}
     for path in Progress("looked at", total=len(found), unit="files").over(found):
@@ -220,12 +219,12 @@ def _of_folder(
             try:
                 pieces = _pieces(root / path, path.as_posix(), piece_bytes, size, config.encoding)
             except (OSError, NotTextError):
-                pieces = None  # it is left out when it is read as a whole
+                pieces = None  # left out when it is read as a whole
         yield from pieces or _whole(root, [path], config)
 
 
 def _all_bytes(num_bytes: int, config: TextConfig) -> int:
-    """Of a corpus of so many bytes, those that will be used."""
+    """Bytes of a corpus that will be used, of `num_bytes`."""
     return num_bytes if config.max_bytes is None else min(num_bytes, config.max_bytes)
 
 
@@ -237,11 +236,11 @@ def _piece_bytes(num_bytes: int, config: TextConfig) -> int:
 def _pieces(
     path: Path, name: str, piece_bytes: int, num_bytes: int, encoding: str | None
 ) -> list[CandidateDocument]:
-    """A file of `num_bytes` as documents of about so many bytes, cut at line ends, so that it can be split.
+    """A file of `num_bytes` cut at line ends into documents of about `piece_bytes`, so that it can be split.
 
     Raises:
-        NotTextError: it is none.
-        OSError: it cannot be read.
+        NotTextError: the file is no text.
+        OSError: the file cannot be read.
     """
     data = TextFile(path).data()
     codec, first_byte = encoding_of(data[:MOST_OF_A_MARK], encoding)
@@ -256,7 +255,7 @@ def _pieces(
         piece = text[start:end]
         last_byte = first_byte + len(piece.encode(codec))
         read: Callable[[], str] = TextFile(path, first_byte, last_byte, codec)
-        # Packed files cannot be entered in the middle, nor those in an encoding whose letters depend on what was before.
+        # Packed files cannot be read from the middle, nor files in a stateful encoding.
         if is_packed(path) or not _is_piece(data[first_byte:last_byte], codec, piece):
             read = partial(str, piece)
         pieces.append(CandidateDocument(f"{name}#{len(pieces):06d}", read))
@@ -283,7 +282,7 @@ def _dataset(name: str, column: str | None) -> list[CandidateDocument]:
 
     try:
         rows = datasets.load_dataset(name, split="train")
-    except Exception as error:  # The library has many, plain Exception among them.
+    except Exception as error:  # the library raises many kinds, plain Exception among them
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             "data.dataset", name, f"cannot be loaded ({reason})", "check the name"

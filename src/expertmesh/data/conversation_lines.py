@@ -1,9 +1,9 @@
-"""Conversations: what one is, and what is refused.
+"""Check of conversations in JSON: their form, and the fields that are refused.
 
-One is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
+A conversation is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
 {"type": "text", "text": ...}, which are joined. A flag of an answer (`weight` 0 or 1, `train` false or true, ...) says whether it
-is learned. Further fields of a message, and the object's `tools`, are kept for the chat template. What other programs read in an
-object, and nothing here does, is refused. Other shapes become this one in `expertmesh.data.records`.
+is learned. Further fields of a message, and the object's `tools`, are kept for the chat template. Fields that other programs read
+and this one does not are refused. `expertmesh.data.records` turns other shapes into this one.
 """
 
 import json
@@ -14,7 +14,7 @@ from expertmesh.config.base import parse_json
 from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ROLES, Conversation
 
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
-"""Names under which a message says whether it is learned: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
+"""Names of the flag by which a message is learned or not: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
 ELSEWHERE = {
     "functions": "write them as 'tools'",
     "system": "write it as the first message, of role system",
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "videos": "only text is learned",
     "audios": "only text is learned",
 }
-"""Fields of a line beside its messages that change elsewhere what is learned, with what to do."""
+"""Fields of a line that change what other programs learn from it, each with a fix."""
 _OF_MESSAGES = {
     "function_call": "write it as 'tool_calls'",
     "train_detail": "parts of a message are not told apart; leave it out",
@@ -38,14 +38,14 @@ _OF_MESSAGES = {
     "audio": "only text is learned",
     "images": "only text is learned",
 }
-"""The same of a message."""
+"""Fields of a message that change what other programs learn from it, each with a fix."""
 
 
 def checked(given: bytes | Mapping[str, Any]) -> Conversation:
-    """An object, or the JSON of one, as a conversation.
+    """A conversation from an object or its JSON.
 
     Raises:
-        ValueError: it is none; says why.
+        ValueError: the object is no conversation; says why.
     """
     values: Any = given
     if isinstance(given, bytes):
@@ -100,7 +100,7 @@ _ALL_FLAGS = (*FLAGS, NOT_LEARNED)
 
 
 def _flags(values: Mapping[str, Any], what: str) -> dict[str, bool]:
-    """Those that are set, and whether they say that it is learned."""
+    """The flags that are set, each as whether the message or line is learned."""
     found = {}
     for name in _ALL_FLAGS:
         value = values.get(name)
@@ -119,7 +119,7 @@ def _check_fields(values: Mapping[str, Any], names: Mapping[str, str], what: str
 
 
 def _check_characters(values: Any, what: str) -> None:
-    """Raises a ValueError where any text in them cannot be written."""
+    """Raise a ValueError if a text in the values has a lone surrogate, which UTF-8 cannot hold."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:

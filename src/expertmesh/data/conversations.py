@@ -1,4 +1,4 @@
-"""Conversations as the data of a run: one in each row, and a loss on what the assistant says only."""
+"""Conversations as the data of a run: one or several packed per row, with a loss on the assistant's tokens only."""
 
 import hashlib
 import json
@@ -51,19 +51,19 @@ _NOT_LEARNED = "have no turn of the assistant that is to be learned, by their fl
 _THOUGHTS = "have thoughts, which the chat format does not write"
 _NO_END = "have an answer that ends in a token at which generation does not stop"
 _SAID = (_CUT, _EMPTY, _THOUGHTS, _NO_END)
-"""What is said of conversations that are learned."""
+"""Notes on conversations that are learned all the same."""
 _FIELDS_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 Rows = tuple[Tensor, Tensor, dict[str, Tensor]]
 """Inputs and targets, (B, S) int64, 0 where padded; and {"counts": (B, S) bool, whether a target is the assistant's;
-"is_token": (B, S) bool, whether an input is no padding; and where rows are packed, "document": (B, S) int64, which
-conversation of its row an input is of, from 1, 0 where padded}."""
+"is_token": (B, S) bool, whether an input is no padding; and where rows are packed, "document": (B, S) int64, number of
+an input's conversation in its row, from 1, 0 where padded}."""
 
 
 @dataclass(frozen=True)
 class _SplitSequences:
-    """The sequences of one split, memory-mapped; a row has one, or the several of `packs`."""
+    """The sequences of one split, memory-mapped; a row has one sequence, or the sequences of an entry of `packs`."""
 
     tokens_N: np.ndarray
     learned_N: np.ndarray
@@ -71,7 +71,7 @@ class _SplitSequences:
     packs: list[list[int]] | None = None
 
     def packed(self, seq_len: int, seed: int) -> "_SplitSequences":
-        """The same with as many sequences in a row as it has room for."""
+        """A copy with sequences packed into rows of at most seq_len tokens."""
         lengths = np.diff(self.starts) - 1  # the last token of each is predicted only
         order = permutation(len(lengths), seed, 0).tolist()
         return replace(self, packs=packed(lengths.tolist(), seq_len, order))
@@ -100,10 +100,10 @@ class ConversationData:
     """Conversations of a corpus, one (or one turn of the assistant) in each row; fills the cache unless it has them.
 
     Args:
-        corpus: whose documents are conversations.
-        config: of the data.
+        corpus: a corpus whose documents are conversations.
+        config: options of the data.
         vocab_size: V of the model.
-        seed: of the order.
+        seed: seed of the order.
 
     Raises:
         ConfigError: a side has no turn of the assistant, the format refuses a conversation (named by file and line), or the
@@ -111,7 +111,7 @@ class ConversationData:
         OSError: the cache cannot be written.
 
     Attributes:
-        num_validation: validation samples.
+        num_validation: number of validation samples.
     """
 
     def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
@@ -171,9 +171,9 @@ class ConversationData:
     def validation(
         self, max_samples: int | None, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]:
-        """Batches of at most so many validation samples (None: all), evenly spread.
+        """Batches of at most max_samples validation samples (None: all), evenly spaced.
 
-        The third entry is the bytes of text that each counted target stands for, (B, S) int64.
+        The third entry has the bytes of text of each counted target, (B, S) int64.
         """
         for which in spread_batches(self.num_validation, max_samples, batch_size):
             ids_BS, targets_BS, more = self._validation.rows(which, self._seq_len)
@@ -198,7 +198,7 @@ def _fill(
     vocab_size: int,
     seq_len: int,
 ) -> None:
-    """Write a cache entry: tokenizer, tokens of both sides, what was cut and left out."""
+    """Write a cache entry: tokenizer, tokens of both splits, notes on cut and left out conversations."""
     if tokenizer is None:
         most = 257 + len(MARKS) + sum(document.num_bytes for document in corpus.training)
         say(f"learning a tokenizer of {vocab_size:,} tokens")
@@ -252,7 +252,7 @@ def _write(
     seq_len: int,
     told: LeftOut,
 ) -> dict[str, int]:
-    """Write the tokens of a side; says how many there are, and counts what is cut and left out."""
+    """Write the tokens of a split; returns their numbers, and counts cut and left out conversations in `told`."""
     starts, learned = [0], 0
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with (
@@ -275,7 +275,7 @@ def _rows(
     seq_len: int,
     told: LeftOut,
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Token ids of a conversation and which of them are learned, each sequence with a target that is."""
+    """Sequences of a conversation as (token ids, whether each is learned), each with at least one learned target."""
     conversation: Conversation = json.loads(document.read())
     if (problem := form.problem(conversation)) is not None:
         told.add(problem, document.name)
@@ -310,7 +310,7 @@ def _rows(
 
 
 def _last_of_answers(pieces: Sequence[TokenSpan]) -> set[int]:
-    """The tokens with which answers end; what is learned in a row is one answer."""
+    """Last tokens of the answers; learned spans in a row are one answer."""
     following = [*pieces[1:], TokenSpan([], False)]
     return {
         one.ids[-1]

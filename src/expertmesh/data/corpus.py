@@ -1,6 +1,6 @@
-"""Documents: where the text comes from, which of it is used, and on which side of the split it is.
+"""The corpus of a run: its documents, selected and split into training and validation.
 
-A document is a name and a way to read its text. Nothing is kept in memory but names, sizes and digests (and the text of
+A document is a name and a function that reads its text. Only names, sizes and digests are kept in memory (and the text of
 packed files that are cut), so a corpus may be larger than memory.
 """
 
@@ -19,21 +19,21 @@ from expertmesh.data.paths import find_paths
 from expertmesh.data.records import Row
 from expertmesh.errors import ConfigError, Line, named
 
-# A split is said to be far from what was asked for beyond this ratio.
+# Ratio to the requested share beyond which a split gets a note.
 _FAR = 3.0
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a corpus.
+    """Name, size, digest and reader of a document.
 
     Attributes:
-        name: relative to the corpus, with forward slashes; unique.
+        name: path relative to the corpus, with forward slashes; unique.
         num_bytes: length of the text in UTF-8.
         digest: SHA-256 of the text.
-        read: returns the text.
+        read: function that returns the text.
         place: number of its entry of `data.path`; its name begins with it where there are several.
-        own_name: its name in that place alone.
+        own_name: its name within that entry.
     """
 
     name: str
@@ -46,15 +46,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a run, split without a leak.
+    """The documents of a run, split so that no validation text is trained on.
 
     Attributes:
-        source: what the corpus is, in words.
+        source: description of the corpus.
         training: documents to train on, in order of a hash of their names.
         validation: documents to evaluate on; none of them has the text of a training document.
-        num_skipped: files, lines, ... left out: no text, not readable, no regular files.
+        num_skipped: number of files, lines, ... left out: no text, not readable, no regular files.
         digest: hex SHA-256 of all names and texts, in the order above, and of the split.
-        notes: what a user should know of it, a line each: files left out, a split far from what was asked for.
+        notes: notes for the user, a line each: files left out, a split far from the requested one.
         is_talk: whether the documents are conversations, as JSON (`expertmesh.data.conversation_lines`).
     """
 
@@ -70,11 +70,11 @@ class Corpus:
 def load_corpus(config: TextConfig) -> Corpus:
     """Find, select and split the documents. Reads every selected document once.
 
-    Documents are ordered by a hash of their names. With `max_bytes`, the first of them are used until their texts have
+    Documents are ordered by a hash of their names. With `max_bytes`, the first documents are used until their texts have
     that many bytes. Documents of identical text go to the same side: the side of the smallest of their names.
 
     Args:
-        config: `path`, `dataset`, `max_bytes` and `validation_fraction` count.
+        config: options of the text.
 
     Returns:
         The corpus.
@@ -99,7 +99,7 @@ def load_corpus(config: TextConfig) -> Corpus:
         except OSError as error:
             left_out.add(f"{NOT_READABLE}, {error.strerror or error}", shown or name)
             continue
-        except UnicodeEncodeError:  # as JSON can have
+        except UnicodeEncodeError:  # JSON can have lone surrogates
             left_out.add("texts have half a character (a lone surrogate)", shown or name)
             continue
         except NotTextError as error:
@@ -169,7 +169,7 @@ def _notes(
     told: Told,
     not_talks: dict[str, str],
 ) -> list[str]:
-    """What a user should know of the texts; `not_talks` are fields of conversations beside a text, and where."""
+    """Notes for the user on the texts; `not_talks` maps fields of conversations that stand beside a text to an example."""
     notes = _note_of_split(training, validation, config)
     if told.left_out.total:
         notes.append(f"{option_of(config)}: left out: {told.left_out}; {NAMES_ALL}")
@@ -192,7 +192,7 @@ def _notes(
 def _note_of_split(
     training: Sequence[Document], validation: Sequence[Document], config: TextConfig
 ) -> list[str]:
-    """A line where whole documents made a split far from what was asked for."""
+    """A note if the split is far from the requested one, because documents stay whole; else empty."""
     sizes = [sum(document.num_bytes for document in side) for side in (training, validation)]
     share, wanted = sizes[1] / sum(sizes), config.validation_fraction
     ratios = (
@@ -216,16 +216,16 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """Training and validation documents, in the given order; equal texts are on one side.
 
-    The side depends on the name in its place only (of a text that is there several times: that in the first place, the smallest
-    one there), so a document stays on its side when other files come or go, and when places are added behind its own. Should
-    chance leave a side empty, the text whose name is nearest to the border changes sides.
+    The side depends only on a document's name in its entry of `data.path`, so a document stays on its side when other files come
+    or go, and when entries are added behind its own. Of a text that occurs several times, the smallest name in the first entry
+    counts. If chance leaves a side empty, the text whose name is nearest to the border changes sides.
 
     Args:
-        documents: with unique names.
+        documents: documents with unique names.
         validation_fraction: expected share of the texts for validation, in (0, 1).
 
     Returns:
-        Training, validation. One of them is empty only if there are fewer than two different texts.
+        Training and validation documents. A side is empty only if there are fewer than two different texts.
     """
     owner: dict[bytes, tuple[int, str]] = {}
     for document in documents:
@@ -249,7 +249,7 @@ def texts(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _weighted(training: Sequence[Document], config: TextConfig) -> list[Document]:
-    """Training documents as often as their places' weights say, the fraction of a weight by a hash of the name."""
+    """Training documents repeated by the weights of their entries of `data.path`; a fraction of a weight by a hash of the name."""
     if config.path is None or config.dataset is not None:
         return list(training)
     weights = [place.weight for place in find_paths(config.path)]

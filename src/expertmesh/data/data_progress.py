@@ -1,6 +1,6 @@
-"""How far a long preparation is, for whoever listens to the logger `expertmesh.data` at level INFO.
+"""Progress of long preparations of data, logged by `expertmesh.data` at level INFO, and notes to the user.
 
-Records of progress have the attribute `is_progress`, so that a terminal can show the last one only.
+Log records of progress have the attribute `is_progress`, so that a terminal can show the last one only.
 """
 
 import logging
@@ -16,7 +16,7 @@ EVERY_S = 1.0
 TEXT = "MB of text"
 
 NAMES_ALL = f"{command('train --verbose')} names all"
-"""End of a note on what is left out."""
+"""End of a note on files that are left out."""
 
 _log = logging.getLogger("expertmesh.data")
 _T = TypeVar("_T")
@@ -24,19 +24,19 @@ _known = ContextVar("notes_known", default=False)
 
 
 def say(text: str) -> None:
-    """What is being done now; "": what a terminal shows of it may go."""
+    """Log a line of progress; "": a terminal may clear the line."""
     _log.info("%s", text, extra={"is_progress": True})
 
 
 def note(text: str | Line) -> None:
-    """Warns of something about the data of a run that a user should know, unless the run has said it before."""
+    """Log a warning about the data of a run, unless inside `notes_known`."""
     if not _known.get():
         _log.warning(text if isinstance(text, Line) else Line(text))
 
 
 @contextmanager
 def notes_known() -> Iterator[None]:
-    """Leaves out what the run has said of its data when it began: for what is done with a run later."""
+    """Context without `note`'s warnings, for later uses of a run, which logged them when it began."""
     token = _known.set(True)
     try:
         yield
@@ -45,12 +45,12 @@ def notes_known() -> Iterator[None]:
 
 
 class Progress:
-    """Says every second how much is done.
+    """Logs every second how much is done.
 
     Args:
-        verb: what is done, as in "read" or "tokenised".
-        total: how much there is; None: unknown.
-        unit: what is counted; of "MB ..." bytes are.
+        verb: the work, as in "read" or "tokenised".
+        total: amount of work; None: unknown.
+        unit: unit of the amounts; with "MB ..." they are given in bytes.
     """
 
     def __init__(self, verb: str, *, total: int | None = None, unit: str = TEXT) -> None:
@@ -58,7 +58,7 @@ class Progress:
         self._said = time.monotonic()
 
     def at(self, done: int) -> None:
-        """So much is done."""
+        """Log that the amount `done` is done, at most once in `EVERY_S`."""
         now = time.monotonic()
         if now - self._said < EVERY_S:
             return
@@ -67,11 +67,11 @@ class Progress:
         say(f"{self._verb} {self._number(done)}{of} {self._unit}")
 
     def over(self, items: Iterable[_T], size: Callable[[_T], int] | None = None) -> Iterator[_T]:
-        """The items, counted as they are used up.
+        """The items, counted as they are consumed.
 
         Args:
-            items: to go through.
-            size: how much an item counts; None: 1.
+            items: the items.
+            size: amount of an item; None: 1.
         """
         done = 0
         try:
@@ -83,7 +83,7 @@ class Progress:
             self.finish()
 
     def finish(self) -> None:
-        """What a terminal shows of it may go."""
+        """End the progress: a terminal may clear its line."""
         say("")
 
     def _number(self, count: int) -> str:

@@ -1,7 +1,7 @@
-"""How bytes become text: one rule, for texts to learn from, parallel text, prompts, standard input and configurations.
+"""Decoding of bytes to text: one rule, for training texts, parallel text, prompts, standard input and configurations.
 
-Bytes are UTF-8, unless they begin with a mark (BOM) of UTF-16 or UTF-32, or another encoding is named. A mark counts more than the
-name, since hardly any text begins with its characters, and is no part of the text. What has a NUL is no text.
+Bytes are UTF-8, unless they begin with a mark (BOM) of UTF-16 or UTF-32, or another encoding is named. A mark overrides the
+name, since hardly any text begins with its characters, and is removed. Bytes with a NUL character are no text.
 """
 
 import codecs
@@ -10,32 +10,32 @@ import re
 from expertmesh.errors import named
 
 _MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before that of UTF-16, which it begins with
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16's mark, with which it begins
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 MOST_OF_A_MARK = max(len(mark) for mark, _ in _MARKS)
-"""Bytes at the beginning that `encoding_of` looks at."""
+"""Number of first bytes that `encoding_of` needs."""
 BINARY = "files are binary"
-"""The reason of `NotTextError` for what is in no encoding of a text."""
+"""Reason of `NotTextError` for bytes that are text in no encoding."""
 _AS_WRITTEN = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
-"""Encodings that a mark would tell apart, where there is none; that of Windows and of nearly all files."""
+"""Encodings of texts without a mark, by names that stand for one with a mark: little-endian, as in nearly all files."""
 _LOOKED_AT = 1 << 16
 _OTHER = "other"
-"""What bytes look like that have no control characters, and are in none of the encodings that are told apart."""
+"""Result of `_looks_like` for bytes without control characters in an unrecognised encoding."""
 _CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
-"""Bytes that hardly any text in an encoding of bytes has."""
+"""Control characters that hardly any text in an 8-bit encoding has."""
 
 
 class NotTextError(ValueError):
-    """Bytes are no text, or values hold none; the message says so of one thing: "is a binary file".
+    """Bytes are no text, or values hold none.
 
     Args:
-        said: the message.
-        reason: the same of several, which are counted by it: "files are binary".
-        encoding: the one by which they would be text, if that can be seen; None also of text in one that cannot.
+        said: the message about one file: "is a binary file".
+        reason: the message about several files, by which they are counted: "files are binary".
+        encoding: an encoding with which the bytes would be text, if it was recognised.
     """
 
     def __init__(self, said: str, reason: str, encoding: str | None = None) -> None:
@@ -44,11 +44,11 @@ class NotTextError(ValueError):
 
 
 def encoding_of(start: bytes, encoding: str | None = None) -> tuple[str, int]:
-    """The encoding of bytes, and how many of them are its mark.
+    """(encoding, length of its mark) of bytes.
 
     Args:
         start: the first bytes, `MOST_OF_A_MARK` or more, if there are so many.
-        encoding: of bytes without a mark; None: UTF-8.
+        encoding: encoding of bytes without a mark; None: UTF-8.
     """
     for mark, name in _MARKS:
         if start.startswith(mark):
@@ -58,14 +58,14 @@ def encoding_of(start: bytes, encoding: str | None = None) -> tuple[str, int]:
 
 
 def decoded(data: bytes, encoding: str | None = None) -> str:
-    """The text that bytes are, without its mark.
+    """The text of bytes, without its mark.
 
     Args:
         data: all bytes of the text.
-        encoding: of bytes without a mark; None: UTF-8.
+        encoding: encoding of bytes without a mark; None: UTF-8.
 
     Raises:
-        NotTextError: they are none.
+        NotTextError: the bytes are no text.
     """
     name, skipped = encoding_of(data, encoding)
     try:
@@ -78,11 +78,11 @@ def decoded(data: bytes, encoding: str | None = None) -> str:
 
 
 def remedy(error: NotTextError, option: str = "data.encoding") -> str:
-    """What to do about a file that is no text, as the end of a message.
+    """The fix for a file that is no text, as the end of a message.
 
     Args:
-        error: that it caused.
-        option: names an encoding; "": there is none.
+        error: the error of reading it.
+        option: option that names an encoding; "": there is none.
     """
     if error.reason == BINARY:
         return "; give text"
@@ -92,7 +92,7 @@ def remedy(error: NotTextError, option: str = "data.encoding") -> str:
 
 
 def _not_text(data: bytes, name: str) -> NotTextError:
-    """What bytes are, as far as that can be seen, that are no text in an encoding."""
+    """The error for bytes that are no text in an encoding, with a guess of their real one."""
     shown = name.upper() if name.startswith("utf-") else name
     looks = _looks_like(data[:_LOOKED_AT])
     if looks == _OTHER and name == "utf-8":
@@ -109,7 +109,7 @@ def _not_text(data: bytes, name: str) -> NotTextError:
 
 
 def _looks_like(data: bytes) -> str | None:
-    """An encoding by which bytes without a mark would be text."""
+    """A likely encoding of bytes without a mark; None: the bytes are binary."""
     for place, name in ((0, "utf-16-be"), (1, "utf-16-le")):
         letters = data[1 - place :: 2]
         is_latin = data[place::2].count(0) > max(len(letters) // 2, 1)
@@ -121,6 +121,6 @@ def _looks_like(data: bytes) -> str | None:
         return "latin-1"
     try:
         data.decode("cp1252")
-    except UnicodeError:  # it leaves five bytes out, which those of East Asia are full of
+    except UnicodeError:  # cp1252 lacks five bytes, which East Asian encodings often have
         return _OTHER
     return "cp1252"

@@ -1,7 +1,7 @@
-"""Files that hold text: which are found below a folder, why others are left out, and how each is read.
+"""Text files: found below a folder, counted where they are left out, and read, also from packed files.
 
-A file is read as bytes, unpacked by the ending of its name (`UNPACKERS`). Names need not be UTF-8; Python's escapes stand
-for their bytes.
+A file is read as bytes, unpacked by the ending of its name (`UNPACKERS`). Names that are not UTF-8 have Python's escapes for
+their bytes.
 """
 
 import gzip
@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 
 class _ByteBlocks(io.RawIOBase):
-    """Blocks of bytes as a file."""
+    """A readable file over an iterator of blocks of bytes."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class _ByteBlocks(io.RawIOBase):
 
 
 def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
-    """What a file holds that zstandard packed, whose own reader takes one that is cut off for a whole one.
+    """A reader of a zstandard file that notices when the file is cut off, unlike zstandard's own.
 
     Args:
-        file: the packed one.
-        what: it is, for the message where the package is missing.
+        file: the packed file.
+        what: name of the file for messages.
 
     Raises:
-        ConfigError: it is missing. Reading raises EOFError where the file is damaged.
+        ConfigError: the package zstandard is missing. Reading raises EOFError where the file is damaged.
     """
     if importlib.util.find_spec("zstandard") is None:
         raise ConfigError(
@@ -80,7 +80,7 @@ UNPACKERS: dict[str, Callable[[Path], BinaryIO]] = {
     ".gz": lambda path: cast("BinaryIO", gzip.GzipFile(path)),
     ".zst": lambda path: unpacked_zst(path.open("rb"), what=named("data.path", path)),
 }
-"""Opens a file of each ending as the bytes that are packed in it."""
+"""Functions that open packed files as unpacked bytes, by ending."""
 
 
 _log = logging.getLogger("expertmesh.data")
@@ -88,12 +88,12 @@ _log = logging.getLogger("expertmesh.data")
 
 @dataclass
 class LeftOut:
-    """Files, lines, ... that are not used, by the reason, which is in the plural. Each is told of at level DEBUG.
+    """Counts of files, lines, ... that are not used, by reason. Each is logged at level DEBUG.
 
     Attributes:
-        counts: how many for each reason.
+        counts: number for each reason, which is worded in the plural.
         examples: the first name for each reason.
-        what: happens to them.
+        what: their treatment, in words.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -101,23 +101,23 @@ class LeftOut:
     what: str = "left out"
 
     def add(self, reason: str, name: str) -> None:
-        """One more."""
+        """Count and log a file."""
         self.counts[reason] += 1
         self.examples.setdefault(reason, name)
         _log.debug("%s, as %s: %s", self.what, reason, printable(name))
 
     def add_all(self, others: "LeftOut") -> None:
-        """Those of another place, too."""
+        """Add the counts of another folder."""
         self.counts += others.counts
         self.examples = {**others.examples, **self.examples}
 
     @property
     def total(self) -> int:
-        """How many there are in all."""
+        """Number of files, lines, ... in all."""
         return self.counts.total()
 
     def __str__(self) -> str:
-        """All reasons in one line, last the one that hardly anybody asks after."""
+        """All reasons in one line, binary files last."""
         return "; ".join(
             f"{count} {reason} (for example {printable(self.examples[reason])})"
             for reason, count in sorted(self.counts.items(), key=lambda one: one[0] == BINARY)
@@ -130,13 +130,13 @@ NOT_A_FILE = "names are no regular files"
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of text.
+    """A text file, or a part of one; calling it returns the text.
 
     Attributes:
-        path: where it is.
-        start: first byte of the part that is meant, after unpacking.
-        stop: end of the part; None: of the file.
-        encoding: of the text where no mark says it; None: UTF-8.
+        path: path of the file.
+        start: first byte of the part, after unpacking.
+        stop: end of the part; None: end of the file.
+        encoding: encoding of a text without a mark; None: UTF-8.
     """
 
     path: Path
@@ -148,16 +148,16 @@ class TextFile:
         """The text.
 
         Raises:
-            NotTextError: it is none.
-            OSError: it cannot be read, or what is packed in it is damaged.
+            NotTextError: the file is no text.
+            OSError: the file cannot be read, or is packed and damaged.
         """
         return decoded(self.data(), self.encoding)
 
     def data(self) -> bytes:
-        """The bytes.
+        """The bytes, unpacked.
 
         Raises:
-            OSError: they cannot be read, or what is packed in the file is damaged.
+            OSError: the file cannot be read, or is packed and damaged.
         """
         with opened(self.path) as file:
             if self.start:
@@ -175,10 +175,10 @@ class TextFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file as its unpacked bytes.
+    """Context with a file of unpacked bytes.
 
     Raises:
-        OSError: it cannot be read, or what is packed in it is damaged.
+        OSError: the file cannot be read, or is packed and damaged.
     """
     try:
         with UNPACKERS.get(path.suffix.lower(), lambda p: p.open("rb"))(path) as file:
@@ -188,7 +188,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the bytes of a file are not those of its text."""
+    """Whether a file is packed, by its ending."""
     return path.suffix.lower() in UNPACKERS
 
 
@@ -197,10 +197,10 @@ def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], Le
 
     Args:
         root: the folder.
-        follow_links: whether symbolic links count as what they point at; a folder is entered once in each line of descent.
+        follow_links: whether symbolic links are followed; a link to a folder above it never is.
 
     Returns:
-        The files, and what was left out because it is a pipe, a device, a link to nothing or a folder that cannot be opened.
+        The files, and counts of left out pipes, devices, links to nothing and folders that cannot be opened.
     """
     found: list[Path] = []
     left_out = LeftOut()
@@ -248,11 +248,11 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def printable(name: str) -> str:
-    """A name with its bytes that are not UTF-8 as `\\xe9`."""
+    """A name whose bytes that are not UTF-8 are escaped as `\\xe9`."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text without their ends, which are \\n or \\r\\n and nothing else that Python takes for one."""
+    """The lines of a text without their ends; only \\n and \\r\\n end a line, unlike in `str.splitlines`."""
     lines = text.split("\n")
     return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]

@@ -1,7 +1,7 @@
-"""Files with many documents in them: JSON, tables, Parquet, Megatron's token files. Each becomes the documents that it holds.
+"""Formats of files with many documents: JSON, tables, Parquet, Megatron's token files.
 
-The seam: `rows_of` gives the documents of a file, or None for a file that is one text. A new format is a function in `FORMATS`.
-Packed files (`.gz`, `.zst`) are unpacked by `expertmesh.data.files` before.
+`rows_of` gives the documents of a file, or None for a file that is one text. A new format is a function in `FORMATS`.
+Packed files (`.gz`, `.zst`) are unpacked by `expertmesh.data.files`.
 """
 
 import csv
@@ -25,11 +25,11 @@ from expertmesh.text.tokenizer import load_tokenizer
 
 
 class Reading(NamedTuple):
-    """How files are read; see the options of `expertmesh.config.text.TextConfig`.
+    """Options for reading files; see `expertmesh.config.text.TextConfig`.
 
     Attributes:
-        tokenizer: of token files.
-        encoding: of texts where no mark says it; None: UTF-8.
+        tokenizer: tokenizer.json of token files.
+        encoding: encoding of texts without a mark; None: UTF-8.
         column: field or column with the text, or the messages.
     """
 
@@ -43,17 +43,17 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def rows_of(path: Path, reading: Reading) -> list[Row] | None:
-    """The documents in a file, each read when it is asked for; None: the file is one text.
+    """The documents in a file, each read when it is called; None: the file is one text.
 
     Args:
-        path: of the file.
-        reading: how.
+        path: path of the file.
+        reading: options for reading it.
 
     Raises:
-        ConfigError: a package or a file that the format needs is missing, or the file is not what its name says.
-        NoRecordsError: it has none of the records that its name promises.
-        NotTextError: it is no text.
-        OSError: it cannot be read.
+        ConfigError: a package or a file that the format needs is missing, or the file does not have the format of its ending.
+        NoRecordsError: the file has no known records, though its ending stands for some.
+        NotTextError: the file is no text.
+        OSError: the file cannot be read.
     """
     ending = ending_of(path.name)
     if ending is None or (ending == ".bin" and not path.with_suffix(".idx").exists()):
@@ -62,13 +62,13 @@ def rows_of(path: Path, reading: Reading) -> list[Row] | None:
 
 
 def ending_of(name: str) -> str | None:
-    """The ending of a name by which its file holds many documents, packed or not."""
+    """Ending of a file name that is a key of `FORMATS`, packed or not; None: there is none."""
     name = name.lower()
     return next((e for e in FORMATS if name.endswith((e, *(e + p for p in UNPACKERS)))), None)
 
 
 def is_companion(path: Path) -> bool:
-    """Whether a file belongs to another one that is read: the .idx beside a .bin."""
+    """Whether a file is the .idx beside a .bin, which is read with it."""
     return path.suffix == ".idx" and path.with_suffix(".bin").exists()
 
 
@@ -78,7 +78,7 @@ def _json(path: Path, reading: Reading) -> list[Row]:
 
 
 def _table(path: Path, reading: Reading) -> list[Row]:
-    """The rows of a .csv or .tsv, whose first one names the columns, in memory."""
+    """The rows of a .csv or .tsv, in memory; the first row names the columns."""
     text = decoded(TextFile(path).data(), reading.encoding)
     where = named("data.path", printable(str(path)))
     head = text.lstrip().partition("\n")[0]
@@ -113,7 +113,7 @@ def _table(path: Path, reading: Reading) -> list[Row]:
 
 
 def _check_once(names: list[str], where: str, column: str | None) -> None:
-    """Raises ConfigError where a column that is read is there twice: which one is meant cannot be known."""
+    """Raise ConfigError if a column that is read occurs twice."""
     read = known_fields(column)
     if twice := next((n for n in names if n in read and names.count(n) > 1), None):
         raise ConfigError(f"{where}: has the column {twice!r} twice; rename one of the two")
@@ -157,20 +157,20 @@ def _parquet(path: Path, reading: Reading) -> list[Row]:
 
 
 def _cells(batch: Any, index: int) -> dict[str, Any]:
-    """A row of a table, without what is null in it: a table cannot leave a field of a message out."""
+    """A row of a table without nulls, which stand for fields that a message lacks."""
     names = batch.schema.names
     return {name: without_none(batch.column(name)[index].as_py()) for name in names}
 
 
 def without_none(value: Any) -> Any:
-    """A value of a table without what is null in its objects."""
+    """A value of a table without the null fields of its objects."""
     if isinstance(value, dict):
         return {key: without_none(one) for key, one in value.items() if one is not None}
     return [without_none(one) for one in value] if isinstance(value, list) else value
 
 
 def _decoded(path: Path, tokenizer: str, dtype: str, start: int, count: int) -> str:
-    """One document of a token file."""
+    """The text of a document of a token file."""
     ids = np.fromfile(path, dtype, count=count, offset=start)
     text: str = _tokenizer(tokenizer).decode(ids.tolist(), skip_special_tokens=True)
     return text
@@ -182,7 +182,7 @@ def _tokenizer(path: str) -> Any:
 
 
 def _megatron(path: Path, reading: Reading) -> list[Row]:
-    """The documents of Megatron's NAME.bin with its NAME.idx, back as text.
+    """The documents of Megatron's NAME.bin with its NAME.idx, decoded to text.
 
     The index: magic, version (8 bytes), type (1), sequences (8), document borders (8), then the length of each sequence (int32),
     its first byte (int64), and the number of the first sequence of each document (int64).
@@ -236,6 +236,6 @@ FORMATS: dict[str, Callable[[Path, Reading], list[Row]]] = {
     ".parquet": _parquet,
     ".bin": _megatron,
 }
-"""How the documents of files are read, by the ending of their names."""
+"""Functions that read the documents of files, by ending."""
 MAY_BE_TEXT = frozenset({".json", ".csv", ".tsv"})
-"""Endings of files that stand beside programs and texts, too, and are texts where they hold no records that are read."""
+"""Endings of files that are learned as text if they hold no known records, since programs and texts come with such files."""

@@ -1,4 +1,4 @@
-"""Files of JSON: objects on lines, in one array, or a single one. What the file holds decides, and not only its name."""
+"""JSON files of records: objects on lines, in an array, or a single object, as the content shows."""
 
 import json
 import re
@@ -20,25 +20,25 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 class _Part(NamedTuple):
-    """A record: its number from 1, and what returns its bytes in UTF-8."""
+    """A record: its number from 1, and a function that returns its bytes in UTF-8."""
 
     number: int
     read: Callable[[], bytes]
 
 
 def json_rows(path: Path, *, encoding: str | None, column: str | None, is_lines: bool) -> list[Row]:
-    """The records of a file of JSON, each read when it is asked for.
+    """The records of a JSON file, each read when it is called.
 
     Args:
-        path: of the file.
-        encoding: of the file where no mark says it; None: UTF-8.
+        path: path of the file.
+        encoding: encoding of a file without a mark; None: UTF-8.
         column: see `expertmesh.data.records.shape_of`.
-        is_lines: the name says that there is an object on each line; else there may be a single one on several.
+        is_lines: whether the name stands for an object on each line; else a single object may span lines.
 
     Raises:
-        NoRecordsError: it holds none that is read.
-        NotTextError: it is no text.
-        OSError: it cannot be read.
+        NoRecordsError: the file holds no known records.
+        NotTextError: the file is no text.
+        OSError: the file cannot be read.
     """
     parts, unit = _parts(path, encoding, is_lines=is_lines)
     strange: list[NotTextError] = []
@@ -72,7 +72,7 @@ def _parsed(read: Callable[[], bytes]) -> Any:
 
 
 def _parts(path: Path, encoding: str | None, *, is_lines: bool) -> tuple[list[_Part], str]:
-    """The records, and what they are in the file: lines or entries."""
+    """(records, unit) of a file; the unit is "line" or "entry"."""
     with opened(path) as file:
         name, skipped = encoding_of(file.read(MOST_OF_A_MARK), encoding)
     with closing(_lines(path, name, skipped)) as lines:
@@ -99,15 +99,15 @@ def _is_object(line: bytes) -> bool:
 
 
 def holds_lines(path: Path, encoding: str | None) -> bool:
-    """Whether the first lines of a file of text are JSON objects, whatever its name says.
+    """Whether the first lines of a text file are JSON objects, whatever its name.
 
     Args:
-        path: of the file.
-        encoding: of the file where no mark says it; None: UTF-8.
+        path: path of the file.
+        encoding: encoding of a file without a mark; None: UTF-8.
 
     Raises:
-        NotTextError: it is no text.
-        OSError: it cannot be read.
+        NotTextError: the file is no text.
+        OSError: the file cannot be read.
     """
     with opened(path) as file:
         head = file.read(_HEAD_BYTES)
@@ -120,7 +120,7 @@ def holds_lines(path: Path, encoding: str | None) -> bool:
 
 
 def _lines(path: Path, name: str, skipped: int) -> Generator[_Part]:
-    """The lines that are not blank. In memory where a file cannot be entered in the middle, or is not UTF-8."""
+    """The lines that are not blank; held in memory if the file is packed or not UTF-8."""
     is_stored = not is_packed(path) and name == "utf-8"
     with opened(path) as file:
         start, lines = len(file.read(skipped)), cast("Iterable[bytes]", file)
@@ -141,7 +141,7 @@ def _slice(path: Path, start: int, length: int) -> bytes:
 
 
 def _entries(path: Path, name: str, skipped: int) -> list[_Part]:
-    """The entries of an array, which is all that the file holds; raises NoRecordsError where it is no JSON."""
+    """The entries of the array in a file; raises NoRecordsError if the file is no JSON."""
     text = decoded(TextFile(path).data(), name)
     is_stored = not is_packed(path) and name == "utf-8"
     parts: list[_Part] = []
@@ -156,7 +156,7 @@ def _entries(path: Path, name: str, skipped: int) -> list[_Part]:
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Where each entry of an array begins and ends."""
+    """(start, stop) of each entry in the text of an array."""
     decoder = json.JSONDecoder()
     at = _after_blanks(text, text.index("[") + 1)
     is_first = True

@@ -1,19 +1,19 @@
-"""Kinds of samples, as directions or the folders they come from, whose use of the experts is recorded apart."""
+"""Labels of samples, such as directions of translation or source folders, by which use of the experts is recorded."""
 
 import logging
 from collections.abc import Sequence
 
 MOST_LABELS = 64
-"""With more of them the record of a step would be long, and nobody could read it."""
+"""Largest number of labels; with more, a step's record would be too long to read."""
 _log = logging.getLogger("expertmesh.data")
 
 
 def labels_to_record(names: Sequence[str], what: str) -> tuple[str, ...]:
-    """The names, if there are several and not too many to tell apart; else none.
+    """The labels, if there are 2 to `MOST_LABELS`; else none.
 
     Args:
-        names: of the kinds of samples.
-        what: they are, in the plural, for the warning when there are too many.
+        names: the labels.
+        what: word for the labels, in the plural, for the warning when there are too many.
     """
     if len(names) > MOST_LABELS:
         _log.warning(

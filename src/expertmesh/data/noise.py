@@ -1,4 +1,4 @@
-"""Noise that denoising repairs: spans of tokens behind one mask, sentences in another order (BART, Lewis et al. 2020, 2.2)."""
+"""Noise for denoising: masked spans of tokens and permuted sentences (BART, Lewis et al. 2020, 2.2)."""
 
 import hashlib
 import math
@@ -9,11 +9,11 @@ ENDS_OF_SENTENCES = (".", "!", "?", "。", "！", "？")
 
 
 class Draws:
-    """Uniform random numbers that depend on the seed and the place only, in every version of NumPy.
+    """Uniform random numbers that depend on seed and place only, in every version of NumPy.
 
     Args:
-        seed: of the run.
-        place: what they are for: a task, a number, ...
+        seed: seed of the run.
+        place: key of the stream: a task, a number, ...
     """
 
     def __init__(self, seed: int, *place: object) -> None:
@@ -21,7 +21,7 @@ class Draws:
         self._philox = np.random.Philox(key=int.from_bytes(digest, "little"))
 
     def uniform(self, count: int) -> np.ndarray:
-        """(count,) numbers in [0, 1), the next ones."""
+        """(count,) FP64, the next numbers in [0, 1)."""
         return (self._philox.random_raw(count) >> 11) * 2.0**-53
 
     def order(self, count: int) -> np.ndarray:
@@ -51,17 +51,17 @@ def add_noise(
 ) -> np.ndarray:
     """A noised copy of a text.
 
-    First its sentences change places, then spans are masked until `fraction` of the tokens is gone: each starts at a
-    token drawn uniformly and has a length drawn from a Poisson distribution (at least 1; none goes past the text's end or
-    into an earlier span), and one mask stands for all of it.
+    First the sentences are permuted, then spans are masked until `fraction` of the tokens is gone. A span starts at a
+    token drawn uniformly, and its length is drawn from a Poisson distribution (at least 1; it ends before the text's end
+    and before an earlier span). One mask replaces the whole span.
 
     Args:
         tokens_N: (N,) the text, not empty.
         draws: random numbers.
         fraction: share of the tokens to mask, in (0, 1); one token stays in any case.
         mean_span: mean length of a span.
-        mask_id: of the mask.
-        sentence_ends: (V,) bool, True for tokens that end a sentence; None: sentences stay where they are.
+        mask_id: id of the mask token.
+        sentence_ends: (V,) bool, True for tokens that end a sentence; None: sentences are not permuted.
     """
     if sentence_ends is not None:
         cuts = np.flatnonzero(sentence_ends[tokens_N[:-1]]) + 1

@@ -1,4 +1,4 @@
-"""Which sequences share a row, so that little of it is padding."""
+"""Packing of sequences into rows with little padding."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ import numpy as np
 
 
 def packed(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
-    """Sequences in rows: the longest first, each into the row with the least room that it fits (best fit decreasing).
+    """Pack sequences into rows: longest first, each into the row with the least sufficient room (best fit decreasing).
 
     Args:
         lengths: tokens of each sequence, at most `capacity`.
         capacity: tokens of a row.
-        order: all sequences; of equally long ones the earlier here comes first.
+        order: indices of all sequences; among equally long ones the earlier here comes first.
 
     Returns:
-        The sequences of every row. All but one row are more than half full.
+        Indices of the sequences of every row. All but one row are more than half full.
     """
     rows: list[list[int]] = []
     open_: dict[int, list[int]] = {}  # rows by the room that they have

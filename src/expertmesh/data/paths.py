@@ -1,4 +1,4 @@
-"""What `data.path` names: files, folders, patterns, each with a weight."""
+"""Entries of `data.path`: files, folders and patterns, each with a weight."""
 
 import glob
 import re
@@ -12,16 +12,16 @@ from expertmesh.data.files import printable
 from expertmesh.errors import ConfigError
 
 _MOST = 1000
-"""The largest weight: a document stands in the list of the training documents, and in the tokens on disk, so often."""
+"""Largest weight; a document is repeated so often in the list of training documents and in the tokens on disk."""
 
 
 class WeightedPath(NamedTuple):
-    """One of the places of a text.
+    """An entry of `data.path`.
 
     Attributes:
         paths: files and folders that exist, none below another; several where a pattern matches them.
         root: a folder that all of them lie in, which does not depend on what a pattern matches.
-        weight: how often each of its documents is trained on per epoch.
+        weight: number of times that each of its documents is trained on per epoch.
         name: its entry of `data.path` without the weight.
     """
 
@@ -32,16 +32,15 @@ class WeightedPath(NamedTuple):
 
 
 def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
-    """The files and folders that are meant, a place for each entry.
+    """The files and folders of `data.path`, entry by entry.
 
-    A place is PATH or PATH:WEIGHT. The weight stands with its path, so that places can be added and left out without counting;
-    what exists under the whole name is a path, colon and all.
+    An entry is PATH or PATH:WEIGHT. If a path with the whole name exists, colon included, it is PATH.
 
     Args:
-        given: places; a pattern with *, ? or [ ] stands for all that match, ** for folders of any depth.
+        given: the entries; a pattern with *, ? or [ ] stands for all matches, ** for folders of any depth.
 
     Raises:
-        ConfigError: nothing is there, or a weight is none.
+        ConfigError: nothing has that path, or a weight is invalid.
     """
     found: list[WeightedPath] = []
     for text in (given,) if isinstance(given, str) else given:
@@ -100,4 +99,6 @@ def _matching(text: str) -> list[Path]:
         return []
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
     folders = {path for path in found if path.is_dir()}
-    return [path for path in found if folders.isdisjoint(path.parents)]  # a folder has them
+    return [
+        path for path in found if folders.isdisjoint(path.parents)
+    ]  # files below a matched folder come with it

@@ -1,6 +1,6 @@
-"""Records: objects of JSON and rows of tables that hold a text or a conversation each, in the shapes that people have.
+"""Records, JSON objects or rows of tables, each with a text or a conversation in one of the common shapes.
 
-The seam: a new shape is a row of `SHAPES`. What a file holds is decided by its first record that has a shape.
+A new shape is a row of `SHAPES`. The first record with a shape decides the shape of its file.
 """
 
 import json
@@ -16,7 +16,7 @@ from expertmesh.errors import ConfigError, named
 from expertmesh.text.chat import MESSAGES, Conversation
 
 TEXT = "text"
-"""The field, or column, that holds a document, unless another one is named."""
+"""Default field, or column, of a document's text."""
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -25,16 +25,16 @@ _ROLES = {
     "bot": "assistant",
     "observation": "tool",
 }
-"""Names of ShareGPT's `from` that are none of our roles."""
+"""Our roles by names of ShareGPT's `from`."""
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
 _MOST_FIELDS = 12
 
 
 class NoRecordsError(ValueError):
-    """A file has none of the records that its name promises; says what it has, and what is read.
+    """A file has no known records; the message says what it has, and what is read.
 
     Args:
-        seen: what it has.
+        seen: description of its content.
         rule: the rest of the message.
     """
 
@@ -45,13 +45,13 @@ class NoRecordsError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """How records hold a text or a conversation.
+    """Fields by which records hold a text or a conversation.
 
     Attributes:
-        needed: fields that each has.
-        more: fields that are used where they are there.
-        conversation: makes an object with `messages` of a record; None: the one field that is needed holds a text.
-        beside: fields of a conversation that the record has, too, and that are not read for its text.
+        needed: fields that each record has.
+        more: further fields that are read if present.
+        conversation: function from a record to an object with `messages`; None: the one needed field holds a text.
+        beside: fields of a conversation that stand beside the text and are not read.
     """
 
     needed: tuple[str, ...]
@@ -61,11 +61,11 @@ class Shape:
 
 
 def shape_of(values: Any, column: str | None = None) -> Shape | None:
-    """The shape of a record; None: it has none that is read.
+    """The shape of a record; None: it has no known shape.
 
     Args:
-        values: the record, or anything else that JSON holds.
-        column: the field with the text, or the messages; None: any shape will do, one with a `text` first.
+        values: the record, or any other value of JSON.
+        column: the field with the text, or the messages; None: any shape is allowed, first one with a `text`.
     """
     if not isinstance(values, Mapping):
         return None
@@ -82,16 +82,16 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
 def found_shape(
     records: Iterable[Any], names: Iterable[str], column: str | None, *, what: str
 ) -> Shape:
-    """The shape of a file's records: that of the first one that has any.
+    """The shape of a file's records, taken from the first record with a shape.
 
     Args:
-        records: in their order; those that cannot be read are None.
-        names: of the columns, in a table; of objects those of the first one are told.
+        records: the records in their order; unreadable ones are None.
+        names: columns of a table, for the message; empty: the fields of the first object.
         column: see `shape_of`.
-        what: has the fields: "its first object".
+        what: subject of the message: "its first object".
 
     Raises:
-        NoRecordsError: none has a shape.
+        NoRecordsError: no record has a shape.
     """
     names = list(names)
     for values in records:
@@ -121,7 +121,7 @@ def found_shape(
 
 
 def _without_text(names: Collection[str]) -> tuple[str, ...]:
-    """The fields by which records with these names would have a shape, if they held what it needs."""
+    """The needed fields of the first shape that these names match; empty: none matches."""
     for needed in ((TEXT,), *(shape.needed for shape in SHAPES)):
         if all(name in names for name in needed):
             return needed
@@ -129,7 +129,7 @@ def _without_text(names: Collection[str]) -> tuple[str, ...]:
 
 
 def known_fields(column: str | None = None) -> frozenset[str]:
-    """Fields of all shapes, which alone a table is read for."""
+    """Fields of all shapes; other columns of a table are not read."""
     fields = {name for shape in SHAPES for name in (*shape.needed, *shape.more)}
     return frozenset(fields | {column or TEXT, *_PREFERENCES} | ELSEWHERE.keys())
 
@@ -143,15 +143,15 @@ def ascii_name(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One document of a file that holds many.
+    """A document of a file that holds many; calling it returns the text.
 
     Attributes:
-        values: returns the record; raises a ValueError where it is none. Without a shape, the text.
-        shape: of the record; None: it is a text.
-        unit: what the file has many of: line, entry, row, document.
-        number: of this one, from 1.
-        where: the file is, for messages.
-        encoding: of texts that a table holds as bytes.
+        values: function that returns the record, or the text if there is no shape; raises a ValueError if it is unreadable.
+        shape: shape of the record; None: a plain text.
+        unit: word for a document in its file: line, entry, row, document.
+        number: number in the file, from 1.
+        where: the file, for messages.
+        encoding: encoding of texts that a table holds as bytes.
     """
 
     values: Callable[[], Any] = field(compare=False)
@@ -163,22 +163,22 @@ class Row:
 
     @property
     def is_talk(self) -> bool:
-        """Whether it is a conversation."""
+        """Whether the document is a conversation."""
         return self.shape is not None and self.shape.conversation is not None
 
     def at(self, name: str) -> str:
-        """Where it is in a file of that name, for people."""
+        """Place of the document in a file of that name, for display."""
         if self.unit == "line":
             return f"{name}:{self.number}"
         return f"{name}, {self.unit} {self.number}"
 
     def __call__(self) -> str:
-        """The text, or the conversation as JSON with sorted keys, so that equal ones are equal texts.
+        """The text, or the conversation as JSON with sorted keys, so that equal conversations are equal texts.
 
         Raises:
-            ConfigError: it is no conversation, and others of the file are; names file and number.
-            NotTextError: it has no text.
-            OSError: it cannot be read.
+            ConfigError: the record is no conversation, in a file of conversations; names file and number.
+            NotTextError: the record has no text.
+            OSError: the file cannot be read.
         """
         if self.shape is None:
             return str(self.values())
@@ -220,7 +220,7 @@ class Row:
 
 
 def _conversation(values: Any, shape: Shape) -> Conversation:
-    """A record as a conversation; raises a ValueError where it is none."""
+    """The conversation of a record; raises a ValueError if the record is none."""
     if not isinstance(values, Mapping):
         raise ValueError("is no object")
     if missing := [name for name in shape.needed if values.get(name) is None]:
@@ -254,18 +254,18 @@ def _fits(values: Mapping[str, Any], shape: Shape) -> bool:
 
 
 def _talk(name: str) -> Shape:
-    """Records with a list of messages in a field."""
+    """Shape of records with a list of messages in a field."""
 
     def conversation(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return {MESSAGES: [_turn(one) for one in _listed(values[name], name)]}
 
-    # Who names the answers that are right knows of the others.
+    # a user who names the field of right answers knows of the others
     preferences = () if name in (MESSAGES, "conversations") else _PREFERENCES
     return Shape((name,), ("system", "tools", *preferences), conversation)
 
 
 def _instruction(values: Mapping[str, Any], *, beside: str, answer: str) -> Mapping[str, Any]:
-    """Alpaca's and Dolly's: an instruction, what it is about, and the answer; turns before it in `history`."""
+    """Conversation of an Alpaca or Dolly record: instruction, its context, and answer; earlier turns in `history`."""
     asked, about = values["instruction"], values.get(beside)
     if about and isinstance(about, str) and isinstance(asked, str):
         asked = f"{asked}\n{about}"
@@ -278,7 +278,7 @@ def _instruction(values: Mapping[str, Any], *, beside: str, answer: str) -> Mapp
 
 
 def _completion(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A prompt and its completion, each a text or a list of messages."""
+    """Conversation of a prompt and its completion, each a text or a list of messages."""
     found: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         value = values[name]
@@ -291,7 +291,7 @@ def _said(role: str, content: Any) -> dict[str, Any]:
 
 
 def _turn(message: Any) -> Any:
-    """A message, also one of ShareGPT's, with `from` and `value`."""
+    """A message, converted from ShareGPT's `from` and `value` if needed."""
     if not isinstance(message, Mapping) or "role" in message or "from" not in message:
         return message
     found = {key: value for key, value in message.items() if key not in ("from", "value")}
@@ -301,7 +301,7 @@ def _turn(message: Any) -> Any:
 
 
 def _listed(value: Any, name: str) -> Any:
-    """A list, also one that a table holds as JSON."""
+    """A list, parsed from JSON if a table holds it so."""
     if isinstance(value, str | bytes):
         try:
             value = parse_json(value)
@@ -326,4 +326,4 @@ SHAPES = (
     ),
     Shape(("prompt", "completion"), ("system", "tools"), _completion),
 )
-"""Shapes of conversations, the first that fits."""
+"""Shapes of conversations; the first that fits is used."""

@@ -1,4 +1,4 @@
-"""Samples of a dataset with a length and an index, as the data of a run."""
+"""Map-style datasets and tensors as the data of a run."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,24 +17,24 @@ _ONE_IN = 20
 
 
 class Indexed(Protocol):
-    """A dataset whose samples have numbers, for example a `torch.utils.data.Dataset` with a length."""
+    """A map-style dataset, for example a `torch.utils.data.Dataset` with a length."""
 
     def __len__(self) -> int:
-        """Samples in it."""
+        """Number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """One sample: tensors or numbers, alone or in tuples, lists and dictionaries."""
+        """A sample: tensors or numbers, alone or in tuples, lists and dictionaries."""
 
 
 class SampleData(IndexedData):
-    """Indexed datasets as the data of a run; batches are made by torch's `default_collate`.
+    """Map-style datasets as the data of a run, collated by torch's `default_collate`.
 
-    The key is a digest of the numbers of samples and of some samples of each side, so random augmentation counts as other data.
+    The key is a digest of the sizes and of some samples of each side, so random augmentation counts as other data.
 
     Args:
-        training: samples to learn from.
-        validation: samples that evaluations use.
-        seed: of the order.
+        training: training samples.
+        validation: validation samples.
+        seed: seed of the order.
 
     Raises:
         ConfigError: a side has no sample.
@@ -60,7 +60,7 @@ class SampleData(IndexedData):
 
 
 def check_split(lengths: Sequence[int]) -> None:
-    """Raise ConfigError unless samples can be divided into training and validation; `lengths` are those of their tensors."""
+    """Raise ConfigError unless samples can be split into training and validation; `lengths` are the different lengths of their tensors."""
     if len(lengths) != 1:
         raise ConfigError(
             f"data: tensors of {', '.join(map(str, lengths))} samples: must be equally many; check their first axes"
@@ -73,16 +73,15 @@ def check_split(lengths: Sequence[int]) -> None:
 
 
 def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
-    """What people have as `Data` of a run.
+    """`Data` of a run from a user's tensors or datasets.
 
     Args:
-        samples: tensors whose first axis is the sample, alone or in a tuple; an indexed dataset; or such `Data` already.
-        validation: the same of the samples that evaluations use; None: every twentieth of `samples`, which is then not
-            trained on.
-        seed: of the order.
+        samples: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or `Data` already.
+        validation: validation samples in the same form; None: every twentieth of `samples`, which is then not trained on.
+        seed: seed of the order.
 
     Raises:
-        ConfigError: it is none of these, or a side is empty.
+        ConfigError: the samples have none of these forms, or a side is empty.
     """
     if all(hasattr(samples, name) for name in ("batch", "validation", "key")):
         return samples
@@ -102,7 +101,7 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
         return TensorData(samples, validation, seed=seed)
     for given in (samples, validation):
         is_indexed = all(hasattr(given, name) for name in ("__len__", "__getitem__"))
-        # a tuple is several tensors, and those of NumPy would be its samples
+        # a tuple means several tensors; NumPy arrays in it would count as samples
         if given is not None and (not is_indexed or isinstance(given, tuple | Mapping)):
             raise ConfigError(
                 f"data={type(given).__name__}: must be tensors, alone or in a tuple, or a dataset with a length and samples by number, without"

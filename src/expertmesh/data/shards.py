@@ -1,4 +1,4 @@
-"""Token shards: all documents of a split as one memory-mapped array, prepared once and cached."""
+"""Token shards: the documents of a split as one memory-mapped array, encoded once and cached."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class Shard:
         tokens_N: (N,) uint16 or uint32, memory-mapped, read only; every document ends with the end-of-text token.
         ends: (num_documents,) int64, memory-mapped, read only; tokens up to the end of each document. An end-of-text token may stand
             within one, too, where a given tokenizer finds it in a text.
-        num_documents: documents in it.
+        num_documents: number of documents.
         num_bytes: bytes of their texts.
     """
 
@@ -50,14 +50,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Everything that training reads.
+    """Tokens of a corpus, with their tokenizer.
 
     Attributes:
-        key: hex digest of all that it depends on; the same key means the same tokens.
-        training: tokens to train on.
-        validation: tokens to evaluate on.
-        tokenizer_path: the tokenizer, in the folder where all of it is cached.
-        corpus: the documents themselves.
+        key: hex digest of all inputs; the same key means the same tokens.
+        training: training tokens.
+        validation: validation tokens.
+        tokenizer_path: the tokenizer, in the cache folder of the tokens.
+        corpus: the documents.
     """
 
     key: str
@@ -70,12 +70,12 @@ class TokenData:
 def prepare_tokens(
     config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None
 ) -> TokenData:
-    """Find the corpus, and train the tokenizer and encode the documents unless the cache has them.
+    """Find the corpus, train the tokenizer and encode the documents, unless the cache has them.
 
     Args:
-        config: of the data.
+        config: options of the data.
         vocab_size: V of the model.
-        corpus: of `load_corpus`, where it is there already.
+        corpus: the result of `load_corpus`; None: it is called here.
 
     Returns:
         The tokens.
@@ -118,15 +118,17 @@ def _open(folder: Path, index: dict[str, Any], name: str) -> Shard:
 
 
 def _fill(corpus: Corpus, given: Tokenizer | None, folder: Path, *, vocab_size: int) -> None:
-    """Write a cache entry."""
+    """Write a cache entry: tokenizer, tokens and index."""
     tokenizer = given
     if tokenizer is None:
-        # No text has more merges than bytes, and the trainer sets memory aside for all that it is told of.
+        # No text has more merges than bytes, and the trainer allocates memory for the requested number.
         most = 257 + sum(document.num_bytes for document in corpus.training)
         say(f"learning a tokenizer of {vocab_size:,} tokens")
         tokenizer = train_tokenizer(texts(corpus.training), vocab_size=min(vocab_size, most))
         say("")
-    tokenizer = save_tokenizer(tokenizer, folder)  # encode with what everybody will use
+    tokenizer = save_tokenizer(
+        tokenizer, folder
+    )  # encode with the saved tokenizer, as all later readers do
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     index: dict[str, object] = {"format_version": FORMAT_VERSION, "dtype": dtype}
     for name, documents in (("training", corpus.training), ("validation", corpus.validation)):
@@ -143,7 +145,7 @@ def _fill(corpus: Corpus, given: Tokenizer | None, folder: Path, *, vocab_size: 
 def _write_tokens(
     path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
 ) -> list[int]:
-    """Write the tokens; returns how many there are up to the end of each document."""
+    """Write the tokens; returns the number of tokens up to the end of each document."""
     ends: list[int] = []
     num_tokens = 0
     end_id = end_of_text_id(tokenizer)

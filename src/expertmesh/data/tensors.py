@@ -1,4 +1,4 @@
-"""Samples that fit into memory: tensors, shuffled for each epoch."""
+"""Tensors in memory as the data of a run, shuffled for each epoch, and their base class `IndexedData`."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,17 +13,17 @@ from expertmesh.errors import ConfigError
 
 
 class IndexedData:
-    """Training and validation samples that have numbers, as the data of a run; who inherits says how some become a batch.
+    """Base class of data with indexed samples; a subclass makes batches in `_take`.
 
     Args:
-        training: samples to learn from.
-        validation: samples that evaluations use.
-        sizes: how many there are of both.
-        seed: of the order.
-        source: what they are, in words.
+        training: training samples.
+        validation: validation samples.
+        sizes: numbers of both.
+        seed: seed of the order.
+        source: description of the samples.
 
     Attributes:
-        num_validation: validation samples.
+        num_validation: number of validation samples.
     """
 
     files: Mapping[str, Path] = {}
@@ -42,7 +42,7 @@ class IndexedData:
         return self._take(self._training, which)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Any]:
-        """Batches of at most so many validation samples (None: all), evenly spread."""
+        """Batches of at most max_samples validation samples (None: all), evenly spaced."""
         for which in spread_batches(self.num_validation, max_samples, batch_size):
             yield self._take(self._validation, which)
 
@@ -51,16 +51,16 @@ class IndexedData:
 
 
 class TensorData(IndexedData):
-    """Tensors whose first axis is the sample, as the data of a run; a batch has as many tensors as were given.
+    """Tensors whose first axis is the sample, as the data of a run; a batch is a tuple of as many tensors.
 
     Args:
-        training: tensors of the training samples, for example inputs and targets; equally many samples in each.
-        validation: the same of the samples that evaluations use.
-        seed: of the order.
-        source: what they are, in words.
+        training: tensors of the training samples, for example inputs and targets, of equal lengths.
+        validation: tensors of the validation samples, as many.
+        seed: seed of the order.
+        source: description of the samples.
 
     Raises:
-        ConfigError: a side is empty, its tensors have different numbers of samples, or it has other tensors than the other one.
+        ConfigError: a side is empty, its tensors have different lengths, or the sides have different numbers of tensors.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class TensorData(IndexedData):
 
 
 def num_samples(tensor: Tensor) -> int:
-    """The length of a tensor's first axis; 0 of one without axes."""
+    """Length of a tensor's first axis; 0 for a scalar."""
     return len(tensor) if tensor.ndim else 0
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's values, of any type and on any device, as a file has them."""
+    """The bytes of a tensor of any type on any device, contiguous, as a file has them."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Text as the data of a language model's run: windows of tokens, and the bytes that validation tokens stand for."""
+"""Text as the data of a language model's run: windows of tokens, and bytes of text per validation token."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,12 +22,12 @@ from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, token_num_
 
 
 def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
-    """What a corpus is as the data of a run: text in windows, or conversations in rows.
+    """The data of a run from its corpus: text in windows, or conversations in rows.
 
     Args:
-        config: of the data.
+        config: options of the data.
         vocab_size: V of the model.
-        seed: of the order.
+        seed: seed of the order.
 
     Raises:
         ConfigError: see `TextData` and `ConversationData`.
@@ -50,20 +50,20 @@ class TextData:
     """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens.
 
     Args:
-        config: of the data.
+        config: options of the data.
         vocab_size: V of the model.
-        seed: of the order of the windows.
-        corpus: of `load_corpus`, where it is there already.
+        seed: seed of the order of the windows.
+        corpus: the result of `load_corpus`; None: it is called here.
 
     Raises:
         ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
         OSError: the cache cannot be written.
 
     Attributes:
-        corpus: the documents themselves.
-        windows: of the training split.
-        num_validation: validation samples.
-        labels: the entries of `data.path`, where there are 2 to 64; each is another.
+        corpus: the documents.
+        windows: windows of the training split.
+        num_validation: number of validation samples.
+        labels: names of the entries of `data.path`, all different, if there are 2 to 64.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class TextData:
     def batch(self, first_sample: int, num_samples: int) -> tuple[Any, ...]:
         """Inputs and targets, each (num_samples, S) int64.
 
-        With a document mask or several places, a third entry: {"document": (num_samples, S), number of each input's document;
-        "label": (num_samples,), number of the place of the text that a window begins in}, both int64.
+        With a document mask or several entries of `data.path`, a third entry: {"document": (num_samples, S), number of each input's
+        document; "label": (num_samples,), number of the entry of the document in which a window begins}, both int64.
         """
         total, seed = self.windows.num_windows, self.windows.seed
         which = shuffled(first_sample, num_samples, total=total, seed=seed)
@@ -106,22 +106,19 @@ class TextData:
         return (ids_BS, targets_BS, more) if more else (ids_BS, targets_BS)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Any, ...]]:
-        """Inputs, targets, and the bytes that each target stands for, (B, S) int64; each window from its own beginning.
-
-        With a document mask, {"document": (B, S)}, too.
-        """
+        """Batches of inputs, targets, and bytes of text of each target, (B, S) int64; with a document mask, {"document": (B, S)}, too."""
         for ids_BS, targets_BS in self._validation.batches(max_samples, batch_size):
             found = ids_BS, targets_BS, self._num_bytes_V[targets_BS]
             more = self._documents(ids_BS)
             yield (*found, more) if more else found
 
     def _documents(self, ids_BS: Tensor) -> dict[str, Tensor]:
-        """Counts of ends of text so far: that of the document before is the first token which a document sees."""
+        """Number of each input's document: end-of-text tokens so far. A document begins with the end of the one before."""
         return {"document": (ids_BS == self._end_id).cumsum(1)} if self._has_documents else {}
 
 
 def _entries(config: TextConfig) -> tuple[str, ...]:
-    """Labels of the entries of `data.path`, where there are several to tell apart."""
+    """Labels of the entries of `data.path`; empty unless `labels_to_record` keeps them."""
     if config.path is None or config.dataset is not None:
         return ()
     names = distinct(place.name for place in find_paths(config.path))

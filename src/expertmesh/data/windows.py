@@ -1,4 +1,4 @@
-"""Batches by a global sample cursor: sample i is the same window of tokens for any batch size."""
+"""Windows of tokens by global sample number: sample i is the same window for any batch size."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from expertmesh.data.order import shuffled, spread_batches
 
 @dataclass(frozen=True)
 class Windows:
-    """A token array as windows of S tokens and their successors, in a random order per epoch (`data/order.py`).
+    """Windows of S tokens and their targets from a token array, in a random order per epoch (`data/order.py`).
 
     Attributes:
         tokens_N: (N,) integer tokens.
-        seq_len: S.
-        seed: of the order.
+        seq_len: tokens of a window, S.
+        seed: seed of the order.
     """
 
     tokens_N: np.ndarray
@@ -26,7 +26,7 @@ class Windows:
 
     @property
     def num_windows(self) -> int:
-        """Windows per epoch; neighbours share one token, and a rest shorter than a window is left out."""
+        """Number of windows per epoch; neighbours share one token, and a remainder is left out."""
         return (len(self.tokens_N) - 1) // self.seq_len
 
     def batch(self, first_sample: int, num_samples: int) -> tuple[Tensor, Tensor]:
@@ -40,11 +40,11 @@ class Windows:
         )
 
     def batches(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of at most so many windows (None: all), evenly spread over the array."""
+        """Batches of at most max_samples windows (None: all), evenly spaced over the array."""
         return map(self.windows, spread_batches(self.num_windows, max_samples, batch_size))
 
     def windows(self, which: list[int]) -> tuple[Tensor, Tensor]:
-        """Given windows in their natural order; the same shapes as `batch`."""
+        """Inputs and targets of the windows with these indices, in the shapes of `batch`."""
         S = self.seq_len
         rows = [self.tokens_N[w * S : w * S + S + 1].astype(np.int64) for w in which]
         ids_BS = torch.from_numpy(np.stack(rows))
