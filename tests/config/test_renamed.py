@@ -4,13 +4,16 @@ import json
 import logging
 
 import pytest
+import torch
 
+from expertmesh import MoELayer
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.config import renamed
 from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.parallel.experts.tuning_cache import load_plans, save_plans
 
 SAID = "shadow_experts is called {0}replicated_experts now; both are read"
 
@@ -74,3 +77,20 @@ def test_both_names_are_refused(kind):
         match="shadow_experts=1: is a former name, and is given beside replicated_experts; leave it out",
     ):
         kind(shadow_experts=1, replicated_experts=2)
+
+
+def test_a_call_of_a_layer_reads_the_former_name(said):
+    layer = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2, seed=0)
+    x = torch.randn(5, 8)
+    assert torch.equal(layer(x, shadow_experts=0)[0], layer(x)[0])
+    assert said() == [SAID.format("")]
+    with pytest.raises(ConfigError, match="replicated_experts=2: this layer is on one process"):
+        layer(x, shadow_experts=2)
+
+
+def test_settled_plans_on_disk_are_read_by_the_former_name(tmp_path, said):
+    path, way = tmp_path / "plans.json", DispatchOptions(2, 1, "flat", 1)
+    save_plans(path, {"a bucket": way}, "a model")
+    path.write_text(path.read_text().replace("replicated_experts", "shadow_experts"))
+    assert load_plans(path, "a model") == {"a bucket": way}
+    assert said() == [SAID.format("")]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu.expert_rows import ExpertRows, blocks
+from expertmesh.ops.cpu.expert_rows import ExpertRows, rows_by_expert
 from expertmesh.ops.cpu.products import gemm_rows, product_into, rows_times_weight
 
 PANEL_ROWS = {"tiles": 512, "dots": 256, "none": 1}
@@ -85,7 +85,7 @@ class Panel(NamedTuple):
 def panels(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, most_rows: int) -> Iterator[Panel]:
     """All experts that have rows, in their order; those of a panel have no more rows together, but for a single one."""
     gathered: list[ExpertRows] = []
-    for block in blocks(bounds, w_ENK, dtype):
+    for block in rows_by_expert(bounds, w_ENK, dtype):
         if gathered and (
             len(gathered) == MOST_EXPERTS or block.stop - gathered[0].start > most_rows
         ):

@@ -59,7 +59,7 @@ class ExpertRows(NamedTuple):
             values[self.start : self.stop] = found[: self.stop - self.start]
 
 
-def blocks(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype) -> Iterator[ExpertRows]:
+def rows_by_expert(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype) -> Iterator[ExpertRows]:
     """The experts with rows, in their order.
 
     Args:

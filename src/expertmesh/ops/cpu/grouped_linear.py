@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from expertmesh.ops.cpu.expert_rows import blocks
+from expertmesh.ops.cpu.expert_rows import rows_by_expert
 from expertmesh.ops.cpu.products import (
     grouped_mm_serves,
     linear_into,
@@ -32,7 +32,7 @@ def forward(
         return y if live == x_RK.shape[0] else F.pad(y, (0, 0, 0, x_RK.shape[0] - live))
     x = x_RK.to(dtype)
     y = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1], dtype=dtype)
-    for block in blocks(bounds, w, dtype):
+    for block in rows_by_expert(bounds, w, dtype):
         x_e, y_e, w_NK = block.each(x), block.room(y), w_ENK[block.expert].to(dtype)
         if b_EN is not None:
             linear_into(x_e, w_NK, y_e, bias_N=b_EN[block.expert].to(dtype))
@@ -54,7 +54,7 @@ def weight_grad(
     rows = (x_RK, grad_RN) if transposed else (grad_RN, x_RK)
     left, right = (t.to(dtype) for t in rows)
     found = x_RK.new_empty(w.shape, dtype=dtype)
-    for block in blocks(bounds, w, dtype):
+    for block in rows_by_expert(bounds, w, dtype):
         product_into(block.alone(left).T, block.alone(right), found[block.expert])
     _zero_empty(found, bounds)
     return found.to(x_RK.dtype)
