@@ -120,8 +120,8 @@ def exchange(job: dict[str, Any], world: World) -> Any:
 
     def go(is_flat: bool, tokens: Dispatched) -> None:
         pieces = dispatcher.num_pieces(tokens.expert_ids_TK.shape[1], x_TD, 1)
-        (outbound,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, pieces)
-        outbound.start_home(outbound.finish().x_TD).finish()
+        (dispatch_handle,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, pieces)
+        dispatch_handle.start_home(dispatch_handle.finish().x_TD).finish()
 
     tokens = Dispatched(x_TD, ids_TK, weights_TK)
     single = Dispatched(x_TD.repeat(K, 1), ids_TK.t().reshape(-1, 1), weights_TK.t().reshape(-1, 1))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tests.support.ranks import RankError, RankPool
 from tests.support.replicas import world_of
 
-from expertmesh.comm.all_to_all.flat import CountsInFlight, in_flight_all_to_all
+from expertmesh.comm.all_to_all.flat import AsyncCounts, async_all_to_all
 from expertmesh.comm.collectives import (
     FEW_BYTES,
     all_gather,
@@ -60,7 +60,7 @@ def ragged(cells, rows_of):
     group = group_of(cells)
     send = rows_of[group.rank][: group.size]
     counts_PC = torch.tensor([[n, 10 * n] for n in send])
-    counts, tens = CountsInFlight(counts_PC, group, where="test").finish()
+    counts, tens = AsyncCounts(counts_PC, group, where="test").finish()
     receive = [rows_of[place][group.rank] for place in range(group.size)]
     assert (counts.send, counts.receive) == (send, receive)
     assert tens.receive == [10 * n for n in receive]
@@ -68,7 +68,7 @@ def ragged(cells, rows_of):
         rows = [[group.rank, place] for place, n in enumerate(send) for _ in range(n)]
         x = torch.tensor(rows, dtype=dtype).view(-1, 2).requires_grad_()
         with world_of().traffic.logged() as log:
-            y = in_flight_all_to_all(x, counts, group, where="test").finish()
+            y = async_all_to_all(x, counts, group, where="test").finish()
             (y * (group.rank + 1)).sum().backward()
         expected = [[place, group.rank] for place, n in enumerate(receive) for _ in range(n)]
         assert y.tolist() == expected
@@ -76,7 +76,7 @@ def ragged(cells, rows_of):
         there = sum(n for place, n in enumerate(send) if place != group.rank)
         back = sum(n for place, n in enumerate(receive) if place != group.rank)
         assert log.num_bytes() == (there + back) * 2 * x.element_size()
-        home = in_flight_all_to_all(y, counts.mirrored(), group, where="test").finish()
+        home = async_all_to_all(y, counts.mirrored(), group, where="test").finish()
         assert torch.equal(home, x)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from expertmesh.comm.all_to_all.flat import CountsInFlight
+from expertmesh.comm.all_to_all.flat import AsyncCounts
 from expertmesh.comm.group import Pending, RankGroup, Traffic
 from expertmesh.comm.host_copy import beside, on_host
 from expertmesh.errors import CollectiveError
@@ -52,6 +52,6 @@ def test_the_host_waits_for_the_counts_of_a_dispatch_alone():
     counts = torch.tensor([[1], [2]], device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    (column,) = CountsInFlight(counts, Pair(), where="a layer").finish()
+    (column,) = AsyncCounts(counts, Pair(), where="a layer").finish()
     assert column.send == [1, 2]
     assert not torch.cuda.current_stream().query()

@@ -18,7 +18,14 @@ SOURCE = Path(expertmesh.__file__).parent
 FOLDERS = ("moe", "ops", "parallel/experts")
 WEIGHTS = {ExpertWeights.__name__, ExpertSlice.__name__, "ExpertParameters"}
 """They hold what experts know, no token."""
-KERNELS = ("torch_forward", "few_rows", "triton_backend", "invariant", "expert_spans", "activation_passes")
+KERNELS = (
+    "torch_forward",
+    "few_rows",
+    "triton_backend",
+    "invariant",
+    "expert_spans",
+    "activation_passes",
+)
 """Modules whose functions compute: what they make on the way is theirs."""
 
 

@@ -46,11 +46,11 @@ def a_start_beside_a_sleeper(kind, tag):
         return started
 
     tokens = tokens_of(rank)
-    outbound = rank_0_first("out", lambda: exchange.start(tokens))
-    arrived = outbound.finish()
+    dispatch_handle = rank_0_first("out", lambda: exchange.start(tokens))
+    arrived = dispatch_handle.finish()
     y_RD = torch.where(arrived.expert_ids_TK < E, arrived.weights_TK, 0).sum(1, True) * arrived.x_TD
-    homebound = rank_0_first("home", lambda: outbound.start_home(y_RD))
-    y_TD = homebound.finish()
+    combine_handle = rank_0_first("home", lambda: dispatch_handle.start_home(y_RD))
+    y_TD = combine_handle.finish()
     live_TK = torch.where(tokens.expert_ids_TK < E, tokens.weights_TK, 0)
     assert_close_fp64(y_TD, live_TK.sum(1, True) * tokens.x_TD, what="y")
 
@@ -90,8 +90,8 @@ def work_between_start_and_finish(tag):
     world, rank = world_of(False), dist.get_rank()
     exchange = spread_experts(build(SpreadCase(), torch.float64), world).exchange()
     tokens = tokens_of(rank)
-    outbound = exchange.start(tokens)
-    outbound.advance()
+    dispatch_handle = exchange.start(tokens)
+    dispatch_handle.advance()
 
     def beside():
         if rank == 0:
@@ -102,8 +102,8 @@ def work_between_start_and_finish(tag):
             store().wait([f"{tag} beside"], timedelta(seconds=60))
 
     extra_TD = Noted.apply(tokens.x_TD, beside)
-    arrived = outbound.finish()
-    y_TD = outbound.start_home(Noted.apply(arrived.x_TD, before)).finish() + extra_TD
+    arrived = dispatch_handle.finish()
+    y_TD = dispatch_handle.start_home(Noted.apply(arrived.x_TD, before)).finish() + extra_TD
     y_TD.sum().backward()
     num_copies_T = (tokens.expert_ids_TK < E).sum(
         1
@@ -153,23 +153,23 @@ class Order:
         self.notes, start_parts = [], exchange.start_parts
 
         def noted(tokens, num_parts, num_pieces):
-            outbounds = start_parts(tokens, num_parts, num_pieces)
-            for i, outbound in enumerate(outbounds):
+            dispatch_handles = start_parts(tokens, num_parts, num_pieces)
+            for i, dispatch_handle in enumerate(dispatch_handles):
                 for name in ("advance", "finish", "start_home"):
-                    self.note(outbound, name, i)
-            return outbounds
+                    self.note(dispatch_handle, name, i)
+            return dispatch_handles
 
         exchange.start_parts = noted
 
-    def note(self, outbound, name, i):
-        method = getattr(outbound, name)
+    def note(self, dispatch_handle, name, i):
+        method = getattr(dispatch_handle, name)
 
         def noting(*args):
             if (name, i) not in self.notes:
                 self.notes.append((name, i))
             return method(*args)
 
-        setattr(outbound, name, noting)
+        setattr(dispatch_handle, name, noting)
 
 
 def order_of_two_parts(options, call):

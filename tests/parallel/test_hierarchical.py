@@ -61,9 +61,11 @@ def bytes_across(nodes):
     x_TD = torch.randn(20, D, dtype=torch.float64, requires_grad=True)
     weights_TK = torch.rand(20, 3, dtype=torch.float64, requires_grad=True)
     with world.traffic.logged() as log:
-        (outbound,) = exchange.start_parts(Dispatched(x_TD, ids_TK, weights_TK), 1, num_pieces=3)
-        arrived = outbound.finish()
-        y_TD = outbound.start_home(arrived.x_TD * arrived.weights_TK.sum(1, True)).finish()
+        (dispatch_handle,) = exchange.start_parts(
+            Dispatched(x_TD, ids_TK, weights_TK), 1, num_pieces=3
+        )
+        arrived = dispatch_handle.finish()
+        y_TD = dispatch_handle.start_home(arrived.x_TD * arrived.weights_TK.sum(1, True)).finish()
         y_TD.sum().backward()
     rank_of, own = E // world.size, nodes[rank]
     needed = [{nodes[e // rank_of] for e in ids if e < E} - {own} for ids in ids_TK.tolist()]

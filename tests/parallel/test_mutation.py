@@ -84,7 +84,7 @@ def tokens_return_over(choose, is_wrong=is_backward):
         wrong = choose(group)
         counts = torch.zeros(wrong.size, 1, dtype=torch.int64)
         counts[: len(send), 0] = torch.tensor(send)
-        (real,) = flat.CountsInFlight(counts, wrong, where=where).finish()
+        (real,) = flat.AsyncCounts(counts, wrong, where=where).finish()
         out, pending = start(x_RD, real.send, real.receive, wrong, where=where)
         if pending is not None:
             pending.wait()

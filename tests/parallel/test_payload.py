@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.oracle.numerics import assert_close_fp64, relative_error
 from tests.support.spread_case import D, E, SpreadCase, build, world_of
 
-from expertmesh.comm.all_to_all.flat import Counts, in_flight_all_to_all
+from expertmesh.comm.all_to_all.flat import Counts, async_all_to_all
 from expertmesh.comm.all_to_all.payload import BLOCK, packed, row_bytes, unpacked
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
@@ -107,10 +107,10 @@ def moved(way, kind):
     tokens, y = Dispatched(x_TD, ids_TK, weights_TK), []
     parts = exchange.start_parts(tokens, way.get("overlap_degree", 1))
     with world.traffic.logged() as log:
-        for outbound in parts:
-            arrived = outbound.finish()
+        for dispatch_handle in parts:
+            arrived = dispatch_handle.finish()
             home_RD = arrived.x_TD * arrived.weights_TK.sum(1, True)
-            y.append(outbound.start_home(home_RD).finish())
+            y.append(dispatch_handle.start_home(home_RD).finish())
         y_TD = torch.cat(y)
         y_TD.sum().backward()
     scale_T1 = weights_TK.sum(1, True)
@@ -143,7 +143,7 @@ def kept_until_the_backward(kind):
     counts = Counts([1, 1], [1, 1])
     x_RD = torch.randn(2, D, requires_grad=True) * 1.0
     alive = weakref.ref(x_RD)
-    moved = in_flight_all_to_all(
+    moved = async_all_to_all(
         x_RD, counts, world_of(False).all_ranks(), where="a test", payload=kind
     )
     del x_RD

@@ -99,13 +99,17 @@ def start_all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Pending | No
     )
 
 
-def in_flight_all_gather(x: Tensor, group: RankGroup, *, where: str) -> AsyncTensor:
+def async_all_gather(x: Tensor, group: RankGroup, *, where: str) -> AsyncTensor:
     """Start the all-gather of `all_gather`; its `finish` returns the result."""
     return AsyncTensor(
         x,
         lambda t: start_all_gather(t, group, where=where),
         lambda grad: start_reduce_scatter(grad, group, where=f"{where}, backward"),
     )
+
+
+in_flight_all_gather = async_all_gather
+"""Its former name, which exchanges of one's own may import."""
 
 
 def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
@@ -119,7 +123,7 @@ def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
     Returns:
         (n, ...). Differentiable once: the gradient is reduce-scattered over the same group. Waits for the ranks.
     """
-    return in_flight_all_gather(x, group, where=where).finish()
+    return async_all_gather(x, group, where=where).finish()
 
 
 def reduce_scatter(x: Tensor, group: RankGroup, *, where: str) -> Tensor:

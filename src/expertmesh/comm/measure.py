@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from expertmesh.comm.all_to_all.flat import in_flight_all_to_all
+from expertmesh.comm.all_to_all.flat import async_all_to_all
 from expertmesh.comm.collectives import all_gather, start_all_reduce
 from expertmesh.comm.group import RankGroup, wait
 from expertmesh.comm.world import World
@@ -90,7 +90,7 @@ def _all_reduce(x: Tensor, group: RankGroup) -> None:
 
 
 def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:
-    return in_flight_all_to_all(x_PB, None, group, where="bench").finish()
+    return async_all_to_all(x_PB, None, group, where="bench").finish()
 
 
 def _two_step(x_PB: Tensor, groups: dict[str, RankGroup]) -> None:

@@ -330,11 +330,11 @@ class MoELayer(nn.Module):
             kept = call.kept(routing)
         with phase("dispatch"):
             how = dispatch_options(dispatch, dispatch_choices)
-            journey = self.dispatcher.start(Dispatched.of(call, kept), how)
+            round_trip = self.dispatcher.start(Dispatched.of(call, kept), how)
         aux_loss, z_loss, counts_E, sums_RE = self._losses(call, routing)
-        journey.advance()
+        round_trip.advance()
         dense = dense_parts(self, call.x_TD)  # while tokens travel
-        combined_TD = journey.finish(self.experts)
+        combined_TD = round_trip.finish(self.experts)
         with phase("combine"):
             y_TD = add_dense(combined_TD, dense, call.token_mask_T)
         assert routing.weights_TK is not None and kept.num_dropped is not None

@@ -36,7 +36,7 @@ class Counts:
         return Counts(self.receive, self.send)
 
 
-class CountsInFlight:
+class AsyncCounts:
     """Exchange of row counts in flight between the ranks of a group.
 
     Args:
@@ -157,7 +157,7 @@ class _Messages:
                 work.wait()
 
 
-def in_flight_all_to_all(
+def async_all_to_all(
     x_RD: Tensor,
     counts: Counts | None,
     group: RankGroup,
@@ -169,7 +169,7 @@ def in_flight_all_to_all(
 
     Args:
         x_RD: rows (R, ...) of any dtype, grouped by destination in the order of the group's ranks.
-        counts: rows to and from each rank, of `CountsInFlight`; None: R / n to and from each of the n ranks.
+        counts: rows to and from each rank, of `AsyncCounts`; None: R / n to and from each of the n ranks.
         group: who takes part; all of its ranks must call.
         where: layer and purpose, for the byte counter and for errors.
         payload: dtype in which rows are sent. In 8 bits they arrive rounded; the gradient ignores the rounding.
@@ -194,3 +194,7 @@ def in_flight_all_to_all(
         lambda rows: start_all_to_all(rows, send, receive, group, where=where),
         lambda grad: start_all_to_all(grad, receive, send, group, where=f"{where}, backward"),
     )
+
+
+in_flight_all_to_all = async_all_to_all
+"""Its former name, which exchanges of one's own may import."""

@@ -64,18 +64,18 @@ class ExpertMeshEP(EPImplementation):
             )
         x_TD, ids_TK, weights_TK = parts
         weights_TK = weights_TK.to(accumulate_dtype(weights_TK.dtype))
-        outbound = self.exchange.start(Dispatched(x_TD, ids_TK, weights_TK))
-        outbound.advance()
-        tokens = outbound.finish()
+        dispatch_handle = self.exchange.start(Dispatched(x_TD, ids_TK, weights_TK))
+        dispatch_handle.advance()
+        tokens = dispatch_handle.finish()
         rows = tokens.x_TD, tokens.expert_ids_TK, tokens.weights_TK
         num_rows = len(tokens.x_TD)
         if not num_rows:  # transformers' implementations take one row at least: one of nobody
             fills = (0, self.count, 0)
             rows = tuple(F.pad(r, (0, 0, 0, 1), value=f) for r, f in zip(rows, fills, strict=True))  # type: ignore[assignment]
         y_RD = self.experts_forward(*rows)[:num_rows]
-        homebound = outbound.start_home(y_RD)
-        homebound.advance()
-        y_TD = homebound.finish()
+        combine_handle = dispatch_handle.start_home(y_RD)
+        combine_handle.advance()
+        y_TD = combine_handle.finish()
         if self.tp_mesh.size() == 1:
             return y_TD
         gathered: Tensor = DTensor.from_local(

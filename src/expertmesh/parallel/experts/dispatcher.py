@@ -77,13 +77,13 @@ class SpreadJourney:
 
     def __init__(
         self,
-        outbounds: Sequence[DispatchHandle],
+        dispatch_handles: Sequence[DispatchHandle],
         storage: ExpertShards,
         gathered: GatheredWeights | None,
         staying: LocalTokens | None = None,
         when_over: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
-        self._outbounds, self._storage, self._gathered = outbounds, storage, gathered
+        self._dispatch_handles, self._storage, self._gathered = dispatch_handles, storage, gathered
         self._staying, self._when_over = staying, when_over
 
     @_never_compiled
@@ -94,7 +94,7 @@ class SpreadJourney:
             CollectiveError: a rank is gone or late.
         """
         with phase("dispatch"):
-            self._outbounds[0].advance()
+            self._dispatch_handles[0].advance()
 
     @_never_compiled
     def finish(self, experts: Experts) -> Tensor:
@@ -104,30 +104,34 @@ class SpreadJourney:
             CollectiveError: a rank is gone or late.
         """
         self.advance()
-        outbounds, gathered = self._outbounds, self._gathered
+        dispatch_handles, gathered = self._dispatch_handles, self._gathered
         hot_TD = None if self._staying is None else self._staying.finish(experts)
         parameters = None
         if gathered is not None:
-            parameters = self._storage.finish_gather(gathered, num_calls=len(outbounds))
+            parameters = self._storage.finish_gather(gathered, num_calls=len(dispatch_handles))
         under_way: list[CombineHandle] = []
         found: list[Tensor] = []
-        for outbound, following in zip_longest(outbounds, outbounds[1:]):
+        for dispatch_handle, following in zip_longest(dispatch_handles, dispatch_handles[1:]):
             with phase("dispatch"):
                 if following is not None:
                     following.advance()
-                tokens = outbound.finish()
+                tokens = dispatch_handle.finish()
             given = parameters
-            if outbound is outbounds[0] and gathered is not None and parameters is not None:
+            if (
+                dispatch_handle is dispatch_handles[0]
+                and gathered is not None
+                and parameters is not None
+            ):
                 # in the backward this part is last: no other part's matmuls are left to hide its exchange
-                given = gathered.late(parameters) if outbound.travels else parameters
+                given = gathered.late(parameters) if dispatch_handle.travels else parameters
             y_RD = apply_experts(experts, tokens, given)
             with phase("combine"):
                 if gathered is not None and following is None:  # the backward starts at this output
                     gathered.announce_backward(y_RD)
-                under_way.append(outbound.start_home(y_RD))
+                under_way.append(dispatch_handle.start_home(y_RD))
                 under_way[-1].advance()
                 # combine one part late, so that the backward, in reverse order, also sends gradients one part ahead
-                found += [homebound.finish() for homebound in under_way[:-1]]
+                found += [combine_handle.finish() for combine_handle in under_way[:-1]]
                 del under_way[:-1]
         with phase("combine"):
             found.append(under_way[0].finish())
@@ -321,8 +325,8 @@ class ExpertDispatcher:
         if replicated is not None:
             staying = LocalTokens(tokens, replicated, self.num_experts)
             tokens = without_hot(tokens, hot, self.num_experts)
-        outbounds = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
-        return SpreadJourney(outbounds, self.storage, gathered, staying, when_over)
+        dispatch_handles = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
+        return SpreadJourney(dispatch_handles, self.storage, gathered, staying, when_over)
 
     def _choose(self, way: DispatchOptions, tokens: Dispatched) -> "Chosen":
         """Options of a call; a forward repeated by activation checkpointing gets the options of its first run."""

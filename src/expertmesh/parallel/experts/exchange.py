@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_all_to_all
+from expertmesh.comm.all_to_all.flat import AsyncCounts, Counts, async_all_to_all
 from expertmesh.comm.async_collective import AsyncTensor
-from expertmesh.comm.collectives import in_flight_all_gather
+from expertmesh.comm.collectives import async_all_gather
 from expertmesh.comm.group import RankGroup
 from expertmesh.config.dispatch_options import DispatchDtype
 from expertmesh.errors import ConfigError
@@ -79,8 +79,8 @@ class Route:
     ) -> tuple[AsyncTensor, AsyncTensor]:
         """Start to send rows, and their weights and ids from `choices_of_rows`, which are never sent in 8 bits."""
         where = f"{self.layer}, {purpose}"
-        both = in_flight_all_to_all(both_RK, counts, group, where=where)
-        x = in_flight_all_to_all(x_RD, counts, group, where=where, payload=self.payload)
+        both = async_all_to_all(both_RK, counts, group, where=where)
+        x = async_all_to_all(x_RD, counts, group, where=where, payload=self.payload)
         return both, x
 
     def arrived(self, both_RK: Tensor, x_RD: Tensor, max_rows: int | None = None) -> Dispatched:
@@ -266,7 +266,7 @@ class _AllReduceDispatch(DispatchHandle):
 
     def start_home(self, y_RD: Tensor) -> CombineHandle:
         where = f"{self._route.layer}, combine"
-        return _Summed(in_flight_all_gather(y_RD, self._route.group, where=where), _added)
+        return _Summed(async_all_gather(y_RD, self._route.group, where=where), _added)
 
 
 class Fixed(Exchange):
@@ -314,8 +314,8 @@ class _FixedDispatch(DispatchHandle):
             value=float(route.num_experts),
         )
         x_BD = nn.functional.pad(tokens.x_TD, missing)
-        self._both = in_flight_all_gather(both_BK, route.group, where=where)
-        self._x = in_flight_all_gather(x_BD, route.group, where=where)
+        self._both = async_all_gather(both_BK, route.group, where=where)
+        self._x = async_all_gather(x_BD, route.group, where=where)
 
     def advance(self) -> None:
         """Do nothing: all communication has started."""
@@ -326,7 +326,7 @@ class _FixedDispatch(DispatchHandle):
 
     def start_home(self, y_RD: Tensor) -> CombineHandle:
         group = self._route.group
-        rows = in_flight_all_to_all(y_RD, None, group, where=f"{self._route.layer}, combine")
+        rows = async_all_to_all(y_RD, None, group, where=f"{self._route.layer}, combine")
         return _Summed(rows, self._add)
 
     def _add(self, home_RD: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ class Ragged(Exchange):
         found = [_RaggedDispatch(self.route, part) for part in parts]
         counts_PC = torch.cat([part.counts_PC for part in found], 1)
         where = f"{self.route.layer}, dispatch"
-        numbers = CountsInFlight(counts_PC, self.route.group, where=where)
+        numbers = AsyncCounts(counts_PC, self.route.group, where=where)
         for i, part in enumerate(found):
             part.numbers, part.column = numbers, 2 * i
         return found
@@ -365,7 +365,7 @@ class _RaggedDispatch(DispatchHandle):
         self._slots = destination_TJ.shape[1]
         self._metadata = route_metadata(destination_TJ, route.group.size)
         self.counts_PC = self._new_counts_PC(block_TK)
-        self.numbers: CountsInFlight
+        self.numbers: AsyncCounts
         self.column = 0
         self._rows: tuple[AsyncTensor, AsyncTensor] | None = None
 
@@ -397,7 +397,7 @@ class _RaggedDispatch(DispatchHandle):
     def start_home(self, y_RD: Tensor) -> CombineHandle:
         counts, _ = self._counts()
         where = f"{self._route.layer}, combine"
-        rows = in_flight_all_to_all(y_RD, counts.mirrored(), self._route.group, where=where)
+        rows = async_all_to_all(y_RD, counts.mirrored(), self._route.group, where=where)
         return _Summed(rows, lambda home_RD: combine(home_RD, self._metadata, self._slots))
 
 

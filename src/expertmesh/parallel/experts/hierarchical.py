@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_all_to_all
+from expertmesh.comm.all_to_all.flat import AsyncCounts, Counts, async_all_to_all
 from expertmesh.comm.async_collective import AsyncTensor
 from expertmesh.comm.group import RankGroup
 from expertmesh.moe.assignment import count_all_choices
@@ -77,7 +77,7 @@ class Hierarchical(Exchange):
         cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
         found = [_NodeDispatch(self.route, self.nodes, piece) for piece in cut]
         counts_PC = torch.cat([piece.counts_PC for piece in found], 1)
-        numbers = CountsInFlight(counts_PC, self.route.group, where=f"{self.route.layer}, dispatch")
+        numbers = AsyncCounts(counts_PC, self.route.group, where=f"{self.route.layer}, dispatch")
         width = counts_PC.shape[1] // len(found)
         for i, piece in enumerate(found):
             piece.numbers, piece.columns = numbers, slice(width * i, width * (i + 1))
@@ -166,7 +166,7 @@ class _NodeDispatch(DispatchHandle):
         self._slots = entry_TJ.shape[1]
         self._metadata = route_metadata(entry_TJ, P)
         self.counts_PC = self._new_counts_PC(place_TJ)
-        self.numbers: CountsInFlight
+        self.numbers: AsyncCounts
         self.columns = slice(0, 0)
         self._across: tuple[AsyncTensor, AsyncTensor] | None = None
         self._inside: tuple[RouteMetadata, int, Counts] | None = None
@@ -251,8 +251,8 @@ class _NodeDispatch(DispatchHandle):
         def across(home_RD: Tensor) -> AsyncTensor:
             y_RD = combine(home_RD, metadata, slots)
             where = f"{layer}, combine across nodes"
-            return in_flight_all_to_all(y_RD, rows.mirrored(), group, where=where)
+            return async_all_to_all(y_RD, rows.mirrored(), group, where=where)
 
         where = f"{layer}, combine inside a node"
-        move = in_flight_all_to_all(y_RD, copies.mirrored(), inside, where=where)
+        move = async_all_to_all(y_RD, copies.mirrored(), inside, where=where)
         return _Homebound(move, across, lambda y_RD: combine(y_RD, self._metadata, self._slots))
