@@ -40,11 +40,26 @@ def stepped(model, optimizer, steps=2):
         optimizer.step()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("state_dtype", TYPES)
-def test_theirs(state_dtype):
-    """The first step is FP32's, rates of the loop reach it and bytes are the formula's."""
+@pytest.fixture
+def as_it_is(monkeypatch):
+    """A function that leaves torchao's step uncompiled: it compiles one for each shape, most of a minute for a small model."""
     pytest.importorskip("torchao", reason="torchao not installed")
+    return lambda: monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("state_dtype", "compiled"),
+    [
+        (TYPES[0], True),
+        (TYPES[1], False),
+        pytest.param(TYPES[1], True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_theirs(state_dtype, compiled, as_it_is):
+    """The first step is FP32's, rates of the loop reach it and bytes are the formula's."""
+    if not compiled:
+        as_it_is()
     (model, optimizer), (plain, fp32) = built(state_dtype), built("float32")
     before = model.large.weight.detach().clone()
     stepped(model, optimizer, 1)
@@ -71,12 +86,10 @@ def tensors(state):
 @pytest.mark.parametrize("state_dtype", TYPES)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_to_the_bit_with_the_same_type_only(
-    monkeypatch, compiled, state_dtype, tiny, tmp_path, run_quietly
+    compiled, as_it_is, state_dtype, tiny, tmp_path, run_quietly
 ):
-    """Torchao compiles its step for each shape, most of a minute; `test_theirs` has that, and here the same step runs as it is."""
-    pytest.importorskip("torchao", reason="torchao not installed")
     if not compiled:
-        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        as_it_is()
 
     def run_of(folder, steps, **changes):
         options = {"model.dim": 64, "model.moe.hidden_dim": 32, "optim.schedule_steps": 4}
