@@ -1,8 +1,8 @@
-"""The experts' activations: names, forward and backward on rows already in memory.
+"""Activations of the experts: names, forward, backward.
 
-A gated activation (G = 2) is act(gate) * up with gate = h[:, 0] and up = h[:, 1]; a plain one (G = 1) is act(h). Of
-"clamped_swiglu" (gpt-oss) both are clamped first, and 1 is added to up: with g = min(gate, 7), it is
-g * sigmoid(1.702 g) * (clamp(up, -7, 7) + 1).
+A gated activation (G = 2) is act(gate) * up with gate = h[:, 0] and up = h[:, 1]; a plain one (G = 1) is act(h).
+"clamped_swiglu" (gpt-oss) clamps both first and adds 1 to up: with g = min(gate, 7) it is g * sigmoid(1.702 g) *
+(clamp(up, -7, 7) + 1).
 """
 
 import torch
@@ -26,7 +26,7 @@ _GATED = frozenset({"swiglu", "geglu", "reglu", "clamped_swiglu"})
 
 
 def num_branches(activation: str) -> int:
-    """Give G, the number of branches of `w_in`: 2 for gated activations, else 1.
+    """Return G, the number of branches of `w_in`: 2 for gated activations, else 1.
 
     Raises:
         ConfigError: the activation is unknown.
@@ -39,7 +39,7 @@ def num_branches(activation: str) -> int:
 
 
 def inner_name(activation: str) -> str:
-    """Give the point-wise function inside an activation: silu, gelu, relu, relu2 or clamped_silu."""
+    """Return the name of the point-wise function inside an activation: silu, gelu, relu, relu2 or clamped_silu."""
     return _INNER[activation]
 
 
@@ -58,7 +58,7 @@ def pointwise(h: Tensor, inner: str) -> Tensor:
 
 
 def pointwise_(h: Tensor, inner: str) -> Tensor:
-    """`pointwise` in the place of h; no autograd."""
+    """Apply `pointwise` in place; no autograd."""
     if inner == "silu":
         return F.silu(h, inplace=True)
     if inner == "gelu":
@@ -71,7 +71,7 @@ def pointwise_(h: Tensor, inner: str) -> Tensor:
 
 
 def pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
-    """Give grad times the derivative of the point-wise function at h; no autograd."""
+    """Compute grad times the derivative of the point-wise function at h; no autograd."""
     if inner == "silu":
         return torch.ops.aten.silu_backward(grad, h)
     if inner == "gelu":
@@ -87,14 +87,14 @@ def pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
 
 
 def second_branch(up: Tensor, inner: str) -> Tensor:
-    """What multiplies the point-wise function of a gated activation: up itself, but of clamped_silu clamp(up) + 1."""
+    """Factor of the point-wise function in a gated activation: up itself; clamp(up) + 1 for clamped_silu."""
     if inner != "clamped_silu":
         return up
     return up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT) + 1
 
 
 def second_branch_backward(grad: Tensor, up: Tensor, inner: str) -> Tensor:
-    """Give grad times the derivative of `second_branch` at up; no autograd."""
+    """Compute grad times the derivative of `second_branch` at up; no autograd."""
     return grad if inner != "clamped_silu" else grad * (up.abs() <= CLAMP_LIMIT)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of the operators runs, and why."""
+"""Backends of the operators: which one runs, and why."""
 
 import importlib.metadata
 import importlib.util
@@ -25,7 +25,7 @@ def _triton_version() -> str | None:
 
 
 def _find_triton_problem() -> str | None:
-    """Why the Triton kernels cannot be used here; None: they can. Does not import Triton."""
+    """Reason why the Triton kernels cannot be used here, or None. Does not import Triton."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return _too_old(_triton_version() or "")
@@ -40,11 +40,11 @@ def _too_old(version: str) -> str | None:
 
 
 TRITON_PROBLEM = _find_triton_problem()
-"""Why Triton kernels cannot be used in this process; None: they can."""
+"""Reason why the Triton kernels cannot be used in this process, or None."""
 
 
 def _runs_triton(device: torch.device) -> bool:
-    """Whether auto takes Triton for tensors on this device."""
+    """Whether backend "auto" uses Triton for tensors on this device."""
     if device.type != "cuda" or TRITON_PROBLEM is not None:
         return False
     if torch.version.hip is not None:
@@ -54,10 +54,10 @@ def _runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """One line of `expertmesh doctor`.
+    """A backend's state for `expertmesh doctor`.
 
     Attributes:
-        name: the implementation.
+        name: the backend.
         works: whether it can run here.
         why: the reason, one line.
     """
@@ -68,20 +68,20 @@ class BackendReport:
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Give the implementation that runs for tensors of this device and dtype.
+    """Resolve "auto" and check a backend for tensors of this device and dtype.
 
     Args:
         backend: "auto" (triton on a GPU that it supports, else torch), "triton" (our kernels; CPU tensors run in
             Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own
             operators) or "reference" (plain autograd, slow).
-        device: where the tensors are.
+        device: the device of the tensors.
         dtype: the floating-point type of the tensors.
 
     Returns:
         "triton", "torch" or "reference".
 
     Raises:
-        ConfigError: the backend is unknown or cannot be used here, or the dtype is not one the operators take.
+        ConfigError: the backend is unknown or cannot be used here, or the operators do not take the dtype.
     """
     if backend not in BACKENDS:
         raise ConfigError(
@@ -99,7 +99,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 
 def explain_backends() -> list[BackendReport]:
-    """List the implementations, whether they work here, and why."""
+    """List the backends, whether they work here, and why."""
     on_gpu = torch.cuda.is_available() and _runs_triton(torch.device("cuda", 0))
     return [
         _explain_triton(on_gpu),

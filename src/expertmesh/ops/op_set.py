@@ -1,7 +1,7 @@
-"""How a model's operations are computed: as fast as they go, or with the same bits for a row in every batch.
+"""Op sets: the implementations of a model's operations, fastest or batch-invariant.
 
-A model chooses once, by `select_op_set(batch_invariant)`, and hands the choice down to its modules. Each of them computes
-by `arithmetic.in_mode(self.training)`, since training is by the ordinary way always.
+A model selects one by `select_op_set(batch_invariant)` and passes it to its modules. They compute by
+`arithmetic.in_mode(self.training)`, because training always uses the default op set.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,23 @@ from expertmesh.ops.router_linear import router_linear
 
 @dataclass(frozen=True)
 class OpSet:
-    """The operations that sum along a row, or whose bits may depend on the place of a row.
+    """Operations that sum along a row, or whose bits may depend on the position of a row.
 
-    `backend` counts with batch_invariant only, but for the router.
+    Except for the router, `backend` is read with batch_invariant only.
 
     Attributes:
-        batch_invariant: whether a row's result is the same to the bit in every batch.
+        batch_invariant: whether a row's result is bitwise the same in every batch.
         linear: (x, w_NK, b_N=None, *, backend="auto") -> x W^T + b.
         router_linear: (x_TD, w_ED, *, backend) -> (T, E) in FP32 or FP64; see `expertmesh.ops.router_linear`.
-        softmax: along the last axis.
+        softmax: softmax along the last axis.
         sigmoid: the sigmoid of each element.
-        row_sum: along the last axis, which is kept.
+        row_sum: sum along the last axis, which is kept with size 1.
         unit_rows: (x, *, eps) -> x / max(|x|, eps) along the last axis.
-        cos_and_sin: the cosines and sines of FP32 or FP64 angles.
-        rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), in x's type.
-        norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; gives None where it does not serve.
+        cos_and_sin: cosine and sine of FP32 or FP64 angles.
+        rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), returned in x's dtype.
+        norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; returns None if it does not support the call.
         attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`.
-        mlp: the feed-forward block that every token passes, (T, D) -> (T, D), with the adapters of `runs`.
+        mlp: dense feed-forward block, (T, D) -> (T, D), with the adapters of `runs`.
     """
 
     batch_invariant: bool
@@ -60,17 +60,17 @@ class OpSet:
     mlp: Callable[..., Tensor]
 
     def in_mode(self, training: bool) -> "OpSet":
-        """The arithmetic of a module in training (True) or in evaluation (False)."""
+        """Op set of a module in training (True) or in evaluation (False)."""
         return DEFAULT_OPS if training else self
 
 
 def select_op_set(batch_invariant: bool) -> OpSet:
-    """The arithmetic of a model with the option `batch_invariant`."""
+    """Op set of a model with the option `batch_invariant`."""
     return BATCH_INVARIANT_OPS if batch_invariant else DEFAULT_OPS
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """What there is no special way for."""
+    """Stand in for an operation that this op set does not fuse: return None, and the caller uses the plain version."""
 
 
 def _linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -128,7 +128,7 @@ def _of_one_expert(
     batch_invariant: bool = False,
     runs: tuple[AdapterRun, ...] = (),
 ) -> Tensor:
-    """As `_mlp`: the experts of a layer that has one, which all tokens pass with weight 1."""
+    """Compute `_mlp` as a layer with one expert, to which all tokens go with weight 1."""
     experts = ExpertWeights.of(
         w_in_GFD[None],
         w_out_DF[None],
@@ -167,7 +167,7 @@ DEFAULT_OPS = OpSet(
     attention=dense_attention.attention,
     mlp=_mlp,
 )
-"""The fastest order of sums, which may follow the batch."""
+"""Fastest implementations; results of a row may depend on the batch."""
 
 BATCH_INVARIANT_OPS = OpSet(
     batch_invariant=True,
@@ -183,4 +183,6 @@ BATCH_INVARIANT_OPS = OpSet(
     attention=invariant_attention.attention,
     mlp=partial(_of_one_expert, batch_invariant=True),
 )
-"""An order of sums that the width of a row alone decides: see `docs/numerics.md`, section 6."""
+"""Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`,
+section 6.
+"""

@@ -1,4 +1,4 @@
-"""Moving rows between token order and expert order, and the sum per token."""
+"""Movement of rows between token order and expert order, and the sum per token."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from expertmesh.ops.transforms import refuse_transforms
 def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> Tensor:
     """Copy tokens (T, D) to rows in expert order (R, D); rows behind the last live one are zero.
 
-    Differentiable any number of times; no host synchronisation on a GPU. Raises ConfigError where the metadata are of
+    Differentiable any number of times; no host synchronisation on a GPU. Raises ConfigError if the metadata have
     another number of tokens.
 
     Example:
@@ -36,7 +36,7 @@ def unpermute(
 ) -> Tensor:
     """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times.
 
-    Raises ConfigError where the metadata are of another number of rows.
+    Raises ConfigError if the metadata have another number of rows.
 
     Example:
         >>> maps = route_metadata(torch.tensor([[1], [0]]), 2)
@@ -56,8 +56,8 @@ def unpermute(
 def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto") -> Tensor:
     """Sum each token's live rows, (R, D) -> (T, D), in FP32 (FP64 for FP64) and a fixed order.
 
-    Differentiable any number of times; bitwise deterministic. Raises ConfigError where the metadata are of another
-    number of rows.
+    Differentiable any number of times; bitwise deterministic. Raises ConfigError if the metadata have another number of
+    rows.
 
     Example:
         >>> maps = route_metadata(torch.tensor([[1, 0]]), 2)
@@ -111,13 +111,14 @@ def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int)
     index_TK = torch.where(live_TK, index_TK, 0)
     out = y_RD.new_zeros(num_tokens, y_RD.shape[1], dtype=accumulate_dtype(y_RD.dtype))
     for j in range(top_k):
-        # where, not a product with 0: rows behind the last live one may hold anything, NaN too
+        # where, not a product with 0, because rows behind the last live one may be NaN
         out += torch.where(live_TK[:, j, None], y_RD[index_TK[:, j]], 0)
     return out.to(y_RD.dtype)
 
 
 def _sum_rows_in_bags(y_RD: Tensor, num_live: int, row_of_slot_N: Tensor, top_k: int) -> Tensor:
-    # An embedding bag is this very sum: one pass, FP32 sums, all threads; 3 to 10 times faster than gathers and adds.
+    # An embedding bag computes this sum in one pass with FP32 sums on all threads, 3 to 10 times as fast as gathers and
+    # adds.
     num_slots = row_of_slot_N.shape[0]
     if num_live == num_slots:
         starts_T = torch.arange(0, num_slots, top_k, dtype=torch.int32, device=y_RD.device)
@@ -194,7 +195,7 @@ def _sum_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _rows_to_slots_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    # a slot is a token with one choice: the slot of a row is its token
+    # a slot is a token with one choice, so the slot of a row is its token
     return _tokens_to_rows(grad, *ctx.saved_tensors, ctx.backend), *(None,) * 4
 
 

@@ -10,17 +10,17 @@ _ROUNDS = 10
 _MASK32 = 0xFFFFFFFF
 
 
-# Opaque to torch.compile: fused, the ten rounds become one expression that takes a C++ compiler minutes, and one in
-# which it may assume that the products below never overflow. Step by step they wrap, which keeps all 64 bits.
+# Opaque to torch.compile: fused, the ten rounds become one expression that a C++ compiler takes minutes for, and that
+# lets it assume that the products below never overflow. Unfused, they wrap, which keeps all 64 bits.
 @torch.library.custom_op("expertmesh::philox4x32", mutates_args=())
 def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """Philox4x32-10 of four words of the counter and two of the key.
+    """Compute Philox4x32-10 of a counter of four words and a key of two.
 
     Args:
-        c0: int64 of values in [0, 2^32), broadcast together with all that follow.
-        c1: see there.
-        c2: see there.
-        c3: see there.
+        c0: int64 word of the counter in [0, 2^32), broadcast with c1, c2 and c3.
+        c1: see c0.
+        c2: see c0.
+        c3: see c0.
         k0: scalar int64 in [0, 2^32).
         k1: scalar int64 in [0, 2^32).
 

@@ -1,4 +1,4 @@
-"""When an operator may be called as the Python function it is."""
+"""Checks that allow an operator to be called as its plain Python function."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors is one of Python on CPU tensors: no compiler, no tracing, no subclass."""
+    """Whether a call with these tensors is plain Python on CPU tensors: no compiler, no tracing, no subclass."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     for t in tensors:
@@ -16,11 +16,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches a call with these tensors: no compiler, no tracing, no autograd, no mode, no other device.
+    """Whether a call with these tensors needs no dispatch: CPU, no compiler, no tracing, no autograd, no dispatch mode.
 
-    Every way of a `torch.library` operator through PyTorch's dispatcher costs 20 us with warm caches and several
-    times that with cold ones, which is what generating one token at a time has; on a CPU that is as much as an
-    expert takes to read.
+    A `torch.library` operator costs 20 us in PyTorch's dispatcher with warm caches, and several times as much with cold
+    ones, as in token-by-token generation. On a CPU that is as long as reading an expert takes.
     """
     if not is_plain(*tensors) or is_in_torch_dispatch_mode():
         return False

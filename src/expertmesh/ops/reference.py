@@ -1,6 +1,6 @@
-"""Plain-PyTorch oracles of the operators: short, obviously right, differentiable as often as one likes, slow.
+"""Plain-PyTorch oracles of the operators: short, obviously correct, differentiable any number of times, slow.
 
-They are the "reference" backend and what the tests compare every other backend with.
+They are the "reference" backend; tests compare every other backend with them.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from expertmesh.ops.dtypes import accumulate_dtype
 def route_metadata(
     expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give (offsets, token_of_row, slot_of_row, row_of_slot) by one pass over the experts per list."""
+    """Compute (offsets, token_of_row, slot_of_row, row_of_slot) by one pass over the ids per expert."""
     top_k = max(expert_ids_TK.shape[1], 1)
     ids_N = expert_ids_TK.reshape(-1)
     slots_by_expert = [torch.nonzero(ids_N == e).flatten() for e in range(num_experts + 1)]
@@ -32,20 +32,20 @@ def route_metadata(
 
 
 def gather_rows(source: Tensor, index_R: Tensor, num_live: int) -> Tensor:
-    """Rows source[index] for the first num_live rows, zeros behind."""
+    """Gather rows source[index] for the first num_live rows, with zeros behind."""
     live = torch.arange(len(index_R), device=index_R.device) < num_live
     return torch.where(live[:, None], source[index_R.long().clamp(max=max(len(source) - 1, 0))], 0)
 
 
 def rows_to_slots(rows_RD: Tensor, row_of_slot_N: Tensor, num_live: int) -> Tensor:
-    """(R, D) rows back to (N, D) slots, zeros where a slot is dead."""
+    """Copy (R, D) rows to (N, D) slots; dead slots are zero."""
     live = row_of_slot_N < num_live
     padded = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
     return padded[torch.where(live, row_of_slot_N.long(), len(rows_RD))]
 
 
 def combine(rows_RD: Tensor, row_of_slot_N: Tensor, num_live: int, top_k: int) -> Tensor:
-    """Sum of each token's rows, in FP32 (FP64 for FP64 rows), rounded once."""
+    """Sum each token's rows in FP32 (FP64 for FP64 rows), rounded once."""
     wide = rows_to_slots(rows_RD, row_of_slot_N, num_live).to(accumulate_dtype(rows_RD.dtype))
     num_tokens = len(row_of_slot_N) // top_k
     return wide.view(num_tokens, top_k, rows_RD.shape[1]).sum(1).to(rows_RD.dtype)
@@ -70,7 +70,7 @@ def choose_experts(
     num_limited_groups: int = 1,
     group_score: str = "top2_sum",
 ) -> Tensor:
-    """Give the ids (T, K) by full sorts, ties to the lower id; see `ops.topk.choose_experts`."""
+    """Compute the ids (T, K) by full sorts, ties to the lower id; see `ops.topk.choose_experts`."""
     criterion = logits_TE.detach() if noise_TE is None else logits_TE.detach() + noise_TE
     if (bias_E is not None or num_expert_groups > 1) and score_function != "softmax_after_topk":
         criterion = _scores_of(criterion, score_function)
@@ -94,7 +94,7 @@ def weigh_experts(
     normalize: bool,
     weight_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Give (weights (T, K), scores (T, E) that sum to 1) of a choice; see `ops.topk.choose_experts`."""
+    """Compute the weights (T, K) of a choice and scores (T, E) that sum to 1; see `ops.topk.choose_experts`."""
     scores_TE = _scores_of(logits_TE, score_function)
     if score_function == "softmax_after_topk":
         weights_TK = logits_TE.gather(-1, ids_TK).softmax(-1)
@@ -119,7 +119,7 @@ def moe_mlp(
     b_in_EGF: Tensor | None = None,
     b_out_ED: Tensor | None = None,
 ) -> Tensor:
-    """Experts on sorted rows, the routing weight applied to the activation, and the sum per token."""
+    """Compute experts on sorted rows, with the routing weight applied to the activation, and the sum per token."""
     num_experts, num_branches, hidden_dim, dim = w_in_EGFD.shape
     bounds = offsets_E.tolist()
     rows = [x_TD.new_zeros(0, dim)]
@@ -138,7 +138,7 @@ def moe_mlp(
 
 
 class _Deposit(torch.autograd.Function):
-    """The identity, whose gradient is added to a buffer and goes no further."""
+    """Identity whose gradient is added to a buffer instead of being propagated."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, buffer: Tensor) -> Tensor:
@@ -152,6 +152,6 @@ class _Deposit(torch.autograd.Function):
 
 
 def deposit(weight: Tensor, buffer: Tensor) -> Tensor:
-    """Give the weight as it is, but with its gradient added to the buffer instead of to `.grad`."""
+    """Return the weight, with its gradient added to the buffer instead of to `.grad`."""
     deposited: Tensor = _Deposit.apply(weight, buffer)
     return deposited

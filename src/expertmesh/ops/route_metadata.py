@@ -1,4 +1,4 @@
-"""Where every routed row goes: the stable order of (token, choice) slots by expert."""
+"""Stable order of (token, choice) slots by expert: the map between slots and rows."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,23 @@ from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly
 
 MOST_TRITON_EXPERTS = 2047
-"""What one program of its kernels holds; `kernels.route_metadata.MAX_EXPERTS`."""
+"""Maximum number of experts of the Triton kernels, which hold one value per expert in one program;
+`kernels.route_metadata.MAX_EXPERTS`.
+"""
 
 
 @dataclass(frozen=True)
 class RouteMetadata:
-    """The map between slots (slot = t * K + j, token t's j-th choice) and rows sorted by expert; a pytree.
+    """Map between slots (slot = t * K + j, token t's j-th choice) and rows sorted by expert; a pytree.
 
     Rows of one expert are in slot order. Slots without an expert (dropped, masked) sort behind all rows, so a
     slot is live if and only if row_of_slot < offsets[-1].
 
     Attributes:
         offsets_E: (E + 1,) int32, exclusive prefix sum of rows: expert e owns rows [offsets[e], offsets[e + 1]).
-        token_of_row_N: (R,) int32, the token of each row; rows from offsets[-1] on are of dead slots.
+        token_of_row_N: (R,) int32, the token of each row; rows from offsets[-1] on belong to dead slots.
         slot_of_row_N: (R,) int32, the slot of each row.
-        row_of_slot_N: (T * K,) int32, the inverse.
+        row_of_slot_N: (T * K,) int32, the row of each slot.
     """
 
     offsets_E: Tensor
@@ -48,12 +50,13 @@ def route_metadata(
     max_rows: int | None = None,
     backend: str = "auto",
 ) -> RouteMetadata:
-    """Order the (token, choice) slots by expert, stably, in time linear in their number.
+    """Sort the (token, choice) slots stably by expert, in time linear in their number.
 
     Args:
         expert_ids_TK: (T, K) integers in [0, num_experts]; num_experts means "no expert". Detached.
         num_experts: E.
-        max_rows: a bound on live rows that the caller guarantees (E * C under a capacity); rows get this length.
+        max_rows: upper bound on the number of live rows, guaranteed by the caller (E * C with a capacity); tensors over
+            rows get this length.
         backend: see `resolve_backend`.
 
     Returns:
@@ -61,7 +64,7 @@ def route_metadata(
 
     Raises:
         ConfigError: shape or dtype of the ids is wrong, or (torch backend on the CPU only) an id is out of range; the
-            triton backend takes such ids for "no expert".
+            triton backend treats such ids as "no expert".
 
     Example:
         >>> maps = route_metadata(torch.tensor([[1, 0], [1, 2]]), 2)  # 2 is "no expert"
@@ -106,7 +109,7 @@ def check_range(least: int, most: int, num_experts: int) -> None:
 
 
 def check_tokens(x_TD: Tensor, metadata: RouteMetadata) -> None:
-    """Raise ConfigError where these cannot be the tokens of the metadata: a kernel would read behind the last one."""
+    """Raise ConfigError if the number of tokens does not fit the metadata: a kernel would read out of bounds."""
     num_tokens, num_slots = x_TD.shape[0], metadata.row_of_slot_N.shape[0]
     if num_slots % num_tokens if num_tokens else num_slots:
         raise ConfigError(
@@ -115,7 +118,7 @@ def check_tokens(x_TD: Tensor, metadata: RouteMetadata) -> None:
 
 
 def check_rows(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> None:
-    """Raise ConfigError where these cannot be the rows of the metadata: a kernel would read behind the last one."""
+    """Raise ConfigError if the number of rows does not fit the metadata: a kernel would read out of bounds."""
     num_rows, num_slots = metadata.token_of_row_N.shape[0], metadata.row_of_slot_N.shape[0]
     if y_RD.shape[0] != num_rows or top_k < 1 or num_slots % top_k:
         raise ConfigError(
@@ -139,7 +142,7 @@ def _sorted(
     if ids_N.device.type == "cpu" and num_slots:
         least, most = map(int, torch.aminmax(ids_N))
         check_range(least, most, num_experts)
-    # int32 keys take the radix sort of PyTorch's CPU build, which is linear in the number of slots.
+    # PyTorch's CPU build sorts int32 keys by radix sort, which is linear in the number of slots.
     sorted_N, slot_of_row_N = torch.sort(ids_N.to(torch.int32), stable=True)
     bounds_E = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_N.device)
     offsets_E = torch.searchsorted(sorted_N, bounds_E, out_int32=True)
@@ -167,4 +170,4 @@ def _(
 
 
 OPERATOR = torch.ops.expertmesh.route_metadata.default
-"""What graphs and dispatch modes see, for policies that go by operator (activation checkpointing)."""
+"""Operator as graphs and dispatch modes see it, for policies by operator (activation checkpointing)."""

@@ -1,4 +1,4 @@
-"""The router's linear map: FP32 accuracy whatever the tokens' type, on tensor cores where BF16 tokens are on a GPU."""
+"""Linear map of the router: FP32 accuracy for any dtype of the tokens, on tensor cores for BF16 tokens on a GPU."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.plain_call import runs_plainly
 
 FEWEST_SPLIT_ROWS = 256
-"""Tokens from which products by BF16 parts pay: they run without splitting the sum over D among programs."""
+"""Fewest tokens for products in BF16 parts: from here on the kernels need not split the sum over D among programs."""
 
 
 def router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tensor:
-    """Linear map in FP32 (FP64 for FP64 input), whatever the autocast state.
+    """Compute x W^T in FP32 (FP64 for FP64 input), whatever the autocast state.
 
-    BF16 tokens from 256 on are multiplied on tensor cores with FP32 weights in three BF16 parts by the "triton" backend
-    (see `resolve_backend`); the error against FP64 is within twice that of the FP32 product. Everything else is an FP32 or FP64
-    product. An infinite token gives NaN in parts.
+    The "triton" backend (see `resolve_backend`) multiplies 256 or more BF16 tokens by FP32 weights on tensor cores,
+    with weights split into three BF16 parts. Its error against FP64 is within twice the FP32 product's. An infinite
+    token gives NaN there. All other calls are an FP32 or FP64 product.
 
     Args:
-        x_TD: (T, D), any float dtype; saved for the backward as it is, without an FP32 copy.
+        x_TD: (T, D), any float dtype; saved for the backward without an FP32 copy.
         w_ED: (E, D), any float dtype.
         backend: see `resolve_backend`.
 
@@ -35,7 +35,7 @@ def router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tenso
         x_TD.dtype == torch.bfloat16
         and w_ED.dtype == torch.float32
         and resolve_backend(backend, x_TD.device, x_TD.dtype) == "triton"
-        # Last: a compiler makes it a condition of what it has compiled.
+        # last, because a compiler guards on this condition
         and x_TD.shape[0] >= FEWEST_SPLIT_ROWS
     )
     return (_split_linear if in_parts else _router_linear)(x_TD, w_ED)
@@ -47,7 +47,7 @@ def _linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
         return product(x_TD.to(dtype), w_ED.to(dtype).t())
 
 
-# A custom operator, not an autograd.Function: torch.compile makes an instance of the latter, which torch warns about.
+# A custom operator, not an autograd.Function: torch.compile would instantiate the latter, and torch warns about that.
 _router_linear = torch.library.custom_op("expertmesh::router_linear", _linear, mutates_args=())
 
 
@@ -60,7 +60,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
 
 
 def _router_linear_backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Cast the saved x again, in differentiable operations."""
+    """Gradients of x and W; saved x is cast again, by differentiable operations."""
     x_TD, w_ED = ctx.saved_tensors
     with without_autocast(x_TD.device):
         dtype, (need_x, need_w) = grad_TE.dtype, ctx.needs_input_grad
@@ -115,7 +115,7 @@ def _save_for_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _second_backward(
     ctx: Any, by_dx: Tensor, by_dw: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-    """Gradients of (grad W, grad^T x) by PyTorch's FP32 products, which can be differentiated again."""
+    """Gradients of the products grad W and grad^T x by PyTorch's FP32 products, which are differentiable again."""
     grad_TE, x_TD, w_ED = ctx.saved_tensors
     need_x, need_w = ctx.needs
     d_grad = d_x = d_w = None

@@ -1,4 +1,6 @@
-"""From logits to token ids and logprobs, one call for all rows; what a row gets depends on the row alone."""
+"""Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row
+only.
+"""
 
 from dataclasses import dataclass
 
@@ -11,18 +13,18 @@ from expertmesh.ops.philox import philox4x32
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How the token of each of R rows is drawn.
+    """Sampling parameters of R rows.
 
     Attributes:
-        temperature_R: FP64; 0: the most likely token.
-        top_k_R: int64, V where all tokens stay.
-        top_p_R: FP64, 1 where all stay.
-        min_p_R: FP64, 0 where all stay.
+        temperature_R: FP64 temperatures; 0: greedy.
+        top_k_R: int64 number of tokens kept; V: all.
+        top_p_R: FP64 probability mass kept; 1: all.
+        min_p_R: FP64 smallest probability relative to the largest; 0: all.
         seed_R: int64 seeds.
-        answer_R: int64 index of the answer that a row belongs to.
-        position_R: int64 position of the token that is drawn.
-        all_greedy: whether no row draws; known without waiting for the device.
-        none_filters: whether no row has top_k, top_p or min_p.
+        answer_R: int64 index of the row's answer among its prompt's answers.
+        position_R: int64 position of the token to sample.
+        all_greedy: whether all rows are greedy; known on the host.
+        none_filters: whether no row uses top_k, top_p or min_p.
     """
 
     temperature_R: Tensor
@@ -37,7 +39,7 @@ class SamplingBatch:
 
 
 def uniform_of(seed_R: Tensor, answer_R: Tensor, position_R: Tensor) -> Tensor:
-    """(R,) FP64 numbers in [0, 1): 53 bits of Philox keyed by seed, answer and position, and by nothing else."""
+    """(R,) FP64 uniform numbers in [0, 1): 53 bits of Philox keyed by seed, answer and position only."""
     low = 0xFFFFFFFF
     words_R4 = philox4x32(
         position_R & low,
@@ -51,13 +53,13 @@ def uniform_of(seed_R: Tensor, answer_R: Tensor, position_R: Tensor) -> Tensor:
 
 
 _STREAM = 0x53414D50
-"""Keeps these numbers apart from those of routing with the same seed."""
+"""Stream constant that separates these random numbers from the routing noise of the same seed."""
 
 
 def token_probs(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
-    """(R, V) FP64 probabilities after temperature, top_k, top_p and min_p, in this order; of ties the smaller ids stay."""
+    """(R, V) FP64 probabilities after temperature, top_k, top_p and min_p, in this order; ties keep the smaller ids."""
     logits_RV = logits_RV.double()
-    # The largest becomes 0 first, so that no temperature, however small, makes an infinity of it.
+    # The maximum is subtracted first, so that a tiny temperature does not make it infinite.
     logits_RV = logits_RV - logits_RV.amax(-1, keepdim=True)
     cold = batch.temperature_R <= 0
     scaled = logits_RV / torch.where(cold, 1.0, batch.temperature_R)[:, None]
@@ -67,7 +69,7 @@ def token_probs(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
     place_V = torch.arange(ordered.shape[-1], device=ordered.device)
     ordered = ordered.masked_fill(place_V >= batch.top_k_R[:, None], -torch.inf)
     probs = ordered.softmax(-1)
-    # rounding must not remove the most likely token, whose sum before it is 0
+    # the exclusive sum is 0 at the most likely token, so rounding cannot remove it
     before = probs.cumsum(-1) - probs
     gone = (before >= batch.top_p_R[:, None]) | (probs < batch.min_p_R[:, None] * probs[:, :1])
     probs = probs.masked_fill(gone, 0.0)
@@ -75,24 +77,24 @@ def token_probs(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def draw(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
-    """(R,) int64 token ids; does not synchronise with the device.
+    """Sample (R,) int64 token ids; does not synchronise with the device.
 
-    A drawn token is the one whose interval of the cumulative distribution holds the row's number.
+    The sampled token is the one whose interval of the cumulative distribution contains the row's uniform number.
     """
-    # on a CPU that is five times as fast as of narrow numbers
+    # on a CPU argmax in FP32 is five times as fast as in 16 bits
     greedy_R = logits_RV.to(accumulate_dtype(logits_RV.dtype)).argmax(-1)
     if batch.all_greedy:
         return greedy_R
     cumulative = token_probs(logits_RV, batch).cumsum(-1)
     uniform_R = uniform_of(batch.seed_R, batch.answer_R, batch.position_R)
-    # scaled by the last value, since filtered rows do not sum to 1, and rounding may leave others below it
+    # scaled by the last value: rows with removed tokens do not sum to 1, and rounding may leave others below it
     threshold = uniform_R[:, None] * cumulative[:, -1:]
     drawn_R = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
     return torch.where(batch.temperature_R <= 0, greedy_R, drawn_R)
 
 
 def are_finite(logits_RV: Tensor) -> Tensor:
-    """(R,) bool: whether all of a row are; 0 times what is not finite is NaN."""
+    """(R,) bool: whether all logits of a row are finite; 0 times inf or NaN is NaN."""
     return (logits_RV * 0).sum(-1) == 0
 
 
@@ -113,17 +115,17 @@ def penalised(
     presence_R: Tensor,
     frequency_R: Tensor,
 ) -> Tensor:
-    """Logits less what the tokens of a sequence have cost; a new tensor.
+    """Apply repetition, presence and frequency penalties; returns a new tensor.
 
     Args:
         logits_RV: logits.
-        rows_N: rows of N different pairs of row and token that occurred in prompt or answer.
-        ids_N: tokens of these pairs.
-        times_N: how often the answer has the token.
-        is_generated_N: whether it has it at all.
-        repetition_R: positive logits are divided by it, negative ones multiplied.
-        presence_R: subtracted from those of the answer.
-        frequency_R: subtracted for each time.
+        rows_N: rows of the N distinct (row, token) pairs that occur in prompt or answer.
+        ids_N: token ids of these pairs.
+        times_N: number of occurrences in the answer.
+        is_generated_N: whether the token occurs in the answer.
+        repetition_R: divisor of positive logits and factor of negative ones.
+        presence_R: subtracted once from logits of tokens in the answer.
+        frequency_R: subtracted once per occurrence in the answer.
     """
     found = logits_RV[rows_N, ids_N]
     factor = repetition_R[rows_N]

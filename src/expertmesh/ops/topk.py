@@ -1,4 +1,4 @@
-"""The choice of experts: from router logits to expert ids, routing weights and scores, in one operator."""
+"""Top-k choice of experts: from router logits to expert ids, routing weights and scores, in one operator."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "softmax_after_topk")
-_MOST_TRITON_EXPERTS = 2048  # lanes of one program of its kernels
+_MOST_TRITON_EXPERTS = 2048  # one lane per expert in one program of the kernels
 
 
 def choose_experts(
@@ -29,13 +29,15 @@ def choose_experts(
     group_score: str = "top2_sum",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take every token's K best experts, weigh them, and score all experts for the balance loss.
+    """Choose every token's K best experts, with routing weights, and scores of all experts for the balance loss.
 
-    Scores are the softmax or the sigmoid of the logits. The choice is made by the logits plus noise; with a bias
-    or a group limit by the scores of that (the logits for softmax_after_topk) plus the bias, where experts outside the
-    `num_limited_groups` groups with the largest sum of their two best values (DeepSeek-V3, section 2.1.2), or the
-    largest best value (DeepSeek-V2, section 2.2.2), count as -inf. Weights are the scores of the chosen, divided by their sum if `normalize`, or for softmax_after_topk the
-    softmax over their logits; all times `weight_scale`. Noise and bias do not enter weights and scores.
+    Scores are the softmax or the sigmoid of the logits. The choice compares logits plus noise. With a bias or a group
+    limit it compares the scores of logits plus noise (for softmax_after_topk logits plus noise), plus the bias. A group
+    limit sets experts to -inf outside the `num_limited_groups` best groups: those with the largest sum of their two
+    best values (DeepSeek-V3, section 2.1.2) or with the largest best value (DeepSeek-V2, section 2.2.2). Routing
+    weights are the scores of the chosen experts, divided by their sum if `normalize`; for softmax_after_topk they are
+    the softmax over the chosen logits. They are multiplied by `weight_scale`. Noise and bias do not enter weights and
+    scores.
 
     Args:
         logits_TE: (T, E) FP32 or FP64.
@@ -52,11 +54,11 @@ def choose_experts(
 
     Returns:
         ids (T, K) int64, best first, ties to the lower id; weights (T, K); scores (T, E) that sum to 1 per token.
-        Weights and scores have the type of the logits and are differentiable (once with triton, which saves logits
+        Weights and scores have the dtype of the logits and are differentiable (once with triton, which saves logits
         and ids only). Does not synchronise.
 
     Raises:
-        ConfigError: an option or shape is wrong, or triton was asked for and cannot do it.
+        ConfigError: an option or shape is wrong, or triton was asked for and does not support the call.
 
     Example:
         >>> logits_TE = torch.tensor([[0.0, 2.0, 1.0]])
@@ -213,4 +215,4 @@ refuse_second_derivative(
 )
 
 OPERATOR = torch.ops.expertmesh.choose_experts.default
-"""The fused choice, for policies that go by operator (activation checkpointing)."""
+"""Fused top-k operator, for policies by operator (activation checkpointing)."""

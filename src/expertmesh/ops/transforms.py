@@ -1,7 +1,7 @@
-"""What may not watch our operators: `torch.func`, forward-mode differentiation and the tracer of TorchScript.
+"""Checks that refuse `torch.func` transforms, forward-mode differentiation and TorchScript tracing of our operators.
 
-PyTorch gives an operator of a library without a rule for forward mode a tangent of exactly zero, and `vmap` a loop in which the
-capacity of an expert is that of one sample: wrong, without a word.
+Without them PyTorch would silently give wrong results: a library operator without a forward-mode rule gets a tangent of
+exactly zero, and `vmap` runs it in a loop in which an expert's capacity is computed from one sample.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,11 +16,11 @@ from expertmesh.errors import ConfigError
 
 
 def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]]) -> None:
-    """Refuse to run inside a transform that would give wrong results. Costs nothing to speak of where there is none.
+    """Raise ConfigError inside a transform that would give wrong results. Costs almost nothing outside transforms.
 
     Args:
-        what: is called, for the message.
-        tensors: gives all that a derivative may be asked for; called inside forward-mode differentiation only.
+        what: name of the operation, for the message.
+        tensors: returns the differentiable inputs; called inside forward-mode differentiation only.
 
     Raises:
         ConfigError: inside torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian, linearize or vmap, inside torch.jit.trace, or with
@@ -47,12 +47,12 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
 
 
 def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
-    """Let an operator that computes gradients have none of its own: an error, not a wrong number.
+    """Make the second derivative of an operator an error, instead of a wrong number.
 
     Args:
-        backward: the operator, a `torch.library.custom_op`.
-        what: it is the backward of.
-        fix: what to do instead.
+        backward: the operator that computes gradients, a `torch.library.custom_op`.
+        what: name of the operation whose backward it is.
+        fix: advice for the message.
     """
 
     def refuse(ctx: Any, *grads: Any) -> None:
@@ -62,10 +62,10 @@ def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
 
 
 def refuse_batched_gradient(what: str, grad: Tensor | None) -> None:
-    """Refuse a backward over a batch of gradients at once (`is_grads_batched`, `vectorize`).
+    """Raise ConfigError in a backward over a batch of gradients (`is_grads_batched`, `vectorize`).
 
     Raises:
-        ConfigError: the gradient is such a batch.
+        ConfigError: the gradient is a batch.
     """
     if torch.compiler.is_compiling() or grad is None or not is_legacy_batchedtensor(grad):
         return

@@ -1,4 +1,4 @@
-"""The "triton" backend of `grouped_linear`: the experts' kernels on rows that lie in order already."""
+"""Triton backend of `grouped_linear`: the experts' kernels on rows that are sorted already."""
 
 from typing import Any
 
@@ -15,7 +15,9 @@ def forward(
     transposed: bool,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Give (R, N), zeros behind the last live row; with batch_invariant by tiles that do not depend on R. Does not synchronise."""
+    """Compute (R, N), zeros behind the last live row. With batch_invariant, tiles do not depend on R. Does not
+    synchronise.
+    """
     from expertmesh.kernels import moe_forward, tiles
 
     x_RK, w = x_RK.contiguous(), w.contiguous()
@@ -41,7 +43,7 @@ def forward(
 def weight_grad(
     grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool
 ) -> Tensor:
-    """Give the gradient of the weights, contiguous; experts without rows get zeros."""
+    """Compute the gradient of the weights, contiguous; zeros for experts without rows."""
     from expertmesh.kernels import moe_wgrad, tiles
 
     x_RK, grad_RN = x_RK.contiguous(), grad_RN.contiguous()
@@ -62,7 +64,7 @@ def weight_grad(
 
 
 def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Give the gradient of the biases (E, N)."""
+    """Compute the gradient of the biases (E, N)."""
     from expertmesh.kernels import moe_wgrad
 
     grad_RN = grad_RN.contiguous()
@@ -89,7 +91,7 @@ def _config(
 
 
 def _rows(x_RK: Tensor, offsets_E: Tensor, block_m: int | None) -> Any:
-    """Every row is its own token and slot; cut into tiles where their height is given."""
+    """Rows in which every row is its own token and slot; cut into tiles if `block_m` is given."""
     from expertmesh.kernels import grouped
 
     own = torch.arange(x_RK.shape[0], dtype=torch.int32, device=x_RK.device)

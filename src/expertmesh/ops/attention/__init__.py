@@ -1,1 +1,1 @@
-"""Attention of queries to the keys that they may see: what is visible, and who computes."""
+"""Attention: masks, score rules, and implementations for CPUs and GPUs."""

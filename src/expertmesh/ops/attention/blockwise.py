@@ -1,7 +1,8 @@
-"""Causal attention of many queries on a CPU without AMX and without gradients, a block of queries at a time as batched products.
+"""Causal attention of many queries on a CPU without AMX and without gradients, as batched products over blocks of
+queries.
 
-There PyTorch's fused attention takes twice as long in BF16; with AMX it takes a fifth of this one's time (docs/log.md). All query
-heads of a key head are rows of one product, and a block's scores stay in the cache.
+PyTorch's fused attention in BF16 takes twice as long as this one without AMX, and a fifth of its time with AMX
+(docs/log.md). All query heads of a key head are rows of one product, and a block's scores stay in the cache.
 """
 
 import math
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 BLOCK_ROWS = 128
-"""Of a product: queries times the query heads of a key head. With more, PyTorch's batched product takes another, slower way."""
+"""Rows of one product: queries times query heads per key head. With more rows PyTorch's batched product takes a slower
+path.
+"""
 
 
 def serves(q_BHSd: Tensor, k_BhLd: Tensor) -> bool:
-    """Whether `causal_attention` is the way to go."""
+    """Whether `causal_attention` supports this call and is the fastest choice."""
     return (
         q_BHSd.device.type == "cpu"
         and q_BHSd.dtype == torch.bfloat16
@@ -27,7 +30,7 @@ def serves(q_BHSd: Tensor, k_BhLd: Tensor) -> bool:
 
 
 def causal_attention(q_BHSd: Tensor, k_BhLd: Tensor, v_BhLd: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d), each query over its key and those before it) v; not differentiable.
+    """Compute causal softmax(q k^T / sqrt(d)) v; not differentiable.
 
     Args:
         q_BHSd: (1, H, S, d) queries, the last S of L tokens.
@@ -39,7 +42,7 @@ def causal_attention(q_BHSd: Tensor, k_BhLd: Tensor, v_BhLd: Tensor) -> Tensor:
     """
     (_, H, S, d), (_, h, L, _) = q_BHSd.shape, k_BhLd.shape
     q_hGSd = q_BHSd[0].unflatten(0, (h, -1))
-    # in one piece per head, since a batched product is half as fast with strides between
+    # contiguous per head, because a batched product with strides is half as fast
     k_hdL, v_hLd = k_BhLd[0].contiguous().mT, v_BhLd[0].contiguous()
     y_hGSd = q_hGSd.new_empty(h, H // h, S, v_hLd.shape[2])
     size = max(BLOCK_ROWS * h // H, 16)

@@ -1,4 +1,4 @@
-"""Attention over keys that lie in one piece per sequence, by the fastest way that serves."""
+"""Attention over keys that are contiguous per sequence: selects the fastest implementation that supports the call."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,14 +11,14 @@ from expertmesh.ops.attention.visible import Visible
 def attention(
     q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule | None = None
 ) -> Tensor:
-    """Softmax attention with scale 1 / sqrt(d); bits may depend on the batch.
+    """Compute softmax attention with scale 1 / sqrt(d); bits may depend on the batch.
 
     Args:
         q_BHSd: (B, H, S, d) queries, the last S of L tokens.
         k_BHLd: (B, heads, L, d) keys; heads divides H.
-        v_BHLd: values, like the keys.
-        visible: which keys each query may look at.
-        rule: a window, a cap and sinks.
+        v_BHLd: (B, heads, L, d) values.
+        visible: the keys that each query may attend to.
+        rule: window, chunks, soft cap and sinks; None: none of them.
 
     Returns:
         (B, H, S, d) in the type of q; differentiable.
@@ -29,8 +29,8 @@ def attention(
             return query_blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible, rule)
         visible = in_window(visible, rule, num_keys=L, device=device)
     mask = visible.mask
-    # One new token may look at everything so far, so it needs no mask at all.
-    # By a branch: with dynamic shapes the condition is a symbol, which the operator refuses.
+    # A single new token attends to all keys so far, so it needs no mask. A branch, because with dynamic shapes the
+    # condition would be a symbol, which the operator refuses.
     causal = False
     if mask is None and visible.is_causal and q_BHSd.shape[2] > 1:
         causal = True
@@ -49,7 +49,9 @@ def attention(
 
 
 def _one_query(q_BH1d: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, mask: Tensor | None) -> Tensor:
-    """The query heads of a key head are its queries: keys are read once, and not widened for each of them (docs/log.md)."""
+    """Attention of one query per sequence with a key head's query heads as its queries: keys are read once and not
+    repeated (docs/log.md).
+    """
     q_BhGd = q_BH1d.squeeze(2).unflatten(1, (k_BhLd.shape[1], -1))
     y_BhGd = F.scaled_dot_product_attention(q_BhGd, k_BhLd, v_BhLd, attn_mask=mask)
     return y_BhGd.flatten(1, 2).unsqueeze(2)

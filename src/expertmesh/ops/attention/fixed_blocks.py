@@ -1,9 +1,9 @@
-"""Attention whose result for a query is the same to the bit whatever batch its sequence sits in.
+"""Batch-invariant attention: the result of a query is bitwise the same in every batch.
 
-Keys go through in blocks of a fixed length, counted from the first real token of their sequence: scores, then the
-exponentials summed block by block, then the weighted values block by block. A block that a query may not look at, be
-it later tokens, padding or an empty end, adds exact zeros; so neither the length of the batch nor its padding, nor
-whether earlier keys come from a cache, changes a bit.
+Keys are processed in blocks of a fixed length, counted from the first real token of their sequence: scores, then
+exponentials summed block by block, then weighted values block by block. A block that is masked for a query (later
+tokens, padding, an empty end) adds exact zeros. So neither the batch's length, nor its padding, nor a cache of earlier
+keys changes a bit.
 """
 
 from typing import Any
@@ -25,25 +25,25 @@ from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_KEYS = 64
-"""Keys of one block."""
+"""Keys per block."""
 _ELEMENTS = 1 << 20
-"""Scores, or keys, of the sequences that are computed at once."""
+"""Largest number of scores, or of key elements, of the sequences computed at once."""
 
 
 def attention(
     q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule | None = None
 ) -> Tensor:
-    """Softmax attention with scale 1 / sqrt(d), in FP32 (FP64 for FP64) inside.
+    """Compute softmax attention with scale 1 / sqrt(d), in FP32 (FP64 for FP64) inside.
 
     Args:
         q_BHSd: (B, H, S, d) queries, the last S of L tokens.
         k_BHLd: (B, heads, L, d) keys; heads divides H.
-        v_BHLd: values, like the keys.
-        visible: which keys each query may look at, in the causal order.
-        rule: a window, a cap and sinks.
+        v_BHLd: (B, heads, L, d) values.
+        visible: the keys that each query may attend to, causal.
+        rule: window, chunks, soft cap and sinks; None: none of them.
 
     Returns:
-        (B, H, S, d) in the type of q; queries that may look nowhere get 0. Differentiable (ordinary gradients).
+        (B, H, S, d) in the type of q; queries without a visible key get 0. Differentiable (ordinary gradients).
     """
     B, _, S, _ = q_BHSd.shape
     L, device = k_BHLd.shape[2], q_BHSd.device
@@ -65,16 +65,17 @@ def one_query_attention(
     mask_BL: Tensor,
     rule: ScoreRule,
 ) -> Tensor:
-    """Attention of the last token of each of B sequences, with the bits of `attention`; not seen by autograd.
+    """Attention of the last token of each of B sequences over a paged cache, bitwise equal to `attention`; not seen by
+    autograd.
 
     Args:
         q_BHd: (B, H, d) queries.
-        k_Phd: (P, heads, d) memory of keys; heads divides H.
-        v_Phd: of values.
-        places_BL: (B, L) where the keys of a sequence lie, from its first token on; L is a multiple of `BLOCK_KEYS`, and what lies behind
-            the last key of a sequence is any place.
-        mask_BL: (B, L) bool, True for keys that its query may look at.
-        rule: a cap and sinks; a window or chunk is in the mask.
+        k_Phd: (P, heads, d) cache of keys; heads divides H.
+        v_Phd: (P, heads, d) cache of values.
+        places_BL: (B, L) cache positions of each sequence's keys, from its first token on; L is a multiple of
+            `BLOCK_KEYS`. Entries behind a sequence's last key may be any position.
+        mask_BL: (B, L) bool, True for visible keys.
+        rule: soft cap and sinks; a window or chunk is in the mask.
 
     Returns:
         (B, H, d) in the type of q.
@@ -107,7 +108,7 @@ def one_query_attention(
 
 
 def _of_places(t_Phd: Tensor, places_BL: Tensor, dtype: torch.dtype) -> Tensor:
-    """(blocks, B * heads, keys of a block, d with a multiple of 16) of keys or values."""
+    """(blocks, B * heads, keys of a block, d rounded up to 16) keys or values gathered from the cache."""
     (B, L), (heads, d) = places_BL.shape, t_Phd.shape[1:]
     rows = t_Phd.index_select(0, places_BL.flatten())
     rows = rows.view(B, L // BLOCK_KEYS, BLOCK_KEYS, heads, d).permute(1, 0, 3, 2, 4)
@@ -132,7 +133,7 @@ def _plain_attention(
     if q_BHSd.numel() == 0:
         return y_BHSd
     num_blocks = -(-L // BLOCK_KEYS)
-    # rows in the order of the queries, so that a block of keys meets a tail of them
+    # rows in the order of their queries, so that a block of keys concerns a tail of the rows
     q_BhRd = q_BHSd.unflatten(1, (heads, group)).transpose(2, 3).flatten(2, 3)
     y_BhRd = y_BHSd.view(B, heads, group, S, d).transpose(2, 3)
     sinks_hG = None if sinks_H is None else sinks_H.to(dtype).view(heads, group)
@@ -163,7 +164,7 @@ def _some(
     sinks_hG: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """(B, h, R, d) results of queries whose rows are in the order of their positions, a few sequences at a time."""
+    """(B, h, R, d) attention of some sequences' queries; rows are in the order of positions."""
     (B, h, R, d), (S, L) = q_BhRd.shape, mask_BSL.shape[1:]
     group, dtype = R // S, q_BhRd.dtype
     num_blocks = -(-L // BLOCK_KEYS)
@@ -178,7 +179,7 @@ def _some(
         mask_BSL = mask_BSL.gather(2, column_BL[:, None].expand(-1, S, -1)) & inside_BL[:, None]
 
     def in_blocks(t_BhLd: Tensor) -> Tensor:
-        """(blocks, B * h, keys of a block, d) with d a multiple of 16."""
+        """(blocks, B * h, keys of a block, d rounded up to 16)."""
         if first_B is None:
             t = F.pad(t_BhLd, (0, more, 0, behind))
         else:
@@ -192,7 +193,7 @@ def _some(
     y_BhRd = torch.empty_like(q_BhRd, memory_format=torch.contiguous_format)
     for start in range(0, R, invariant.LARGE_BLOCK_ROWS):
         stop = min(start + invariant.LARGE_BLOCK_ROWS, R)
-        # later keys are hidden from all of these
+        # later keys are masked for all of these rows
         seen = min(-(-(L - S + (stop - 1) // group + 1) // BLOCK_KEYS), num_blocks)
         of_row = torch.arange(start, stop, device=q_BhRd.device)
         mask = mask_BSL[:, of_row // group, : seen * BLOCK_KEYS].repeat_interleave(h, 0)
@@ -213,7 +214,7 @@ def _rows(
     softcap: float | None,
     head_dim: int,
 ) -> Tensor:
-    """Attention of at most `LARGE_BLOCK_ROWS` rows of each of X heads to n blocks of K keys."""
+    """Attention of at most `LARGE_BLOCK_ROWS` rows in each of X heads over n blocks of K keys."""
     n, X, K, d = k_nXKd.shape
     R = q_XRd.shape[1]
     q_ZRd = q_XRd.expand(n, X, R, d).flatten(0, 1)
@@ -233,7 +234,7 @@ def _rows(
         total += invariant.pointwise(sinks_XR1 - largest, "exp")
     y_XRd = q_XRd.new_zeros(X, R, d)
     y_ZRd = invariant.batched_product(p_nXRK.flatten(0, 1), v_nXKd.flatten(0, 1))
-    # block by block, so that what comes behind adds exact zeros
+    # summed block by block, so that later blocks add exact zeros
     for sums, y in zip(invariant.row_sum(p_nXRK), y_ZRd.unflatten(0, (n, X)), strict=True):
         total += sums
         y_XRd += y
@@ -254,7 +255,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor | None, ...]:
-    """Run ordinary attention under autograd: its gradients are those of the same function."""
+    """Gradients from ordinary attention under autograd, which computes the same function."""
     *inputs, mask_BSL = ctx.saved_tensors
     needs = ctx.needs_input_grad[:4]
     with torch.enable_grad(), without_autocast(grad_BHSd.device):
@@ -270,7 +271,7 @@ def _backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor | None, ...]:
                 q, k, v, attn_mask=mask, enable_gqa=q.shape[1] > k.shape[1]
             )
         else:
-            seen = Visible(q.shape[2], mask=mask)  # the window is in it
+            seen = Visible(q.shape[2], mask=mask)  # the mask includes the window
             y = query_blocks.attention(q, k, v, seen, rule)
         wanted = [t for t, needed in zip(own, needs, strict=True) if needed]
         found = iter(torch.autograd.grad(y, wanted, grad_BHSd))

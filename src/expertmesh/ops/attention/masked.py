@@ -1,6 +1,6 @@
-"""Attention with a mask over short sequences on a CPU, in training, as batched matrix products.
+"""Masked attention over short sequences on a CPU, in training, as batched matrix products.
 
-PyTorch's fused attention takes up to ten times as long for its backward pass where sequences are short (docs/log.md).
+PyTorch's fused attention takes up to ten times as long for the backward pass of short sequences (docs/log.md).
 """
 
 import torch
@@ -13,7 +13,9 @@ LONGEST = 256
 
 
 def serves(q_BHSd: Tensor, k_BHSd: Tensor) -> bool:
-    """Whether `masked_attention` is the way to go: short sequences on a CPU, a gradient wanted, as many heads of keys as of queries."""
+    """Whether `masked_attention` is the fastest choice: short sequences on a CPU with gradients, equally many heads of
+    keys and queries.
+    """
     return (
         q_BHSd.device.type == "cpu"
         and torch.is_grad_enabled()
@@ -24,13 +26,13 @@ def serves(q_BHSd: Tensor, k_BHSd: Tensor) -> bool:
 
 
 def masked_attention(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d) where the mask is True) v; the softmax in FP32 or FP64.
+    """Compute softmax(q k^T / sqrt(d) where the mask is True) v; the softmax in FP32 or FP64.
 
     Args:
         q_BHSd: (B, H, S, d) queries.
         k_BHSd: (B, H, S', d) keys.
         v_BHSd: (B, H, S', d) values.
-        mask: bool, broadcastable to (B, H, S, S'), True where a query may look, somewhere for each.
+        mask: bool, broadcastable to (B, H, S, S'), True for visible keys; each query needs one.
 
     Returns:
         (B, H, S, d) in the dtype of q.

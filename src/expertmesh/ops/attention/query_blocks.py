@@ -1,7 +1,8 @@
-"""Attention with a soft cap or sinks, a block of queries at a time: memory for the scores of one block, forward and backward.
+"""Attention with a soft cap or sinks over blocks of queries: only one block's scores are in memory, forward and
+backward.
 
-The backward pass makes the scores of a block once more, from the logarithm of the total of each query's softmax. Of keys, a block
-takes those between the first and the last that one of its queries may see.
+The backward pass recomputes a block's scores, using the saved log-sum-exp of each query. A block reads only the keys
+from the first to the last that its queries may attend to.
 """
 
 import math
@@ -19,25 +20,25 @@ from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.transforms import refuse_batched_gradient, refuse_second_derivative
 
 BLOCK_QUERIES = 64
-"""Queries of a block, where all scores of a call are more than `BLOCK_SCORES`."""
+"""Queries per block if a call has more scores than `BLOCK_SCORES`."""
 BLOCK_SCORES = 1 << 22
-"""Scores that are there at a time: 16 MiB, or those of one key head's block where these are more."""
+"""Scores in memory at a time (16 MiB in FP32), unless one key head's block has more."""
 
 
 def attention(
     q_BHSd: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, visible: Visible, rule: ScoreRule
 ) -> Tensor:
-    """softmax(rule(q k^T / sqrt(d)) over what is visible) v, all in FP32 (FP64 for FP64); differentiable once.
+    """Compute softmax(rule(q k^T / sqrt(d)) over visible keys) v, in FP32 (FP64 for FP64); differentiable once.
 
     Args:
         q_BHSd: (B, H, S, d) queries, the last S of L tokens.
         k_BhLd: (B, h, L, d) keys; h divides H.
         v_BhLd: (B, h, L, n) values.
-        visible: which keys each query may look at, without the window and the chunks of the rule.
-        rule: see there.
+        visible: the keys that each query may attend to, without the rule's window and chunks.
+        rule: window, chunks, soft cap and sinks.
 
     Returns:
-        (B, H, S, n) in the type of q; queries that see nothing get 0.
+        (B, H, S, n) in the type of q; queries without a visible key get 0.
     """
     mask = visible.mask
     sizes = (visible.is_causal, rule.window, rule.chunk, rule.softcap)
@@ -49,7 +50,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries of some key heads of some sequences, and the keys that they may see."""
+    """Block of a call: sequences, key heads, queries, and the range of keys that these may attend to."""
 
     sequences: slice
     heads: slice
@@ -59,14 +60,14 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Scores:
-    """How the scores of one call are made.
+    """Computation of the scores of one call.
 
     Attributes:
         q_BhGSd: queries by key head.
-        k_BhLd: keys, in the type of sums.
-        sinks_hG: sinks by key head, in the type of sums; None: there are none.
+        k_BhLd: keys, in the accumulation dtype.
+        sinks_hG: sinks by key head, in the accumulation dtype; None: no sinks.
         mask: see `Visible`.
-        rule: its sinks are not read.
+        rule: window, chunk and soft cap; its sinks are not read.
         is_causal: see `Visible`.
     """
 
@@ -95,7 +96,7 @@ class _Scores:
         return _Scores(q_BhGSd, k_BhLd.to(dtype), sinks_hG, mask, rule, is_causal)
 
     def blocks(self) -> Iterator[_Block]:
-        """All of them, each (sequence, head, query) once."""
+        """Blocks of the call, which cover each (sequence, head, query) once."""
         B, h, G, S, _ = self.q_BhGSd.shape
         L = self.k_BhLd.shape[2]
         rows = S if B * h * G * S * L <= BLOCK_SCORES else BLOCK_QUERIES
@@ -115,12 +116,12 @@ class _Scores:
                     )
 
     def queries(self, at: _Block) -> Tensor:
-        """(B, h, G * S, d) queries of a block, in the type of sums."""
+        """(B, h, G * S, d) queries of a block, in the accumulation dtype."""
         part = self.q_BhGSd[at.sequences, at.heads, :, at.queries]
         return part.flatten(2, 3).to(self.k_BhLd.dtype)
 
     def of_block(self, q_BhRd: Tensor, at: _Block) -> Tensor:
-        """(B, h, G * S, L) scores, capped, -inf where a query may not look."""
+        """(B, h, G * S, L) scores, capped, -inf for masked keys."""
         keys = self.k_BhLd[at.sequences, at.heads, at.keys]
         s_BhRL = (q_BhRd @ keys.mT).mul_(q_BhRd.shape[-1] ** -0.5)
         if self.rule.softcap is not None:
@@ -139,7 +140,9 @@ class _Scores:
         return self.sinks_hG[at.heads].repeat_interleave(count, 1)[..., None]
 
     def _hidden(self, at: _Block) -> Tensor | None:
-        """Bool, broadcastable to (B, h, G, S, L): what the queries of a block may not see of its keys; None: nothing."""
+        """Bool mask, broadcastable to (B, h, G, S, L), True for keys hidden from a block's queries; None: no key is
+        hidden.
+        """
         found = None
         if self.mask is not None:
             sequences = at.sequences if self.mask.shape[0] > 1 else slice(None)
@@ -164,9 +167,9 @@ def _forward(
     v_BhLd: Tensor,
     *rule: Any,
 ) -> tuple[Tensor, Tensor]:
-    """y (B, H, S, n), and the logarithm of the total of each query's softmax (B, H, S), inf where it sees nothing.
+    """Compute y (B, H, S, n) and the log-sum-exp of each query (B, H, S), inf without a visible key.
 
-    The rule is what `_Scores.of` takes of it.
+    `rule` holds the remaining arguments of `_Scores.of`.
     """
     (B, H, S, _), n = q_BHSd.shape, v_BhLd.shape[3]
     with without_autocast(q_BHSd.device):
@@ -202,7 +205,7 @@ def _gradients(
     v_BhLd: Tensor,
     *rule: Any,
 ) -> list[Tensor]:
-    """Of queries, keys, values and, where there are some, sinks."""
+    """Gradients of queries, keys, values and, if given, sinks."""
     h, scale, sinks_H = k_BhLd.shape[1], q_BHSd.shape[3] ** -0.5, rule[0]
     with without_autocast(q_BHSd.device):
         scores = _Scores.of(q_BHSd, k_BhLd, *rule)
@@ -221,7 +224,7 @@ def _gradients(
             grad_BhRd = grad_BhGSd[place].flatten(2, 3).to(dtype)
             d_v[of_keys] += p_BhRL.mT @ grad_BhRd
             d_p = grad_BhRd @ values_BhLd[of_keys].mT
-            # of the softmax: p (d p - sum(p d p)); a sink has no value, and its d p is 0
+            # softmax backward: p (d p - sum(p d p)); a sink has no value, so its d p is 0
             sums = (p_BhRL * d_p).sum(-1, keepdim=True)
             d_s = d_p.sub_(sums).mul_(p_BhRL)
             if (softcap := scores.rule.softcap) is not None:

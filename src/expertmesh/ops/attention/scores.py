@@ -1,4 +1,4 @@
-"""What attention makes of its scores beside the softmax: a window, a soft cap, sinks."""
+"""Score rules of attention beside the softmax: sliding window, chunks, soft cap, sinks."""
 
 from dataclasses import dataclass, replace
 
@@ -10,14 +10,15 @@ from expertmesh.ops.attention.visible import Visible
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How the scores of a layer differ from q k^T / sqrt(d).
+    """Modifications of the scores q k^T / sqrt(d) in one layer.
 
     Attributes:
-        window: a query sees its own key and the window - 1 before it; None: all before it.
-        softcap: c; scores become c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2); None: they stay.
-        sinks_H: (H,) one more score per query head, which takes its share of the softmax and has no value (gpt-oss; Xiao et al.,
-            arXiv 2309.17453); None: there are none.
-        chunk: a query sees the keys of its own chunk of so many positions only (Llama 4); None: there are none. Keys begin at position 0.
+        window: number of keys that a query attends to: its own and the window - 1 before it; None: all before it.
+        softcap: c; scores become c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2); None: no cap.
+        sinks_H: (H,) extra score per query head that enters the softmax without a value (gpt-oss; Xiao et al., arXiv
+            2309.17453); None: no sinks.
+        chunk: positions per chunk; a query attends to keys of its own chunk only (Llama 4); None: no chunks. Keys begin
+            at position 0.
 
     Example:
         >>> rule = ScoreRule(window=128, sinks_H=torch.zeros(8))
@@ -29,28 +30,28 @@ class ScoreRule:
     chunk: int | None = None
 
     def first_seen(self, position: int) -> int:
-        """The first key that a query at a position sees."""
+        """First key that a query at a position attends to."""
         first = 0 if self.window is None else max(position - self.window + 1, 0)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are as they are, but for a window or chunks."""
+        """Whether scores are unmodified except for a window or chunks."""
         return self.softcap is None and self.sinks_H is None
 
 
 PLAIN = ScoreRule()
-"""Nothing but q k^T / sqrt(d)."""
+"""Rule without window, cap, sinks and chunks."""
 
 
 def in_window(visible: Visible, rule: ScoreRule, *, num_keys: int, device: torch.device) -> Visible:
-    """What causal queries see through a window or in their chunk; the mask is made where there is none.
+    """Restrict visible keys to the rule's window and chunks; a mask is made if there is none.
 
     Args:
-        visible: without it.
-        rule: has the window or the chunk.
+        visible: visible keys before the restriction.
+        rule: its window and chunk are read.
         num_keys: L.
-        device: of the mask.
+        device: the device of the mask.
     """
     S = visible.num_queries
     sizes = [size for size in (rule.window, rule.chunk) if size is not None]
@@ -70,7 +71,7 @@ def in_window(visible: Visible, rule: ScoreRule, *, num_keys: int, device: torch
 
 
 def as_mask(visible: Visible, *, num_keys: int, device: torch.device) -> Tensor:
-    """(B or 1, 1, S or 1, L) bool: what is visible, as a mask in any case."""
+    """(B or 1, 1, S or 1, L) bool mask of visible keys; made if there is none."""
     if visible.mask is not None:
         return visible.mask
     if not visible.is_causal:

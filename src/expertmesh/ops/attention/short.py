@@ -1,9 +1,9 @@
 """Causal attention over short sequences in BF16 on a CPU, as batched matrix products.
 
-There PyTorch's fused attention takes two to four times as long, forward and backward, as the products that it consists of
-(docs/log.md; in FP32 it is as fast). Here a few sequences at a time go through all steps, so that their scores stay in
-the second-level cache; scores, softmax and their gradients are FP32, and the probabilities are kept for the backward
-pass: 3/4 B * H * S * S elements, little where S is small (the first half of the queries needs half of the keys).
+PyTorch's fused attention takes two to four times as long as its products, forward and backward (docs/log.md; in FP32 it
+is as fast). Here a few sequences at a time pass through all steps, so that their scores stay in the L2 cache. Scores,
+softmax and their gradients are FP32. The probabilities are saved for the backward: 3/4 B * H * S * S elements, little
+for small S (the first half of the queries needs half of the keys).
 """
 
 import math
@@ -21,9 +21,10 @@ _BLOCK_ELEMENTS = 1 << 19
 
 
 def serves(q_BHSd: Tensor, k_BhSd: Tensor) -> bool:
-    """Whether `causal_attention` is the way to go: short sequences without earlier keys, on a CPU, nothing compiled.
+    """Whether `causal_attention` is the fastest choice: short BF16 sequences without cached keys, on a CPU, not
+    compiled.
 
-    Up to SHORT_SEQUENCE tokens it was measured to be faster than `scaled_dot_product_attention`.
+    It was measured to be faster than `scaled_dot_product_attention` up to SHORT_SEQUENCE tokens.
     """
     S = q_BHSd.shape[2]
     return (
@@ -36,23 +37,25 @@ def serves(q_BHSd: Tensor, k_BhSd: Tensor) -> bool:
 
 
 def causal_attention(q_BHSd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d), each token over itself and those before it) v; differentiable once.
+    """Compute causal softmax(q k^T / sqrt(d)) v; differentiable once.
 
     Args:
-        q_BHSd: (B, H, S, d) queries on the CPU, any floating-point type; products of rows are FP32 or in that type.
-        k_BhSd: (B, h, S, d) keys; h divides H, and query head i looks at key head i // (H / h).
+        q_BHSd: (B, H, S, d) queries on the CPU, any floating-point type; products are in FP32 or in that type.
+        k_BhSd: (B, h, S, d) keys; h divides H, and query head i attends to key head i // (H / h).
         v_BhSd: (B, h, S, d) values.
 
     Returns:
         (B, H, S, d) in the dtype of q.
     """
-    with without_autocast(q_BHSd.device):  # it would round the scores to BF16
+    with without_autocast(q_BHSd.device):  # autocast would round the scores to BF16
         y: Tensor = _CausalAttention.apply(q_BHSd, k_BhSd, v_BhSd)
     return y
 
 
 def _spans(S: int) -> list[tuple[int, int]]:
-    """Queries start ... stop - 1, which see the keys before `stop`: the first half of them half of the keys."""
+    """Spans [start, stop) of queries, each with keys before `stop`: the first half of the queries needs half of the
+    keys.
+    """
     half = S // 2
     return [(0, half), (half, S)] if S >= HALVED_SEQUENCE else [(0, S)]
 
@@ -63,7 +66,9 @@ def _blocks(num_sequences: int, elements_of_each: int) -> Iterator[slice]:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """The M = H / h query heads of a key head are rows of one product, so keys and values are not repeated."""
+    """Causal attention in which the M = H / h query heads of a key head are rows of one product; keys and values are
+    not repeated.
+    """
 
     @staticmethod
     def forward(ctx: Any, q_BHSd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor) -> Tensor:
@@ -105,7 +110,7 @@ def _gradients(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     N, M = q_NMSd.shape[:2]
     grad_NMSd = grad_BHSd.reshape(N, M, S, d)
     d_q, d_k, d_v = (torch.empty_like(t) for t in (q_NMSd, k_NSd, v_NSd))
-    # the last part sees all keys and comes first, so that the others add to what it wrote
+    # the last span covers all keys and comes first, so that the others add to its result
     spans = list(zip(_spans(S), parts, strict=True))[::-1]
     for some in _blocks(N, M * S * S):
         v_dS = v_NSd[some].float().transpose(1, 2)

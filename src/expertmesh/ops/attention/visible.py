@@ -1,4 +1,4 @@
-"""Which keys the queries of one call may look at: the only place where an attention mask is made."""
+"""Visible keys of each query: the only place where an attention mask is made."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Visible:
-    """What the queries of B sequences, the last S of L tokens each, may look at; a pytree.
+    """Visible keys of the queries of B sequences, the last S of L tokens each; a pytree.
 
     Attributes:
         num_queries: S.
-        is_causal: whether a query sees no later key. Without a mask it sees every key up to its own.
-        mask: (B or 1, 1, S or 1, L) bool, True where a query may look; None: the causal order alone, or everything.
-        first_B: (B,) int64 column of the first token of each sequence, behind its padding; None: column 0.
+        is_causal: whether queries attend to no later key. Without a mask, a causal query attends to every key up to its
+            own.
+        mask: (B or 1, 1, S or 1, L) bool, True for visible keys; None: all keys, or all up to the query's own if
+            causal.
+        first_B: (B,) int64 column of each sequence's first token, after its left padding; None: column 0.
     """
 
     num_queries: int
@@ -36,16 +38,17 @@ def visible(
     is_token_BL: Tensor | None = None,
     document_BS: Tensor | None = None,
 ) -> Visible:
-    """What causal queries may look at. Does not synchronise with the device.
+    """Make the visible keys of causal queries. Does not synchronise with the device.
 
-    A padding token looks at itself, so that no row of the softmax is empty.
+    A padding token attends to itself, so that no row of the softmax is empty.
 
     Args:
         num_queries: S, the last tokens of the keys.
         num_keys: L >= S.
-        device: of the mask.
-        is_token_BL: (B, L) bool, False for padding, which no other token looks at; None: there is none.
-        document_BS: (B, S) integers, of L = S tokens: tokens look at those with the same number only; None: at all.
+        device: the device of the mask.
+        is_token_BL: (B, L) bool, False for padding, to which no other token attends; None: no padding.
+        document_BS: (B, S) integer document of each token, L = S; tokens attend within their document only; None: one
+            document.
     """
     if is_token_BL is None and document_BS is None and num_queries in (1, num_keys):
         return Visible(num_queries)
@@ -62,10 +65,10 @@ def visible(
 
 
 def visible_source(is_token_BL: Tensor | None, *, num_queries: int) -> Visible:
-    """Every key that is no padding, whatever its place: of an encoder, or of a decoder that looks at its source.
+    """Make the visible keys of an encoder or of cross-attention: every key that is not padding.
 
     Args:
-        is_token_BL: (B, L) bool, False for padding; None: there is none.
+        is_token_BL: (B, L) bool, False for padding; None: no padding.
         num_queries: S.
     """
     mask = None if is_token_BL is None else is_token_BL[:, None, None]

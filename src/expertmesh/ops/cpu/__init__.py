@@ -1,1 +1,1 @@
-"""The experts on PyTorch's own products: the implementation on CPUs."""
+"""Experts on PyTorch's own products: the implementation on CPUs."""

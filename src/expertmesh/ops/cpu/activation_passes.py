@@ -1,8 +1,8 @@
-"""The element-wise half of the experts on the CPU: activation and its gradient over blocks of rows that fit the cache.
+"""Element-wise part of the experts on the CPU: activation and its gradient over blocks of rows that fit the cache.
 
-Every pass is one of PyTorch's vectorised, multi-threaded kernels writing into a buffer; a block goes through all
-passes before the next one starts, so only the first read and the last write leave the cache. Arithmetic is FP32
-(FP64 for FP64) whatever the type of the rows, with one rounding at the end. `docs/log.md` has what was tried.
+Every pass is a vectorised, multi-threaded PyTorch kernel that writes into a buffer. A block goes through all passes
+before the next one starts, so only the first read and the last write leave the cache. Arithmetic is FP32 (FP64 for
+FP64) whatever the type of the rows, with one rounding at the end. `docs/log.md` lists what was tried.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,21 @@ from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.dtypes import accumulate_dtype
 
 BLOCK_ELEMENTS = 262144
-"""Elements of one buffer per thread (1 MiB in FP32): smaller blocks lose more to calls than the L2 cache gives."""
+"""Elements of one buffer per thread (1 MiB in FP32); smaller blocks lose more to calls than they gain from the L2
+cache.
+"""
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class GradientBlock:
-    """One block of rows in the backward: what is read, and where results go; `up` is None for plain activations.
+    """Inputs and outputs of one block of rows in the backward; `up` is None for plain activations.
 
     Attributes:
         gate: pre-activations, the first branch (or the only one).
         up: the second branch.
-        grad: gradient before the product with the routing weight; overwritten.
+        grad: gradient of s * act before the product with s; overwritten.
         out: receives s * act.
         d_gate: receives the gradient of gate; may be gate itself, or the `product` scratch of a gated activation.
         d_up: receives the gradient of up; may be up itself, or the `act` scratch.
@@ -58,7 +60,7 @@ class Passes:
         activation: name of the activation.
         hidden_dim: F.
         block_rows: rows per block.
-        scratch: FP32 or FP64 buffers (block_rows, F); the first of them are enough where rows are as wide already.
+        scratch: FP32 or FP64 buffers (block_rows, F); rows that are FP32 or FP64 themselves need fewer.
     """
 
     activation: str
@@ -68,7 +70,7 @@ class Passes:
 
     @staticmethod
     def allocate(activation: str, rows_RF: Tensor, *, backward: bool) -> "Passes":
-        """Allocate scratch for blocks of rows like these (R, F): their type, device and at most their number."""
+        """Allocate scratch for blocks of rows like `rows_RF` (R, F): its dtype, its device and at most R rows."""
         num_rows, hidden_dim = rows_RF.shape
         wide = accumulate_dtype(rows_RF.dtype)
         per_block = BLOCK_ELEMENTS * torch.get_num_threads() // max(hidden_dim, 1)
@@ -107,12 +109,12 @@ class Passes:
         out_WF: Tensor,
         d_h_WH: Tensor,
     ) -> Tensor:
-        """Write s * act(h) and the gradient of h, for places whose rows lie anywhere in h.
+        """Write s * act(h) and the gradient of h, at places that refer to rows of h by index.
 
         Args:
             grad_WF: (W, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten.
-            h_RH: (R, G * F) pre-activations, of the same type.
-            rows_W: (W,) int32 in [0, R); None: all rows in order.
+            h_RH: (R, G * F) pre-activations, of the same dtype.
+            rows_W: (W,) int32 row of each place, in [0, R); None: all rows in order.
             s_W: (W,) routing weights, FP32 or FP64.
             out_WF: (W, F), receives s * act(h).
             d_h_WH: (W, G * F), receives the gradient of h.
@@ -120,7 +122,7 @@ class Passes:
         Returns:
             The gradient of s, rowsum(grad * act(h)), (W,).
         """
-        # every block reads what it needs of H before it writes there, so it may lie in dH's place
+        # every block reads its part of H before it writes, so dH may share H's memory
         h_WH = h_RH if rows_W is None else torch.index_select(h_RH, 0, rows_W, out=d_h_WH)
         d_s_W = torch.empty_like(s_W)
         gates, ups = self._branches(h_WH)
@@ -162,7 +164,7 @@ class Passes:
             torch.sum(product, 1, out=d_s)
             out.mul_(s)
             grad.mul_(s)
-            # up is read before d_up is written, which may lie in its place
+            # up is read before d_up is written, because both may share memory
             grad, down = torch.mul(grad, up, out=product), grad
             down = second_branch_backward(down, block.up, inner)
             torch.mul(down, act, out=block.d_up)
@@ -178,7 +180,7 @@ class Passes:
         grad: Tensor,
         out: Tensor,
     ) -> GradientBlock:
-        """Copy what is read into FP32 scratch; gradients of gate and up take scratch that is read before."""
+        """Copy inputs into FP32 scratch; gradients of gate and up reuse scratch that is no longer needed."""
         gate.copy_(block.gate)
         grad.copy_(block.grad)
         if block.up is None:
@@ -230,7 +232,9 @@ class Passes:
 def passes_for(
     activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool
 ) -> Passes | CompiledPasses:
-    """The passes of a call with num_rows rows in all, of which parts are like these (R, F): type, device and most rows."""
+    """Make the passes of a call with num_rows rows in all; its parts have the dtype, the device and at most the rows of
+    `rows_RF` (R, F).
+    """
     if compiled_passes.serves(activation, rows_RF, num_rows=num_rows, backward=backward):
         return CompiledPasses(activation)
     return Passes.allocate(activation, rows_RF, backward=backward)

@@ -1,8 +1,9 @@
-"""Products of rows with their experts' matrices and low-rank adapters on a CPU, the matrices' one expert at a time.
+"""Products of sorted rows with their experts' matrices and low-rank adapters on a CPU.
 
-Nothing here is seen by autograd. Adapters are thin, so that the way to a product takes longer than the product. Those of neighbouring
-experts, whose rows are neighbours too, are one product: all rows of a panel with all its adapters, of which each row keeps
-its own expert's part and has zeros in the others'. A sum over the panel's rows then is one over each expert's own.
+Nothing here is seen by autograd. Matrices are multiplied one expert at a time. Adapters are thin, so a call costs more
+than their product. Neighbouring experts therefore form a panel: all its rows are multiplied by all its adapters in one
+product, and each row keeps its own expert's columns and has zeros in the others. Sums over the panel's rows then are
+sums over each expert's own rows.
 """
 
 from collections.abc import Iterator
@@ -15,18 +16,19 @@ from expertmesh.ops.cpu.expert_rows import ExpertRows, rows_by_expert
 from expertmesh.ops.cpu.products import gemm_rows, product_into, rows_times_weight
 
 PANEL_ROWS = {"tiles": 512, "dots": 256, "none": 1}
-"""Experts share a product of their adapters until they have so many rows, by the processor's instructions for the type: what is
-multiplied by zeros costs little in AMX's tiles, more in AVX-512's dot products, and too much without either."""
+"""Maximum number of rows of a panel, by the processor's instructions for the dtype. Multiplying by zeros costs little
+in AMX's tiles, more in AVX-512's dot products, and too much without either.
+"""
 MOST_EXPERTS = 8
-"""And no more than so many."""
+"""Maximum number of experts of a panel."""
 
 
 class Panel(NamedTuple):
-    """Neighbouring experts and their rows.
+    """Panel of neighbouring experts that share products of their adapters.
 
     Attributes:
-        blocks: those of its experts that have rows.
-        rows: to multiply, as one block.
+        blocks: rows of each expert of the panel that has rows.
+        rows: all rows of the panel, as one block.
     """
 
     blocks: list[ExpertRows]
@@ -34,18 +36,18 @@ class Panel(NamedTuple):
 
     @property
     def experts(self) -> slice:
-        """From the first to the last, those without rows between them included."""
+        """Range of experts from the first to the last, including experts without rows."""
         return slice(self.blocks[0].expert, self.blocks[-1].expert + 1)
 
     def parts(self, rank: int) -> Iterator[tuple[ExpertRows, slice, slice]]:
-        """Each expert with its rows and its columns among those of the panel (size, G r)."""
+        """Each expert's rows in the panel, and its columns in the panel's wide tensor (size, G r)."""
         for block in self.blocks:
             first = rank * (block.expert - self.blocks[0].expert)
             rows = slice(block.start - self.rows.start, block.stop - self.rows.start)
             yield block, rows, slice(first, first + rank)
 
     def of_own(self, wide: Tensor, rank: int) -> Tensor:
-        """Zeros, in place, where a row is not of the expert, whatever the product with the other's adapter is."""
+        """Zero each row's columns of other experts, in place; these products may be non-finite."""
         if len(self.blocks) > 1:
             for _, rows, own in self.parts(rank):
                 wide[rows, : own.start].zero_()
@@ -54,7 +56,7 @@ class Panel(NamedTuple):
         return wide
 
     def widened(self, low_Rr: Tensor) -> Tensor:
-        """Rows (R, r) of all, those of the panel in the places of their experts (size, G r)."""
+        """Expand rows (R, r) to the panel's wide tensor (size, G r), with each row in its expert's columns."""
         if len(self.blocks) == 1:
             return self.rows.alone(low_Rr)
         rank, experts = low_Rr.shape[1], self.experts
@@ -64,18 +66,20 @@ class Panel(NamedTuple):
         return wide
 
     def narrowed(self, wide: Tensor, low_Rr: Tensor) -> None:
-        """The other way round: write the panel's rows."""
+        """Write the panel's wide tensor back to rows (R, r); the inverse of `widened`."""
         for block, rows, own in self.parts(low_Rr.shape[1]):
             low_Rr[block.start : block.stop] = wide[rows, own]
 
     def each(self, values: Tensor, live: int) -> Tensor:
-        """The rows to multiply: behind those of several experts the next panel's, but zeros for what is not live."""
+        """Rows to multiply if each has its own result: padding may be rows of the next panel, but not rows behind the
+        last live one.
+        """
         end = self.rows.start + self.rows.size
         shares = len(self.blocks) > 1 and end <= live
         return values[self.rows.start : end] if shares else self.rows.alone(values)
 
     def add_product(self, wide: Tensor, factors: Tensor, values: Tensor) -> None:
-        """Add to the panel's rows (R, ...); what comes behind them is written later."""
+        """Add a product to the panel's rows (R, ...); padding writes into rows that a later panel overwrites."""
         end = self.rows.start + self.rows.size
         count = self.rows.size if end <= len(values) else self.rows.stop - self.rows.start
         into = values[self.rows.start : self.rows.start + count]
@@ -83,7 +87,7 @@ class Panel(NamedTuple):
 
 
 def panels(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, most_rows: int) -> Iterator[Panel]:
-    """All experts that have rows, in their order; those of a panel have no more rows together, but for a single one."""
+    """Panels of all experts that have rows, in order; a panel of several experts has at most `most_rows` rows."""
     gathered: list[ExpertRows] = []
     for block in rows_by_expert(bounds, w_ENK, dtype):
         if gathered and (
@@ -105,7 +109,9 @@ def _panel(gathered: list[ExpertRows], w_ENK: Tensor, dtype: torch.dtype) -> Pan
 
 
 def instructions_for(dtype: torch.dtype) -> str:
-    """What this processor multiplies rows of a 16-bit type with: "tiles", "dots" or "none"; other types have "none"."""
+    """Product instructions of this processor for a 16-bit dtype: "tiles" (AMX), "dots" (AVX-512) or "none"; "none" for
+    other dtypes.
+    """
     if dtype == torch.float16:
         return "tiles" if torch.cpu._is_amx_fp16_supported() else "none"
     if dtype != torch.bfloat16:
@@ -116,25 +122,25 @@ def instructions_for(dtype: torch.dtype) -> str:
 
 
 def _rows_together(a_ErK: Tensor, b_ErN: Tensor) -> int:
-    """Of a panel: zeros times what is not finite are not zero, so that each expert is for itself then."""
+    """Maximum number of rows of a panel; 1 (no sharing) if a factor is not finite, because zero times inf is NaN."""
     most_rows = PANEL_ROWS[instructions_for(a_ErK.dtype)]
     return most_rows if most_rows == 1 or _are_finite(a_ErK, b_ErN) else 1
 
 
 def _are_finite(*values: Tensor) -> bool:
-    """By their sums, which take a tenth of the time of `isfinite`."""
+    """Whether all values are finite, by their sums, which take a tenth of the time of `isfinite`."""
     return all(bool(t.sum(dtype=torch.float32).isfinite()) for t in values)
 
 
 def forward(
     x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, a_ErK: Tensor, b_ENr: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Give y (R, N) = x W^T + s (x A^T) B^T and s x A^T (R, r); zeros behind the last live row.
+    """Compute y (R, N) = x W^T + s (x A^T) B^T and s x A^T (R, r), with zeros behind the last live row.
 
-    All of one type, whose products this CPU has.
+    All tensors have one dtype, for which this CPU has product instructions.
     """
     bounds, r = offsets_E.tolist(), a_ErK.shape[1]
-    a_ErK, b_ErN = a_ErK.contiguous(), b_ENr.mT.contiguous()  # once, and not in each product
+    a_ErK, b_ErN = a_ErK.contiguous(), b_ENr.mT.contiguous()  # once, not in each product
     y_RN = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
     low_Rr = x_RK.new_empty(x_RK.shape[0], r)
     for panel in panels(bounds, w_ENK, x_RK.dtype, _rows_together(a_ErK, b_ErN)):
@@ -165,7 +171,7 @@ def backward(
     needs_x: bool,
     most_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of x (R, K), a (E, r, K) and b (E, N, r); that of x is empty where nobody needs it."""
+    """Compute the gradients of x (R, K), a (E, r, K) and b (E, N, r); the gradient of x is empty unless `needs_x`."""
     bounds, r = offsets_E.tolist(), a_ErK.shape[1]
     d_x = x_RK.new_empty(x_RK.shape if needs_x else 0)
     a_ErK, b_ErN = a_ErK.contiguous(), b_ENr.mT.contiguous()
@@ -192,7 +198,7 @@ def backward(
                 block.keep(dx, d_x)
             panel.add_product(d_low, a, d_x)
     if most_rows > 1 and not _are_finite(d_a, d_b):
-        # a row that is not finite, times the zeros of another expert
+        # a non-finite row was multiplied by another expert's zeros: again without sharing
         call = grad_RN, x_RK, low_Rr, w_ENK, offsets_E, a_ErK, b_ENr, scaling, needs_x
         return backward(*call, most_rows=1)
     if needs_x:

@@ -1,9 +1,9 @@
-"""Loops that torch.compile's C++ backend makes of a few lines of PyTorch, for the CPU.
+"""CPU loops that Inductor's C++ backend compiles from a few lines of PyTorch.
 
-Unlike `torch.compile` itself this has no guards: a loop is made once, for all sizes, and called at once (9 us). It takes
-a C++ compiler on the machine and some seconds (fewer where torch's cache has the loop), so callers ask for one only where
-much is to be computed, and have a slower way without. `expertmesh doctor` says whether there is a compiler that works;
-TORCH_COMPILE_DISABLE=1 does without one.
+Unlike `torch.compile` this has no guards: a loop is compiled once for all sizes, and a call costs 9 us. Compiling needs
+a C++ compiler and some seconds (fewer if torch's cache has the loop). Callers therefore ask for a loop only for large
+computations, and have a slower fallback. `expertmesh doctor` says whether a compiler works; TORCH_COMPILE_DISABLE=1
+disables the loops.
 """
 
 import logging
@@ -19,36 +19,38 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of tensors for which there are loops; they compute in FP32."""
+"""Dtypes of tensors for which there are loops; they compute in FP32."""
 
 _log = logging.getLogger("expertmesh.ops")
 
 _OPTIONS = {
-    "cpp.enable_floating_point_contract_flag": "fast",  # one instruction multiplies and adds
-    "assert_indirect_indexing": False,  # per element; the callers have checked the indices
-    "cpp.dynamic_threads": True,  # as many as torch has at the call
-    "cpp_wrapper": True,  # other Python threads run meanwhile, as with torch's operators
-    "compile_threads": 1,  # no pool of processes for one loop
+    "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
+    "assert_indirect_indexing": False,  # a check per element; callers have checked the indices
+    "cpp.dynamic_threads": True,  # as many threads as torch has at the call
+    "cpp_wrapper": True,  # releases the GIL, as torch's operators do
+    "compile_threads": 1,  # no process pool for one loop
 }
 _ONE_AT_A_TIME = threading.Lock()
-"""Tracing changes what all of torch's modules do, until it has ended; so torch.compile has such a lock, taken too."""
+"""Lock for tracing, which changes the behaviour of torch's modules until it ends; torch.compile has such a lock, taken
+too.
+"""
 _said: list[str] = []
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A compiled function, or why there is none.
+    """A compiled function, or the reason why there is none.
 
     Attributes:
-        run: takes contiguous tensors, or such columns of them as the example had; no index is checked.
-        problem: one line.
+        run: the function; takes contiguous tensors, or column slices as in the example. Indices are not checked.
+        problem: the reason, one line.
     """
 
     run: Callable[..., Any] | None
     problem: str = ""
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run it; for callers who have made sure that there is one."""
+        """Run the loop; callers must have checked that `run` is not None."""
         assert self.run is not None, self.problem
         return self.run(*tensors)
 
@@ -58,12 +60,12 @@ def make_loop(
     example: tuple[Tensor, ...],
     options: Mapping[str, Any] | None = None,
 ) -> Loop:
-    """Compile a function of tensors, and compare what it makes of the example with the function itself.
+    """Compile a function of tensors, and check its results on the example against the function itself.
 
     Args:
         function: returns tensors; may write into arguments that it does not read.
-        example: small CPU tensors whose sizes differ where they may, none 0 or 1: what is equal here stays equal.
-        options: the options of Inductor, beside ours.
+        example: small CPU tensors without sizes 0 and 1. Equal sizes are compiled as always equal.
+        options: further options of Inductor.
     """
     _log.info("compiling %s for the CPU, which takes some seconds", function)
     try:
@@ -72,7 +74,7 @@ def make_loop(
             ours = (run(*example), *(t.clone() for t in example))
             plain = (function(*example), *example)
         torch.testing.assert_close(ours, plain)
-    except Exception as error:  # a compiler has many ways to fail, and the caller another way to go
+    except Exception as error:  # a compiler can fail in many ways, and the caller has a fallback
         problem = str(error).strip().partition("\n")[0] or type(error).__name__
         if not _said:
             _said.append(problem)
@@ -82,9 +84,9 @@ def make_loop(
 
 
 def compiler_problem() -> str:
-    """Why torch.compile finds no C++ compiler, in one line; nothing where it finds one, or is switched off and needs none."""
+    """Reason why torch.compile finds no C++ compiler, in one line; "" if it finds one or is disabled."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of its own old parts
+        warnings.simplefilter("ignore")  # warnings about torch's own old parts
         from torch._dynamo.config import disable
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -98,17 +100,18 @@ def compiler_problem() -> str:
 
 
 def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers for an example, always the same; the caller's random state stays."""
+    """Normal random numbers for an example, always the same; the global generator is not changed."""
     generator = torch.Generator("cpu").manual_seed(0)
     return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
 
 
 @contextmanager
 def while_tracing() -> Iterator[None]:
-    """What traces goes on alone, and torch's modules know of it; modes of the caller, who may count operations, see nothing of it.
+    """Context for tracing: holds torch's compile lock, sets its compiling state, and hides the work from the caller's
+    dispatch modes.
 
     Raises:
-        RuntimeError: torch.compile is switched off.
+        RuntimeError: torch.compile is disabled.
     """
     with while_compiling():
         from torch._export.utils import _compiling_state_context
@@ -119,14 +122,16 @@ def while_tracing() -> Iterator[None]:
 
 @contextmanager
 def while_compiling() -> Iterator[None]:
-    """What compiles goes on alone, as for `while_tracing`, but other threads compute as ever."""
+    """Context for compiling: holds torch's compile lock and hides the work from dispatch modes; other threads compute
+    as usual.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of its own old parts
+        warnings.simplefilter("ignore")  # warnings about torch's own old parts
         from torch._dynamo.config import disable
         from torch._dynamo.convert_frame import compile_lock
 
         import_module("torch._inductor.compile_fx")
-        import_module("torch.utils.mkldnn")  # which it imports when it compiles
+        import_module("torch.utils.mkldnn")  # imported by Inductor when it compiles
         from torch.utils._python_dispatch import _disable_current_modes
 
     if disable:
@@ -138,21 +143,21 @@ def while_compiling() -> Iterator[None]:
 def compile_graph(
     graph: Any, example: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph that was traced with symbolic sizes.
+    """Compile a graph traced with symbolic sizes.
 
     Args:
         graph: a `torch.fx.GraphModule`.
         example: its arguments.
-        options: the options of Inductor, beside ours.
+        options: further options of Inductor.
     """
     with while_compiling():
         from torch._inductor import standalone_compile
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-        # torch's cache knows a loop by its source, not by the instructions for which it was made: sixteen numbers at once, read
-        # back where registers hold eight (a cache that machines share, ATEN_CPU_CAPABILITY), give wrong sums
+        # torch's cache finds a loop by its source, not by its instruction set: code for 16 lanes, run where registers
+        # hold 8 (a cache shared by machines, ATEN_CPU_CAPABILITY), gives wrong sums
         caches: Any = torch.compiler.config
-        # compiled functions in other threads go on
+        # patched, because compiled functions in other threads go on
         with caches.patch(cache_key_tag=f"{caches.cache_key_tag} {pick_vec_isa()}"):
             run: Callable[..., Any] = standalone_compile(
                 graph,

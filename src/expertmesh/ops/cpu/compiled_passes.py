@@ -1,7 +1,7 @@
-"""The activation of many rows and its gradient on a CPU, each in one pass: every number is read and written once.
+"""Activation of many rows and its gradient on a CPU, each as one compiled loop that reads and writes every number once.
 
-What `activation_passes` does with up to fifteen operators of PyTorch per block, compiled into a loop that also gathers H.
-The arithmetic is the same, FP32 rounded once at the end; only exponentials may differ in their last bit, and sums in order.
+The loop replaces up to fifteen PyTorch operators per block of `activation_passes`, and gathers H too. The arithmetic is
+the same, FP32 rounded once at the end; only exponentials may differ in their last bit, and sums in order.
 """
 
 import math
@@ -22,17 +22,17 @@ from expertmesh.ops.activation import (
 from expertmesh.ops.cpu.compiled_loops import DTYPES, Loop, example_values, make_loop
 
 SMALLEST = 1 << 21
-"""Elements N F of A from which loops are made."""
+"""Fewest elements N F of A for which loops are compiled."""
 
 
 def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -> bool:
-    """Whether `CompiledPasses` can do this pass; the first large call of an activation and type has its loop made.
+    """Whether `CompiledPasses` supports this pass. The first large call of an activation and dtype compiles its loop.
 
     Args:
         activation: the name of the activation.
-        rows_RF: some rows of A; H and the gradients are of its type.
-        num_rows: N, all rows of the call.
-        backward: which pass.
+        rows_RF: some rows of A; H and the gradients have its dtype.
+        num_rows: N, rows of the whole call.
+        backward: whether the pass is the backward.
     """
     F, dtype = rows_RF.shape[1], rows_RF.dtype
     if num_rows * F < SMALLEST or F < 2 or dtype not in DTYPES or not rows_RF.is_cpu:
@@ -42,7 +42,7 @@ def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """`Passes`, each a loop; for an activation and a type that `serves` says so of.
+    """Compiled replacement of `Passes`, for calls that `serves` accepts.
 
     Attributes:
         activation: the name of the activation.
@@ -51,7 +51,7 @@ class CompiledPasses:
     activation: str
 
     def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
-        """As `Passes.forward`."""
+        """Write s * act(h), see `Passes.forward`."""
         forward_loop(self.activation, h_RH.dtype)(h_RH, s_R, out_RF[: h_RH.shape[0]])
 
     def backward(
@@ -63,7 +63,9 @@ class CompiledPasses:
         out_WF: Tensor,
         d_h_WH: Tensor,
     ) -> Tensor:
-        """As `Passes.backward`, but h may not lie in the place of its gradient, and grad stays as it is."""
+        """Write s * act(h) and the gradient of h, see `Passes.backward`; but d_h may not share memory with h, and grad
+        is not overwritten.
+        """
         if rows_W is None:
             rows_W = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
         return backward_loop(self.activation, h_RH.dtype)(
@@ -73,7 +75,7 @@ class CompiledPasses:
 
 @cache
 def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
-    """Make the loop of the forward."""
+    """Compile the loop of the forward."""
     hidden = num_branches(activation) * 80
     example = (
         example_values(7, hidden, dtype=dtype),
@@ -85,7 +87,7 @@ def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
 
 @cache
 def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
-    """Make the loop of the backward."""
+    """Compile the loop of the backward."""
     hidden = num_branches(activation) * 80
     grad_WF, h_RH = example_values(5, 80, dtype=dtype), example_values(7, hidden, dtype=dtype)
     rows_W = torch.tensor([6, 0, 2, 2, 1], dtype=torch.int32, device="cpu")
@@ -141,9 +143,9 @@ def _pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
 
 
 def _normal_cdf(h: Tensor) -> tuple[Tensor, Tensor]:
-    """The normal distribution's Phi(h) and exp(-h^2 / 2), with that one exponential for both.
+    """Phi(h) of the normal distribution and exp(-h^2 / 2), which share one exponential.
 
-    Abramowitz and Stegun 7.1.26, which PyTorch's vectorised error function is too: |error| <= 1.5e-7.
+    Formula: Abramowitz and Stegun 7.1.26, as in PyTorch's vectorised error function; |error| <= 1.5e-7.
     """
     exponential = torch.exp(h * h * -0.5)
     t = 1 / (1 + (0.3275911 * math.sqrt(0.5)) * h.abs())

@@ -1,4 +1,6 @@
-"""The "torch" backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by autograd."""
+"""Torch backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by
+autograd.
+"""
 
 from itertools import pairwise
 
@@ -22,7 +24,7 @@ _FEW_ROWS = 64
 def forward(
     x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """Give (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`."""
+    """Compute (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`."""
     bounds = offsets_E.tolist()
     dtype = gemm_dtype(x_RK.device, x_RK.dtype)
     w_ENK = w.mT if transposed else w
@@ -48,7 +50,7 @@ def forward(
 def weight_grad(
     grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool
 ) -> Tensor:
-    """Give the gradient of the weights, contiguous; experts without rows get zeros."""
+    """Compute the gradient of the weights, contiguous; zeros for experts without rows."""
     bounds = offsets_E.tolist()
     dtype = gemm_dtype(x_RK.device, x_RK.dtype)
     rows = (x_RK, grad_RN) if transposed else (grad_RN, x_RK)
@@ -61,7 +63,7 @@ def weight_grad(
 
 
 def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Give the gradient of the biases (E, N)."""
+    """Compute the gradient of the biases (E, N)."""
     bounds = offsets_E.tolist()
     found = grad_RN.new_empty(len(bounds) - 1, grad_RN.shape[1])
     wide = accumulate_dtype(grad_RN.dtype)
@@ -71,7 +73,7 @@ def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _in_one_call(w_ENK: Tensor, bounds: list[int], b_EN: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product is the best way: few rows, each weight read once."""
+    """Whether PyTorch's grouped product is the fastest choice: few rows, each weight read once."""
     counts = [stop - start for start, stop in pairwise(bounds)]
     num_live = sum(count > 0 for count in counts)
     return (

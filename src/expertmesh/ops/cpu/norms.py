@@ -1,8 +1,8 @@
 """RMSNorm and rotary positions on a CPU, a block of rows at a time.
 
-Written with plain operators each of them passes over a whole tensor six to ten times, and what is larger than the cache
-comes from memory each time. Here a block stays in the second-level cache through all passes, and the backward pass
-computes again what it needs from the input. Same formulas, same precision (FP32, or FP64 for FP64 input).
+Plain operators would pass over the whole tensor six to ten times, each time from memory if it exceeds the cache. Here a
+block stays in the L2 cache through all passes, and the backward recomputes intermediates from the input. Formulas and
+precision are the same (FP32, or FP64 for FP64 input).
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 
-# 256 KiB in FP32: with two temporaries, less than the second-level cache of a core.
+# 256 KiB in FP32: with two temporaries, less than a core's L2 cache
 _BLOCK_ELEMENTS = 1 << 16
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the functions of this module are the way to go: on a CPU, unless a compiler will fuse the passes."""
+    """Whether the functions of this module are the fastest choice: on a CPU, unless a compiler fuses the passes."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable once.
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable once.
 
     Args:
         x: (..., dim) on the CPU.
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        Like x, in its dtype.
+        Shape and dtype of x.
     """
     flat = x.reshape(-1, x.shape[-1])
     y: Tensor = _RMSNorm.apply(flat, weight, eps)
@@ -42,14 +42,15 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 def norm_and_rope(
     x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`; differentiable once.
+    """Apply RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`;
+    differentiable once.
 
     Args:
         x_BSHd: (B, S, H, head_dim) queries or keys on the CPU, any strides.
         weight: (head_dim,), or None: no norm.
         eps: the epsilon of the norm.
         cos: (S, head_dim / 2).
-        sin: like cos.
+        sin: (S, head_dim / 2).
 
     Returns:
         (B, S, H, head_dim) in the dtype of x, contiguous.
@@ -64,7 +65,7 @@ def _blocks(length: int, row_elements: int) -> Iterator[slice]:
 
 
 def _inverse_rms(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept."""
+    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept with size 1."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
@@ -72,7 +73,7 @@ def _inverse_rms(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 def _norm_backward(
     grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, grad_weight: Tensor
 ) -> Tensor:
-    """Gradient of x from that of y = x * scale * weight; adds to grad_weight.
+    """Gradient of x from the gradient of y = x * scale * weight; adds to grad_weight.
 
     With n = x scale: dx = scale (g w - n mean(g w n)), dw = sum(g n).
     """
@@ -116,7 +117,9 @@ class _RMSNorm(torch.autograd.Function):
 def _whole_tables(
     cos: Tensor, sin: Tensor, num_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Tables (S, H, head_dim) for whole rows: products of contiguous rows run at several times the speed of half rows'."""
+    """Tables (S, H, head_dim) for whole rows: products of contiguous rows are several times as fast as products of half
+    rows.
+    """
     S, half = cos.shape
 
     def whole(first: Tensor, second: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ def _whole_tables(
 
 
 def _rotate(x_BSHd: Tensor, cos_SHd: Tensor, sin_SHd: Tensor) -> Tensor:
-    """(x1 cos - x2 sin, x2 cos + x1 sin) with x = (x1, x2), from `_whole_tables`."""
+    """Rotation (x1 cos - x2 sin, x2 cos + x1 sin) of x = (x1, x2), with tables of `_whole_tables`."""
     first, second = x_BSHd.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
     return (x_BSHd * cos_SHd).addcmul_(swapped, sin_SHd)

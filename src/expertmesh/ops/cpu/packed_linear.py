@@ -8,17 +8,19 @@ from torch import Tensor
 from expertmesh.ops.onednn import can_pack, onednn_linear, pack
 
 MOST_ROWS = 64
-"""With more, bringing the weight into order costs nothing to speak of beside the product."""
+"""Maximum number of rows of a product with a packed weight; with more, the library's own packing costs little beside
+the product.
+"""
 
 
 class PackedWeights:
-    """Packed copies of weights, made when they are first used, and again when the weights have changed."""
+    """Packed copies of weights, made on first use, and again after a weight has changed."""
 
     def __init__(self) -> None:
         self._packed: dict[int, tuple[Tensor, int, Any]] = {}
 
     def linear(self, x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
-        """x W^T + b for rows (R, K); not seen by autograd."""
+        """Compute x W^T + b for rows (R, K); not seen by autograd."""
         if x_RK.shape[0] > MOST_ROWS or x_RK.dtype != w_NK.dtype or not can_pack(x_RK.dtype):
             return F.linear(x_RK, w_NK, b_N)
         found, version = self._packed.get(id(w_NK)), 0 if w_NK.is_inference() else w_NK._version

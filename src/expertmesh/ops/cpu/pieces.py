@@ -1,8 +1,8 @@
-"""A traced function as compiled loops, and between them the operators that a compiler would not improve.
+"""Traced functions cut into compiled loops and operators that a compiler would not improve.
 
-A large model computes few tokens in less time than Python and PyTorch take to name its hundreds of operators. Here a function is
-traced once, cut at the operators that have a way of their own (matrix products, attention, experts), and what is between two cuts
-becomes one loop of Inductor's. Equal pieces, as all layers of a model have, are compiled once.
+For few tokens, Python and PyTorch take longer to call a model's hundreds of operators than these take to compute. Here
+a function is traced once and cut at operators with their own implementation (matrix products, attention, experts). The
+operators between two cuts become one Inductor loop. Equal pieces, as in all layers of a model, are compiled once.
 """
 
 import operator
@@ -16,7 +16,9 @@ from torch.fx.passes.tools_common import legalize_graph
 from expertmesh.ops.cpu.compiled_loops import compile_graph, while_tracing
 
 Rewrite = Callable[[fx.Graph, fx.Node], fx.Node]
-"""Puts an operator's own way, or a formula for the compiler, in the place of its node, and returns what stands for it."""
+"""Function that replaces an operator's node by its own implementation or by a formula for the compiler, and returns the
+new node.
+"""
 
 _aten = torch.ops.aten
 _FREE = {
@@ -38,7 +40,7 @@ _FREE = {
     operator.getitem,
 }
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Views, and numbers made of sizes: done where they are needed, in each piece again."""
+"""Views, and numbers computed from sizes: recomputed in each piece that needs them."""
 
 
 def traced(
@@ -47,16 +49,16 @@ def traced(
     weights: Iterable[Tensor],
     formulas: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
-    """The graph of a function of tensors, first of any sizes (but 0 and 1 where those of the example are neither), then of fixed ones.
+    """Trace a function of tensors with symbolic sizes (0 and 1 excepted) and of weights with fixed sizes.
 
     Args:
-        function: of the example's tensors and the weights; returns a tuple of tensors.
-        example: tensors whose sizes differ where they may.
-        weights: tensors whose sizes stay.
-        formulas: what stands for an operator, in operators that the compiler knows.
+        function: takes the example's tensors, then the weights; returns a tuple of tensors.
+        example: tensors of symbolic sizes; equal sizes are traced as always equal.
+        weights: tensors of fixed sizes.
+        formulas: decompositions of operators into operators that the compiler knows.
 
     Raises:
-        ValueError: what the function does depends on the sizes.
+        ValueError: the function's control flow depends on the sizes.
     """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -77,15 +79,16 @@ def traced(
 def in_pieces(
     module: fx.GraphModule, own_ways: Mapping[Any, Rewrite], loops: dict[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    """Compile what is between the operators that have ways of their own.
+    """Compile the operators between those that have their own implementation.
 
     Args:
-        module: as `traced` gave it; it is changed.
-        own_ways: by operator. Nodes that they put into the graph are looked at again, unless they call a function of Python.
-        loops: pieces that are compiled already, by what they compute; new ones are added.
+        module: a result of `traced`, changed in place.
+        own_ways: rewrites by operator. ATen nodes that they insert are compiled with their piece; Python calls are kept
+            as they are.
+        loops: cache of compiled pieces by their content; new ones are added.
 
     Returns:
-        A function of the same arguments.
+        The rewritten module, which takes the same arguments.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -112,14 +115,14 @@ def _is_free(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        # of a loop's or an operator's several results: that is where they are
+        # an item of a loop's or an operator's results belongs where these are computed
         source = node.args[0]
         return isinstance(source, fx.Node) and _is_free(source)
     return node.target in _FREE or isinstance(node.meta.get("val"), _NUMBERS)
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """Whether a node is called as it is: a function of Python that a rewriting has put there."""
+    """Whether a node is called as it is: a Python function that a rewrite has inserted, or no call at all."""
     if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and _is_opaque(source)
@@ -127,7 +130,7 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _pieces(graph: fx.Graph) -> list[list[fx.Node]]:
-    """What is to be compiled together, in the order of the graph."""
+    """Groups of nodes to compile together, in the order of the graph."""
     pieces: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
         if _is_free(node):
@@ -142,7 +145,7 @@ def _pieces(graph: fx.Graph) -> list[list[fx.Node]]:
 def _compile_piece(
     graph: fx.Graph, piece: list[fx.Node], loops: dict[Any, Callable[..., Any]]
 ) -> None:
-    """Put one call in the place of the nodes of a piece."""
+    """Replace the nodes of a piece by one call of its compiled loop."""
     inside = set(piece)
     own = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -155,7 +158,7 @@ def _compile_piece(
                     copied(one)
                 args: Any = fx.map_arg(node.args, copies.__getitem__)
                 kwargs: Any = fx.map_arg(node.kwargs, copies.__getitem__)
-                # a name of its own, so that equal pieces read alike
+                # new names, so that equal pieces have equal text
                 copies[node] = own.create_node(node.op, node.target, args, kwargs)
                 copies[node].meta = dict(node.meta)
             else:
@@ -164,7 +167,7 @@ def _compile_piece(
                 copies[node].meta = dict(node.meta)
         return copies[node]
 
-    # placeholders come first in a graph
+    # placeholders must come first in a graph
     for node in piece:
         for one in _roots(node, inside):
             copied(one)
@@ -194,14 +197,14 @@ def _compile_piece(
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Take a node and views of it out of the graph."""
+    """Remove a node and the views of it from the graph."""
     for user in list(node.users):
         _erase(graph, user)
     graph.erase_node(node)
 
 
 def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function for a graph, which asks for its name."""
+    """Wrap a function so that it has a name, which graphs ask for."""
 
     def piece(*tensors: Tensor) -> Any:
         return run(*tensors)
@@ -211,7 +214,7 @@ def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _is_needed_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether something that is not of the piece uses a node, as it is or as a view."""
+    """Whether a node outside the piece uses this node or a view of it."""
     return any(
         _is_needed_outside(user, inside) if _is_free(user) else user not in inside
         for user in node.users
@@ -219,7 +222,7 @@ def _is_needed_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _roots(node: fx.Node, inside: set[fx.Node]) -> Iterable[fx.Node]:
-    """What a node of a piece takes from outside, through views."""
+    """Nodes outside the piece whose values a node uses, through views."""
     for one in node.all_input_nodes:
         if one in inside:
             continue

@@ -1,8 +1,8 @@
-"""FP32 products of matrices on the CPU, by the faster one of PyTorch's two libraries.
+"""FP32 matrix products on the CPU by the faster of PyTorch's two libraries.
 
-`torch.mm` and `F.linear` give FP32 to MKL, which runs AVX2 code on processors that are not Intel's, whatever they could do.
-oneDNN generates code for the instructions that are there: on an AMD EPYC with AVX-512 it is 2.2 times as fast (docs/log.md).
-The arithmetic is the same, FP32 with FP32 sums.
+`torch.mm` and `F.linear` use MKL for FP32, which runs AVX2 code on all processors that are not Intel's. oneDNN
+generates code for the instructions that the processor has: on an AMD EPYC with AVX-512 it is 2.2 times as fast
+(docs/log.md). The arithmetic is the same, FP32 with FP32 sums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,17 @@ from expertmesh.ops.onednn import has_onednn
 from expertmesh.ops.plain_call import is_plain, runs_plainly
 
 Library = Literal["blas", "onednn"]
-"""What multiplies large FP32 matrices: PyTorch's BLAS (MKL on x86), or oneDNN."""
+"""Library for large FP32 matrices: PyTorch's BLAS (MKL on x86), or oneDNN."""
 
 _SMALLEST = 1 << 20
-"""Multiplications and additions from which a product is worth oneDNN's way in, 15 us."""
+"""Fewest multiply-adds for which a product is worth oneDNN's call overhead of 15 us."""
 
 _chosen: Library | None = None
 
 
 @cache
 def mkl_holds_back() -> bool:
-    """Whether FP32 products would run AVX2 code on a processor that has AVX-512."""
+    """Whether MKL would run AVX2 code for FP32 products on a processor that has AVX-512."""
     cpuinfo = Path("/proc/cpuinfo")
     return (
         torch.backends.mkl.is_available()
@@ -42,23 +42,23 @@ def mkl_holds_back() -> bool:
 
 
 def runs_avx2_code(cpuinfo: str, capability: str) -> bool:
-    """Whether MKL runs AVX2 code where there is AVX-512.
+    """Whether MKL runs AVX2 code on a processor with AVX-512.
 
     Args:
         cpuinfo: the text of /proc/cpuinfo.
-        capability: the instructions that PyTorch found.
+        capability: PyTorch's CPU capability, for example "AVX512".
     """
     return capability == "AVX512" and "GenuineIntel" not in cpuinfo
 
 
 def usual_library() -> Library:
-    """The one that multiplies large FP32 matrices unless `multiplying_by` says otherwise."""
+    """Library for large FP32 matrices unless `multiplying_by` chooses another."""
     return "onednn" if mkl_holds_back() else "blas"
 
 
 @contextmanager
 def multiplying_by(library: Library) -> Iterator[None]:
-    """Let one library multiply large FP32 matrices in this process meanwhile; BLAS does where there is no oneDNN."""
+    """Context in which one library multiplies large FP32 matrices in this process; BLAS does if there is no oneDNN."""
     global _chosen
     before, _chosen = _chosen, library
     try:
@@ -68,7 +68,7 @@ def multiplying_by(library: Library) -> Iterator[None]:
 
 
 def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `product` takes oneDNN for large matrices of this type; it generates code for every new shape."""
+    """Whether `product` uses oneDNN for large matrices of this dtype; oneDNN generates code for every new shape."""
     return (
         dtype == torch.float32
         and device.type == "cpu"
@@ -81,16 +81,17 @@ def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
 def gemm_rows(
     num_rows: int, device: torch.device, dtype: torch.dtype, *, is_narrow: bool = False
 ) -> int:
-    """Give the number of rows to multiply where there are num_rows: up to 1/32 more, so that few counts occur.
+    """Round a number of rows up for a product, by up to 1/32, so that few shapes occur.
 
-    PyTorch's CPU products of BF16 and FP16 matrices, and of FP32 ones where oneDNN makes them, generate code for every new
-    shape, which takes as long as the product of some hundred rows, and row counts differ in every step of a training run.
+    PyTorch's CPU products of BF16 and FP16 matrices, and oneDNN's of FP32 ones, generate code for every new shape. That
+    takes as long as a product of some hundred rows, and row counts differ in every training step.
 
     Args:
         num_rows: rows of one expert.
         device: the device of the product.
-        dtype: the type of the product.
-        is_narrow: the weights are so small that generating code takes as long as ten products: up to 1/8 more.
+        dtype: the dtype of the product.
+        is_narrow: whether the weights are so small that generating code takes as long as ten products; rounds by up to
+            1/8.
     """
     is_half = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     if not is_half and not goes_to_onednn(dtype, device):
@@ -100,13 +101,13 @@ def gemm_rows(
 
 
 def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:
-    """Write a b, or add it; nothing here is seen by autograd.
+    """Write the product a b into a tensor, or add it; not seen by autograd.
 
     Args:
         a_MK: (M, K).
         b_KN: (K, N).
-        out_MN: (M, N) of their type.
-        add: to what is there.
+        out_MN: (M, N) of the same dtype.
+        add: add to out_MN instead of overwriting it.
     """
     if is_worth_it(a_MK, b_KN):
         found = _onednn(a_MK, b_KN)
@@ -121,7 +122,7 @@ def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = Fals
 
 
 def linear_into(x_MK: Tensor, w_NK: Tensor, out_MN: Tensor, *, bias_N: Tensor) -> None:
-    """Write x w^T + bias, rounded once; not seen by autograd."""
+    """Write x w^T + bias into a tensor, rounded once; not seen by autograd."""
     if is_worth_it(x_MK, w_NK.T):
         out_MN.copy_(_onednn(x_MK, w_NK.T, bias_N))
     else:
@@ -135,7 +136,9 @@ def is_worth_it(a_MK: Tensor, b_KN: Tensor) -> bool:
 
 
 def _onednn(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """The operator copies its first operand if it is not contiguous, so that should be the smaller of two that are not."""
+    """Product by oneDNN, which copies its first operand if not contiguous; the smaller of two such operands goes
+    first.
+    """
     swap = bias_N is None and not a_MK.is_contiguous() and b_KN.shape[1] < a_MK.shape[0]
     x, w = (b_KN.T, a_MK) if swap else (a_MK, b_KN.T)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, bias_N, "none", [], "")
@@ -143,14 +146,14 @@ def _onednn(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 
 def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """a b; differentiable any number of times, and by oneDNN only where nobody differentiates."""
+    """Compute a b; differentiable any number of times. oneDNN is used only without gradients."""
     if runs_plainly(a_MK, b_KN) and is_worth_it(a_MK, b_KN):
         return _onednn(a_MK, b_KN)
     return a_MK @ b_KN
 
 
 def linear(x: Tensor, w_NK: Tensor) -> Tensor:
-    """`torch.nn.functional.linear` without bias; differentiable, twice only where it is that very function."""
+    """Compute `torch.nn.functional.linear` without bias; differentiable, twice only if F.linear itself runs."""
     rows = x.numel() // max(x.shape[-1], 1)
     if (
         not is_plain(x, w_NK)
@@ -161,7 +164,7 @@ def linear(x: Tensor, w_NK: Tensor) -> Tensor:
     ):
         return F.linear(x, w_NK)
     y: Tensor = _Linear.apply(x.reshape(rows, -1), w_NK)
-    # Not a view, as F.linear's result is none: FSDP2 warns of views that a module returns.
+    # Not a view, as F.linear's result is none: FSDP2 warns about views that a module returns.
     whole: Tensor = torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], w_NK.shape[0]])
     return whole
 
@@ -182,10 +185,10 @@ class _Linear(torch.autograd.Function):
 
 
 def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
-    """Whether PyTorch's grouped product is the best way through the weights of this many experts with rows.
+    """Whether PyTorch's grouped product is the fastest choice if this many experts have rows.
 
-    On the CPU it is the same loop without Python, over all experts, those without rows included. Its demands (bytes of
-    a row, contiguous weights) are checked here.
+    On the CPU it is the same loop without Python, over all experts, including those without rows. Its requirements
+    (bytes of a row, contiguous weights) are checked here.
     """
     by_the_best_library = w_ENK.dtype == torch.bfloat16 or (
         w_ENK.dtype == torch.float32 and not mkl_holds_back()
@@ -200,10 +203,10 @@ def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
 
 
 def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
-    """Whether the CPU library is faster with the weight as the left factor, W x^T; a single row must then be doubled.
+    """Whether the product is faster with the weight as the left factor, W x^T; a single row must then be doubled.
 
-    So it is where MKL holds back, by up to a factor of two, for up to 4 rows in FP32 where calls do not cost more than
-    products and the weight is no larger than 8 MiB; and for no other type and no more rows (docs/log.md).
+    It is faster, by up to a factor of two, if MKL runs AVX2 code on AVX-512, for up to 4 FP32 rows and weights from
+    2^16 elements to 8 MiB; not for other dtypes or more rows (docs/log.md).
     """
     has_the_size = 1 << 16 <= w_NK.shape[-2] * w_NK.shape[-1] < 1 << 21
     return (
@@ -216,7 +219,7 @@ def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
 
 
 def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
-    """Write x W^T."""
+    """Write x W^T into a tensor."""
     num_rows = x_RK.shape[0]
     if not weight_goes_first(w_NK, num_rows):
         product_into(x_RK, w_NK.T, out_RN)
@@ -227,7 +230,7 @@ def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
 
 
 def selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
-    """Entries of the first dimension; a view of all of them is one call, but costs the host half of a call per entry."""
+    """Select entries along the first dimension; one unbind of all entries is cheaper if more than half are wanted."""
     if 2 * len(indices) > values.shape[0]:
         return map(values.unbind().__getitem__, indices)
     return (values.select(0, i) for i in indices)

@@ -1,1 +1,1 @@
-"""The experts on sorted rows, as one autograd operator and its backends."""
+"""Experts on sorted rows, as one autograd operator and its backends."""

@@ -1,6 +1,6 @@
-"""Rows in expert order times the matrices of their experts with a low-rank adapter on each, as one autograd operator.
+"""Products of sorted rows with their experts' matrices and low-rank adapters, as one autograd operator.
 
-The matrices rest: they get no gradient here.
+The matrices are frozen: they get no gradient here.
 """
 
 from typing import Any
@@ -30,15 +30,16 @@ def adapted_linear(
 ) -> Tensor:
     """Multiply every row by its expert's matrix and adapter: y = x W^T + s (x A^T) B^T + bias (Hu et al. 2021, section 4.1).
 
-    Neither W + s B A nor a gradient of its size is made, unless w asks for a gradient. On a CPU that multiplies matrices of this
-    type, and with weights at rest, it is one operator; elsewhere, and with biases, three `grouped_linear`.
+    Neither W + s B A nor a gradient of its size is materialised, unless w requires a gradient. On a CPU with product
+    instructions for the dtype, with frozen weights and without bias, it is one operator; otherwise three
+    `grouped_linear`.
 
     Args:
         x_RK: (R, K) rows sorted by expert.
         w: (E, N, K), or (E, K, N) with `transposed`.
         offsets_E: (E + 1,) int32, `RouteMetadata.offsets_E`.
-        a_ErK: (E, r, K), may be a view.
-        b_ENr: (E, N, r), likewise.
+        a_ErK: (E, r, K), A of each expert; may be a view.
+        b_ENr: (E, N, r), B of each expert; may be a view.
         scaling: s.
         bias_EN: (E, N), or None.
         transposed: whether the matrices are stored as (K, N).

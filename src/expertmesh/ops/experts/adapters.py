@@ -1,7 +1,8 @@
-"""The experts with low-rank adapters: our grouped products with the adapters' own between them.
+"""Experts with low-rank adapters: grouped products of the matrices and of the adapters.
 
-Neither W + s B A nor the gradient of W is made, so an adapted layer costs the adapters' own products and memory. Where tokens have
-different adapters the experts' own products are those of all tokens together, and each adapter is added to the rows of its tokens.
+Neither W + s B A nor the gradient of W is materialised, so adapters add only their own products and memory. If tokens
+have different adapters, the experts' own products run over all tokens together, and each adapter is added to the rows
+of its tokens.
 """
 
 from collections.abc import Callable
@@ -23,14 +24,16 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata
 
 Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""((R, K) rows in the order of their experts, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with adapted matrices."""
+"""Function ((R, K) rows sorted by expert, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with the
+adapted matrices.
+"""
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """What `moe_mlp` computes, with the adapters: (T, D), differentiable; buffers say nothing.
+    """Compute `moe_mlp` with adapters shared by all tokens: (T, D), differentiable; `buffers` is not read.
 
     Raises:
-        ConfigError: there are adapters of another number of experts.
+        ConfigError: the adapters have another number of experts.
     """
     assert call.maps is not None and call.adapters is not None
     for adapter in call.adapters:
@@ -42,7 +45,9 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
 
 
 def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """The same where tokens have different adapters, or none: (T, D), not differentiable; does not synchronise."""
+    """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not
+    synchronise.
+    """
     assert call.maps is not None
     if call.batch_invariant:
         return invariant_forward(call)
@@ -56,7 +61,7 @@ def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
 
 
 def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
-    """(T, D): what `moe_mlp` computes, with the products that are given."""
+    """Compute `moe_mlp`, (T, D), with the given functions for the two products."""
     metadata, backend = call.maps, call.backend
     assert metadata is not None
     one = call.experts.joined(call.x_TD.dtype)
@@ -93,7 +98,7 @@ def _times(
     offsets_E: Tensor,
     backend: str,
 ) -> Tensor:
-    """(R, K) rows in the order of their experts -> (R, N), their products with the adapted matrices."""
+    """Multiply (R, K) rows sorted by expert by the adapted matrices: (R, N)."""
     if adapter is None:
         return grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
@@ -107,7 +112,7 @@ def _times(
 
 
 class _Rows(NamedTuple):
-    """Rows of a run's tokens, in the order of all rows, and where those of each expert begin among them."""
+    """Rows of an adapter run's tokens, as indices into all rows, and the first of them for each expert."""
 
     index_n: Tensor
     offsets_E: Tensor
@@ -116,7 +121,7 @@ class _Rows(NamedTuple):
 def _rows_of(run: AdapterRun, maps: RouteMetadata, top_k: int) -> _Rows:
     index_n = maps.row_of_slot_N[run.first * top_k : run.stop * top_k].sort().values
     offsets_E = torch.searchsorted(index_n, maps.offsets_E, out_int32=True)
-    # slots without an expert lie behind all rows: their products are zeros, wherever these are added
+    # slots without an expert lie behind all rows; their products are zeros, so they may be added to any row
     return _Rows(index_n.clamp(max=max(len(maps.token_of_row_N) - 1, 0)), offsets_E)
 
 
@@ -129,7 +134,7 @@ def _times_of_runs(
     offsets_E: Tensor,
     backend: str,
 ) -> Tensor:
-    """As `_times`, each run's rows with its own adapter."""
+    """Multiply as `_times` does, each run's rows with its own adapter."""
     y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
     for rows, adapter in runs:
         if adapter is None or not len(rows.index_n):

@@ -1,6 +1,6 @@
-"""Who computes the experts: `BACKENDS`, the only place where that is decided.
+"""Backends of the experts: `BACKENDS` is the only place that selects one.
 
-The first row that serves a call computes it. A new backend is one more row; `docs/extending.md` adds one.
+The first row that serves a call computes it. A new backend is one more row; `docs/extending.md` shows one.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,20 @@ from expertmesh.ops.plain_call import runs_plainly
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute the experts.
+    """An implementation of the experts.
 
     Attributes:
-        serves: whether it computes a call. Calls come twice: first with ids alone (`maps` is None), then checked, cast, with `maps` and with
-            "torch", "triton" or "reference" as `backend`.
-        forward: with a `backward` (call, *, save_h) -> y and H of every slice, run inside the operator, which autograd does not see; without one
-            (call, buffers) -> y, differentiable by itself or not at all, or None: the next one that serves has to.
+        serves: function that tells whether it can compute a call. It is asked twice: first for the call with ids only
+            (`maps` is None), then for the call checked, cast, with `maps`, and with "torch", "triton" or "reference" as
+            `backend`.
+        forward: with a `backward`: (call, *, save_h) -> y and H of every slice, run inside the operator, not seen by
+            autograd. Without one: (call, buffers) -> y, differentiable by itself or not at all; None passes the call to
+            the next backend that serves it.
         backward: (call, grad_TD, hidden, needs, main) -> gradients of `ExpertsCall.differentiable`.
-        trains: whether main gradients are added to, and H is saved for the backward if the caller wants it.
-        is_triton: whether the gradients of interleaved weights are interleaved, too.
-        data_grads: the first half of the backward, for weight gradients that are computed late.
-        weight_grads: the second half.
+        trains: whether it supports main gradients and, if the caller wants it, saves H for the backward.
+        is_triton: whether gradients of interleaved weights are interleaved too.
+        data_grads: first half of the backward, for deferred weight gradients.
+        weight_grads: second half of the backward.
     """
 
     serves: Callable[[ExpertsCall], bool]
@@ -91,7 +93,7 @@ def _few_rows(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
 
 
 def _reference(c: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """The oracle, on the concatenation of the slices."""
+    """Compute the oracle on the concatenated slices."""
     experts, maps = c.experts, c.maps
     assert maps is not None
     if buffers:
@@ -114,11 +116,11 @@ def _reference(c: ExpertsCall, buffers: list[Tensor]) -> Tensor:
 
 
 def _reads(c: ExpertsCall, name: str) -> bool:
-    """Whether all is there for a backend that takes rows in order, and it reads this format."""
+    """Whether the call has `maps`, and the named backend reads its weight format."""
     return c.maps is not None and name in FORMATS[c.experts.format].backends
 
 
-assert quantized_formats.QUANTIZED  # which are in FORMATS from here on
+assert quantized_formats.QUANTIZED  # the import adds its formats to FORMATS
 _BY_TORCH = partial(call.backward, torch_backward.backward)
 _BY_TRITON = partial(call.backward, triton_backend.backward)
 

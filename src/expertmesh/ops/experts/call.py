@@ -1,8 +1,8 @@
-"""The arguments of the experts' operators, and one pass over the slices of their weights.
+"""Arguments of the experts' operators, and the loop over slices of their weights.
 
-y = act(x W_in^T) W_out^T is a sum over the hidden units, so slices of F are experts of their own whose results add
-up. Nothing is concatenated: gathered shards are used where they lie. Results of the slices, (T, D) each, are added in
-FP32 (FP64 for FP64) in the order of the slices.
+y = act(x W_in^T) W_out^T is a sum over the hidden units, so each slice of F acts as a smaller expert, and the results
+of the slices add up. Nothing is concatenated: gathered shards are used where they lie. Results of the slices, (T, D)
+each, are added in FP32 (FP64 for FP64) in the order of the slices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +21,10 @@ from expertmesh.ops.route_metadata import RouteMetadata
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to every expert's matrix W: scaling * B A.
+    """Low-rank adapter of every expert's matrix W: W + scaling * B A.
 
     Attributes:
-        a_ErK: (E, r, K), or (1, r, K) where all experts share it.
+        a_ErK: (E, r, K), or (1, r, K) if all experts share it.
         b_ENr: (E, N, r), or (1, N, r).
         scaling: s.
         is_shared: whether all experts share it.
@@ -37,13 +37,13 @@ class LowRank(NamedTuple):
 
 
 class AdapterRun(NamedTuple):
-    """Tokens one after the other whose experts have an adapter that others have not.
+    """Run of consecutive tokens with their own adapters.
 
     Attributes:
-        first: the first of them.
-        stop: the one behind the last.
-        on_in: what is added to w_in, for each expert; None: nothing.
-        on_out: what is added to w_out.
+        first: first token.
+        stop: last token + 1.
+        on_in: adapter of w_in, or None.
+        on_out: adapter of w_out, or None.
     """
 
     first: int
@@ -53,18 +53,19 @@ class AdapterRun(NamedTuple):
 
 
 class ExpertsCall(NamedTuple):
-    """What the experts compute: tokens and their routing weights beside the experts' weights.
+    """Inputs of the experts' operators: tokens, routing weights, expert weights and options.
 
     Attributes:
         x_TD: (T, D) tokens.
         weights_TK: (T, K) routing weights.
         experts: the experts' weights.
-        backend: as the caller asked for it; once checked the library that was found, and inside an operator the name in `BACKENDS`.
-        ids_TK: (T, K) slots of the experts, until there are `maps`.
-        maps: the order of the rows; None: a backend that needs none is still looked for.
-        batch_invariant: whether a row's result has to be the same to the bit in every batch.
-        adapters: what is added to w_in and to w_out for all tokens; None: no adapters at all.
-        runs: tokens that have adapters of their own, in their order, in the place of `adapters`; for inference alone.
+        backend: the caller's choice; in a checked call "torch", "triton" or "reference"; inside an operator the name in
+            `BACKENDS`.
+        ids_TK: (T, K) expert ids; None in a call with `maps`.
+        maps: the order of the rows; None before it is computed, which some backends do not need.
+        batch_invariant: whether a row's result must be bitwise the same in every batch.
+        adapters: adapters of w_in and of w_out for all tokens; None: no adapters.
+        runs: runs of tokens with their own adapters, in order, instead of `adapters`; for inference only.
     """
 
     x_TD: Tensor
@@ -79,16 +80,16 @@ class ExpertsCall(NamedTuple):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether anything is added to the experts' matrices."""
+        """Whether the experts' matrices have adapters."""
         return self.adapters is not None or bool(self.runs)
 
     @property
     def differentiable(self) -> list[Tensor]:
-        """All tensors of an operator that may want a gradient."""
+        """Tensors of the operator that may require gradients: x, routing weights, parameters."""
         return [self.x_TD, self.weights_TK, *self.experts.parameters]
 
     def flat(self) -> tuple[Any, ...]:
-        """The call as operators of a library take it; the inverse of `make_experts_call`."""
+        """Flatten the call to the arguments of the library operators; the inverse of `make_experts_call`."""
         w, maps = self.experts, self.maps
         assert maps is not None
         order = [maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N, maps.row_of_slot_N]
@@ -111,10 +112,10 @@ FLAT = (
     "Tensor x_TD, Tensor weights_TK, Tensor[] w_in, Tensor[] w_out, Tensor[] b_in, Tensor[] b_out, Tensor[] scales, "
     "Tensor[] maps, str activation, str format, str backend"
 )
-"""Schema of what `ExpertsCall.flat` gives."""
+"""Schema of the arguments that `ExpertsCall.flat` returns."""
 
 NUM_LISTS = 6
-"""Lists of tensors in `FLAT`."""
+"""Number of tensor lists in `FLAT`."""
 
 
 def make_experts_call(
@@ -130,7 +131,7 @@ def make_experts_call(
     format: str,
     backend: str,
 ) -> ExpertsCall:
-    """The call that `ExpertsCall.flat` made these of."""
+    """Rebuild a call from the arguments of `ExpertsCall.flat`."""
     half = len(scales) // 2
     experts = ExpertWeights(
         tuple(w_in),
@@ -148,7 +149,7 @@ def make_experts_call(
 def forward(
     of_slice: Callable[..., tuple[Tensor, Tensor]], call: ExpertsCall, *, save_h: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Give y (T, D) and H (R, G * F_i) of every slice, without rows unless save_h.
+    """Compute y (T, D) and H (R, G * F_i) of every slice; H has no rows unless save_h.
 
     Args:
         of_slice: a backend's forward for one slice.
@@ -172,15 +173,15 @@ def backward(
     needs: Sequence[bool],
     main: Sequence[Tensor] = (),
 ) -> list[Tensor | None]:
-    """Give the gradients of `differentiable`, as far as needed, or add those of the parameters to `main`.
+    """Compute the needed gradients of `differentiable`; parameter gradients are added to `main` if given.
 
     Args:
         of_slice: a backend's backward for one slice.
         call: the call.
         grad_TD: the gradient of y, contiguous.
-        hidden: as `forward` gave them.
-        needs: which of `differentiable` want a gradient.
-        main: buffers in the order of the parameters, or none.
+        hidden: H of every slice, from `forward`.
+        needs: for each tensor of `differentiable`, whether it needs a gradient.
+        main: buffers in the order of the parameters, or empty.
     """
     d_x, d_weights, grads = None, None, []
     for h, (step, into) in zip(hidden, _steps(call, needs, main), strict=True):
@@ -196,7 +197,7 @@ def data_grads(
     grad_TD: Tensor,
     hidden: Sequence[Tensor],
 ) -> tuple[Tensor | None, Tensor | None, tuple[HiddenGradients, ...]]:
-    """Give the gradients of x and of the routing weights, and what `weight_grads` needs of every slice."""
+    """Compute the gradients of x and of the routing weights, and the inputs of `weight_grads` for every slice."""
     d_x, d_weights, kept = None, None, []
     for h, (step, _) in zip(
         hidden, _steps(call, [True] * len(call.differentiable), ()), strict=True
@@ -214,7 +215,7 @@ def weight_grads(
     kept: Sequence[HiddenGradients],
     main: Sequence[Tensor] = (),
 ) -> list[Tensor | None]:
-    """Give the gradients of the parameters, or add them to `main`."""
+    """Compute the gradients of the parameters, or add them to `main`."""
     steps = _steps(call, [True] * len(call.differentiable), main)
     return _flat(
         call,
@@ -228,7 +229,7 @@ def weight_grads(
 def _by_slice(
     experts: ExpertWeights, values: Sequence[Any], missing: Any
 ) -> Iterator[tuple[Any, ...]]:
-    """Values in the order of the parameters -> (w_in, w_out, b_in, b_out) of every slice."""
+    """Group values in the order of the parameters by slice: (w_in, w_out, b_in, b_out) each."""
     n = len(experts.w_in)
     after = 2 * n + len(experts.b_in)
     b_in, b_out, others = values[2 * n : after], values[after:], [missing] * n
@@ -238,7 +239,7 @@ def _by_slice(
 def _steps(
     call: ExpertsCall, needs: Sequence[bool], main: Sequence[Tensor]
 ) -> list[tuple[tuple[Any, ...], ExpertSlice | None]]:
-    """Of every slice what all functions of a backward are given last, and the buffers to add to."""
+    """Trailing arguments of the backward functions for every slice, and the buffers to add its gradients to."""
     x, weights, *rest = needs
     experts = call.experts
     into: list[ExpertSlice | None] = [None] * len(experts.w_in)
@@ -264,7 +265,7 @@ def _flat(call: ExpertsCall, grads: Sequence[ExpertSlice]) -> list[Tensor | None
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """The sum so far: the first part as it is, of wide type from the second on."""
+    """Running sum: the first part as it is, in the accumulation dtype from the second on."""
     if total is None or part is None:
         return part if total is None else total
     return total.to(accumulate_dtype(total.dtype)).add_(part)

@@ -1,4 +1,4 @@
-"""Arguments of the experts: checked, cast for autocast, with the library resolved."""
+"""Checks of the experts' arguments: casts for autocast and resolves the backend."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from expertmesh.ops.transforms import refuse_transforms
 
 
 def checked(call: ExpertsCall, maps: RouteMetadata) -> ExpertsCall:
-    """The call with its maps, in autocast's type where that is on, and with "torch", "triton" or "reference" as its backend.
+    """Check a call and add its maps; cast it for autocast, and resolve its backend to "torch", "triton" or "reference".
 
     Raises:
-        ConfigError: as `moe_mlp` says.
+        ConfigError: see `moe_mlp`.
     """
     x_TD, experts = call.x_TD, call.experts
     dtype = autocast_dtype(x_TD.device)
@@ -80,10 +80,10 @@ def _at(w: ExpertWeights, i: int) -> str:
 
 
 def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[Tensor]:
-    """Give main gradients in the order of the experts' parameters; none where there are none.
+    """Return main gradients in the order of the experts' parameters; [] if there are none.
 
     Raises:
-        ConfigError: one is missing, or its shape, type or order in memory does not fit its parameter.
+        ConfigError: a buffer is missing, or its shape, dtype or memory layout does not fit its parameter.
     """
     if main is None:
         return []

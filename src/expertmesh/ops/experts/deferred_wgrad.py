@@ -1,7 +1,8 @@
-"""`moe_mlp` whose backward gives the tokens' gradients at once and those of the weights when somebody asks.
+"""Deferred weight gradients: a backward of `moe_mlp` that returns the tokens' gradients at once, and weight gradients
+on request.
 
-What only weight gradients need then fills a time of waiting: here for the exchange that takes the tokens' gradients home
-(zero-bubble schedules do the same between pipeline stages: Qi et al., arXiv 2401.10241).
+The weight gradients are then computed while the tokens' gradients are exchanged between ranks (zero-bubble schedules do
+the same between pipeline stages: Qi et al., arXiv 2401.10241).
 """
 
 from collections.abc import Sequence
@@ -19,26 +20,26 @@ from expertmesh.ops.experts.weights import HiddenGradients
 
 
 class DeferredWeightGradients:
-    """The weight gradients of one call, left to be computed. All parameters must want a gradient."""
+    """Weight gradients of one call, computed on request. All parameters must require gradients."""
 
     def __init__(self) -> None:
         self._left: tuple[ExpertsCall, Tensor, tuple[HiddenGradients, ...]] | None = None
         self._main: Sequence[Tensor] = ()
 
     def run(self, call: ExpertsCall, main: Sequence[Tensor], *, save_h: bool) -> Tensor:
-        """The output (T, D); as `operator.run`, but for the weights' gradients, which autograd does not see."""
+        """Compute the output (T, D) as `operator.run` does, except that autograd does not see the weight gradients."""
         self._main = main
         y_TD: Tensor = _DeferredExperts.apply(self, call, save_h, *call.differentiable)
         return y_TD
 
     def leave(self, call: ExpertsCall, grad_TD: Tensor, kept: tuple[HiddenGradients, ...]) -> None:
-        """Keep what `compute` needs."""
+        """Store the inputs of `compute`."""
         self._left = call, grad_TD, kept
 
     def compute(self) -> list[Tensor | None]:
-        """The gradients in the order of `ExpertWeights.parameters`, or none of them where they were added to buffers.
+        """Compute gradients in the order of `ExpertWeights.parameters`; all None if they were added to main gradients.
 
-        Nothing where no backward left any.
+        Returns [] if no backward has run.
         """
         if self._left is None:
             return []

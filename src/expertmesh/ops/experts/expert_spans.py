@@ -1,7 +1,7 @@
-"""Runs of neighbouring experts that go through each step together, with room for the padding of their products.
+"""Spans of neighbouring experts that are processed together, with padding for their products.
 
 Products of BF16 matrices take rounded row counts (`gemm_rows`), and weight gradients sum over the rows, so in the
-backward the padding of one expert may not be the rows of the next. A row's position in such a buffer is its place.
+backward an expert's padding may not be the rows of the next one. A row's position in a padded buffer is its place.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from expertmesh.ops.cpu.products import gemm_rows
 
 @dataclass(frozen=True)
 class ExpertSpan:
-    """The rows of some neighbouring experts, all of which have rows.
+    """Rows of neighbouring experts; experts without rows are left out.
 
     Attributes:
-        experts: their numbers.
-        starts: first row of each.
-        counts: rows of each.
-        sizes: places of each: its rows and their padding.
+        experts: indices of the experts.
+        starts: first row of each expert.
+        counts: number of rows of each expert.
+        sizes: number of places of each expert: its rows and their padding.
         device: the device of the rows.
     """
 
@@ -35,14 +35,14 @@ class ExpertSpan:
 
     @cached_property
     def rows(self) -> slice:
-        """All rows."""
+        """Range of all rows of the span."""
         return slice(self.starts[0], self.starts[-1] + self.counts[-1])
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if self.sizes == self.counts:
             return None, None
-        # what the padding before an expert shifts its rows by, and its last row, at all its places
+        # for each place: the shift from places to rows due to padding before its expert, and the expert's last row
         first_place, columns = 0, []
         for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True):
             columns.append((start - first_place, start + count - 1, size))
@@ -57,35 +57,36 @@ class ExpertSpan:
 
     @property
     def row_of_place(self) -> Tensor | None:
-        """(W,) int32 row at each place, in the padding the expert's last one; None: nothing is padded."""
+        """(W,) int32 row of each place; padding has the expert's last row. None without padding."""
         return self._places[0]
 
     @property
     def live(self) -> Tensor | None:
-        """(W,) bool, False in the padding; None: nothing is padded."""
+        """(W,) bool, False in the padding; None without padding."""
         return self._places[1]
 
     @property
     def num_places(self) -> int:
-        """W."""
+        """Number of places, W."""
         return sum(self.sizes)
 
     @property
     def padding(self) -> int:
-        """The most that an expert's places reach behind the run's last row."""
+        """Largest number of places of an expert behind the span's last row."""
         ends = (start + size for start, size in zip(self.starts, self.sizes, strict=True))
         return max(ends) - self.rows.stop
 
     def split(self, values_W: Tensor) -> Sequence[Tensor]:
-        """The places of each expert."""
+        """Split values by place into one view per expert."""
         return torch.split_with_sizes(values_W, self.sizes)
 
     def rows_of(self, values: Tensor, first: int = 0) -> Sequence[Tensor]:
-        """As many rows as an expert has places, from its first row: the padding covers other experts' rows.
+        """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts'
+        rows.
 
         Args:
             values: the values of the rows from `first` on.
-            first: a row.
+            first: index of the first row in `values`.
         """
         if self.sizes == self.counts:
             return torch.split_with_sizes(
@@ -95,13 +96,13 @@ class ExpertSpan:
         return [values[start - first : start - first + size] for start, size in pairs]
 
     def taken(self, values_R: Tensor) -> Tensor:
-        """A value per row, (R,) -> (W,)."""
+        """Gather one value per place, (R,) -> (W,)."""
         if self.row_of_place is None:
             return values_R[self.rows]
         return values_R.index_select(0, self.row_of_place)
 
     def without_padding(self, values_W: Tensor) -> Tensor:
-        """The values with zeros in the padding."""
+        """Values with zeros in the padding."""
         return values_W if self.live is None else values_W * self.live
 
 
@@ -113,10 +114,10 @@ def make_runs(
     *,
     is_narrow: bool,
 ) -> list[ExpertSpan]:
-    """Neighbouring experts that go through each step together: up to this many places, or one expert.
+    """Group neighbouring experts into spans of at most `most_places` places, or of one expert.
 
-    One expert's rows at a time are enough work for a step in training; in decoding and for narrow experts the calls
-    would cost more than the work.
+    In training one expert's rows are enough work for a call. In decoding and for narrow experts, calls would cost more
+    than the work.
     """
     runs: list[ExpertSpan] = []
     for e, (start, stop) in enumerate(pairwise(bounds)):

@@ -1,7 +1,8 @@
-"""The experts on a CPU for so few rows that calls cost as much as products: what generating text token by token needs.
+"""Experts on a CPU for few rows, as in decoding, where calls cost as much as products.
 
-The steps are those of `forward` (large weights leave H and A in FP32, `compiled_products`), but the rows are ordered in Python from one list of the ids, and
-one token's rows stay in the order of its choices, so that nothing is gathered at all.
+The steps are the general forward's (large weights leave H and A in FP32, see `compiled_products`). Rows are sorted in
+Python from one list of the ids, and a single token's rows stay in the order of its choices, so that nothing is
+gathered.
 """
 
 from array import array
@@ -35,13 +36,15 @@ from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.route_metadata import check_range
 
 MOST_SLOTS = 512
-"""From about here on PyTorch orders the slots faster than Python."""
+"""Maximum number of slots; above about this number PyTorch sorts slots faster than Python."""
 MOST_ELEMENTS = 1 << 20
-"""Of H; with more the passes had better go block by block."""
+"""Maximum number of elements of H; above it, block-wise passes are faster."""
 _BLOCK_ELEMENTS = 1 << 16
-"""Of one branch of H, widened at a time: 256 KiB, which stay in the second-level cache."""
+"""Elements of one branch of H that are widened at a time: 256 KiB, which stay in the L2 cache."""
 MOST_ROWS = 16
-"""Of one expert; products of more are padded (`gemm_rows`), which is the general way's business."""
+"""Maximum number of rows of one expert; products of more rows are padded (`gemm_rows`), which only the general path
+does.
+"""
 
 
 def serves(
@@ -56,7 +59,7 @@ def serves(
     """Whether `moe_mlp_of_few` may run for tokens (..., D): few slots on the CPU, no gradient, compiler or autocast."""
     _, G, F, D = w_in.shape
     return (
-        # First: a compiler would make the sizes below a condition of what it has compiled.
+        # first, because a compiler would guard on the sizes below
         runs_plainly(x, w_in, w_out, weights_TK)
         and 0 < num_slots <= MOST_SLOTS
         and num_slots * G * F <= MOST_ELEMENTS
@@ -80,7 +83,7 @@ def moe_mlp_of_few(
     b_in_EGF: Tensor | None = None,
     b_out_ED: Tensor | None = None,
 ) -> Tensor | None:
-    """`moe_mlp` without gradients, from the ids themselves; only where `serves` says so.
+    """Compute `moe_mlp` without gradients from expert ids; only for calls that `serves` accepts.
 
     Args:
         x_TD: (T, D).
@@ -93,7 +96,7 @@ def moe_mlp_of_few(
         b_out_ED: (E, D), or None.
 
     Returns:
-        y (T, D), or None where an expert has so many rows that the general way is better, or where H would be rounded before
+        y (T, D); None if an expert has so many rows that the general path is faster, or if H would be rounded before
         its bias is added.
 
     Raises:
@@ -130,12 +133,14 @@ def moe_mlp_of_few(
         return y_RD.sum(0, keepdim=True).to(x_TD.dtype)
     if maps.some_are_dead:
         y_RD = torch.cat((y_RD, y_RD.new_zeros(1, y_RD.shape[1])))
-    # a sum over each token's rows in FP32, in one pass
+    # the sum over each token's rows in FP32, in one pass
     return embedding_bag(maps.row_of_slot, y_RD, maps.first_slot_T, mode="sum").to(x_TD.dtype)
 
 
 class _Maps:
-    """int32 tensors as in `RouteMetadata`, but dead slots have the row behind the last one; and each token's first slot."""
+    """Maps of `RouteMetadata` as int32 tensors, with each token's first slot; dead slots have the row behind the last
+    one.
+    """
 
     def __init__(self, parts: Sequence[Tensor], some_are_dead: bool) -> None:
         self.ends_E, self.token_of_row, self.slot_of_row, self.row_of_slot, self.first_slot_T = (
@@ -146,12 +151,12 @@ class _Maps:
 
 @dataclass(frozen=True)
 class _Order:
-    """The rows of the experts in turn.
+    """Order of the rows by expert.
 
     Attributes:
-        experts: one entry per block of rows.
-        sizes: rows of each.
-        maps: None: the rows are the slots of one token, in order.
+        experts: expert of each block of rows.
+        sizes: number of rows of each block.
+        maps: map between slots and rows; None: the rows are the slots of one token, in order.
     """
 
     experts: list[int]
@@ -160,7 +165,7 @@ class _Order:
 
     @cached_property
     def expert_of_row(self) -> Tensor:
-        """(R,) int64."""
+        """(R,) int64 expert of each row."""
         return torch.tensor(
             [e for e, size in zip(self.experts, self.sizes, strict=True) for _ in range(size)],
             dtype=torch.int64,
@@ -172,7 +177,7 @@ class _Order:
         check_range(least, most, num_experts)
         if len(ids) == top_k and most < num_experts:
             return _Order(ids, [1] * top_k, None)
-        # rows in the experts' order, stable; what is behind the last end is dead
+        # stable sort by expert; rows behind the last end are dead
         slots = sorted(range(len(ids)), key=ids.__getitem__)
         sorted_ids = [ids[slot] for slot in slots]
         ends = [bisect_right(sorted_ids, e) for e in range(num_experts)]
@@ -183,7 +188,7 @@ class _Order:
             row_of_slot = [min(row, num_rows) for row in row_of_slot]
             del slots[num_rows:]
         tokens = [slot // top_k for slot in slots]
-        # an array is read at once, a list number by number
+        # torch reads an array at once, but a list number by number
         firsts = list(range(0, len(ids), top_k))
         joined = array("i", ends + tokens + slots + row_of_slot + firsts)
         lengths = [num_experts, num_rows, num_rows, len(ids), len(firsts)]
@@ -195,12 +200,12 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The rows of an order as `compiled_products` takes them, up to M of an expert at once.
+    """Rows in blocks of up to M of one expert, as `compiled_products` takes them.
 
     Attributes:
-        experts_B: (B,) int32.
-        rows_BM: (B, M) int32, a row again where there are fewer.
-        places_R: (R,) int32, where in the (B * M) results a row's are.
+        experts_B: (B,) int32 expert of each block.
+        rows_BM: (B, M) int32 rows of each block; a block with fewer rows repeats one.
+        places_R: (R,) int32 position of each row in the (B * M) results.
     """
 
     experts_B: Tensor
@@ -228,7 +233,7 @@ class _Blocks:
         return _Blocks(experts_B, rows_N.view(-1, rows_at_once), places_R)
 
     def multiply(self, rows_RK: Tensor, w_ENK: Tensor) -> Tensor:
-        """As `_multiply`, in FP32."""
+        """Multiply as `_multiply` does, in FP32."""
         x_RK = rows_RK.float().contiguous()
         out_BMN = compiled_products.product(x_RK, w_ENK, self.experts_B, self.rows_BM)
         out_WN = out_BMN.flatten(0, 1)
@@ -236,7 +241,7 @@ class _Blocks:
 
 
 def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order, blocks: _Blocks | None) -> Tensor:
-    """Rows times the transposed weight of their expert, (R, N), with blocks in FP32."""
+    """Multiply rows by the transposed weights of their experts, (R, N); in FP32 with `blocks`."""
     if blocks is not None:
         return blocks.multiply(rows_RK, w_ENK)
     rows_RK = rows_RK.to(w_ENK.dtype)
@@ -263,7 +268,7 @@ def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order, blocks: _Blocks | N
 
 
 def _activate(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
-    """s * act(h), in the arithmetic of s and rounded once."""
+    """Compute s * act(h) in the dtype of s, rounded once to the dtype of h."""
     branches, inner, s_R1 = num_branches(activation), inner_name(activation), s_R[:, None]
     if h_RH.dtype == s_R.dtype:
         gate, *up = h_RH.chunk(branches, 1)

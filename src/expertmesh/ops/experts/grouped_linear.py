@@ -1,6 +1,6 @@
-"""Rows in expert order times the matrices of their experts, as one autograd operator.
+"""Products of sorted rows with their experts' matrices, as one autograd operator.
 
-For experts that `moe_mlp` does not know: what stands between the products is the caller's.
+For experts that `moe_mlp` does not support: the caller computes what lies between the products.
 """
 
 from typing import Any
@@ -28,21 +28,21 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply every row by its expert's matrix: y_r = x_r W[e]^T + b[e].
 
-    Autograd saves x (where w needs a gradient), w and the offsets; gradients are bitwise deterministic; sums are FP32 (FP64
-    for FP64). Rows behind the last live one are read by nobody: they give zeros, and get a gradient of zero. The second
+    Autograd saves x (if w needs a gradient), w and the offsets. Gradients are bitwise deterministic. Sums are FP32
+    (FP64 for FP64). Rows behind the last live one are not read: their results and gradients are zero. The second
     derivative is an error.
 
     Args:
         x_RK: (R, K) rows sorted by expert, as `permute` gives them: float64, float32, bfloat16 or float16. Under autocast
             all tensors are cast to its type here.
-        w: (E, N, K), or (E, K, N) with `transposed`; of the type of x.
+        w: (E, N, K), or (E, K, N) with `transposed`; in the dtype of x.
         offsets_E: (E + 1,) int32, `RouteMetadata.offsets_E`.
         b_EN: (E, N) biases, or None.
         transposed: whether the matrices are stored as (K, N).
-        backend: see `resolve_backend`; "reference" is the "torch" one here, and FP64 runs on PyTorch's products.
+        backend: see `resolve_backend`; "reference" means "torch" here, and FP64 runs on PyTorch's products.
 
     Returns:
-        (R, N) in the type of x.
+        (R, N) in the dtype of x.
 
     Raises:
         ConfigError: shapes or types do not fit one another.
@@ -64,7 +64,7 @@ def grouped_linear(
 def check_rows_and_matrices(
     x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
 ) -> None:
-    """Raise ConfigError unless shapes and types of the arguments of `grouped_linear` fit one another."""
+    """Raise ConfigError unless shapes and dtypes of the arguments of `grouped_linear` fit one another."""
     if x_RK.dim() != 2 or w.dim() != 3:
         raise ConfigError(
             f"x and w have {x_RK.dim()} and {w.dim()} dimensions; they must have 2 (R, K) and 3 (E, N, K); reshape them"
@@ -152,7 +152,7 @@ def _backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
     flags = (ctx.transposed, ctx.backend)
     d_x = d_w = d_b = None
     if need_x:
-        # x W^T back through W is the same product with the matrices the other way round
+        # the backward of x W^T is the same product with transposed matrices
         d_x = _grouped_linear(grad_RN, w, offsets_E, None, not ctx.transposed, ctx.backend)
     if need_w:
         d_w = _weight_grad(grad_RN, x_RK, w, offsets_E, *flags)

@@ -1,7 +1,7 @@
-"""The experts as computed where a token's result is to be the same to the bit whatever batch it sits in.
+"""Batch-invariant experts: a token's result is bitwise the same in every batch.
 
-Made for inference: differentiable once, by the backward of the other backends, which computes H again. Slices are joined by a
-copy. Without Triton it synchronises with a GPU to read the offsets.
+Made for inference, but differentiable once, by the backward of the other backends, which recomputes H. Slices are
+concatenated by a copy. Without Triton it synchronises with a GPU to read the offsets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from expertmesh.ops.invariant.operators import BlockProduct, block_of
 from expertmesh.ops.permute import sum_rows
 
 _CHUNK_ROWS = 1024
-"""Rows that go through the steps together: a bound on the memory of FP32 intermediates."""
+"""Number of rows processed together; bounds the memory of FP32 intermediates."""
 
 
 def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
-    """y (T, D) by kernels whose tiles do not depend on the number of rows, and H without rows."""
+    """Compute y (T, D) by kernels whose tiles do not depend on the number of rows; H has no rows."""
     assert call.maps is not None
     y_TD, _ = triton_backend.forward(
         call.x_TD,
@@ -39,12 +39,12 @@ def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Ten
 
 
 def forward(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
-    """y (T, D), one expert after the other, its rows in blocks of one shape; and H without rows."""
+    """Compute y (T, D) expert by expert, with rows in blocks of one shape; H has no rows."""
     return forward_of_runs(call), _without_rows(call)
 
 
 def forward_of_runs(call: ExpertsCall) -> Tensor:
-    """y (T, D) of the same, with the adapters that tokens have; rows of those that have none get the bits of `forward`."""
+    """Compute y (T, D) with each token's adapters; rows without adapters get the bits of `forward`."""
     x_TD, weights_TK, maps = call.x_TD, call.weights_TK, call.maps
     assert maps is not None
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
@@ -70,7 +70,7 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
 
 
 def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
-    """(T,) the number of each token's run, -1 without one; None: there are no runs."""
+    """(T,) index of each token's adapter run, -1 without one; None without runs."""
     if not call.runs:
         return None
     run_of_T = torch.full((len(call.x_TD),), -1, device=call.x_TD.device)
@@ -80,18 +80,20 @@ def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
 
 
 class _LowRanks:
-    """What adapters add to products of rows that may have different ones.
+    """Adapters of rows that may have different ones.
 
     Args:
         of_runs: the adapter of each run.
-        run_of_R: the run of each row, -1 without one; None: no row has any.
+        run_of_R: the run of each row, -1 without one; None: no row has an adapter.
     """
 
     def __init__(self, of_runs: Sequence[LowRank | None], run_of_R: Tensor | None) -> None:
         self._of_runs, self._run_of_R = of_runs, run_of_R
 
     def add(self, expert: int, rows: slice, x_RK: Tensor, y_RN: Tensor) -> None:
-        """Add to the products of one expert's rows; each row's sum is its own."""
+        """Add the adapters' products to the products of one expert's rows; each row's sum is independent of the
+        others.
+        """
         if self._run_of_R is None:
             return
         run_of_n, x, y = self._run_of_R[rows], x_RK[rows], y_RN[rows]
@@ -110,7 +112,7 @@ class _LowRanks:
 
 
 def _pieces(bounds: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """(expert, first row, row behind the last), together at most `_CHUNK_ROWS` rows at a time."""
+    """Groups of (expert, first row, last row + 1), each of at most `_CHUNK_ROWS` rows."""
     found: list[tuple[int, int, int]] = []
     for e, (first, end) in enumerate(pairwise(bounds)):
         while first < end:
@@ -136,7 +138,7 @@ def _multiply(
     call: ExpertsCall,
     run_of_T: Tensor | None,
 ) -> None:
-    """Write s * act(x W_in^T + b_in) W_out^T + s b_out of rows in the order of their experts; H is rounded to the type of y."""
+    """Write s * act(x W_in^T + b_in) W_out^T + s b_out of sorted rows; H is rounded to the dtype of y."""
     _, G, F, D = experts.shape
     dtype = y_RD.dtype
     ins, outs = ([one(experts, e, dtype) for e, _, _ in pieces] for one in (_first, _second))
@@ -145,7 +147,7 @@ def _multiply(
         max(count, a.rows.least, b.rows.least)
         for count, a, b in zip(counts, ins, outs, strict=True)
     ]
-    # so many rows as a call has at least, so that none is filled up: others stand for what is not there
+    # each expert gets at least as many rows as its product takes; missing rows repeat another one
     places = _spread(counts, sizes)
     if places is not None:
         source = torch.tensor(places[0], device=x_TD.device)
@@ -173,7 +175,7 @@ def _multiply(
 
 
 def _spread(counts: list[int], sizes: list[int]) -> tuple[list[int], list[int]] | None:
-    """For rows with room for more between them: which row each place takes, and the place of each row; None: there is no more room."""
+    """Map between rows and padded places: the row of each place, and the place of each row; None without padding."""
     if counts == sizes:
         return None
     rows: list[int] = []
@@ -187,7 +189,7 @@ def _spread(counts: list[int], sizes: list[int]) -> tuple[list[int], list[int]] 
 
 
 def _first(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
-    """The first product of an expert."""
+    """Prepare the first product of an expert."""
     b_EGF = experts.b_in_EGF
     return block_of(
         experts.w_in(e, experts.w_in_EGFD.dtype),
@@ -199,12 +201,12 @@ def _first(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
 
 
 def _second(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
-    """The second, without its bias."""
+    """Prepare the second product of an expert, without its bias."""
     w_EDF = experts.w_out_EDF
     return block_of(experts.w_out(e, w_EDF.dtype), None, dtype, owner=(w_EDF, None), part=e)
 
 
 def _without_rows(call: ExpertsCall) -> list[Tensor]:
-    """H of every slice with no row, so that the backward computes it again."""
+    """H of every slice without rows, so that the backward recomputes it."""
     widths = [G * F for _, G, F, _ in (one.shape for one in call.experts.slices())]
     return [call.x_TD.new_empty(0, width) for width in widths]

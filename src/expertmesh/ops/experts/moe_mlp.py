@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer as one autograd operator."""
+"""Experts of a mixture-of-experts layer as one autograd operator."""
 
 import torch
 from torch import Tensor
@@ -29,38 +29,38 @@ def moe_mlp(
 ) -> Tensor:
     """Run every token through its experts and sum the weighted results.
 
-    y_t = sum_j (s_tj * act(x_t W_in[e]^T + b_in[e])) W_out[e]^T + s_tj * b_out[e], with e the j-th expert of t
-    and s its routing weight. The weight is applied by the experts, so combine is a plain sum and the gradient of
-    the weight is rowsum(dA . A). Autograd saves X, the pre-activations H (G * F wide) and the metadata, nothing
-    else; gradients are bitwise deterministic; the second derivative is an error, not a wrong number (the
-    "reference" backend has it). Sums are FP32 (FP64 for FP64 input), the combine included.
+    y_t = sum_j (s_tj * act(x_t W_in[e]^T + b_in[e])) W_out[e]^T + s_tj * b_out[e], with e the j-th expert of token t
+    and s its routing weight. The weight is applied by the experts, so combine is a plain sum and the gradient of the
+    weight is rowsum(dA . A). Autograd saves only X, the pre-activations H (G * F wide) and the metadata. Gradients are
+    bitwise deterministic. The second derivative is an error (the "reference" backend has it). Sums are FP32 (FP64 for
+    FP64 input), including the combine.
 
     Args:
         x_TD: (T, D) tokens, float64, float32, bfloat16 or float16. Under autocast x, weights and biases of the
             experts are cast to its type here.
-        w_in_EGFD: (E, G, F, D) first weights, G = 2 (gate, up) for gated activations and 1 for plain ones; or a list
-            of slices along F, (E, G, F_i, D) each, which are used where they lie: the result is that of their
-            concatenation to rounding, and every slice gets its gradient. Each slice costs one more gather of x and
-            one more sum over the rows.
-        w_out_EDF: (E, D, F) second weights; a list of (E, D, F_i) where w_in is one.
-        weights_TK: (T, K) routing weights, of any floating-point type (FP32 as routers give them).
+        w_in_EGFD: (E, G, F, D) first weights, G = 2 (gate, up) for gated activations and 1 for plain ones; or a list of
+            slices along F, (E, G, F_i, D) each, which are not copied. The result equals their concatenation's up to
+            rounding, and every slice gets its gradient. Each slice costs one more gather of x and one more sum over the
+            rows.
+        w_out_EDF: (E, D, F) second weights; a list of (E, D, F_i) if w_in is a list.
+        weights_TK: (T, K) routing weights of any floating-point dtype (FP32 from routers).
         metadata: from `route_metadata`.
         activation: swiglu, geglu, reglu, gelu (erf), relu, relu2, silu or clamped_swiglu (gpt-oss).
-        b_in_EGF: (E, G, F) or None; a list of (E, G, F_i) where w_in is one.
+        b_in_EGF: (E, G, F) or None; a list of (E, G, F_i) if w_in is a list.
         b_out_ED: (E, D) or None.
-        recompute_h: save X only and compute H again in the backward: one third of the forward's FLOPs more,
-            G * N * F elements less, the same results to the bit. The "reference" backend saves what autograd saves.
-        main_grads: buffers of FP32 (FP64 for FP64), one for each weight and bias, that the backward adds the weights'
-            gradients to, in place and rounded to nothing narrower on the way; the weights then get no gradient from
-            autograd (`.grad` stays None). For accumulation over micro-batches. A weight that needs no gradient
-            leaves its buffer alone. Not to be combined with anything that runs a backward twice or reads weights'
-            gradients from autograd (`torch.autograd.grad`, hooks, gradient scaling of `.grad`).
+        recompute_h: save X only and recompute H in the backward: one third of the forward's FLOPs more, G * N * F
+            elements less, bitwise the same results. The "reference" backend saves what autograd saves.
+        main_grads: FP32 buffers (FP64 for FP64), one for each weight and bias, for accumulation over micro-batches. The
+            backward adds the weights' gradients to them in place, without rounding to a narrower dtype. The weights
+            then get no gradient from autograd (`.grad` stays None). The buffer of a weight that needs no gradient is
+            not changed. Must not be combined with anything that runs a backward twice or reads weights' gradients from
+            autograd (`torch.autograd.grad`, hooks, gradient scaling of `.grad`).
         backend: see `resolve_backend`. FP64 runs on PyTorch's GEMMs under "auto", and "triton" refuses it.
-        late: takes what the weights' gradients need, and computes them (to the same bits) when asked after the backward of
-            the tokens; autograd sees none of them then. All weights must want one. Not for `torch.compile`.
+        late: defers the weights' gradients: it computes them on request after the tokens' backward, bitwise the same,
+            and not seen by autograd. All weights must require gradients. Not for `torch.compile`.
 
     Returns:
-        y (T, D) in the type of x (of autocast under autocast).
+        y (T, D) in the dtype of x (autocast's under autocast).
 
     Raises:
         ConfigError: shapes or types do not fit one another.
@@ -93,17 +93,17 @@ def compute(
     """Run every token through its experts, by the first of `BACKENDS` that serves the call.
 
     Args:
-        call: with the ids of the experts, and without `maps`.
-        max_rows: a bound on the ids below E that the caller guarantees.
+        call: the call with expert ids and without `maps`.
+        max_rows: upper bound on the number of ids below E, guaranteed by the caller; or None.
         recompute_h: see `moe_mlp`.
-        main_grads: see there.
-        late: see there.
+        main_grads: see `moe_mlp`.
+        late: see `moe_mlp`.
 
     Returns:
-        y (T, D) in the type of x (of autocast under autocast).
+        y (T, D) in the dtype of x (autocast's under autocast).
 
     Raises:
-        ConfigError: as `moe_mlp`.
+        ConfigError: see `moe_mlp`.
     """
     assert call.ids_TK is not None
     if call.experts.slot_of_expert_E is not None:
@@ -128,7 +128,7 @@ def compute_rows(
     main_grads: WeightGradients | None = None,
     late: DeferredWeightGradients | None = None,
 ) -> Tensor:
-    """As `compute`, for rows whose order is known."""
+    """Compute as `compute` does, for a call whose row order is known."""
     call = checked(call._replace(experts=call.experts.in_order()), maps)
     name = next(name for name, backend in BACKENDS.items() if backend.serves(call))
     backend = BACKENDS[name]

@@ -1,7 +1,7 @@
-"""`moe_mlp` as a pair of `torch.library` operators: what autograd and torch.compile see.
+"""`moe_mlp` as `torch.library` operators for autograd and torch.compile, forward and backward.
 
-Both take what `ExpertsCall.flat` gives. A list of one slice costs the host no more than a tensor (docs/log.md), so whole
-weights have no operators of their own.
+The operators take the arguments of `ExpertsCall.flat`. A list of one slice costs the host no more than a tensor
+(docs/log.md), so whole weights have no operators of their own.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ _GRADIENTS = "Tensor grad_TD, Tensor[] hidden, bool[] needs"
 
 
 def run(call: ExpertsCall, main: Sequence[Tensor], *, save_h: bool) -> Tensor:
-    """Run the operator; without save_h autograd saves x only, with `main` the backward adds to these buffers."""
+    """Run the operator. Without save_h autograd saves x only; with `main` the backward adds to these buffers."""
     return _moe_mlp(*call.flat(), list(main), save_h)[0]
 
 
 def forward(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
-    """What the operator gives, by the backend that the call names."""
+    """Compute y and H of every slice by the backend that the call names."""
     y_TD, hidden = BACKENDS[call.backend].forward(call, save_h=save_h)
     return y_TD, hidden
 
@@ -37,7 +37,7 @@ def backward(
     needs: Sequence[bool],
     main: Sequence[Tensor] = (),
 ) -> list[Tensor | None]:
-    """The gradients of `differentiable`, by the backend that the call names."""
+    """Compute the gradients of `differentiable` by the backend that the call names."""
     found = BACKENDS[call.backend].backward
     assert found is not None
     return found(call, grad_TD.contiguous(), hidden, needs, main)
@@ -49,7 +49,7 @@ def backward(
     schema=f"({FLAT}, Tensor[] main, bool save_h) -> Tensor[]",
 )
 def _moe_mlp(*args: Any) -> list[Tensor]:
-    """y and the pre-activations of every slice."""
+    """Compute y and the pre-activations of every slice."""
     *fields, _, save_h = args
     call = make_experts_call(*fields)
     with without_autocast(call.x_TD.device):
@@ -74,12 +74,12 @@ def _(*args: Any) -> list[Tensor]:
     schema=f"({FLAT}, {_GRADIENTS}) -> Tensor[]",
 )
 def _moe_mlp_backward(*args: Any) -> list[Tensor]:
-    """The gradients of `differentiable`; those not wanted are empty."""
+    """Compute the gradients of `differentiable`; gradients that are not needed are empty."""
     *fields, grad_TD, hidden, needs = args
     call = make_experts_call(*fields)
     with without_autocast(call.x_TD.device):
         grads = backward(call, grad_TD, hidden, needs)
-    # fresh tensors even when empty: outputs of one operator may not be the same tensor
+    # new tensors even when empty: outputs of one operator must not alias
     return [call.x_TD.new_empty(0) if grad is None else grad for grad in grads]
 
 
@@ -105,7 +105,7 @@ def _(*args: Any) -> list[Tensor]:
     schema=f"({FLAT}, {_GRADIENTS}, Tensor(a!)[] main) -> (Tensor, Tensor)",
 )
 def _moe_mlp_backward_into(*args: Any) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the routing weights; those of the parameters are added to `main`."""
+    """Compute the gradients of x and of the routing weights; parameter gradients are added to `main`."""
     *fields, grad_TD, hidden, needs, main = args
     call = make_experts_call(*fields)
     with without_autocast(call.x_TD.device):
@@ -130,15 +130,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     lists.append(output[1:])
     ctx.lengths = [len(several) for several in lists]
     ctx.save_for_backward(x, weights, *chain(*lists))
-    # not saved: micro-batches change them between this forward and its backward, which is what they are for
+    # not saved for backward: other micro-batches change the buffers between this forward and its backward
     ctx.main = list(main)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    saved = iter(
-        ctx.saved_tensors
-    )  # read once: activation checkpointing lets nobody read them again
+    saved = iter(ctx.saved_tensors)  # read once: activation checkpointing allows one read only
     x, weights = next(saved), next(saved)
     *lists, hidden = [list(islice(saved, length)) for length in ctx.lengths]
     fields = (x, weights, *lists, *ctx.words)

@@ -1,11 +1,11 @@
-"""The quantised formats of experts' weights, in `FORMATS` of `ops/experts/weights.py`.
+"""Quantised formats of experts' weights, in `FORMATS` of `ops/experts/weights.py`.
 
 | name | w_in, w_out | scales |
 |---|---|---|
 | int8 | int8, as dense | (E, G, F, 1), (E, D, 1) |
 | int4 | two numbers to a byte, (E, G, F, D / 2) and (E, D, F / 2) | (E, G, F, D / g), (E, D, F / g) |
-| int4_cpu | the same bytes in the order of the CPU's product, see `pack.for_cpu` | (E, D / g, G * F, 2), (E, F / g, D, 2), the second of two 0 |
-| fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
+| int4_cpu | the same bytes in the order of the CPU's product, see `pack.for_cpu` | (E, D / g, G * F, 2), (E, F / g, D,
+2), the second of two 0 | | fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
 """
 
 import torch
@@ -17,50 +17,50 @@ from expertmesh.ops.quantized.rounding import BLOCK, Rounded, widened
 
 
 class QuantizedFormat(WeightFormat):
-    """A format of values with scales; this one has a byte per number, and scales that `widened` knows."""
+    """Format of values with scales; this class has one byte per number and scales that `widened` takes."""
 
     backends: tuple[str, ...] = ("quantized_rows", "quantized_triton", "torch")
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-        """See `WeightFormat`; dtype is that of the scales."""
+        """See `WeightFormat`; dtype is the dtype of the scales."""
         E, G, F, D = shape
         return E * ((G + 1) * F * D + (G * F + D) * dtype.itemsize)
 
     def unpack(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `WeightFormat`; rounded to the type of the scales first, as compressed-tensors does."""
+        """See `WeightFormat`; rounded to the dtype of the scales first, as compressed-tensors does."""
         return self.unpack_in(experts, e, dtype), self.unpack_out(experts, e, dtype)
 
     def unpack_in(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
-        """The first matrix alone."""
+        """Unpack the first matrix only."""
         assert experts.scales_in is not None
-        # branch by branch: a block does not reach from one into the other
+        # each branch separately, because an FP8 block does not span two branches
         return self.wide(experts.w_in_EGFD[e], experts.scales_in[e], dtype).flatten(0, 1)
 
     def unpack_out(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
-        """The second matrix alone."""
+        """Unpack the second matrix only."""
         assert experts.scales_out is not None
         return self.wide(experts.w_out_EDF[e], experts.scales_out[e], dtype)
 
     def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """A matrix as it is multiplied."""
+        """Widen a matrix for its product."""
         return widened(Rounded(values, scales), dtype)
 
 
 class Fp8(QuantizedFormat):
-    """FP8 (e4m3) with a scale per block of 128 by 128."""
+    """FP8 (e4m3) with one scale per block of 128 by 128."""
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-        """See `WeightFormat`; dtype is that of the scales."""
+        """See `WeightFormat`; dtype is the dtype of the scales."""
         E, G, F, D = shape
         blocks = -(-F // BLOCK) * -(-D // BLOCK)
         return E * (G + 1) * (F * D + blocks * dtype.itemsize)
 
 
 class Int4(QuantizedFormat):
-    """Four bits per number, with a scale per group of columns."""
+    """Four bits per number, with one scale per group of columns."""
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-        """See `WeightFormat`; for groups of 64, and dtype is that of the scales."""
+        """See `WeightFormat`; for groups of 64; dtype is the dtype of the scales."""
         E, G, F, D = shape
         return E * (G + 1) * F * (D // 2 + -(-D // 64) * dtype.itemsize)
 
@@ -75,7 +75,7 @@ class Int4(QuantizedFormat):
 
 
 class Int4ForCpu(Int4):
-    """The same numbers in the order of PyTorch's product on the CPU; matrices come out transposed in memory."""
+    """Int4 in the order of PyTorch's product on the CPU; unpacked matrices are transposed in memory."""
 
     def unpack_in(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
         """See `QuantizedFormat`."""
@@ -95,5 +95,5 @@ QUANTIZED: dict[str, QuantizedFormat] = {
     "int4_cpu": Int4ForCpu(),
     "fp8": Fp8(),
 }
-"""Those of this module, by name."""
+"""Quantised formats by name."""
 FORMATS.update(QUANTIZED)

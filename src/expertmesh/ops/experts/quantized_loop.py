@@ -1,7 +1,8 @@
-"""Few rows times the int8 matrices of many experts on a CPU, in one loop of our own over all of them.
+"""Products of few rows with the int8 matrices of many experts on a CPU, in one compiled loop over all experts.
 
-PyTorch's product reads one matrix at a call and a core at a time; the loop shares out blocks and columns over the cores, and keeps H
-in FP32 (docs/log.md has the times). As those of `ops/cpu/compiled_products.py` it takes a C++ compiler, and is for large weights.
+PyTorch's product reads one matrix per call on one core. The loop divides blocks and columns among the cores and keeps H
+in FP32 (docs/log.md has the times). Like the loops of `ops/cpu/compiled_products.py` it needs a C++ compiler and is for
+large weights.
 """
 
 from functools import cache, partial
@@ -12,15 +13,17 @@ from torch import Tensor
 from expertmesh.ops.cpu.compiled_loops import Loop, example_values, make_loop
 
 SMALLEST = 1 << 23
-"""Numbers of a weight from which a loop is made."""
+"""Fewest numbers of a weight for which loops are compiled."""
 ROWS = (1, 2)
-"""That a loop may take at once."""
+"""Numbers of rows that a loop can take at once."""
 _OVER_BLOCKS_AND_COLUMNS = {"cpp.threads": 256, "cpp.min_chunk_size": 1}
 """See `ops/cpu/compiled_products.py`."""
 
 
 def is_there(w_ENK: Tensor, num_blocks: int) -> bool:
-    """Whether a loop multiplies so many blocks of rows by experts of this weight; the first large one has loops made."""
+    """Whether a loop can multiply `num_blocks` blocks of rows by this weight; the first call for a large weight
+    compiles the loops.
+    """
     return (
         num_blocks > 1
         and w_ENK.numel() >= SMALLEST
@@ -31,13 +34,13 @@ def is_there(w_ENK: Tensor, num_blocks: int) -> bool:
 
 
 def product(rows_RK: Tensor, w_ENK: Tensor, scales_EN: Tensor, counts: dict[int, int]) -> Tensor:
-    """Rows times the transposed matrix of their expert, (R, N) FP32.
+    """Multiply rows by the transposed matrices of their experts, (R, N) FP32.
 
     Args:
-        rows_RK: the experts' rows in turn, R at least 2.
-        w_ENK: (E, N, K) int8 for which `is_there` says yes.
+        rows_RK: rows sorted by expert, R at least 2.
+        w_ENK: (E, N, K) int8 for which `is_there` is True.
         scales_EN: (E, N) BF16.
-        counts: rows of each expert that has any, in turn.
+        counts: number of rows by expert, for experts with rows, in order.
     """
     at_once = 1 if max(counts.values()) == 1 else 2
     x_RK = rows_RK.float().contiguous()
@@ -66,13 +69,13 @@ def product(rows_RK: Tensor, w_ENK: Tensor, scales_EN: Tensor, counts: dict[int,
 
 @cache
 def _in_turn(count: int) -> Tensor:
-    """(count, 1): each row is a block."""
+    """(count, 1) row indices in which each row is a block."""
     return torch.arange(count, dtype=torch.int32)[:, None]
 
 
 @cache
 def _loop(rows: int) -> Loop:
-    """Make the loop for so many rows at once."""
+    """Compile the loop for this number of rows at once."""
     numbers = 2.0 * example_values(5, 40, 48)
     w_ENK, scales_EN = numbers.clamp(-3, 3).to(torch.int8), example_values(5, 40).bfloat16()
     experts_B = torch.tensor([4, 0, 1, 3, 3, 2], dtype=torch.int32, device="cpu")

@@ -1,8 +1,8 @@
-"""Few rows times quantised experts on a CPU, by PyTorch's products that widen the weights in registers.
+"""Quantised experts for few rows on a CPU, by PyTorch's products that widen weights in registers.
 
-They are as fast as memory gives the bytes, so that 8 bits take half of the time of BF16 and 4 bits a quarter; from some rows of an
-expert on it is better to widen its matrices once and multiply as always (docs/log.md has the times), which is the "torch" backend's
-way. Other sizes than those below are not tried: at an odd number of columns the int8 product reads memory that is not its own.
+Their speed is the memory bandwidth, so 8 bits take half the time of BF16 and 4 bits a quarter. For more rows of an
+expert it is faster to widen its matrices once and multiply as usual, as the "torch" backend does (docs/log.md has the
+times). Sizes that `takes` refuses are unsafe: with an odd number of columns the int8 product reads out of bounds.
 """
 
 import torch
@@ -18,15 +18,15 @@ from expertmesh.ops.quantized.pack import cpu_reads_blocks
 from expertmesh.ops.route_metadata import check_range
 
 MOST_ROWS = {"int8": 16, "int4_cpu": 64}
-"""Of one expert: int4 takes longer to be widened."""
+"""Maximum number of rows of one expert; higher for int4, which takes longer to widen."""
 MOST_SLOTS = 2048
-"""What Python orders in the time of a few products."""
+"""Maximum number of slots; Python sorts this many in the time of a few products."""
 _COLUMNS = {"int8": 32, "int4_cpu": 32}
-"""Multiples that columns must be of."""
+"""Divisor that the numbers of columns must have."""
 
 
 def serves(c: ExpertsCall) -> bool:
-    """Whether `forward` may run: few slots, BF16 products, sizes that the products take, nobody differentiates."""
+    """Whether `forward` supports this call: few slots, BF16 products, supported sizes, no gradients."""
     w = c.experts
     if c.maps is not None or c.ids_TK is None or w.format not in _COLUMNS:
         return False
@@ -50,7 +50,7 @@ def serves(c: ExpertsCall) -> bool:
 
 
 def takes(format: str, num_branches: int, hidden_dim: int, dim: int) -> bool:
-    """Whether the products take matrices of these sizes.
+    """Whether the products support matrices of these sizes.
 
     Args:
         format: int8 or int4_cpu.
@@ -67,7 +67,7 @@ def takes(format: str, num_branches: int, hidden_dim: int, dim: int) -> bool:
 
 
 def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
-    """y (T, D), or None where an expert has so many rows that the general way is better.
+    """Compute y (T, D); None if an expert has so many rows that the general path is faster.
 
     Raises:
         ConfigError: an id is out of range.
@@ -79,9 +79,7 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     check_range(min(ids), max(ids), E)
     dtype = autocast_dtype(c.x_TD.device) or c.x_TD.dtype
     s_N1 = c.weights_TK.reshape(-1, 1).float()
-    if (
-        T == 1 and max(ids) < E and len(set(ids)) == K
-    ):  # the rows are the token's choices as they come
+    if T == 1 and max(ids) < E and len(set(ids)) == K:  # the rows are the token's choices in order
         y_RD = _weighted(c.x_TD.expand(K, -1), s_N1, experts, dict.fromkeys(ids, 1))
         return y_RD.sum(0, keepdim=True).to(dtype)
     slots = sorted((i for i, e in enumerate(ids) if e < E), key=ids.__getitem__)
@@ -100,7 +98,7 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
 
 
 def _weighted(x_RD: Tensor, s_R1: Tensor, experts: ExpertSlice, rows: dict[int, int]) -> Tensor:
-    """The experts' weighted outputs for their rows in turn, (R, D) in FP32; biases are added in FP32."""
+    """Compute the experts' weighted outputs for sorted rows, (R, D) in FP32; biases are added in FP32."""
     h_RH = _multiply(x_RD.to(torch.bfloat16), experts, rows, is_first=True).float()
     if experts.b_in_EGF is not None:
         h_RH += _of_rows(experts.b_in_EGF.flatten(1), rows)
@@ -116,7 +114,7 @@ def _weighted(x_RD: Tensor, s_R1: Tensor, experts: ExpertSlice, rows: dict[int, 
 
 
 def _of_rows(b_EN: Tensor, rows: dict[int, int]) -> Tensor:
-    """(R, N): the bias of each row's expert."""
+    """(R, N) bias of each row's expert."""
     experts = [e for e, count in rows.items() for _ in range(count)]
     return b_EN.index_select(0, torch.tensor(experts))
 
@@ -124,7 +122,7 @@ def _of_rows(b_EN: Tensor, rows: dict[int, int]) -> Tensor:
 def _multiply(
     rows_RK: Tensor, experts: ExpertSlice, rows: dict[int, int], *, is_first: bool
 ) -> Tensor:
-    """Rows times the transposed matrix of their expert, (R, N)."""
+    """Multiply sorted rows by the transposed matrices of their experts, (R, N)."""
     w, scales = experts.w_out_EDF, experts.scales_out
     if is_first:
         w, scales = experts.w_in_EGFD.flatten(1, 2), experts.scales_in

@@ -1,4 +1,6 @@
-"""Quantised experts on a GPU: two grouped products that widen the weights on the way, the activation, and the sum of each token's rows."""
+"""Quantised experts on a GPU: two grouped products with quantised weights, the activation, and the sum of each token's
+rows.
+"""
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ _FORMATS = ("int8", "int4", "fp8")
 
 
 def serves(c: ExpertsCall) -> bool:
-    """Whether `forward` may run: checked, without biases and gradients."""
+    """Whether `forward` supports this call: checked, without biases and gradients."""
     w = c.experts
     return (
         c.maps is not None
@@ -27,7 +29,7 @@ def serves(c: ExpertsCall) -> bool:
 
 
 def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
-    """y (T, D); does not synchronise."""
+    """Compute y (T, D); does not synchronise."""
     from expertmesh.kernels import quantized_products
     from expertmesh.kernels.combine import sum_rows
     from expertmesh.kernels.grouped import Rows

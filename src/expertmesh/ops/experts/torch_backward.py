@@ -1,8 +1,8 @@
-"""The "torch" backend of `moe_mlp`, backward: GEMMs per expert from X and H; nothing else was saved.
+"""Torch backend of `moe_mlp`, backward: GEMMs per expert from the saved X and H.
 
-Neighbouring experts with few rows go through each step together, as in the forward. `backward` takes their hidden
-gradients from the cache into the weights' gradients at once. `data_grads` and `weight_grads` are the same steps with
-all hidden rows kept in between, to the same bits.
+Neighbouring experts with few rows are processed together, as in the forward. `backward` computes weight gradients while
+the hidden gradients are still in the cache. `data_grads` and `weight_grads` run the same steps separately and keep all
+hidden rows in between; bits are the same.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.route_metadata import RouteMetadata
 
 RUN_ELEMENTS = 1 << 18
-"""Up to this many elements of H, the rows of several experts go through each step of the backward together."""
+"""Maximum number of elements of H for which several experts are processed together in the backward."""
 
 
 def backward(
@@ -35,20 +35,20 @@ def backward(
     *,
     into: ExpertSlice | None = None,
 ) -> tuple[Tensor | None, Tensor | None, ExpertSlice]:
-    """Give the gradients of x (T, D), of the routing weights (T, K), and of the experts.
+    """Compute the gradients of x (T, D), of the routing weights (T, K), and of the experts.
 
     Args:
         grad_TD: (T, D) gradient of y, contiguous.
         x_TD: the tokens as given to `forward`.
-        h_RH: H of `forward`; with fewer rows than R it is computed again, expert by expert.
+        h_RH: H of `forward`; with fewer rows than R it is recomputed, expert by expert.
         experts: the experts as given to `forward`.
         weights_TK: the weights as given to `forward`.
         maps: the maps as given to `forward`.
-        needs: which gradients are wanted.
+        needs: the gradients to compute.
         into: buffers that the experts' gradients are added to (see `weight_grads`); None: fresh tensors.
 
     Returns:
-        dx or None, the routing weights' gradient or None, and the experts' gradients as `weight_grads` gives them.
+        dx or None, the routing weights' gradient or None, and the experts' gradients as `weight_grads` returns them.
     """
     steps = _Steps.of(grad_TD, x_TD, experts, weights_TK, maps, needs)
     data = _DataBuffers.of(steps, h_RH)
@@ -72,9 +72,9 @@ def data_grads(
     maps: RouteMetadata,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, HiddenGradients]:
-    """Give the gradients of x and of the routing weights, and what the weights' gradients need later.
+    """Compute the gradients of x and of the routing weights, and the hidden rows for `weight_grads`.
 
-    Arguments are those of `backward`; `needs` includes what `weight_grads` will be asked for. The hidden rows take
+    Arguments as in `backward`; `needs` includes the gradients that `weight_grads` will compute. The hidden rows take
     R * (1 + G) * F elements, plus `gemm_rows`' padding on CPUs that multiply BF16.
     """
     steps = _Steps.of(grad_TD, x_TD, experts, weights_TK, maps, needs)
@@ -99,7 +99,7 @@ def weight_grads(
     *,
     into: ExpertSlice | None = None,
 ) -> ExpertSlice:
-    """Give the gradients of the experts' weights and biases; experts without rows get zeros.
+    """Compute the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
         grad_TD: the gradient as given to `data_grads`.
@@ -108,12 +108,12 @@ def weight_grads(
         experts: the experts as given to `forward`.
         weights_TK: the weights as given to `forward`.
         maps: the maps as given to `forward`.
-        needs: which gradients are wanted.
+        needs: the gradients to compute.
         into: FP32 or FP64 buffers to add to, in place. Products of BF16 matrices are rounded to BF16 expert by expert
-            before they are added, because PyTorch's CPU GEMMs give no wider result; the sum is never rounded.
+            before they are added, because PyTorch's CPU GEMMs return no wider dtype; the sum is never rounded.
 
     Returns:
-        Gradients in the places of the weights; w_in and w_out that are not wanted are empty, biases None. Bitwise
+        Gradients in the fields of the weights; unneeded w_in and w_out are empty, unneeded biases None. Bitwise
         deterministic.
     """
     steps = _Steps.of(grad_TD, x_TD, experts, weights_TK, maps, needs)
@@ -132,15 +132,15 @@ def weight_grads(
 
 @dataclass(frozen=True)
 class _DataBuffers:
-    """What `_Steps.data` reads and writes beside the hidden rows.
+    """Buffers of `_Steps.data` beside the hidden rows.
 
     Attributes:
-        h_RH: the saved H, or None: computed again.
-        h_again: room for H of one run, where it is computed again.
-        d_a: room for the gradient of A of one run.
-        d_x_RD: receives the gradient of the gathered x; no rows where it is not wanted.
-        d_s_R: receives the gradient of the rows' weights.
-        passes: the activation.
+        h_RH: the saved H; None: recomputed.
+        h_again: buffer for the recomputed H of one run.
+        d_a: buffer for the gradient of A of one run.
+        d_x_RD: receives the gradient of the gathered x; no rows if it is not needed.
+        d_s_R: receives the gradient of the rows' routing weights.
+        passes: the activation passes.
     """
 
     h_RH: Tensor | None
@@ -171,7 +171,7 @@ class _DataBuffers:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps of the backward for a run of experts, and what they share."""
+    """Steps of the backward for a span of experts, with their shared inputs and buffers."""
 
     grad_TD: Tensor
     x_TD: Tensor
@@ -210,24 +210,24 @@ class _Steps:
         return self.x_TD.new_empty(shape, dtype=self.dtype)
 
     def hidden_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Room for A' and dH."""
+        """Allocate buffers for A' and dH."""
         _, G, F, _ = self.experts.shape
         return self.new(num_rows, F), self.new(num_rows, G * F)
 
     def gather(self, source_TD: Tensor, run: ExpertSpan) -> Tensor:
-        """Tokens of a run; the buffer is that of the last call."""
+        """Gather the tokens of a span; the buffer of the previous call is reused."""
         out = self.rows[: run.num_places]
         torch.index_select(source_TD, 0, run.taken(self.maps.token_of_row_N), out=out)
         return out.to(self.dtype)
 
     def data(self, run: ExpertSpan, data: _DataBuffers, a: Tensor, d_h: Tensor) -> Tensor:
-        """Write A' and dH of a run with zeros in the padding, dx and ds; give the gathered gradient of y."""
+        """Write A' and dH of a span with zeros in the padding, and dx and ds; return the gathered gradient of y."""
         h, rows = self._hidden(run, data)
         d_y, d_a = self.gather(self.grad_TD, run), data.d_a[: run.num_places]
         weights = self.experts.w_outs(run.experts, self.dtype)
         for w, d_y_e, d_a_e in zip(weights, run.split(d_y), run.split(d_a), strict=True):
             product_into(d_y_e, w, d_a_e)
-        # weight gradients sum over places, so the padding weighs nothing: zeros in A' and dH
+        # weight gradients sum over places, so A' and dH are zero in the padding
         s = run.without_padding(run.taken(self.s_R))
         d_s = data.passes.backward(d_a, h, rows, s, a, d_h)
         if self.experts.b_out_ED is not None:
@@ -238,14 +238,14 @@ class _Steps:
         else:
             data.d_s_R[run.rows] = d_s
         if self.needs.x:
-            # padding lands on the rows of the next experts, which are written later, or behind the last one
+            # padding writes to rows of later experts, which overwrite it, or behind the last row
             weights, d_x = self.experts.w_ins(run.experts, self.dtype), run.rows_of(data.d_x_RD)
             for w, d_h_e, d_x_e in zip(weights, run.split(d_h), d_x, strict=True):
                 product_into(d_h_e, w, d_x_e)
         return d_y
 
     def _hidden(self, run: ExpertSpan, data: _DataBuffers) -> tuple[Tensor, Tensor | None]:
-        """H as it was saved or would have been, and which of its rows are at the places of a run; None: all, in order."""
+        """H, saved or recomputed, and the rows of H at a span's places; None: all rows, in order."""
         h, rows = data.h_RH, run.row_of_place
         if h is None:
             x, h = self.gather(self.x_TD, run), data.h_again[: run.num_places]
@@ -269,7 +269,7 @@ class _Steps:
         add: bool,
         d_y: Tensor | None = None,
     ) -> None:
-        """Write or add the gradients of the weights and biases of a run's experts."""
+        """Write or add the gradients of weights and biases of a span's experts."""
         needs = self.needs
         if needs.w_out or needs.b_out:
             d_y = self.gather(self.grad_TD, run) if d_y is None else d_y
@@ -294,7 +294,7 @@ class _Steps:
                         grad[e].zero_()
 
     def finish(self, data: _DataBuffers) -> tuple[Tensor | None, Tensor | None]:
-        """Sum dx per token, and put the gradients of the rows' weights where the weights are."""
+        """Sum dx per token, and scatter the gradients of the rows' routing weights to their slots."""
         d_x = d_weights = None
         maps = self.maps
         if self.needs.x:
@@ -312,7 +312,7 @@ class _Steps:
 def _weight_buffers(
     x_TD: Tensor, experts: ExpertSlice, needs: Needs, into: ExpertSlice | None
 ) -> ExpertSlice:
-    """Where the gradients go: fresh tensors, or the given buffers; those not wanted are empty or None."""
+    """Buffers of the gradients: new tensors, or the given ones; unneeded gradients are empty or None."""
 
     def bias(tensor: Tensor | None, given: Tensor | None, needed: bool) -> Tensor | None:
         if tensor is None or not needed:
@@ -342,9 +342,9 @@ def _put(value: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _products_into(run: ExpertSpan, a: Tensor, b: Tensor, grads: Tensor, add: bool) -> None:
-    """Write or add a^T b of every expert of a run, as (rows of a^T, columns of b)."""
+    """Write or add a^T b of every expert of a span, as (rows of a^T, columns of b)."""
     direct = grads.dtype == a.dtype and grads.is_contiguous()
-    # of the run's experts only: as a view of each for every run they were 8,192 views in a step of 64 experts
+    # views of the span's experts only: views of all experts for every span were 8,192 in a step of 64 experts
     outs = selected(
         grads.view(grads.shape[0], -1, grads.shape[-1]) if direct else grads, run.experts
     )

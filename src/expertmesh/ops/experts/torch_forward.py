@@ -1,8 +1,7 @@
-"""The "torch" backend of `moe_mlp`, forward: one GEMM per expert and step over its block of sorted rows.
+"""Torch backend of `moe_mlp`, forward: one GEMM per expert and step over its block of sorted rows.
 
-Buffers are reused from expert to expert so that they stay in the cache, results are written where they belong
-(H), and nothing is copied but the gathered tokens. Nothing here is seen by autograd. The backward is in
-`torch_backward.py`.
+Buffers are reused from expert to expert so that they stay in the cache. H is written in place, and only the gathered
+tokens are copied. Nothing here is seen by autograd. The backward is in `torch_backward.py`.
 """
 
 import torch
@@ -18,13 +17,13 @@ from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.route_metadata import RouteMetadata
 
 FEW_ELEMENTS = 1 << 20
-"""Up to this many elements of H, the rows of several experts go through each step together."""
+"""Maximum number of elements of H for which several experts are processed together."""
 
 
 def forward(
     x_TD: Tensor, experts: ExpertSlice, weights_TK: Tensor, maps: RouteMetadata, *, save_h: bool
 ) -> tuple[Tensor, Tensor]:
-    """Give (y (T, D), H (R, G * F)); H is empty unless save_h. Synchronises with a GPU to read the offsets."""
+    """Compute (y (T, D), H (R, G * F)); H is empty unless save_h. Synchronises with a GPU to read the offsets."""
     _, G, F, D = experts.shape
     num_rows = maps.token_of_row_N.shape[0]
     bounds = maps.offsets_E.tolist()
@@ -43,7 +42,7 @@ def forward(
         start, stop = run.rows.start, run.rows.stop
         n, m = stop - start, stop - start + run.padding
         x = _gather_tokens(x_TD, maps.token_of_row_N[start:stop], x_buffer[:m], dtype)
-        # padding rows land on those of the next experts, which are written later, but never behind the last one
+        # padding writes to rows of later experts, which overwrite it, but never behind the last row
         direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
         h = h_all[start : start + m] if direct else h_buffer[:m]
         a = a_buffer[:m]
@@ -58,7 +57,7 @@ def forward(
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
         passes.forward(h[:n], s_R[start:stop], a)
-        # oneDNN's AMX products with F not a multiple of 32 read on into the next row and multiply it by zeros
+        # oneDNN's AMX products with F not a multiple of 32 read into the next row and multiply it by zeros
         a[n:].zero_()
         y = y_RD[start : start + m]
         if offsets_E is None:
@@ -77,11 +76,11 @@ def forward(
 
 
 def hidden(experts: ExpertSlice, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
-    """Write the pre-activations of rows of one expert with its `w_in`, all in the type of the products."""
+    """Write the pre-activations of one expert's rows with its `w_in`, all in the dtype of the products."""
     if experts.b_in_EGF is None:
         cpu_products.rows_times_weight(x_RD, w_in, out_RH)
     else:
-        # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
+        # bias inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
         bias = experts.b_in_EGF[e].flatten().to(x_RD.dtype)
         cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
 
@@ -89,9 +88,9 @@ def hidden(experts: ExpertSlice, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Ten
 def _grouped_offsets(
     run: ExpertSpan, experts: ExpertSlice, maps: RouteMetadata, dtype: torch.dtype
 ) -> Tensor | None:
-    """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
+    """Ends of all experts' rows for PyTorch's grouped product, if it is the fastest choice; None: use a loop.
 
-    It knows no bias, and no row may be behind the last offset.
+    The grouped product has no bias and allows no row behind the last offset.
     """
     w_in, w_out = experts.w_in_EGFD, experts.w_out_EDF
     serves = (
@@ -100,7 +99,7 @@ def _grouped_offsets(
         and w_in.is_contiguous()
         and cpu_products.grouped_mm_serves(w_in.flatten(1, 2), len(run.experts))
         and cpu_products.grouped_mm_serves(w_out, len(run.experts))
-        and max(run.counts) < 64  # else gemm_rows pads
+        and max(run.counts) < 64  # gemm_rows pads larger counts
     )
     if not serves or run.rows != slice(0, int(maps.offsets_E[-1])):
         return None
@@ -110,7 +109,7 @@ def _grouped_offsets(
 def _gather_tokens(
     source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Tokens into the first rows of the buffer, zeros behind; in the type of the products."""
+    """Gather tokens into the first rows of a buffer, with zeros behind, in the dtype of the products."""
     num_rows = tokens_R.shape[0]
     torch.index_select(source_TD, 0, tokens_R, out=out_RD[:num_rows])
     if num_rows < out_RD.shape[0]:

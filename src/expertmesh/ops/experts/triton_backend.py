@@ -1,4 +1,4 @@
-"""The "triton" backend of `moe_mlp`: the kernels in sequence. Kernels are imported when the first call runs."""
+"""Triton backend of `moe_mlp`: the kernels in sequence. Kernels are imported in the first call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +20,15 @@ def forward(
     save_h: bool,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Give (y (T, D), H (R, G * F)); H has no rows unless save_h. Does not synchronise.
+    """Compute (y (T, D), H (R, G * F)); H has no rows unless save_h. Does not synchronise.
 
     Args:
         x_TD: (T, D), float32, bfloat16 or float16.
-        experts: weights; w_in may be interleaved, which is `stored.view(E, F, 2, D).transpose(1, 2)`.
+        experts: the weights; w_in may be interleaved, `stored.view(E, F, 2, D).transpose(1, 2)`.
         weights_TK: (T, K) routing weights.
         maps: from `route_metadata`.
-        save_h: whether H is wanted for `data_grads`, which computes it again otherwise.
-        batch_invariant: take tiles that do not depend on the number of rows.
+        save_h: whether to save H for `data_grads`, which recomputes it otherwise.
+        batch_invariant: use tiles that do not depend on the number of rows.
     """
     from expertmesh.kernels import combine, moe_forward
 
@@ -67,16 +67,16 @@ def data_grads(
     maps: RouteMetadata,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, HiddenGradients]:
-    """Give the gradients of x and of the routing weights, and what the weights' gradients need later.
+    """Compute the gradients of x and of the routing weights, and the hidden rows for `weight_grads`.
 
     Args:
         grad_TD: (T, D) gradient of y, contiguous.
         x_TD: as given to `forward`.
-        h_RH: H of `forward`; with fewer rows than R it is computed again from x.
+        h_RH: H of `forward`; with fewer rows than R it is recomputed from x.
         experts: as given to `forward`.
         weights_TK: as given to `forward`.
         maps: as given to `forward`.
-        needs: which gradients will be asked for, those of `weight_grads` included.
+        needs: the gradients to compute, including later ones by `weight_grads`.
 
     Returns:
         dx (T, D) or None, the routing weights' gradient (T, K) or None, and the gradients of the hidden rows. Bitwise
@@ -140,7 +140,7 @@ def weight_grads(
     *,
     into: ExpertSlice | None = None,
 ) -> ExpertSlice:
-    """Give the gradients of the experts' weights and biases; experts without rows get zeros.
+    """Compute the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
         grad_TD: as given to `data_grads`.
@@ -149,12 +149,12 @@ def weight_grads(
         experts: as given to `forward`.
         weights_TK: as given to `forward`.
         maps: as given to `forward`.
-        needs: which gradients are wanted.
-        into: buffers to add to, of any floating-point type (FP32 main gradients), laid out in memory like the weights;
-            they are changed in place. None: fresh tensors of the weights' type.
+        needs: the gradients to compute.
+        into: buffers to add to in place, of any floating-point dtype (FP32 main gradients), laid out in memory like the
+            weights. None: new tensors of the weights' dtype.
 
     Returns:
-        Gradients in the places of the weights; w_in and w_out that are not wanted are empty, biases None. Bitwise
+        Gradients in the fields of the weights; unneeded w_in and w_out are empty, unneeded biases None. Bitwise
         deterministic; does not synchronise.
     """
     from expertmesh.kernels import moe_wgrad
@@ -220,7 +220,7 @@ def backward(
     *,
     into: ExpertSlice | None = None,
 ) -> tuple[Tensor | None, Tensor | None, ExpertSlice]:
-    """`data_grads`, then `weight_grads`: the gradients of x, of the routing weights, and of the experts."""
+    """Run `data_grads`, then `weight_grads`: the gradients of x, of the routing weights, and of the experts."""
     shared = (experts, weights_TK, maps, needs)
     d_x, d_weights, hidden = data_grads(grad_TD, x_TD, h_RH, *shared)
     return d_x, d_weights, weight_grads(grad_TD, x_TD, hidden, *shared, into=into)
@@ -285,5 +285,5 @@ class _Call:
 
 
 def _in_memory_order(w: Tensor, like: Tensor | None = None) -> Tensor:
-    """The same memory as a contiguous tensor: (E, F, G, ...) where (E, G, F, ...) is interleaved."""
+    """View the memory as a contiguous tensor: (E, F, G, ...) if (E, G, F, ...) is interleaved."""
     return w if (w if like is None else like).is_contiguous() else w.transpose(1, 2)

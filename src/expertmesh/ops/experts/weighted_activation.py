@@ -1,7 +1,7 @@
-"""The activation of rows of hidden values times their routing weights, as one autograd operator.
+"""Activation of pre-activation rows, multiplied by their routing weights, as one autograd operator.
 
-For experts whose products stand alone. A weight may be multiplied in on either side of the second product, if that has no bias,
-and here it costs no pass of its own.
+For experts whose products are separate operators. Without an output bias the routing weight may be applied on either
+side of the second product; here it needs no pass of its own.
 """
 
 from typing import Any
@@ -16,17 +16,17 @@ from expertmesh.ops.transforms import refuse_second_derivative, refuse_transform
 
 
 def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str) -> Tensor:
-    """Give s * act(h), computed in FP32 (FP64 for FP64) and rounded once.
+    """Compute s * act(h) in FP32 (FP64 for FP64), rounded once.
 
-    On a CPU it is one operator, of which autograd saves h and s alone; elsewhere several.
+    On a CPU it is one operator, for which autograd saves h and s only; elsewhere it is several.
 
     Args:
-        h_RH: (R, G * F) pre-activations; of a gated activation the gates first.
-        s_R: (R,) weights of any floating-point type.
+        h_RH: (R, G * F) pre-activations; for a gated activation the gates come first.
+        s_R: (R,) routing weights of any floating-point dtype.
         activation: see `moe_mlp`.
 
     Returns:
-        (R, F) in the type of h.
+        (R, F) in the dtype of h.
 
     Raises:
         ConfigError: the activation is unknown.
@@ -61,7 +61,7 @@ def _gradients(
     h_RH, s_R = h_RH.contiguous(), s_R.contiguous()
     num_rows, F = grad_RF.shape
     d_h, d_s = torch.empty_like(h_RH), torch.empty_like(s_R)
-    # the passes overwrite the gradient and give s * act(h), too: both stay in the cache
+    # the passes overwrite the gradient and also compute s * act(h): both stay in the cache
     rows = max(1, min(num_rows, BLOCK_ELEMENTS * torch.get_num_threads() // max(F, 1)))
     grad_buffer, a_buffer = (h_RH.new_empty(rows, F) for _ in range(2))
     with without_autocast(h_RH.device):

@@ -1,7 +1,7 @@
-"""The weights of a layer's experts, as operators, storage, loaders and adapters speak of them.
+"""Weights of a layer's experts, shared by operators, storage, loaders and adapters.
 
-`ExpertWeights` holds slices along F in the form in which they are stored; a `WeightFormat` says what that form is. The backends
-take one slice at a time, an `ExpertSlice`.
+`ExpertWeights` holds slices along F in their stored format; a `WeightFormat` describes that format. Backends take one
+slice at a time, an `ExpertSlice`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,16 @@ from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.products import selected
 
 Weights = Tensor | Sequence[Tensor]
-"""A tensor, or its slices along F: how callers may give what `ExpertWeights.of` takes."""
+"""Tensor, or its slices along F, as `ExpertWeights.of` takes them."""
 
 
 class WeightFormat:
-    """How the matrices of experts are stored: here as they are multiplied, which is "dense". Other formats override all of it.
+    """Storage format of the experts' matrices. This class is "dense", matrices as they are multiplied; other formats
+    override all methods.
 
     Attributes:
-        backends: names in `expertmesh.ops.experts.backends.BACKENDS` of those that read matrices of this format where they lie.
-            "torch" takes every format, by `unpack`.
+        backends: names of the backends, in `expertmesh.ops.experts.backends.BACKENDS`, that read matrices of this
+            format. "torch" reads every format by `unpack`.
     """
 
     backends: tuple[str, ...] = (
@@ -37,45 +38,45 @@ class WeightFormat:
     )
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-        """Bytes of both matrices of experts of a shape (E, G, F, D), for products in a type; scales included."""
+        """Bytes of both matrices of experts of shape (E, G, F, D), for products in a dtype; scales included."""
         _, G, _, _ = shape
         return prod(shape) * (G + 1) // G * dtype.itemsize
 
     def shape(self, experts: "ExpertSlice") -> tuple[int, int, int, int]:
-        """(E, G, F, D) of the matrices that a slice stands for."""
+        """Shape (E, G, F, D) of a slice's matrices once unpacked."""
         E, G, F, D = experts.w_in_EGFD.shape
         return E, G, F, D
 
     def unpack(self, experts: "ExpertSlice", e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The matrices of one expert as they are multiplied, (G * F, D) and (D, F)."""
+        """Unpack the matrices of one expert for its products, (G * F, D) and (D, F)."""
         return experts.w_in_EGFD[e].flatten(0, 1).to(dtype), experts.w_out_EDF[e].to(dtype)
 
     def unpack_in(self, experts: "ExpertSlice", e: int, dtype: torch.dtype) -> Tensor:
-        """The first matrix of `unpack` alone."""
+        """Unpack the first matrix only."""
         return self.unpack(experts, e, dtype)[0]
 
     def unpack_out(self, experts: "ExpertSlice", e: int, dtype: torch.dtype) -> Tensor:
-        """The second."""
+        """Unpack the second matrix only."""
         return self.unpack(experts, e, dtype)[1]
 
 
 FORMATS: dict[str, WeightFormat] = {"dense": WeightFormat()}
-"""All formats by name; `quantized_formats.py` adds those of 8 and 4 bits. A new one is added here."""
+"""Formats by name; `quantized_formats.py` adds the 8-bit and 4-bit ones. Add a new format here."""
 
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """One slice of all experts, as a backend takes it; gradients have the same form.
+    """Slice along F of all experts, as a backend takes it; gradients use the same class.
 
     Attributes:
-        w_in_EGFD: first weights, in the form of the format.
-        w_out_EDF: second weights, likewise.
+        w_in_EGFD: first weights, in their stored format.
+        w_out_EDF: second weights, in their stored format.
         b_in_EGF: first biases, or None.
-        b_out_ED: second biases, or None; those of the first slice stand for all.
+        b_out_ED: second biases; None without biases and in all slices but the first.
         activation: the name of the activation.
-        format: name of how the weights are stored, in `FORMATS`.
-        scales_in: of w_in, as the format has them; None where it has none.
-        scales_out: of w_out.
+        format: name of the weights' format in `FORMATS`.
+        scales_in: scales of w_in; None in a format without scales.
+        scales_out: scales of w_out, or None.
     """
 
     w_in_EGFD: Tensor
@@ -89,7 +90,7 @@ class ExpertSlice:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(E, G, F, D)."""
+        """Shape (E, G, F, D) of the unpacked matrices."""
         return FORMATS[self.format].shape(self)
 
     def w_in(self, e: int, dtype: torch.dtype) -> Tensor:
@@ -107,26 +108,28 @@ class ExpertSlice:
         return w if w.dtype == dtype else w.to(dtype)
 
     def w_ins(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """First weights of some experts, with as few calls as can be, and copies (if any) one at a time."""
+        """First weights of some experts, with few calls; copies, if needed, are made one at a time."""
         is_direct = self.format == "dense" and self.w_in_EGFD.dtype == dtype
         if not is_direct or not self.w_in_EGFD.is_contiguous():
             return (self.w_in(e, dtype) for e in experts)
         return selected(self.w_in_EGFD.flatten(1, 2), experts)
 
     def w_outs(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """Second weights of some experts, as `w_ins`."""
+        """Second weights of some experts, like `w_ins`."""
         if self.format != "dense" or self.w_out_EDF.dtype != dtype:
             return (self.w_out(e, dtype) for e in experts)
         return selected(self.w_out_EDF, experts)
 
     @property
     def are_narrow(self) -> bool:
-        """Whether a weight is so small that the CPU library's code for a new shape costs more than its products."""
+        """Whether a weight is so small that the CPU library's code generation for a new shape costs more than its
+        products.
+        """
         _, G, F, D = self.shape
         return G * F * D <= 1 << 16
 
     def unpacked(self, dtype: torch.dtype) -> "ExpertSlice":
-        """The same with dense matrices, all at once."""
+        """Copy of the slice with all matrices unpacked; the slice itself if it is dense."""
         if self.format == "dense":
             return self
         E, G, _, _ = self.shape
@@ -141,15 +144,16 @@ class ExpertWeights:
     """Weights and biases of all experts of a layer, and their activation.
 
     Attributes:
-        w_in: first weights, of every slice (E, G, F_i, D) where they are dense; G = 2 (gate, up) for gated activations.
-        w_out: second weights, of every slice (E, D, F_i).
+        w_in: first weights, (E, G, F_i, D) for each slice if dense; G = 2 (gate, up) for gated activations.
+        w_out: second weights, (E, D, F_i) for each slice if dense.
         activation: the name of the activation.
-        b_in: first biases, of every slice (E, G, F_i); empty without them.
+        b_in: first biases, (E, G, F_i) for each slice; empty without biases.
         b_out: second biases (E, D), or None.
-        format: name of how weights are stored, in `FORMATS`.
-        scales_in: of every slice of w_in, as the format has them; empty where it has none.
-        scales_out: of every slice of w_out.
-        slot_of_expert_E: (E,) integers, where in the first dimension of the weights an expert lies; None: the e-th at e.
+        format: name of the weights' format in `FORMATS`.
+        scales_in: scales of each slice of w_in; empty in a format without scales.
+        scales_out: scales of each slice of w_out.
+        slot_of_expert_E: (E,) integer index of each expert in the first dimension of the weights; None: expert e is at
+            index e.
     """
 
     w_in: tuple[Tensor, ...]
@@ -171,7 +175,7 @@ class ExpertWeights:
         b_in: Weights | None = None,
         b_out: Weights | None = None,
     ) -> "ExpertWeights":
-        """Dense weights, from tensors or their slices.
+        """Make dense weights from tensors or their slices.
 
         Raises:
             ConfigError: some are tensors and some are slices, or there is no slice.
@@ -187,19 +191,19 @@ class ExpertWeights:
 
     @staticmethod
     def of_names(slices: Mapping[str, Sequence[Tensor]], activation: str) -> "ExpertWeights":
-        """Dense weights from the slices of each parameter, by the names w_in, w_out, b_in, b_out."""
+        """Make dense weights from the slices of each parameter, by the names w_in, w_out, b_in, b_out."""
         b_in, b_out = tuple(slices.get("b_in", ())), slices.get("b_out")
         first = None if b_out is None else b_out[0]
         return ExpertWeights(tuple(slices["w_in"]), tuple(slices["w_out"]), activation, b_in, first)
 
     @property
     def num_slots(self) -> int:
-        """Experts that there are weights of."""
+        """Number of experts in the weight tensors."""
         return self.w_in[0].shape[0]
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts, E."""
         if self.slot_of_expert_E is None:
             return self.num_slots
         return self.slot_of_expert_E.shape[0]
@@ -211,12 +215,12 @@ class ExpertWeights:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Weights and biases: w_in of all slices, w_out of all, b_in of all, b_out. Gradients have this order."""
+        """Weights and biases in the order of gradients: w_in of all slices, w_out of all, b_in of all, b_out."""
         b_out = () if self.b_out is None else (self.b_out,)
         return [*self.w_in, *self.w_out, *self.b_in, *b_out]
 
     def with_parameters(self, tensors: Sequence[Tensor]) -> "ExpertWeights":
-        """The same with other tensors in the places of `parameters`."""
+        """Copy with other tensors in place of `parameters`."""
         n, after = len(self.w_in), 2 * len(self.w_in) + len(self.b_in)
         b_out = tensors[after] if len(tensors) > after else None
         return replace(
@@ -229,12 +233,12 @@ class ExpertWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is stored."""
+        """Bytes of weights, biases and scales."""
         scales = (*self.scales_in, *self.scales_out)
         return sum(tensor.nbytes for tensor in (*self.parameters, *scales))
 
     def slots_of(self, expert_ids_TK: Tensor) -> Tensor:
-        """The slots of experts (T, K), `num_slots` for "no expert"."""
+        """Map expert ids (T, K) to indices into the weight tensors; "no expert" becomes `num_slots`."""
         if self.slot_of_expert_E is None:
             return expert_ids_TK
         ids_TK = expert_ids_TK.to(torch.int64)
@@ -242,11 +246,11 @@ class ExpertWeights:
         return torch.cat((self.slot_of_expert_E, no_expert))[ids_TK]
 
     def by_slot(self) -> "ExpertWeights":
-        """The weights of all slots, for ids that `slots_of` gave."""
+        """Weights of all slots, for ids returned by `slots_of`."""
         return replace(self, slot_of_expert_E=None)
 
     def in_order(self) -> "ExpertWeights":
-        """The same with the e-th expert at e, by a copy where it lies elsewhere."""
+        """Weights with expert e at index e; copied if `slot_of_expert_E` is set."""
         slots = self.slot_of_expert_E
         if slots is None:
             return self
@@ -266,7 +270,7 @@ class ExpertWeights:
         )
 
     def to(self, dtype: torch.dtype) -> "ExpertWeights":
-        """The same in another type, differentiably; what is not dense stays as it is stored."""
+        """Cast to another dtype, differentiably; quantised matrices keep their format."""
 
         def cast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple([tensor.to(dtype) for tensor in tensors])
@@ -284,7 +288,7 @@ class ExpertWeights:
         )
 
     def slices(self) -> list[ExpertSlice]:
-        """Slice by slice; only the first has b_out."""
+        """Slices of the weights, one `ExpertSlice` each; only the first has b_out."""
         n = len(self.w_in)
         nothing: list[Tensor | None] = [None] * n
         columns = (
@@ -301,7 +305,9 @@ class ExpertWeights:
         ]
 
     def joined(self, dtype: torch.dtype) -> ExpertSlice:
-        """All slices as one of dense matrices, by a copy where there are several; `dtype` counts for other formats."""
+        """Concatenate all slices to one dense slice; a single dense slice is not copied. `dtype` applies to quantised
+        formats.
+        """
         slices = [one.unpacked(dtype) for one in self.slices()]
         if len(slices) == 1:
             return slices[0]
@@ -330,13 +336,13 @@ def _slices(name: str, given: Weights, sliced: bool) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Gradients of the experts' weights, or buffers that they are added to (main gradients).
+    """Gradients of the experts' weights, or the buffers that accumulate them (main gradients).
 
     Attributes:
-        w_in: (E, G, F, D), or a tuple of slices as the weights were given; None: not wanted.
-        w_out: (E, D, F), or a tuple of slices; None: not wanted.
-        b_in: (E, G, F), or a tuple of slices; None: no bias, or not wanted.
-        b_out: (E, D); None: no bias, or not wanted.
+        w_in: (E, G, F, D), or a tuple of slices like the weights; None: not needed.
+        w_out: (E, D, F), or a tuple of slices; None: not needed.
+        b_in: (E, G, F), or a tuple of slices; None: no bias, or not needed.
+        b_out: (E, D); None: no bias, or not needed.
 
     Example:
         >>> w_in_EGFD, w_out_EDF = torch.randn(4, 2, 16, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
@@ -355,14 +361,14 @@ class WeightGradients:
 
     @staticmethod
     def of_names(slices: Mapping[str, Sequence[Tensor]]) -> "WeightGradients":
-        """From the slices of each parameter, by the names w_in, w_out, b_in, b_out."""
+        """Make gradients from the slices of each parameter, by the names w_in, w_out, b_in, b_out."""
         given = {name: tuple(found) for name, found in slices.items()}
         b_out = given.get("b_out")
         first = None if b_out is None else b_out[0]
         return WeightGradients(given["w_in"], given["w_out"], given.get("b_in"), first)
 
     def by_name(self) -> dict[str, tuple[Tensor, ...]]:
-        """The slices of each."""
+        """Slices of each gradient by name."""
         found: dict[str, tuple[Tensor, ...]] = {}
         for name in ("w_in", "w_out", "b_in", "b_out"):
             given = getattr(self, name)
@@ -374,7 +380,7 @@ class WeightGradients:
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients are asked for."""
+    """Gradients that a backward must compute."""
 
     x: bool
     w_in: bool
@@ -386,11 +392,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class HiddenGradients:
-    """What `weight_grads` needs of `data_grads`; its layout is the backend's own.
+    """Hidden rows that `data_grads` passes to `weight_grads`; their layout depends on the backend.
 
     Attributes:
-        a_RF: s * act(H), or None where no gradient of w_out is wanted.
-        d_h_RH: gradient of H, or None where nothing before H has a gradient.
+        a_RF: s * act(H); None if no gradient of w_out is needed.
+        d_h_RH: gradient of H; None if no gradient before H is needed.
     """
 
     a_RF: Tensor | None

@@ -1,1 +1,1 @@
-"""Operators whose result for a row does not depend on the other rows."""
+"""Batch-invariant operators: their result for a row does not depend on the other rows."""

@@ -1,7 +1,7 @@
-"""Weights as products want them, kept from call to call: wider, filled up, or in oneDNN's order.
+"""Cache of weights prepared for products: widened, padded, or packed in oneDNN's order.
 
-A product brings its weight into that form in every call, which with one row takes longer than the product. Who knows that weights
-stay, as an engine does, lets them be kept while it computes. Bits are those of products that keep nothing.
+Otherwise a product prepares its weight in every call, which takes longer than the product of a single row. A caller
+whose weights do not change, such as the engine, enables the cache while it computes. It changes no bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,24 +13,25 @@ from torch import Tensor
 
 
 class Keepable(Protocol):
-    """What is made of a weight."""
+    """Protocol of a prepared weight."""
 
     @property
     def num_bytes(self) -> int:
-        """That it holds beside the weight."""
+        """Bytes that the prepared weight holds beside the weight itself."""
 
 
 Made = TypeVar("Made", bound=Keepable)
 
 
 class Kept:
-    """What has been made of parameters; made anew once one has changed.
+    """Cache of prepared weights by parameter; an entry is prepared again after its parameter has changed.
 
-    A change that autograd's versions do not count, as one by `p.data`, has to be followed by `clear`.
+    Call `clear` after changes that autograd's version counter does not see, such as writes to `p.data`.
 
     Args:
-        parameters: of which something may be kept; other tensors are memory that anything may happen to.
-        most_bytes: of what is kept of parts of parameters, as experts are; of whole ones everything is kept.
+        parameters: the parameters whose prepared weights may be cached; other tensors may change unnoticed.
+        most_bytes: upper bound on cached bytes for parts of parameters, such as single experts; whole parameters are
+            always cached.
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, most_bytes: int) -> None:
@@ -46,13 +47,13 @@ class Kept:
         *,
         part: int | None = None,
     ) -> Made:
-        """What `make` gives, from the last time where nothing has changed since.
+        """Return the prepared weight from the cache, or make it.
 
         Args:
-            w: the parameter. Of other tensors, and of views of other shapes, nothing is kept.
-            bias: the parameter that is in it, too.
-            make: makes it; is told whether it will be kept.
-            part: which part of w it is made of; None: the whole.
+            w: the parameter; other tensors and views of other shapes are not cached.
+            bias: the bias parameter that belongs to it, or None.
+            make: makes the prepared weight; its argument tells whether it will be cached.
+            part: index of the part of w; None: all of w.
         """
         at = w.data_ptr()
         version = self._version(w, at)
@@ -73,12 +74,12 @@ class Kept:
         return made
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Drop all entries."""
         self._made.clear()
         self._left = self._most_bytes
 
     def _version(self, t: Tensor, at: int) -> int | None:
-        """How often a parameter has changed; None: this is none of them."""
+        """Version counter of a cached parameter; None for other tensors."""
         owner = self._owners.get(at)
         if owner is None or owner.data_ptr() != at or owner.shape != t.shape:
             return None
@@ -89,13 +90,13 @@ _now: ContextVar[Kept | None] = ContextVar("kept weights", default=None)
 
 
 def kept_now() -> Kept | None:
-    """What products may keep weights in; None: in nothing."""
+    """Return the active cache of prepared weights, or None."""
     return _now.get()
 
 
 @contextmanager
 def keeping(kept: Kept | None) -> Iterator[None]:
-    """Let products keep weights meanwhile."""
+    """Activate a cache of prepared weights inside the context."""
     token = _now.set(kept)
     try:
         yield

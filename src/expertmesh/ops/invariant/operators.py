@@ -1,18 +1,19 @@
-"""Operations whose result for a row is the same to the bit whatever other rows stand beside it.
+"""Batch-invariant operations: the result of a row is bitwise the same whatever other rows are in the call.
 
-Ordinary operators do not promise that. A library's matrix product picks its kernel, and with it the order of its sums,
-by the number of rows, and at the edge of a matrix even by the place of a row; a vectorised `exp` may treat the last
-elements of a tensor by other code than the rest. Here
+Ordinary operators do not guarantee this. A library's matrix product selects its kernel, and so the order of its sums,
+by the number of rows, and at the edge of a matrix even by a row's position. A vectorised `exp` may use other code for
+the last elements of a tensor. Here
 
-* products run over calls of few rows, of matrices whose sizes are multiples of 16, with so many rows as a trial has shown
-  to give equal results at all places and beside any number of others: else filled up, or row by row
-  (on the Triton backend: by our kernel, with tiles that do not depend on the number of rows);
-* `exp` and its like run over pieces of one fixed length, below the size at which PyTorch divides work among threads;
-* sums along a row are PyTorch's of so few elements that no thread shares them, where a trial has shown that a row's is the
-  same beside any others: else a tree of element-wise additions; and everything else is an addition, a product, a
-  quotient, a root or a maximum, each of which is rounded correctly wherever an element lies.
+* products run in calls of few rows, with matrix sizes that are multiples of 16. A trial at run time finds the numbers of
+  rows with equal results at all positions and beside any number of other rows. Other calls are padded, or run row by row.
+  (The Triton backend uses our kernel, with tiles that do not depend on the number of rows);
+* `exp` and other point-wise functions run over pieces of one fixed length, below the size at which PyTorch divides work
+  among threads;
+* sums along a row are PyTorch's, with so few elements that they are not divided among threads, if a trial has shown that
+  a row's sum is the same beside any other rows; otherwise a tree of element-wise additions. All other operations are
+  additions, products, quotients, roots and maxima, which are rounded correctly at every position.
 
-They are slower than the ordinary ones, and differ from them by rounding. `docs/numerics.md` says what is promised.
+They are slower than the ordinary operators, and differ from them by rounding. `docs/numerics.md` states the guarantees.
 """
 
 import functools
@@ -34,26 +35,26 @@ from expertmesh.ops.onednn import can_pack, onednn_linear, pack
 from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_ROWS = 16
-"""Rows among which a product's results are tried out, and most rows of a call but `LARGE_BLOCK_ROWS`."""
+"""Number of rows for which a product's results are tested, and the maximum of a call, except for `LARGE_BLOCK_ROWS`."""
 LARGE_BLOCK_ROWS = 64
-"""Rows of a call where there are as many."""
+"""Number of rows of a call if there are enough."""
 _ALIGNMENT = 16
-"""Elements: narrower edges of a matrix take other code for rows of odd and even number."""
+"""Divisor of matrix sizes, in elements: with narrower edges, odd and even numbers of rows take different code."""
 _BYTES = 64
-"""From one of whose multiples every operand of a product begins: a library may sum in another order elsewhere."""
+"""Alignment of every operand of a product, in bytes: at other addresses a library may sum in another order."""
 _PIECE = 4096
-"""Elements: less than the 32768 from which PyTorch divides element-wise work among threads."""
+"""Elements of a piece, fewer than the 32768 from which PyTorch divides element-wise work among threads."""
 _MOST_SUMMED = 32767
-"""Elements of a call: PyTorch divides more among threads."""
+"""Maximum number of elements of a row-sum call: PyTorch divides more among threads."""
 _MOST_ROWS_SUMMED = 256
-"""Rows of a call: all numbers of them are tried out."""
+"""Maximum number of rows of a row-sum call; every smaller number is tested too."""
 _BATCHES = (64, 32, 16, 8, 4, 2, 1)
-"""Matrices of a call of a batched product: all of these are tried out."""
+"""Numbers of matrices of a batched-product call; all of these are tested."""
 _SMALLEST_WEIGHT = 1 << 16
-"""Elements of a weight that oneDNN multiplies, at least."""
+"""Fewest elements of a weight that oneDNN multiplies."""
 _TRIALS = 3
 _SHIFT = 5
-"""Places by which the halves of products that cancel are out of step, so that no order of sums undoes itself."""
+"""Shift between the two halves of cancelling products, so that no order of sums cancels exactly."""
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "exp": torch.exp,
@@ -65,18 +66,18 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class RowRange(NamedTuple):
-    """How many rows a call of a product may have, so that each row gets the same result in every call.
+    """Numbers of rows of a product call with which a row gets the same result in every call.
 
     Attributes:
-        least: from so many on; fewer are filled up. 0: places differ, and rows go one by one.
-        most: up to `BLOCK_ROWS`, or so many.
+        least: minimum number of rows; fewer are padded. 0: results depend on the position, so rows run one by one.
+        most: calls have up to `BLOCK_ROWS` rows, or exactly this many.
     """
 
     least: int
     most: int
 
     def calls(self, num_rows: int) -> Iterator[tuple[slice, int]]:
-        """Which rows go into a call, and how many it has."""
+        """Split rows into calls: the slice of rows of each call, and its padded number of rows."""
         start = 0
         while start < num_rows:
             left = num_rows - start
@@ -89,21 +90,22 @@ ONE_BY_ONE = RowRange(0, 1)
 
 
 def _doubled(t: Tensor, sign: int) -> Tensor:
-    """The first half of the last axis, and again in place of the other half, shifted and by a sign.
+    """Replace the second half of the last axis by the first half, shifted and multiplied by a sign.
 
-    The product of rows of sign -1 and columns of sign 1 is 0 but for what the order of its sums rounds: that is seen
-    even where results are rounded to 8 bits.
+    The product of rows with sign -1 and columns with sign 1 is 0 up to rounding, which depends on the order of the
+    sums. Differences in that order are thus visible even in results rounded to 8 bits.
     """
     half = t[..., : t.shape[-1] // 2]
     return torch.cat([half, sign * half.roll(_SHIFT, -1)], -1)
 
 
 def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor]) -> RowRange:
-    """What calls of a product give a row the same result: tried out with ordinary rows, then with rows that cancel.
+    """Find the calls of a product that give a row the same result, by trials with ordinary rows, then with cancelling
+    rows.
 
     Args:
-        product: of rows (M, K), to (M, ...), by columns of `_doubled`.
-        normal: M rows.
+        product: function of rows (M, K) -> (M, ...), with columns from `_doubled`.
+        normal: draws M random rows.
     """
     least, most = 1, LARGE_BLOCK_ROWS
     for trial in range(_TRIALS):
@@ -126,9 +128,9 @@ def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor])
 
 
 def _drawing(num: int, like: Tensor) -> Callable[..., Tensor]:
-    """Normal numbers in the type and on the device of a tensor, always the same for a number."""
+    """Function that draws normal numbers in the dtype and on the device of a tensor; `num` is the seed."""
     generator = torch.Generator().manual_seed(num)
-    # in FP64, whose sums of narrower numbers would round nothing
+    # drawn in FP64: FP64 sums of numbers drawn in a narrower dtype would not round
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(like)
 
 
@@ -142,13 +144,13 @@ def _rows_of(
     misalignment: int,
     num_threads: int,
 ) -> RowRange:
-    """What calls of a product of this shape may have: tried out once."""
+    """Numbers of rows of calls of a product of this shape; tested once."""
     skipped = misalignment // dtype.itemsize
     w_NK = torch.zeros(num_columns * num_products + skipped, device=device, dtype=dtype)[skipped:]
     draw = _drawing(num_columns * 65537 + num_products, w_NK)
     w_NK = w_NK.view(num_columns, num_products)
     w_NK.copy_(_doubled(draw(num_columns, num_products), 1))
-    # as small as what is left of rows that cancel
+    # as small as the remainders of cancelling rows
     b_N = draw(num_columns) * 2**-20 if with_bias else None
 
     def product(x_MK: Tensor) -> Tensor:
@@ -158,12 +160,14 @@ def _rows_of(
 
 
 def _goes_to_onednn(w_NK: Tensor) -> bool:
-    """Whether the library multiplies whose weights can be packed; of small ones the way in would take longer than the product."""
+    """Whether oneDNN multiplies, whose weights can be packed; for small weights its call overhead exceeds the
+    product.
+    """
     return w_NK.is_cpu and w_NK.numel() >= _SMALLEST_WEIGHT and can_pack(w_NK.dtype)
 
 
 def _product(x: Tensor, w_NK: Tensor, b_N: Tensor | None, out: Tensor) -> Tensor:
-    """The product, in `out` or in memory of its own."""
+    """Compute the product, in `out` or in new memory."""
     if _goes_to_onednn(w_NK):
         return onednn_linear(x, w_NK, b_N)
     if b_N is None:
@@ -177,15 +181,15 @@ def _is_aligned(t: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """One matrix, ready to be multiplied with rows in calls of few shapes; not seen by autograd.
+    """Matrix prepared for products with rows, in calls of few shapes; not seen by autograd.
 
     Attributes:
         w_NK: (N', K') weight with N and K rounded up to multiples of 16.
         b_N: (N',) bias or None.
         num_columns: N.
-        rows: of a call.
-        packed: the weight in oneDNN's order, where products with it have the same bits; None: it is as it is.
-        is_copy: whether w_NK is memory of its own.
+        rows: numbers of rows of a call.
+        packed: the weight in oneDNN's order, if products with it have the same bits; None: not packed.
+        is_copy: whether w_NK is a copy of the weight.
     """
 
     w_NK: Tensor
@@ -214,17 +218,17 @@ class BlockProduct:
         return BlockProduct(w_NK, b_N, N, rows)
 
     def in_order(self) -> "BlockProduct":
-        """The same with its weight packed, if that changes no bit; worth it where it is used again."""
+        """Pack the weight, if that changes no bit; worth it if the weight is used again."""
         w, b = self.w_NK, self.b_N
         shape = *w.shape, b is not None, w.dtype, w.device, self.rows, torch.get_num_threads()
         if not _goes_to_onednn(w) or not _is_aligned(w) or not _packs_alike(*shape):
             return self
-        # of the weight as it is only its shape and type are still asked for
+        # only shape and dtype of the unpacked weight are still needed
         return replace(self, w_NK=w.new_empty(()).expand(w.shape), packed=pack(w))
 
     @property
     def num_bytes(self) -> int:
-        """Of its copy of the weight."""
+        """Bytes of the copy of the weight."""
         is_own = self.is_copy or self.packed is not None
         return self.w_NK.numel() * self.w_NK.element_size() if is_own else 0
 
@@ -247,7 +251,7 @@ class BlockProduct:
         return out_RN
 
     def _ready(self, x: Tensor, count: int) -> Tensor:
-        """Rows as a call takes them: so many, aligned, in the weight's type and width."""
+        """Rows prepared for a call: padded, aligned, in the weight's dtype and width."""
         (size, width), K = x.shape, self.w_NK.shape[1]
         if width == K and count == size:
             if x.dtype == self.w_NK.dtype and _is_aligned(x):
@@ -270,7 +274,9 @@ def _packs_alike(
     rows: RowRange,
     num_threads: int,
 ) -> bool:
-    """Whether products with the packed weight have the bits of those without, for all numbers of rows of a call: tried out once."""
+    """Whether products with the packed weight have the same bits as without, for all numbers of rows of a call; tested
+    once.
+    """
     draw = _drawing(num_columns * 65537 + num_products, torch.empty(0, dtype=dtype))
     w_NK = _doubled(draw(num_columns, num_products), 1)
     b_N = draw(num_columns) * 2**-20 if with_bias else None
@@ -294,14 +300,14 @@ def block_of(
     owner: tuple[Tensor, Tensor | None] | None = None,
     part: int | None = None,
 ) -> BlockProduct:
-    """A weight (N, K) ready for products in a type: from what is kept, if something is.
+    """Prepare a weight (N, K) for products in a dtype, or take it from the active cache.
 
     Args:
         w_NK: the weight.
         b_N: (N,) bias or None.
-        dtype: of the product.
-        owner: the parameters of weight and bias that these are a part of; None: they are parameters themselves.
-        part: which part.
+        dtype: the dtype of the product.
+        owner: the parameters that weight and bias are parts of; None: they are parameters themselves.
+        part: index of the part; None: all of the parameter.
     """
 
     def make(is_kept: bool) -> BlockProduct:
@@ -327,7 +333,9 @@ def _batched_rows_of(
     device: torch.device,
     num_threads: int,
 ) -> RowRange:
-    """What calls of a batched product may have; `ONE_BY_ONE` as well if it matters what else is in the batch."""
+    """Numbers of rows of calls of a batched product; `ONE_BY_ONE` also if the other matrices of the batch change a
+    result.
+    """
     like = torch.empty(0, device=device, dtype=dtype)
     draw = _drawing(num_columns * 65537 + num_products, like)
     w_BKN = _doubled(draw(_BATCHES[0], num_columns, num_products), 1).mT
@@ -347,14 +355,14 @@ def _batched_rows_of(
 
 
 def batched_product(x_BRK: Tensor, w_BKN: Tensor) -> Tensor:
-    """x w of each of a batch, (B, R, K) and (B, K, N) -> (B, R, N), where a row's result depends on its own matrix alone.
+    """Compute batched x w, (B, R, K) and (B, K, N) -> (B, R, N); a row's result depends only on the row and its matrix.
 
     Args:
-        x_BRK: at most `LARGE_BLOCK_ROWS` rows.
-        w_BKN: of its type; both aligned and with K and N multiples of 16, as their allocator gives them.
+        x_BRK: (B, R, K) with R at most `LARGE_BLOCK_ROWS`.
+        w_BKN: (B, K, N) of the same dtype. Both are aligned as allocated, with K and N multiples of 16.
 
     Returns:
-        In their type; not seen by autograd.
+        (B, R, N) in the same dtype; not seen by autograd.
     """
     (_, R, K), N = x_BRK.shape, w_BKN.shape[2]
     where = x_BRK.dtype, x_BRK.device, torch.get_num_threads()
@@ -387,7 +395,7 @@ def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) 
         if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (
             x_RK.dtype != torch.float64
         ):
-            # all rows are those of one expert
+            # all rows belong to one expert
             offsets_E = torch.arange(2, dtype=torch.int32, device=x_RK.device) * x_RK.shape[0]
             b_EN = None if b_N is None else b_N[None]
             return triton_linear.forward(
@@ -422,17 +430,17 @@ _linear.register_autograd(_linear_backward, setup_context=_save_linear)
 
 
 def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """x W^T + b, where a row's result does not depend on the other rows or their number.
+    """Compute x W^T + b; a row's result does not depend on the other rows or their number.
 
     Args:
-        x: (..., K), float64, float32, bfloat16 or float16. Under autocast all arguments are cast to its type.
-        w_NK: (N, K), of x's type.
+        x: (..., K), float64, float32, bfloat16 or float16. Under autocast all arguments are cast to its dtype.
+        w_NK: (N, K), in x's dtype.
         b_N: (N,) or None; added before the result is rounded.
         backend: see `resolve_backend`.
 
     Returns:
-        (..., N) in x's type (autocast's). Differentiable; gradients are ordinary sums. Does not synchronise, but for a
-        trial at the first call of a shape.
+        (..., N) in x's dtype (autocast's under autocast). Differentiable; gradients are ordinary sums. Does not
+        synchronise, except for the trial in the first call of a shape.
     """
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
@@ -456,7 +464,7 @@ def _plain_pointwise(x: Tensor, name: str) -> Tensor:
 
 
 def _own_pointwise(x: Tensor, name: str) -> Tensor:
-    # a custom operator may not give out a view of what else it holds
+    # a custom operator must not return a view of a larger buffer
     return _plain_pointwise(x, name).clone(memory_format=torch.contiguous_format)
 
 
@@ -487,7 +495,9 @@ _pointwise.register_autograd(_pointwise_backward, setup_context=_save_pointwise)
 
 
 def pointwise(x: Tensor, name: str) -> Tensor:
-    """exp, erf, cos, sin or tanh of FP32 or FP64 elements, whatever their place; differentiable; does not synchronise."""
+    """Compute exp, erf, cos, sin or tanh of FP32 or FP64 elements, independent of their positions; differentiable; does
+    not synchronise.
+    """
     y: Tensor = (_plain_pointwise if runs_plainly(x) else _pointwise)(x, name)
     return y
 
@@ -496,7 +506,7 @@ def pointwise(x: Tensor, name: str) -> Tensor:
 def _sums_are_alike(
     length: int, dtype: torch.dtype, device: torch.device, num_threads: int
 ) -> bool:
-    """Whether PyTorch's sum gives a row the same result among any others: tried out once."""
+    """Whether PyTorch's sum of a row is the same beside any other rows; tested once."""
     if device.type != "cpu" or not 0 < length <= _MOST_SUMMED:
         return False
     most = _rows_summed(length)
@@ -546,19 +556,19 @@ _row_sum.register_autograd(lambda ctx, grad: grad.expand(ctx.shape), setup_conte
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Sum along the last axis, (..., n) -> (..., 1), in an order that n alone decides; differentiable."""
+    """Sum along the last axis, (..., n) -> (..., 1), in an order that depends on n only; differentiable."""
     y: Tensor = (_plain_row_sum if runs_plainly(x) else _row_sum)(x)
     return y
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), FP32 or FP64, without overflow in value or gradient."""
+    """Compute 1 / (1 + exp(-x)) in FP32 or FP64, without overflow in value or gradient."""
     small = pointwise(torch.where(x >= 0, -x, x), "exp")
     return torch.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Softmax along the last axis, FP32 or FP64; a row of nothing but -inf gives 0."""
+    """Softmax along the last axis, FP32 or FP64; a row of -inf only gives 0."""
     largest = x.detach().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     e = pointwise(x - largest, "exp")
@@ -566,12 +576,14 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def unit_rows(x: Tensor, *, eps: float) -> Tensor:
-    """x / max(|x|, eps) along the last axis: `torch.nn.functional.normalize`."""
-    return x / row_sum(x * x).clamp_min(eps * eps).sqrt()  # the root has no slope at 0
+    """Compute x / max(|x|, eps) along the last axis, as `torch.nn.functional.normalize` does."""
+    return x / row_sum(x * x).clamp_min(eps * eps).sqrt()  # the square root has no gradient at 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's type once."""
+    """RMSNorm x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's dtype
+    once.
+    """
     dtype = accumulate_dtype(x.dtype)
     wide = x.to(dtype)
     mean = row_sum(wide * wide) / x.shape[-1]
@@ -579,7 +591,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
 
 def activate(h_RGF: Tensor, inner: str) -> Tensor:
-    """Activation of FP32 or FP64 pre-activations (R, G, F) -> (R, F), `inner` as in `ops.activation.inner_name`."""
+    """Activate FP32 or FP64 pre-activations (R, G, F) -> (R, F); `inner` is from `ops.activation.inner_name`."""
     gate = h_RGF[:, 0]
     if inner == "silu":
         act = gate / (1.0 + pointwise(-gate, "exp"))

@@ -1,1 +1,1 @@
-"""Experts' matrices in 8 and 4 bits: rounding, packing, and products that widen them on the way."""
+"""Experts' matrices in 8 and 4 bits: rounding and packing."""

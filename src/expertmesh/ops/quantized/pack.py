@@ -1,4 +1,4 @@
-"""Bytes of quantised numbers: as compressed-tensors files have them, and as the CPU's products read them."""
+"""Packed layouts of quantised numbers: of compressed-tensors files, and of the CPU's products."""
 
 import sys
 from functools import cache
@@ -7,46 +7,49 @@ import torch
 from torch import Tensor
 
 _CPU_ROWS = 64
-"""Rows that the CPU's product of int4 takes together."""
+"""Rows per block of the CPU's int4 product."""
 
 
 def nibbles(values: Tensor) -> Tensor:
-    """Pack (..., K) numbers in [-8, 7] two to a byte, (..., K / 2) uint8: 8 more than the number, the first in the low half."""
+    """Pack (..., K) numbers in [-8, 7] two to a byte, (..., K / 2) uint8: offset by 8, the first number in the low
+    half.
+    """
     offset = (values.to(torch.int16) + 8).to(torch.uint8)
     return offset[..., ::2] | offset[..., 1::2] << 4
 
 
 def from_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `nibbles`: (..., K) int8."""
+    """Unpack the bytes of `nibbles`: (..., K) int8."""
     both = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return both.to(torch.int8) - 8
 
 
 def to_words(values: Tensor, bits: int) -> Tensor:
-    """Pack (N, K) numbers into (N, K * bits / 32) int32 words, rounded up: offset binary, the first in the low bits.
+    """Pack (N, K) numbers into (N, K * bits / 32) int32 words, rounded up: offset binary, the first number in the low
+    bits.
 
     Args:
-        values: int8, of 8 or 4 bits.
-        bits: which of the two.
+        values: int8 numbers of 8 or 4 bits.
+        bits: 8 or 4.
     """
     per_word = 32 // bits
     short = -values.shape[-1] % per_word
     if bits == 8:
         data = torch.nn.functional.pad(_flipped(values), (0, short))
     else:
-        # what is behind the last number is a zero bit, not a zero
+        # padding is zero bits, not the number zero
         padded = torch.nn.functional.pad(values, (0, short), value=-8)
         data = nibbles(padded)
     return _swapped(data.contiguous()).view(torch.int32)
 
 
 def bytes_of_words(words: Tensor) -> Tensor:
-    """(N, W) int32 as (N, 4 W) uint8 in the order of the numbers."""
+    """View (N, W) int32 words as (N, 4 W) uint8 in the order of the numbers."""
     return _swapped(words.contiguous().view(torch.uint8))
 
 
 def int8_of_bytes(data: Tensor) -> Tensor:
-    """Offset binary bytes as int8."""
+    """Convert offset-binary bytes to int8."""
     return (data ^ 128).view(torch.int8)
 
 
@@ -55,17 +58,17 @@ def _flipped(values: Tensor) -> Tensor:
 
 
 def _swapped(data: Tensor) -> Tensor:
-    """The bytes of each word turned round where the machine's order is not that of the files."""
+    """Reverse the bytes of each word on a big-endian machine; files are little-endian."""
     if sys.byteorder == "little":
         return data
     return data.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
 
 
 def for_cpu(packed: Tensor) -> Tensor:
-    """(N, K / 2) nibbles as `_weight_int4pack_mm_for_cpu` reads them, (N, K / 2): columns of blocks of 64 rows.
+    """Reorder (N, K / 2) nibbles for `_weight_int4pack_mm_for_cpu`, (N, K / 2): columns of blocks of 64 rows.
 
     Args:
-        packed: from `nibbles`; N must be a multiple of 64.
+        packed: result of `nibbles`; N must be a multiple of 64.
     """
     N, half = packed.shape
     q = (from_nibbles(packed) + 8).to(torch.uint8)
@@ -74,7 +77,9 @@ def for_cpu(packed: Tensor) -> Tensor:
 
 
 def from_cpu(packed: Tensor) -> Tensor:
-    """The transposed matrix of a `for_cpu`, (K, N) int8 in [-8, 7]: so it lies in whole rows of blocks."""
+    """Unpack the bytes of `for_cpu` to the transposed matrix, (K, N) int8 in [-8, 7], which is contiguous in whole rows
+    of blocks.
+    """
     N, half = packed.shape
     blocks = packed.view(N // _CPU_ROWS, 2 * half, _CPU_ROWS // 2)
     both = torch.cat((blocks & 15, blocks >> 4), -1).to(torch.int8) - 8
@@ -83,7 +88,7 @@ def from_cpu(packed: Tensor) -> Tensor:
 
 @cache
 def cpu_reads_blocks() -> bool:
-    """Whether PyTorch's int4 product is here, and packs as `for_cpu` does: so it is with AVX-512."""
+    """Whether PyTorch's int4 product exists here and packs like `for_cpu`, as with AVX-512."""
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return False
     generator = torch.Generator("cpu").manual_seed(0)

@@ -1,8 +1,8 @@
 """Rounding of matrices to 8 and 4 bits, with the scales that leave the least squared error.
 
-Three ways: int8 with a scale per row ("channel"), int4 with one per group of a row's columns, FP8 (e4m3) with one per block of 128
-by 128. Zero is zero in all of them. Scales are rounded to their type first, and numbers are rounded for the scale as it is stored,
-so that nothing is lost twice.
+Formats: int8 with a scale per row ("channel"), int4 with a scale per group of a row's columns, FP8 (e4m3) with a scale
+per block of 128 by 128. Zero stays zero in all of them. Scales are rounded to their dtype first, and numbers are then
+rounded for the stored scale, so that no error is made twice.
 """
 
 from typing import Literal, NamedTuple
@@ -12,25 +12,27 @@ from torch import Tensor
 
 Format = Literal["int8", "int4", "fp8"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
-"""What a matrix may be rounded to."""
+"""Formats that a matrix can be rounded to."""
 BLOCK = 128
-"""Rows and columns of a block of FP8."""
+"""Rows and columns of an FP8 block."""
 GROUP_SIZES = (32, 64, 128)
-"""Columns of a group of int4."""
+"""Allowed numbers of columns of an int4 group."""
 _SHARES = {
     8: (1.0, 0.99, 0.98, 0.96, 0.94, 0.92),
     4: (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7, 0.65, 0.6),
 }
-"""Of the scale that fits the largest number: smaller ones cut that off, and round all others more finely."""
+"""Candidate scales, relative to the scale that fits the largest number: smaller ones clip it, and round all others more
+finely.
+"""
 _DAMPING = 0.01
-"""Of the mean square, added to all: columns that the text hardly uses stay near their numbers."""
+"""Fraction of the mean square added to all columns, so that columns with tiny inputs stay near their values."""
 _FP8_LARGEST = 448.0
 _FP8_STEPS = 8
-"""Scales that are tried for FP8, within a factor of two: beyond it the numbers round alike."""
+"""Number of candidate scales for FP8 within a factor of two; beyond it numbers round the same way."""
 
 
 class Rounded(NamedTuple):
-    """A rounded matrix, or a stack of them.
+    """A rounded matrix, or a stack of rounded matrices.
 
     Attributes:
         values: (..., N, K), int8 in [-128, 127] or in [-8, 7], or float8_e4m3fn.
@@ -54,10 +56,10 @@ def rounded(
     Args:
         w: (N, K), of any floating-point type.
         to: the format.
-        group_size: of int4; must divide K.
-        scale_dtype: of the scales.
-        importance: what a squared error in a column counts, (K,); or (K, K), the mean products of what columns are multiplied by, with which
-            the error of a column is made up for by those behind it. None: all count alike. For int8 and int4.
+        group_size: columns per scale of int4; must divide K.
+        scale_dtype: the dtype of the scales.
+        importance: for int8 and int4: (K,) weight of a column's squared error; or (K, K) mean products of the input
+            columns, with which later columns compensate the error of earlier ones (GPTQ). None: equal weights.
     """
     wide = w.detach().float()
     if to == "fp8":
@@ -74,14 +76,14 @@ def rounded(
 def _least_squares(
     w: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scales (..., 1) and values of groups along the last dimension."""
+    """Scales (..., 1) and rounded values of groups along the last dimension."""
     most = 2 ** (bits - 1)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     fitting = w.abs().amax(-1, keepdim=True) / (most - 1)
     for share in _SHARES[bits]:
         scale = _stored(fitting * share, scale_dtype)
         q = (w / scale).round_().clamp_(-most, most - 1)
-        # the best scale for these values, and the values again
+        # the best scale for these values, then the values for that scale
         weighted = q if importance is None else q * importance
         scale = _stored((weighted * w).sum(-1, keepdim=True) / (weighted * q).sum(-1, keepdim=True), scale_dtype)  # fmt: skip
         q = (w / scale).round_().clamp_(-most, most - 1)
@@ -103,9 +105,10 @@ def _least_squares(
 def _made_up(
     w: Tensor, bits: int, size: int, scale_dtype: torch.dtype, products_KK: Tensor
 ) -> Rounded:
-    """Round column by column, and change those behind so that outputs change least (GPTQ, Frantar et al. 2022, arXiv 2210.17323, alg. 1).
+    """Round column by column, and adjust later columns so that outputs change least (GPTQ, Frantar et al. 2022, arXiv
+    2210.17323, alg. 1).
 
-    Scales of a group are chosen when its turn comes, for the columns as they are then.
+    Scales of a group are chosen when its turn comes, for the adjusted columns.
     """
     K, most = w.shape[-1], 2 ** (bits - 1)
     mean = products_KK.diagonal().mean().clamp_min(1e-12)
@@ -129,13 +132,13 @@ def _made_up(
 
 
 def _factor(products_KK: Tensor, mean: float) -> Tensor:
-    """The upper Cholesky factor of the inverse, damped as much as sums of FP32 need to be positive definite."""
+    """Upper Cholesky factor of the inverse, damped until it is positive definite in FP32 sums."""
     one_KK = torch.eye(products_KK.shape[0], dtype=products_KK.dtype)
     for damping in (_DAMPING, 10 * _DAMPING):
         lower_KK, problem = torch.linalg.cholesky_ex(products_KK + damping * mean * one_KK)
         if not int(problem):
             break
-    else:  # its diagonal alone: columns make up for nothing
+    else:  # the diagonal only: columns compensate nothing
         diagonal_K = products_KK.diagonal() + _DAMPING * mean
         return diagonal_K.rsqrt().diag().float()
     inverse_KK = torch.cholesky_inverse(lower_KK)
@@ -143,7 +146,7 @@ def _factor(products_KK: Tensor, mean: float) -> Tensor:
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as their type holds them, in FP32; 1 where there is nothing but zeros."""
+    """Round scales to their dtype and return them in FP32; 1 for all-zero groups."""
     kept = scale.to(dtype).float()
     return torch.where((kept > 0) & kept.isfinite(), kept, torch.ones_like(kept))
 
@@ -170,11 +173,12 @@ def _fp8(w: Tensor, scale_dtype: torch.dtype) -> Rounded:
 
 
 def widened(found: Rounded, dtype: torch.dtype | None = None) -> Tensor:
-    """The matrix that a rounded one stands for.
+    """Dequantise a rounded matrix.
 
     Args:
         found: (..., N, K) with its scales.
-        dtype: of the result; None: that of the scales, in which the product is rounded in any case.
+        dtype: the dtype of the result; None: the scales' dtype. The product is rounded to the scales' dtype in either
+            case.
     """
     values, scales = found
     N, K = values.shape[-2:]
