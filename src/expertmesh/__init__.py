@@ -1,6 +1,6 @@
 """ExpertMesh: a mixture-of-experts system for PyTorch. `import expertmesh as em` is all that a script needs.
 
-A language model of one's own text, from training to sampling:
+Training a language model on your own text, and sampling from it:
 
     import expertmesh as em
 

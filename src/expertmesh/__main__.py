@@ -1,6 +1,6 @@
-"""The program: `expertmesh`, and `python -m expertmesh`, also under torchrun.
+"""Entry point of `expertmesh` and `python -m expertmesh`, also under torchrun.
 
-Ctrl-C is answered from here on: what comes first may import next to nothing.
+Ctrl-C is handled from here on, so this module imports almost nothing before.
 """
 
 import os
@@ -13,8 +13,8 @@ _SAID = b"error: interrupted\n"
 
 
 def program() -> NoReturn:
-    """Runs the command line and ends the process."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is not ignored
+    """Run the command line and end the process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # SIGINT is not ignored
         signal.signal(signal.SIGINT, _interrupted)
     try:
         from expertmesh.cli import main
@@ -27,7 +27,7 @@ def program() -> NoReturn:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Interrupts as Python does, but ends the process at once where modules are imported: libraries take an interrupt there for their own failure."""
+    """Raise KeyboardInterrupt; during an import end the process, because libraries mistake an interrupt there for their own failure."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _end()

@@ -1,4 +1,4 @@
-"""What `import expertmesh as em` offers beside classes: train, load, generate."""
+"""Functions of `import expertmesh as em`: train, load, save, generate."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,35 +40,38 @@ def train(
     trackers: Sequence[Tracker] = (),
     quiet: bool = False,
 ) -> loop.TrainResult:
-    """Train, or go on training: a run of a recipe, or a module of your own on samples of your own.
+    """Train, or resume training: a run of a recipe, or your own module on your own samples.
 
-    Both have progress, precision, clipping, metrics, checkpoints and exact resumption (`train={"resume": "auto"}`), and spread
-    over ranks where torchrun starts the script. SIGTERM and Ctrl-C save and return. On a CPU the number of threads is measured, at
-    most `torch.get_num_threads()`, unless OMP_NUM_THREADS or `parallel.num_threads` says it; how threads wait cannot be changed any
-    more: beside other programs start Python with OMP_WAIT_POLICY=PASSIVE, as the command line does for itself.
+    Both have progress, precision, clipping, metrics, checkpoints and exact resumption (`train={"resume": "auto"}`), and
+    are distributed over ranks if torchrun starts the script. SIGTERM and Ctrl-C save and return. On a CPU the number of
+    threads is measured, at most `torch.get_num_threads()`, unless OMP_NUM_THREADS or `parallel.num_threads` sets it. If
+    other programs share the CPU, start Python with OMP_WAIT_POLICY=PASSIVE, as the command line does; it cannot be set
+    later.
 
     Args:
-        what: a configuration, as `recipe` returns it; or a module, its class, or a function that makes it. A module is
-            trained in place; on several ranks give the class, so that all begin with the weights of the run's seed.
-        config: of a module's run: its `train`, `optim` and `parallel` sections count. Options by their dotted names will do:
-            `{"train.steps": 200, "optim.lr": 1e-2}`.
-        data: of a module: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or an
-            `expertmesh.models.task.Data`.
-        validation: the same of the samples that evaluations use; None: every twentieth of `data`, not trained on.
-        loss: of a module: loss(model, *batch), a scalar mean over the batch's samples. After it may come the `RoutingStats`
-            of every `MoELayer` in their order, whose losses are added for you, and a dictionary of other means, which
-            evaluations show.
-        metric: the name among these that evaluations are judged by.
-        family: of a configuration that is of no family of this package.
+        what: a configuration, as `recipe` returns it; or a module, its class, or a function that creates it. A module
+            is trained in place. On several ranks give the class, so that all ranks start with the weights of the run's
+            seed.
+        config: configuration of a module's run; the sections `train`, `optim` and `parallel` are used. May be options
+            by dotted names: `{"train.steps": 200, "optim.lr": 1e-2}`.
+        data: data for a module: a tensor or a tuple of tensors whose first axis is the sample; a map-style dataset; or
+            an `expertmesh.models.task.Data`.
+        validation: data of evaluations, in the same forms; None: every twentieth sample of `data`, which is then not
+            trained on.
+        loss: loss(model, *batch) of a module, a scalar mean over the batch's samples. It may also return the
+            `RoutingStats` of every `MoELayer` in order, whose losses are added, and a dictionary of other means, which
+            evaluations report.
+        metric: name of the mean by which evaluations are compared.
+        family: model family of a configuration, if it is not in this package.
         trackers: objects with `write(values, experts)`, called after every step beside the run's own files; see
             `expertmesh.training.trackers.Tracker`.
-        quiet: say nothing while it runs.
+        quiet: print nothing.
 
     Returns:
-        How it ended: `step`, `evaluation`, `checkpoint`, `run_dir` and more.
+        Result of the run: `step`, `evaluation`, `checkpoint`, `run_dir` and more.
 
     Raises:
-        ConfigError: a value breaks a rule, or the run that is already there is another one.
+        ConfigError: a value breaks a rule, or the existing run is a different one.
         CheckpointError: all checkpoints to resume from are damaged.
         TrainingDivergedError: too many steps in a row were not finite.
 
@@ -114,7 +117,7 @@ def train(
 
 
 def _name_of(function: Any) -> str:
-    """Of what makes a module, `functools.partial` and callable objects among it."""
+    """Name of a callable that creates a module, also of `functools.partial` and callable objects."""
     return str(getattr(getattr(function, "func", function), "__name__", type(function).__name__))
 
 
@@ -127,25 +130,27 @@ def load(
     spread: bool = False,
     es_degree: int | None = None,
 ) -> LoadedModel:
-    """A trained model and its tokenizer: of a run its newest good checkpoint, or a model as the hub has it.
+    """Load a trained model and its tokenizer, from the newest good checkpoint of a run or from a hub folder.
 
     Args:
-        run: the run directory, or a folder as transformers saves one, of an architecture that `expertmesh convert` reads.
-        module: of a run of a module of your own: the module (which gets the weights), its class, or what makes it.
-        family: of a run of a family of your own.
-        device: auto, cpu, cuda or cuda:N; None: that of the training.
-        spread: over the ranks of torch.distributed, whose process group is there already: all call, each gets a part of every
-            layer's experts and all of the rest, and all ask for the same then (`generate(...)`). For models that do not fit one
-            GPU, and for low latency; see `expertmesh.parallel.inference.spread_for_inference`.
-        es_degree: slices of each expert that is spread, see there.
+        run: a run directory, or a folder saved by transformers with an architecture that `expertmesh convert` reads.
+        module: for a run of your own module: the module (which gets the weights), its class, or a function that creates
+            it.
+        family: model family of the run, if it is not in this package.
+        device: auto, cpu, cuda or cuda:N; None: the device of the training.
+        spread: shard the experts over the ranks of the existing torch.distributed group. Every rank must call; each
+            gets a part of every layer's experts and all other weights, and all must then make the same calls
+            (`generate(...)`). For models that do not fit one GPU, and for low latency; see
+            `expertmesh.parallel.inference.spread_for_inference`.
+        es_degree: slices of each expert with spread=True, see `spread_for_inference`.
 
     Returns:
-        Model and tokenizer, which `model, tokenizer = em.load(run)` takes apart, with what else belongs to them. The weights have the
-        type of the files: FP32 of a run that was trained here (FP64 with float64), often BF16 of a model of the hub.
+        Model and tokenizer, for `model, tokenizer = em.load(run)`, with further attributes. Weights have the dtype of
+        the files: FP32 for a run (FP64 with float64), often BF16 for a hub model.
 
     Raises:
-        ConfigError: this is no such folder, or one of another family.
-        CheckpointError: it has no usable checkpoint, or a file is missing.
+        ConfigError: the path is not such a folder, or is of another family.
+        CheckpointError: there is no usable checkpoint, or a file is missing.
 
     Example:
         >>> model, tokenizer = em.load("runs/text")
@@ -159,22 +164,23 @@ def load(
 
 
 def save(model: Any, tokenizer: Tokenizer, folder: str | Path, *, like: str | Path) -> Path:
-    """Write a language model as a run of no steps, which `load`, every verb and `train.init_from` take.
+    """Save a language model as a run of no steps, which `load`, all commands and `train.init_from` accept.
 
-    For a model that was changed since it was loaded: tokens were added, adapters merged, experts taken away.
+    For a model that was changed after loading: tokens added, adapters merged, experts removed.
 
     Args:
         model: a GPT or an encoder-decoder, whole, without adapters.
-        tokenizer: of the model.
-        folder: where to; it must not exist.
-        like: the run, or hub folder, that it came from: the rest of its configuration and the files beside its tokenizer go along.
+        tokenizer: tokenizer of the model.
+        folder: run directory to create; it must not exist.
+        like: run or hub folder that the model was loaded from; the rest of its configuration and the files beside its
+            tokenizer are copied.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: the folder exists, the model is spread or has adapters, has no room for the tokenizer, or is of another kind than
-            that of `like`.
+        ConfigError: the folder exists; the model is sharded, has adapters or a vocabulary too small for the tokenizer;
+            or its kind differs from `like`'s.
         CheckpointError: a file of `like` is missing or damaged.
 
     Example:
@@ -210,19 +216,20 @@ def generate(
 ) -> str | list[str]:
     """Continue a text, or several.
 
-    It computes in the type of the model's weights; under `torch.autocast` in that one. On a CPU it has the threads that torch has: on a busy
-    machine, and for small models, `torch.set_num_threads(1)` is often fastest (`expertmesh generate` measures).
+    The compute dtype is the dtype of the model's weights, or `torch.autocast`'s. On a CPU torch's number of threads is
+    used; on a busy machine, and for small models, `torch.set_num_threads(1)` is often fastest (`expertmesh generate`
+    measures it).
 
     Args:
-        model: of `load`.
-        tokenizer: of `load`.
-        prompt: one text or several, none of them empty.
-        max_tokens: most tokens to add to each; None: as many as the model has room for.
-        temperature: below 1: more likely tokens; 0: always the most likely one.
-        top_k: draw from the k most likely tokens; None: all.
-        top_p: draw from the fewest tokens with this much of the probability; None: all.
-        seed: of the draws.
-        batch_size: texts that are continued together; each draws the same numbers whatever it is.
+        model: model from `load`.
+        tokenizer: tokenizer from `load`.
+        prompt: a text or several, none of them empty.
+        max_tokens: maximum number of new tokens of each; None: up to the model's maximum length.
+        temperature: below 1 favours likely tokens; 0 always takes the most likely one.
+        top_k: sample from the k most likely tokens; None: all.
+        top_p: sample from the smallest set of tokens with this total probability; None: all.
+        seed: seed of sampling.
+        batch_size: texts that are continued together; it does not change their random numbers.
 
     Returns:
         The continuation without the prompt, or a list of them.

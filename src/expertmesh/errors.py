@@ -1,7 +1,7 @@
-"""The exceptions that ExpertMesh raises on purpose, in one leaf module, and how their lines name options and commands.
+"""Exceptions of ExpertMesh, and the spelling of options and commands in their messages.
 
-A line that names an option does it by `named`, and a command by `command`, so that each reader gets a spelling of his own:
-Python `train.resume=auto`, the command line `--train.resume auto`.
+Messages refer to options with `named` and to commands with `command`. They are spelled when printed:
+`train.resume=auto` in Python, `--train.resume auto` on the command line.
 """
 
 from typing import Any, Protocol
@@ -12,19 +12,19 @@ _ABSENT: Any = object()
 
 
 class Speller(Protocol):
-    """How options and commands are written."""
+    """Spelling of options and commands."""
 
     def option(self, name: str, value: str | None) -> str:
-        """An option.
+        """Spelling of an option.
 
         Args:
-            name: dotted, as in the configuration; an argument of a function has no dot.
-            value: None: it is named alone.
+            name: dotted name as in the configuration; arguments of functions have no dot.
+            value: its value; None: the name alone.
         """
         ...
 
     def command(self, words: str) -> str:
-        """A command of this package, given the words after its program's name."""
+        """Spelling of a command of this package, given the words after the program's name."""
         ...
 
 
@@ -37,12 +37,12 @@ class _Python:
 
 
 def named(option: str, value: object = _ABSENT, *, typed: str | None = None) -> str:
-    """An option inside the text of a `Line` or an error.
+    """Placeholder of an option in the text of a `Line` or an error.
 
     Args:
         option: its dotted name.
-        value: that it has, or should get; without one the option is named alone.
-        typed: the value as it is typed on a command line, nothing for a switch that is on; None: as in Python.
+        value: current or suggested value; if left out, the name alone.
+        typed: value as typed on a command line, "" for a switch that is on; None: as in Python.
     """
     parts = [_OPTION, option]
     if value is not _ABSENT:
@@ -57,26 +57,26 @@ def _clean(value: object) -> str:
 
 
 def command(words: str) -> str:
-    """A command of this package inside the text of a `Line` or an error: `command("train --help")`."""
+    """Placeholder of a command in the text of a `Line` or an error: `command("train --help")`."""
     return f"{_MARK}{_COMMAND}{_BETWEEN}{words}{_MARK}"
 
 
 class Line:
-    """A text whose options and commands are spelled when it is printed: by `str` as Python writes them.
+    """Text whose options and commands are spelled when it is printed; `str` uses Python's spelling.
 
     Args:
-        text: with options by `named`, commands by `command`.
+        text: text with options from `named`, commands from `command`.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def __str__(self) -> str:
-        """The text as Python users read it."""
+        """Text in Python's spelling."""
         return self.spelled(_Python())
 
     def spelled(self, by: Speller) -> str:
-        """The text with options and commands as `by` writes them."""
+        """Text in the spelling of `by`."""
         return "".join(_spelled(part, by) for part in self.text.split(_MARK))
 
 
@@ -92,7 +92,7 @@ def _spelled(part: str, by: Speller) -> str:
 
 
 class _LineError(Exception):
-    """An error whose text is a `Line`."""
+    """Error whose message is a `Line`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -106,29 +106,29 @@ class _LineError(Exception):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, on one line, its options and commands not spelled yet, so that another error can say it."""
+    """Message of an error on one line with unspelled options and commands, for use in another error's message."""
     line = error.line.text if isinstance(error, _LineError) else f"{type(error).__name__}: {error}"
     return " ".join(line.split())
 
 
 class ConfigError(_LineError, ValueError):
-    """A value given by the user breaks a rule.
+    """Invalid value from the user.
 
-    The message is one line and says the value, the rule and the fix; the command line prints it with options as
-    they are typed there.
+    The message is one line with the value, the rule and the fix; the command line prints options as they are typed
+    there.
 
     Args:
-        option: its dotted name (`train.steps`), or, alone, the whole line of what concerns no option.
-        value: that it has.
-        rule: that the value breaks.
-        fix: what to do; "": the rule says it.
+        option: dotted name of the option (`train.steps`); as the only argument, the whole line.
+        value: its value.
+        rule: the broken rule.
+        fix: the fix; "": the rule implies it.
 
     Attributes:
-        option: the name; None where only a line was given.
+        option: the name; None if only a line was given.
         value: the value.
-        rule: the rule; other options in it are written by `named`.
-        fix: the fix, in the same way.
-        line: all of it.
+        rule: the rule; refers to other options with `named`.
+        fix: the fix, likewise.
+        line: the whole message.
 
     Example:
         >>> try:
@@ -154,7 +154,7 @@ class ConfigError(_LineError, ValueError):
 
 
 class CheckpointError(_LineError, RuntimeError):
-    """A checkpoint is missing, damaged or of another model; the message names the file and the fix.
+    """Missing or damaged checkpoint, or one of another model; the message names the file and the fix.
 
     Example:
         >>> try:
@@ -165,7 +165,7 @@ class CheckpointError(_LineError, RuntimeError):
 
 
 class TrainingDivergedError(_LineError, RuntimeError):
-    """Too many steps in a row had a non-finite loss or gradient; names the last good checkpoint.
+    """Too many consecutive steps had a non-finite loss or gradient; the message names the last good checkpoint.
 
     Example:
         >>> config = em.recipe("gpt-moe-test", {"data.path": "corpus.txt", "train.run_dir": "runs/gone"})
@@ -179,7 +179,7 @@ class TrainingDivergedError(_LineError, RuntimeError):
 
 
 class CollectiveError(_LineError, RuntimeError):
-    """Ranks lost one another: a collective failed or timed out; names the rank, the layer, the collective and its ranks.
+    """A collective failed or timed out; the message names the rank, the layer, the collective and its ranks.
 
     Example:
         >>> def train_and_log(config):
@@ -195,4 +195,4 @@ class CollectiveError(_LineError, RuntimeError):
 
 
 class PeerError(_LineError, RuntimeError):
-    """Another rank failed: says which one and why. A rank that stops for this is quiet where that one is heard."""
+    """Failure of another rank, named with its reason. A rank that stops for this prints nothing if the other rank's error is printed."""

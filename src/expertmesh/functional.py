@@ -1,4 +1,4 @@
-"""Operators and losses for other mixture-of-experts systems: what our layer is made of, without the layer.
+"""Operators and losses of the MoE layer, for use in other mixture-of-experts systems.
 
 Example:
     >>> import torch

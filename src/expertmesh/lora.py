@@ -1,4 +1,4 @@
-"""Low-rank adapters on the experts of our own models (LoRA: Hu et al. 2022), trained while everything else rests.
+"""Low-rank adapters on experts (LoRA: Hu et al. 2022), trained while all other parameters are frozen.
 
 Example:
     >>> import torch
@@ -40,27 +40,27 @@ def add(
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
 ) -> int:
-    """Put adapters on the experts of every mixture-of-experts layer: W becomes W + (alpha / rank) B A.
+    """Add adapters to the experts of every MoE layer: W becomes W + (alpha / rank) B A.
 
-    B is zero at first, so that the model computes what it did; A is N(0, 1 / fan_in). The products are taken as x A^T B^T:
-    neither the sum nor a gradient of W is made. Spread the model over ranks afterwards, with full expert parallelism.
+    B starts at zero, so outputs are unchanged; A is N(0, 1 / fan_in). The product is computed as x A^T B^T: neither the
+    sum nor a gradient of W is formed. Shard the model over ranks afterwards, with full expert parallelism.
 
     Args:
         model: a model or a layer.
         rank: r, the inner size of each adapter.
         alpha: numerator of the factor of every addition.
         targets: "w_in", "w_out" or both.
-        shared: one adapter for all experts of a layer; else each has its own.
-        freeze: let nothing but adapters learn from now on.
-        dtype: of the factors; products are taken in the type of the weights.
-        seed: of the first factors; None: a fresh one from torch's default generator.
+        shared: one adapter for all experts of a layer; else one per expert.
+        freeze: freeze all parameters except adapters.
+        dtype: dtype of the factors; matmuls use the dtype of the weights.
+        seed: seed of the first factors; None: drawn from torch's default generator.
 
     Returns:
-        How many layers have adapters now.
+        Number of layers with adapters.
 
     Raises:
-        ConfigError: there is no layer with grouped experts, or it has adapters already, is spread or batch-invariant; rank,
-            alpha, targets, dtype or seed break a rule. Nothing is changed then.
+        ConfigError: no layer has grouped experts; a layer has adapters already, is sharded or batch-invariant; rank,
+            alpha, targets, dtype or seed break a rule. The model is then unchanged.
     """
     found = dict(_experts(model))
     _check(found, rank=rank, alpha=alpha, targets=targets)
@@ -97,10 +97,10 @@ def add(
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
-    """All adapters of a model, by the names of the parameters that they are on.
+    """All adapters of a model, by the names of the adapted parameters.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are no adapters.
     """
     found: dict[str, Adapter] = {}
     for path, experts in _experts(model):
@@ -116,13 +116,13 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def merge(model: nn.Module) -> int:
-    """Add every adapter to its weights, expert by expert, and take it away; the weights then learn again.
+    """Merge every adapter into its weights, expert by expert, and remove it; the weights are trainable again.
 
     Returns:
-        How many layers had adapters.
+        Number of layers that had adapters.
 
     Raises:
-        ConfigError: none has, or the model is spread over ranks.
+        ConfigError: there are no adapters, or the model is sharded over ranks.
     """
     found = {name: (model.get_parameter(name), one) for name, one in adapters(model).items()}
     for name, (weight, _) in found.items():
@@ -136,13 +136,13 @@ def merge(model: nn.Module) -> int:
 
 
 def remove(model: nn.Module) -> int:
-    """Take all adapters away as if they had never been there; everything learns again.
+    """Remove all adapters without merging; all parameters are trainable again.
 
     Returns:
-        How many layers had adapters.
+        Number of layers that had adapters.
 
     Raises:
-        ConfigError: none has.
+        ConfigError: there are no adapters.
     """
     adapters(model)
     count = 0
@@ -154,7 +154,7 @@ def remove(model: nn.Module) -> int:
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:
-    """The experts of every layer, by the layer's name."""
+    """Experts of every layer, by the layer's name."""
     check_module(model)
     for path, module in model.named_modules():
         if isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):

@@ -1,4 +1,4 @@
-"""An answer on its way to a client: whole or as a stream, ended as soon as nobody reads it."""
+"""HTTP response of a request: whole or as an event stream, aborted when the client disconnects."""
 
 import asyncio
 import json
@@ -18,15 +18,15 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Answer(Response):
-    """Submits a ticket when it is sent, and closes it whatever happens.
+    """Response that submits its ticket when it is sent, and closes the ticket in any case.
 
     Args:
-        worker: that answers.
-        ticket: not submitted yet.
-        writer: of its answer.
-        is_stream: whether pieces go out as they come.
-        admit: raises RequestError where there is no room.
-        watch: told each newer state of an answer, for metrics.
+        worker: thread of the engine.
+        ticket: ticket of the request, not yet submitted.
+        writer: formats the answer.
+        is_stream: whether to send an event stream.
+        admit: raises RequestError if the server has no room.
+        watch: called with each update of an answer, for metrics.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Answer(Response):
         self._is_stream, self._admit, self._watch = is_stream, admit, watch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the answer, until it has ended or the client is gone."""
+        """Send the answer until it has ended or the client has disconnected."""
         self._admit(self._ticket)
         self._worker.submit(self._ticket)
         work = self._stream(send) if self._is_stream else self._whole(scope, receive, send)
@@ -74,7 +74,7 @@ class Answer(Response):
         await JSONResponse(body)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """Events; the head goes out with the first of them, so that a refusal still has its status."""
+        """Send events; the response head is sent with the first event, so that a refusal still has its status."""
         has_begun = False
 
         async def begin() -> None:
@@ -126,7 +126,7 @@ def _as_fault(error: Exception) -> RequestError:
 
 
 def _check(outputs: dict[int, RequestOutput]) -> None:
-    """Raise RequestError where an answer could not be computed."""
+    """Raise RequestError if an answer could not be computed."""
     for output in outputs.values():
         if output.finish_reason == "error":
             raise RequestError(500, output.error or "the answer could not be computed")

@@ -1,4 +1,4 @@
-"""The paths of the server."""
+"""HTTP API of the server: routes and handlers."""
 
 import asyncio
 import time
@@ -33,21 +33,21 @@ from expertmesh.serve.worker import EngineWorker, Ticket
 from expertmesh.serve.writing import TokenTexts, Writer
 
 _READERS = 2
-"""Threads that turn requests into tokens."""
+"""Number of threads that tokenize requests."""
 
 
 class ServerApp:
-    """The application over one engine.
+    """Application over one engine.
 
     Args:
-        engine: that answers; the application's from now on.
-        config: of the server.
-        model_name: as clients write it.
-        keys: that clients must send one of; none: all are answered.
-        version: of the program.
+        engine: the engine, which only the application uses from now on.
+        config: options of the server.
+        model_name: name of the model for clients.
+        keys: accepted API keys; empty: no key is needed.
+        version: version of the program.
 
     Attributes:
-        worker: the engine's thread; `start` begins it.
+        worker: thread of the engine; `start` starts it.
         gate: the ASGI application.
     """
 
@@ -81,12 +81,12 @@ class ServerApp:
             self.asgi = self.gate
 
     def start(self) -> None:
-        """Begin to answer; in the event loop."""
+        """Start to answer; called in the event loop."""
         self.worker.start(asyncio.get_running_loop())
         self._watching = asyncio.get_running_loop().create_task(self.metrics.watch_loop())
 
     def stop(self) -> None:
-        """End the engine's thread."""
+        """Stop the engine's thread."""
         self._watching.cancel()
         self.worker.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -118,7 +118,7 @@ class ServerApp:
         return app
 
     async def page(self) -> Response:
-        """The page on which one types and sees tokens and their experts."""
+        """Web page for prompts that shows tokens and their experts."""
         return HTMLResponse(PAGE)
 
     async def health(self) -> Response:
@@ -136,7 +136,7 @@ class ServerApp:
         return JSONResponse({"version": self.version})
 
     async def show_metrics(self) -> Response:
-        """Numbers for Prometheus."""
+        """Prometheus metrics."""
         text, kind = self.metrics.text()
         return Response(text, headers={"content-type": kind})
 
@@ -146,11 +146,11 @@ class ServerApp:
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model: str) -> Response:
-        """One model or adapter."""
+        """Description of a model or adapter."""
         return JSONResponse(self._card(self.reader.adapter_of(model) or self.model_name))
 
     async def tokenizer_info(self) -> Response:
-        """Special tokens and the chat template, as lm-evaluation-harness asks for them."""
+        """Special tokens and the chat template, as lm-evaluation-harness requests them."""
         tokenizer = self.reader.text.tokenizer
         ends = [tokenizer.id_to_token(i) for i in self.reader.text.end_ids]
         start = [tokenizer.id_to_token(i) for i in self.reader.text.start_ids]
@@ -166,7 +166,7 @@ class ServerApp:
         return JSONResponse(values)
 
     async def tokenize(self, request: TokenizeText | TokenizeChat) -> Response:
-        """Text or a conversation as tokens."""
+        """Tokenize a text or a conversation."""
         ids = await self._aside(self.reader.tokenize, request)
         tokenizer = self.reader.text.tokenizer
         names = [tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
@@ -174,7 +174,7 @@ class ServerApp:
         return JSONResponse(body | {"token_strs": names})
 
     async def detokenize(self, request: DetokenizeRequest) -> Response:
-        """Tokens as text."""
+        """Convert tokens to text."""
         self.reader.adapter_of(request.model)
         self.reader.check_ids(request.tokens, "tokens")
         decode = self.reader.text.tokenizer.decode
@@ -216,7 +216,7 @@ class ServerApp:
         )
 
     def _admit(self, ticket: Ticket) -> None:
-        """Raise RequestError where there is no room, now or ever."""
+        """Raise RequestError if the server has no room for the answers."""
         if self.worker.error is not None:
             raise RequestError(503, self.worker.error, code="failed")
         if ticket.num_answers > self._most:
@@ -238,7 +238,7 @@ class ServerApp:
             )
 
     async def _aside(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What a call gives, computed beside the event loop."""
+        """Result of a call that runs in a thread pool; ConfigError becomes RequestError."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
         except ConfigError as error:
@@ -261,7 +261,7 @@ async def _on_fault(_: Request, error: Exception) -> Response:
 
 
 async def _on_wrong_body(_: Request, error: Exception) -> Response:
-    """The first thing that is wrong with a body."""
+    """Response to an invalid body: its first error."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = [part for part in first["loc"] if part != "body"]
@@ -273,7 +273,7 @@ async def _on_wrong_body(_: Request, error: Exception) -> Response:
 
 
 async def _on_wrong_path(request: Request, error: Exception) -> Response:
-    """Paths and methods that there are none of."""
+    """Response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     text = {404: "there is no such path", 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
@@ -281,5 +281,5 @@ async def _on_wrong_path(request: Request, error: Exception) -> Response:
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:
-    """Something that should not be; the gate logs it."""
+    """Response to an unexpected error, which the gate logs."""
     return RequestError(500, "the server failed; its log says why").response()

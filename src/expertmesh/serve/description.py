@@ -1,4 +1,4 @@
-"""The OpenAPI description: what each path answers, and bounds that depend on the model."""
+"""OpenAPI description: responses of each path, and bounds that depend on the model."""
 
 from typing import Any
 
@@ -131,7 +131,7 @@ def _responses(
     says: str,
     content: dict[str, Any] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
-    """What a path answers."""
+    """OpenAPI responses of a path."""
     kinds = {} if schema is None else {"application/json": {"schema": schema}}
     found: dict[int | str, dict[str, Any]] = {
         200: {"description": says, "content": kinds | (content or {})}
@@ -171,11 +171,11 @@ ANSWERS = {
     "completions": _responses(_COMPLETION, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
     "chat": _responses(_CHAT, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
 }
-"""What each path answers."""
+"""OpenAPI responses by path."""
 
 
 def describe(app: FastAPI, *, vocab_size: int, config: ServerConfig) -> None:
-    """Make the application's description say what holds for this model: ids of tokens, most answers, keys."""
+    """Add model-dependent bounds to the OpenAPI description: token ids, number of answers, keys."""
     made: dict[str, Any] = {}
     original = app.openapi
 
@@ -213,7 +213,7 @@ def _bound(made: dict[str, Any], vocab_size: int, config: ServerConfig) -> None:
 
 
 def _limit_ids(node: Any, largest: int) -> None:
-    """Bound every list of token ids."""
+    """Bound all lists of token ids in a schema."""
     if isinstance(node, dict):
         items = node.get("items")
         if isinstance(items, dict) and items.get("type") == "integer":
@@ -226,13 +226,15 @@ def _limit_ids(node: Any, largest: int) -> None:
 
 
 def below(size: int) -> str:
-    """A pattern of the whole numbers from 0 to size - 1, without zeros before them."""
+    """Regular expression for the integers from 0 to size - 1 without leading zeros."""
     last = str(size - 1)
     found = []
     if len(last) > 1:
         found.append("[0-9]")
         found += [f"[1-9][0-9]{{{length - 1}}}" for length in range(2, len(last))]
-    for place, digit in enumerate(last):  # as long as the last one, and smaller from this digit on
+    for place, digit in enumerate(
+        last
+    ):  # as many digits as the last one, and a smaller digit at this place
         low = 1 if place == 0 and len(last) > 1 else 0
         if int(digit) > low:
             rest = len(last) - place - 1

@@ -1,4 +1,4 @@
-"""The page at `/`: one file without anything from elsewhere."""
+"""Web page at `/`, a self-contained HTML file."""
 
 from importlib.resources import files
 

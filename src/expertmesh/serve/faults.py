@@ -1,11 +1,11 @@
-"""Errors as OpenAI's clients read them: a status and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format: a status and {"error": {message, type, param, code}}."""
 
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 MOST_TEXT = 500
-"""Characters of a message: what a client sent is never sent back whole."""
+"""Maximum characters of a message, so that client input is never echoed at full length."""
 
 TYPES = {
     400: "invalid_request_error",
@@ -20,18 +20,18 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-"""Statuses that the server gives beside 200, and what clients call them."""
+"""Statuses of the server other than 200, and their OpenAI error types."""
 
 
 class RequestError(Exception):
-    """A request that is answered with an error.
+    """Error that is returned to the client.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, and what to do.
-        param: the field.
-        code: a word for programs.
-        headers: of the answer.
+        status: HTTP status.
+        message: the problem and the fix.
+        param: name of the field.
+        code: machine-readable code.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -56,5 +56,5 @@ class RequestError(Exception):
         return {"error": {"message": text, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The error as an answer."""
+        """The error as an HTTP response."""
         return JSONResponse(self.body, self.status, headers=self.headers)

@@ -1,4 +1,4 @@
-"""What every request passes first: keys, size, time, and whether the server still takes any."""
+"""ASGI middleware in front of all requests: API keys, body size, timeouts, and draining."""
 
 import asyncio
 import hashlib
@@ -15,22 +15,22 @@ from expertmesh.serve.faults import RequestError
 log = logging.getLogger("expertmesh.serve")
 
 OPEN_PATHS = ("/", "/health")
-"""Answered without a key: the page, which asks for one, and what load balancers ask."""
+"""Paths answered without a key: the page, which asks for one, and the health check."""
 _BODY_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Gate:
-    """Plain ASGI: a wrapper that reads bodies whole, within bounds, so that disconnects are seen behind it.
+    """ASGI middleware that checks requests and reads whole bodies within bounds, so that the app sees disconnects.
 
     Args:
-        app: behind it.
-        config: of the server.
-        keys: that clients send; none: all are answered.
+        app: the wrapped app.
+        config: options of the server.
+        keys: accepted API keys; empty: no key is needed.
 
     Attributes:
-        is_draining: whether new requests are refused, as the server ends.
-        num_open: requests that are being answered.
+        is_draining: whether new requests are refused, because the server is shutting down.
+        num_open: number of requests in progress.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: Sequence[str] = ()) -> None:
@@ -39,7 +39,7 @@ class Gate:
         self.is_draining, self.num_open = False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -77,7 +77,7 @@ class Gate:
                 log.info("%s %s %s %d %.3fs", client, scope["method"], path, status, seconds)
 
     def _check(self, scope: Scope) -> None:
-        """Raise RequestError unless the request may be answered."""
+        """Raise RequestError unless the request is allowed."""
         headers = dict(scope["headers"])
         path = scope["path"]
         if not self._keys and self._config.is_local:
@@ -86,7 +86,7 @@ class Gate:
             if name not in (
                 *_LOCAL_NAMES,
                 self._config.host,
-            ):  # a page of another site, by a name that leads here
+            ):  # DNS rebinding from another site's page
                 raise RequestError(
                     403, "host: must be that of this machine; other names need a server with a key"
                 )
@@ -109,7 +109,7 @@ class Gate:
                 raise RequestError(415, "content-type: must be application/json")
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a request has one of the keys; takes as long whichever it is."""
+        """Whether a request has one of the keys, compared in constant time."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(given.strip()).digest()
         found = False
@@ -118,7 +118,7 @@ class Gate:
         return found and scheme.lower() == b"bearer"
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body, within its bounds."""
+        """Body of the request, within size and time bounds."""
         most = self._config.max_body_bytes
         fault = RequestError(
             413, f"the body has more than {most} bytes", headers={"connection": "close"}
@@ -148,11 +148,11 @@ class Gate:
 
 
 class _ClientGoneError(Exception):
-    """Nobody waits for the answer."""
+    """The client has disconnected."""
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """What gives a body that has been read, then what follows it."""
+    """ASGI receive function that returns a body already read, then further messages."""
     is_given = False
 
     async def again() -> Message:

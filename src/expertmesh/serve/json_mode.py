@@ -1,4 +1,4 @@
-"""The JSON schema that a request asks its answer to keep, in OpenAI's spelling or in vLLM's."""
+"""JSON schema requested for an answer, in OpenAI's or vLLM's fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,15 +10,15 @@ _OBJECT = {"type": "object"}
 
 
 def json_schema(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The field that asks for JSON, and the schema of the answer; None: it is free text.
+    """Name of the field that requests JSON, and the schema of the answer; None: free text.
 
     Args:
-        fields: of the request. `response_format` is {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema",
-            "json_schema": {"schema": ...}}; `guided_json` is a schema or its text; `structured_outputs` is {"json": ...} with such a
-            one, or {"json_object": true}.
+        fields: fields of the request. `response_format` is {"type": "text"}, {"type": "json_object"}, or {"type":
+            "json_schema", "json_schema": {"schema": ...}}; `guided_json` is a schema or its text; `structured_outputs`
+            is {"json": ...} with a schema or its text, or {"json_object": true}.
 
     Raises:
-        RequestError: it is said in another form, or more than once.
+        RequestError: a field has another form, or more than one is given.
     """
     found = {}
     for name, read in _READERS.items():

@@ -1,4 +1,4 @@
-"""A client that puts load on a server: plain sockets, so that it takes little of the processor that both share."""
+"""Load-test client with plain sockets, so that it takes little CPU time from a server on the same machine."""
 
 import asyncio
 import json
@@ -18,16 +18,16 @@ SHARES = (0.5, 0.9, 0.99)
 
 @dataclass
 class Outcome:
-    """What became of a request.
+    """Result of a request.
 
     Attributes:
-        status: of HTTP; 0: no answer came.
-        seconds: until the end.
-        arrivals: seconds at which pieces of the answer came.
-        num_tokens: of the answer, as the server counts them.
-        is_whole: whether it ended as it should.
-        is_cut: whether this client left.
-        error: what went wrong.
+        status: HTTP status; 0: no response.
+        seconds: time until the end.
+        arrivals: times in seconds at which chunks arrived.
+        num_tokens: tokens of the answer, as counted by the server.
+        is_whole: whether the answer was complete.
+        is_cut: whether this client disconnected on purpose.
+        error: error message, or "".
     """
 
     status: int = 0
@@ -40,10 +40,10 @@ class Outcome:
 
 
 def bodies(load: LoadConfig, *, vocab_size: int, max_len: int) -> Iterator[dict[str, Any]]:
-    """The requests.
+    """Bodies of the requests.
 
     Raises:
-        ConfigError: one is longer than the model has room for.
+        ConfigError: a request is longer than the model's maximum.
     """
     draw = random.Random(load.seed)
 
@@ -73,13 +73,13 @@ def bodies(load: LoadConfig, *, vocab_size: int, max_len: int) -> Iterator[dict[
 async def ask(
     address: str, body: dict[str, Any], *, key: str | None = None, leave_after: int | None = None
 ) -> Outcome:
-    """Send one request that streams, and read its answer.
+    """Send a streaming request and read its answer.
 
     Args:
         address: http://HOST:PORT.
-        body: of /v1/completions.
-        key: of the server.
-        leave_after: pieces after which the connection is cut; None: it is read to the end.
+        body: body of /v1/completions.
+        key: API key of the server.
+        leave_after: number of chunks after which to disconnect; None: read to the end.
     """
     place = urlsplit(address)
     data = json.dumps(body).encode()
@@ -120,10 +120,10 @@ async def ask(
 async def drive(
     address: str, load: LoadConfig, requests: Sequence[dict[str, Any]], *, key: str | None = None
 ) -> tuple[list[Outcome], float]:
-    """Send requests at their times.
+    """Send requests at their scheduled times.
 
     Returns:
-        What became of each, and the seconds that all took.
+        Outcome of each request, and the total seconds.
     """
     places = asyncio.Semaphore(load.concurrency)
     draw = random.Random(load.seed)
@@ -146,7 +146,7 @@ async def drive(
 
 
 def shares(values: Sequence[float]) -> list[float]:
-    """The values below which half, 90 % and 99 % are; NaN of none."""
+    """Percentiles of the values at `SHARES`; NaN if there are none."""
     ordered = sorted(values)
     if not ordered:
         return [float("nan")] * len(SHARES)
@@ -154,7 +154,7 @@ def shares(values: Sequence[float]) -> list[float]:
 
 
 def table(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """What vLLM's `bench serve` prints, in a few lines."""
+    """Text summary in the form of vLLM's `bench serve`."""
     good = [one for one in outcomes if one.is_whole]
     refused = sum(one.status == 429 for one in outcomes)
     tokens = sum(one.num_tokens for one in good)

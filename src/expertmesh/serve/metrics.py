@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: names and meaning as vLLM's, with `expertmesh:` before them, and the load of every expert."""
+"""Prometheus metrics: vLLM's names with the prefix `expertmesh:`, and the load of every expert."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,14 +20,14 @@ _PAGING = {
 
 
 class Metrics:
-    """What one server counts; `text` is what Prometheus reads.
+    """Metrics of a server, read by Prometheus as `text`.
 
     Args:
-        engine: whose numbers are read when somebody asks.
-        model_name: label of all of them.
+        engine: engine whose statistics are collected on each read.
+        model_name: label of all metrics.
 
     Attributes:
-        requests: what is counted of each answer.
+        requests: metrics per answer.
     """
 
     def __init__(self, engine: Engine, model_name: str) -> None:
@@ -54,12 +54,12 @@ class Metrics:
         )
 
     def stepped(self, num_tokens: int, seconds: float) -> None:
-        """A step of the engine is done."""
+        """Record a step of the engine."""
         self._step.observe(seconds)
         self._tokens.observe(num_tokens)
 
     async def watch_loop(self) -> None:
-        """Measure for ever by how much the event loop is late."""
+        """Measure the lag of the event loop, forever."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _LOOK_S
@@ -67,16 +67,16 @@ class Metrics:
             self._lag.observe(max(0.0, loop.time() - due))
 
     def rejected(self, reason: str) -> None:
-        """A request was not taken."""
+        """Count a rejected request."""
         self._rejected.labels(self._name, reason).inc()
 
     def text(self) -> tuple[str, str]:
-        """All numbers, and the type of their text."""
+        """All metrics as text, and its content type."""
         encode, kind = choose_encoder("")
         return encode(self._registry).decode(), kind
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's own numbers, now."""
+        """Current statistics of the engine."""
         stats, engine = self._engine.stats(), self._engine
         used = stats.num_used_blocks / stats.num_blocks
         gauges = {
@@ -146,7 +146,7 @@ class Metrics:
             )
 
     def _placement(self) -> Iterator[Metric]:
-        """How even the load of ranks was where experts lay, and is where they lie now."""
+        """Balance of the ranks' load before and after the last rebalancing of experts, and its counters."""
         counts = self._engine.expert_placement()
         if counts is None:
             return
@@ -176,7 +176,7 @@ class Metrics:
         *,
         labels: Sequence[str] = (),
     ) -> Metric:
-        """Numbers of one name: each row has the values of the labels behind the model's name, then the number."""
+        """Metric family of a name; each row has the label values after the model's name, then the number."""
         found = kind(f"expertmesh:{name}", text, labels=["model_name", *labels])
         for *values, number in rows:
             found.add_metric([self._name, *map(str, values)], number)

@@ -1,4 +1,4 @@
-"""From what a client sent to what the engine is asked: tokens, sampling parameters, and what cannot be obeyed."""
+"""Conversion of client requests to engine requests: tokens, sampling parameters, and refusal of unsupported fields."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,21 +24,21 @@ from expertmesh.text.chat import MARKS, OwnFormat
 from expertmesh.text.format import TextFormat
 
 _DEFAULT_TOKENS = 16
-"""Of a completion, as OpenAI has it."""
+"""Default max_tokens of a completion, as in OpenAI's API."""
 _SEEDS = 2**62
-"""Seeds of the engine are positive and leave room in a float; others are folded."""
+"""Modulus of seeds: the engine's seeds are non-negative and leave room in a float."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request, read.
+    """Parsed request.
 
     Attributes:
-        prompts: token ids of each.
-        shown: text of each prompt, where it is asked for again.
-        params: of each.
-        drops_token: whether the one token that is computed is not wanted: only the prompt is.
-        adapter: that answers; None: the model alone.
+        prompts: token ids of each prompt.
+        shown: text of each prompt, if it is echoed; else empty.
+        params: sampling parameters of each prompt.
+        drops_token: whether the one generated token is dropped, because max_tokens is 0.
+        adapter: name of the adapter; None: the model alone.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -49,12 +49,12 @@ class Job:
 
 
 class RequestReader:
-    """Reads requests; its methods may run in any thread.
+    """Parses requests; its methods are thread-safe.
 
     Args:
-        engine: that will answer.
-        config: of the server.
-        model_name: as clients write it.
+        engine: engine that will answer.
+        config: options of the server.
+        model_name: name of the model for clients.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, model_name: str) -> None:
@@ -68,7 +68,7 @@ class RequestReader:
 
     @property
     def can_chat(self) -> bool:
-        """Whether the model's folder says how a conversation is written."""
+        """Whether the model has a chat format."""
         form = self.text.chat
         return (
             not isinstance(form, OwnFormat) or self.text.tokenizer.token_to_id(MARKS[0]) is not None
@@ -76,14 +76,14 @@ class RequestReader:
 
     @property
     def model_names(self) -> list[str]:
-        """What requests may ask for: the model, then its adapters."""
+        """Names that requests may use: the model's, then its adapters'."""
         return [self._name, *self._engine.adapters]
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter of that name; None: it is the model's, or none is given.
+        """Adapter of a name; None: the name is the model's, or not given.
 
         Raises:
-            RequestError: it is neither.
+            RequestError: the name is unknown.
         """
         if name is None or name == self._name:
             return None
@@ -101,10 +101,10 @@ class RequestReader:
         return name
 
     def completion(self, request: CompletionRequest) -> Job:
-        """A text to continue.
+        """Parse a completion request.
 
         Raises:
-            RequestError: a field cannot be obeyed.
+            RequestError: a field is unsupported or invalid.
         """
         adapter = self._check(request)
         if request.logprobs is not None and request.logprobs > self._config.max_logprobs:
@@ -131,10 +131,10 @@ class RequestReader:
         return Job(prompts, shown, params, wanted == 0, adapter)
 
     def chat(self, request: ChatRequest) -> Job:
-        """A conversation to answer.
+        """Parse a chat completion request.
 
         Raises:
-            RequestError: a field cannot be obeyed, or there is no chat template.
+            RequestError: a field is unsupported or invalid, or there is no chat template.
         """
         adapter = self._check(request)
         count = request.top_logprobs
@@ -156,7 +156,7 @@ class RequestReader:
         """Tokens of a conversation.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages.
+            RequestError: there is no chat template, or it rejects the messages.
         """
         if not self.can_chat:
             raise RequestError(
@@ -184,7 +184,8 @@ class RequestReader:
     def tokenize(self, request: TokenizeText | TokenizeChat) -> list[int]:
         """Tokens of a text or of a conversation.
 
-        The name of a special token alone is that token, as programs ask for its id; inside a text it is text, as everywhere.
+        A text that is only the name of a special token becomes that token, because programs look up its id this way;
+        inside a longer text the name is plain text.
 
         Raises:
             RequestError: see `chat_ids`, `adapter_of`.
@@ -200,14 +201,14 @@ class RequestReader:
         return ids
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raise RequestError where an id is no token's."""
+        """Raise RequestError if an id is not in the vocabulary."""
         if ids and max(ids) >= self.vocab_size:
             raise RequestError(
                 400, f"{param}: token ids must be below {self.vocab_size}", param=param
             )
 
     def _check(self, request: Sampling) -> str | None:
-        """The adapter that is asked for; raises RequestError where a field cannot be obeyed."""
+        """Requested adapter; raises RequestError if a field is unsupported or invalid."""
         adapter = self.adapter_of(request.model)
         for name, value in (request.model_extra or {}).items():
             if name in REFUSED and value is not None and value not in HARMLESS.get(name, ()):
@@ -269,7 +270,9 @@ class RequestReader:
         if asked_json is not None:
             field, schema = asked_json
             try:
-                self._engine.json_rules.rule(schema)  # compiled here, not between two steps
+                self._engine.json_rules.rule(
+                    schema
+                )  # compiled here, so that the engine's thread does not wait for it
             except ConfigError as error:
                 raise RequestError(400, f"{field}: {error}", param=field) from None
         return params
@@ -287,7 +290,7 @@ class RequestReader:
 
 
 def _as_prompts(given: Any) -> list[Any]:
-    """Each prompt, as text or tokens."""
+    """List of prompts, each text or tokens."""
     if isinstance(given, str) or isinstance(given[0], int):
         return [given]
     return list(given)

@@ -1,4 +1,4 @@
-"""What Prometheus is told of each answer: how long it waited, was computed and took, and how many tokens it had."""
+"""Prometheus metrics per answer: latencies, and numbers of tokens."""
 
 import time
 from collections.abc import Callable
@@ -31,12 +31,12 @@ _TIMED = {
     "request_params_n": ("answers asked for", _FEW),
     "request_params_max_tokens": ("most tokens asked for", TOKENS),
 }
-"""Histograms, what they hold and the bounds of their buckets."""
+"""Histograms by name: help text and bucket bounds."""
 
 
 @dataclass
 class _Seen:
-    """What is known of an answer: tokens, when the last of them came, and whether it has ended."""
+    """State of an answer at its last update: number of tokens, time, and whether it has ended."""
 
     num_tokens: int
     at: float
@@ -44,11 +44,11 @@ class _Seen:
 
 
 class RequestMetrics:
-    """Histograms over answers, as vLLM has them: with n = 2 a request counts as two.
+    """Histograms over answers, as in vLLM: a request with n = 2 counts as two.
 
     Args:
-        registry: that they are shown by.
-        model_name: label of all of them.
+        registry: Prometheus registry.
+        model_name: label of all metrics.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
@@ -70,7 +70,7 @@ class RequestMetrics:
         ).labels(model_name)
 
     def watch(self, ticket: Ticket) -> Callable[[dict[int, RequestOutput]], None]:
-        """What is told of each newer state of a ticket's answers, from now on."""
+        """Callback for all updates of a ticket's answers; timing starts now."""
         begin = time.perf_counter()
         seen: dict[int, _Seen] = {}
 
@@ -97,7 +97,7 @@ class RequestMetrics:
             self._of["inter_token_latency_seconds"].observe((now - before.at) / new)
 
     def _ended(self, output: RequestOutput, seconds: float) -> None:
-        """An answer has."""
+        """Record a finished answer."""
         assert output.finish_reason is not None
         self._success.labels(self._name, output.finish_reason).inc()
         prompt, new = len(output.prompt_ids), len(output.token_ids)
@@ -122,7 +122,7 @@ class RequestMetrics:
             self._of[name].observe(value)
 
     def _request_ended(self, ticket: Ticket, seen: dict[int, _Seen]) -> None:
-        """All answers to all its prompts have: what was asked for is counted by prompt."""
+        """Record the request parameters per prompt, when all answers have ended."""
         first = 0
         for params in ticket.params:
             longest = max(seen[first + i].num_tokens for i in range(params.n))

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields, and those that vLLM adds. Bounds stand in the OpenAPI description, too."""
+"""Request schemas: OpenAI's fields, and vLLM's extensions. Bounds also appear in the OpenAPI description."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ MOST_TOPS = 20
 
 
 def _whole(value: Any) -> Any:
-    """A number without a fraction is a whole one, as JSON has it, alone or in a list."""
+    """Convert floats without a fraction to int, alone or in a list: JSON has one number type."""
     if type(value) is float and value.is_integer():
         return int(value)
     if type(value) is list and any(type(one) is float for one in value):
@@ -45,7 +45,7 @@ REFUSED = {
     "guided_choice": "answers are free text, or JSON (response_format)",
     "use_beam_search": "answers are drawn one by one",
 }
-"""Fields that would change an answer and cannot be obeyed, and why. Other unknown fields are passed over."""
+"""Unsupported fields that would change an answer, with the reason. Other unknown fields are ignored."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -56,11 +56,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-"""Values of these that change nothing."""
+"""Values of these fields that have no effect, and are accepted."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside its text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,7 +68,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(BaseModel):
-    """What both kinds of requests have."""
+    """Fields that completions and chat completions share."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -98,7 +98,7 @@ class Sampling(BaseModel):
 
 
 class CompletionRequest(Sampling):
-    """A text to continue."""
+    """Completion request: a text to continue."""
 
     prompt: (
         Text
@@ -114,7 +114,7 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(BaseModel):
-    """A piece of what a message says."""
+    """Text part of a message."""
 
     model_config = ConfigDict(strict=True)
 
@@ -123,7 +123,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a conversation."""
+    """Message of a conversation."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -132,14 +132,14 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """All that it says."""
+        """Concatenated text of the message."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
 
 class ChatRequest(Sampling):
-    """A conversation to answer."""
+    """Chat completion request: a conversation to answer."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
@@ -148,7 +148,7 @@ class ChatRequest(Sampling):
 
 
 class TokenizeText(BaseModel):
-    """A text that becomes tokens."""
+    """Text to tokenize."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -159,7 +159,7 @@ class TokenizeText(BaseModel):
 
 
 class TokenizeChat(BaseModel):
-    """A conversation that becomes tokens, with the beginning of an answer."""
+    """Conversation to tokenize, followed by the start of an answer."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -169,7 +169,7 @@ class TokenizeChat(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    """Tokens that become text."""
+    """Tokens to convert to text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

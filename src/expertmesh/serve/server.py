@@ -1,4 +1,4 @@
-"""The process: a socket, uvicorn, and an end in which started answers are finished."""
+"""Server process: socket, uvicorn, and a graceful shutdown that finishes answers in progress."""
 
 import asyncio
 import gc
@@ -26,14 +26,14 @@ log = logging.getLogger("expertmesh.serve")
 _HEADER_BYTES = 2**16
 _LOOK_S = 0.05
 _LAST_WORDS_S = 3.0
-"""When a rank is gone, `/health` says so for so long before the process ends."""
+"""Seconds for which `/health` reports a lost rank before the process ends."""
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The socket; nobody is answered before `serve` listens.
+    """Bound socket; connections are accepted once `serve` listens.
 
     Raises:
-        ConfigError: the address is not to be had.
+        ConfigError: the address is unavailable.
     """
     place = None
     try:
@@ -57,16 +57,16 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> int:
-    """Answer requests until a signal ends it.
+    """Serve requests until a signal.
 
     Args:
         app: the application.
-        place: bound.
-        told: called with the address when requests are answered.
+        place: bound socket.
+        told: called with the address once the server accepts requests.
 
     Returns:
-        0 after a first SIGTERM or SIGINT, when all answers that had begun have ended; 128 and the signal after a second one; 1 when a rank
-        of the engine is gone.
+        0 after a first SIGTERM or SIGINT, when all answers in progress have ended; 128 plus the signal after a second
+        one; 1 if a rank of the engine was lost.
     """
     settings: dict[str, Any] = {
         "http": _Protocol,
@@ -81,33 +81,33 @@ def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> 
         "h11_max_incomplete_event_size": _HEADER_BYTES,
         "backlog": 2048,
     }
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is a file
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection takes a file descriptor
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.collect()
-    gc.freeze()  # all that is loaded stays; a collection that walks through it holds every thread up, for 0.2 s
+    gc.freeze()  # loaded objects stay; a collection over them would stop all threads for 0.2 s
     server = _Server(uvicorn.Config(app.asgi, **settings), app, told)
     server.run(sockets=[place])
     return server.code
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, which closes a connection on which nothing, or half a head, comes."""
+    """uvicorn's HTTP protocol with a timeout for idle connections and incomplete heads."""
 
     idle_s = 30.0
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there."""
+        """Start the timeout of a new connection."""
         super().connection_made(transport)
         self._patience = self.loop.call_later(self.idle_s, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """Cancel the timeout."""
         self._patience.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, or has a head of more than 64 KiB."""
+        """Answer invalid HTTP, or a head of more than 64 KiB, with an error in OpenAI's format."""
         fault = RequestError(400, msg, code="invalid_http", headers={"connection": "close"})
         answer = fault.response()
         head = h11.Response(status_code=400, headers=answer.raw_headers, reason=b"Bad Request")
@@ -122,10 +122,10 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with an end of our own.
+    """uvicorn's server with a graceful shutdown of its own.
 
     Attributes:
-        code: of the process.
+        code: exit code of the process.
     """
 
     def __init__(self, config: uvicorn.Config, app: ServerApp, told: Callable[[str], None]) -> None:
@@ -135,7 +135,7 @@ class _Server(uvicorn.Server):
         _Protocol.idle_s = app.config.idle_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to answer."""
+        """Start the application and listen."""
         assert sockets is not None
         self._app.start()
         await super().startup(sockets)
@@ -143,13 +143,13 @@ class _Server(uvicorn.Server):
         self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends the engine, too."""
+        """Stop uvicorn, then the engine."""
         await super().shutdown(sockets)
         if not self.force_exit:
             self._app.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal: no new requests; the second one: the end."""
+        """Handle a signal: the first one drains the server, the second one ends the process."""
         if self._app.gate.is_draining:
             log.warning("a second signal: answers are cut")
             logging.shutdown()
@@ -161,7 +161,7 @@ class _Server(uvicorn.Server):
         )
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop: when nothing is being answered any more, or it takes too long."""
+        """Whether to stop: no request is in progress any more, or draining has timed out."""
         if self._app.gate.is_draining and self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._drain())
         if self._app.worker.is_lost and not self.code:

@@ -1,8 +1,9 @@
-"""The engine in a thread of its own, and what the event loop sees of it.
+"""Thread that runs the engine, and its interface to the event loop.
 
-The loop puts orders into a queue; the thread takes them between two steps and gives what a step brought back in one call. The
-next step begins when the loop has written that out: both would hold Python's lock in turns, and take longer for either. An answer
-that nobody has taken yet is replaced by its newer state, so that a slow client holds one answer, not all of its past.
+The event loop puts orders into a queue. The thread takes them between steps, and delivers the outputs of a step in one
+call. The next step starts once the event loop has written these outputs: if both ran at once, they would contend for
+Python's lock and both take longer. An output that has not been taken yet is replaced by its update, so a slow client
+holds one output per answer.
 """
 
 import asyncio
@@ -22,26 +23,26 @@ from expertmesh.engine.stats import EngineStats
 from expertmesh.errors import CollectiveError, ConfigError
 
 _MOST_FAILURES = 3
-"""Steps in a row that may fail before the engine counts as dead."""
+"""Consecutive failed steps after which the engine counts as dead."""
 _LOOK_S = 0.5
-"""So often it is looked whether other ranks are there while nobody asks anything."""
+"""Interval in seconds of the check for lost ranks while the engine is idle."""
 
 log = logging.getLogger("expertmesh.serve")
 
 
 class EngineFailedError(RuntimeError):
-    """The engine could not compute an answer, or is dead."""
+    """The engine failed to compute an answer, or is dead."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request of a client: some prompts, n answers to each.
+    """Request of a client: prompts, with n answers to each.
 
     Attributes:
-        prompts: token ids of each.
-        params: of all.
-        adapter: that answers; None: the model alone.
-        num_answers: of all prompts together.
+        prompts: token ids of each prompt.
+        params: sampling parameters of each prompt.
+        adapter: name of the adapter; None: the model alone.
+        num_answers: total number of answers.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -50,29 +51,29 @@ class Ticket:
     _news: dict[int, RequestOutput] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
-    _names: list[str] = field(default_factory=list)  # the thread's
+    _names: list[str] = field(default_factory=list)  # used by the engine's thread only
 
     @property
     def num_answers(self) -> int:
-        """Of all prompts together."""
+        """Total number of answers to all prompts."""
         return sum(params.n for params in self.params)
 
     def told(self, index: int, output: RequestOutput) -> None:
-        """A newer state of an answer; in the event loop."""
+        """Store an update of an answer; called in the event loop."""
         self._news[index] = output
         self._changed.set()
 
     def failed(self, error: Exception) -> None:
-        """No answer comes any more; in the event loop."""
+        """End the ticket with an error; called in the event loop."""
         self._error = error
         self._changed.set()
 
     async def changes(self) -> AsyncIterator[dict[int, RequestOutput]]:
-        """The newest state of answers that changed, by index (prompt times n, plus answer), until all have ended.
+        """Latest output of each updated answer, by index (prompt times n, plus answer), until all have ended.
 
         Raises:
             ConfigError: the engine refused the request.
-            EngineFailedError: it failed.
+            EngineFailedError: the engine failed.
         """
         num_left = self.num_answers
         while num_left:
@@ -86,18 +87,18 @@ class Ticket:
 
 
 class EngineWorker:
-    """A thread that steps an engine.
+    """Thread that steps an engine.
 
     Args:
-        engine: which nobody else uses from now on.
+        engine: the engine, which only this thread uses from now on.
         observe: called in the event loop with tokens and seconds of each step, for metrics.
-        writing_s: a step waits no longer for the event loop to write out the last one.
+        writing_s: longest time in seconds that a step waits for the event loop to write the previous outputs.
 
     Attributes:
-        engine: of this thread.
-        error: why the engine is dead; None: it lives.
-        is_lost: whether it is dead because a rank is gone, without which nothing goes on.
-        num_answers: answers of tickets that have not been closed.
+        engine: the engine.
+        error: reason why the engine is dead; None: it is alive.
+        is_lost: whether it is dead because a rank was lost.
+        num_answers: number of answers of open tickets.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class EngineWorker:
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._tickets: dict[str, tuple[Ticket, int]] = {}  # the thread's: where an answer goes
+        self._tickets: dict[
+            str, tuple[Ticket, int]
+        ] = {}  # used by the thread only: ticket and first index by request
         self._numbers = itertools.count()
         self._is_stopping, self._failures = False, 0
         self._observe = observe
@@ -121,31 +124,31 @@ class EngineWorker:
         self.num_answers = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin; answers come in this loop."""
+        """Start the thread; outputs are delivered in this event loop."""
         self._loop = loop
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that it is computing."""
+        """End the thread after its current step."""
         self._orders.put(("stop", None))
         self._thread.join(timeout=60)
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are answered."""
+        """Whether the engine accepts requests."""
         return self._thread.is_alive() and self.error is None
 
     def stats(self) -> EngineStats:
-        """Numbers of the engine."""
+        """Statistics of the engine."""
         return self.engine.stats()
 
     def submit(self, ticket: Ticket) -> None:
-        """Take a ticket, which has to be closed by `close`."""
+        """Submit a ticket, which must later be closed with `close`."""
         self.num_answers += ticket.num_answers
         self._orders.put(("add", ticket))
 
     def close(self, ticket: Ticket) -> None:
-        """End what is left of a ticket; its blocks are free before the next step."""
+        """Close a ticket and abort its unfinished answers; their blocks are free before the next step."""
         self.num_answers -= ticket.num_answers
         self._orders.put(("abort", ticket))
 
@@ -161,11 +164,11 @@ class EngineWorker:
                     self._is_written.clear()
                     self._deliver(outputs, _num_tokens(self.engine) - before, seconds)
                     self._is_written.wait(self._writing_s)
-            except Exception as error:  # whatever it is, the others are to be answered
+            except Exception as error:  # any error: other requests must still be answered
                 self._fail(error)
 
     def _take_orders(self) -> None:
-        """All orders that are there; where there is no work, the next one is waited for."""
+        """Process all queued orders; if the engine is idle, wait for the next one."""
         while True:
             is_idle = not self.engine.has_work
             try:
@@ -199,7 +202,7 @@ class EngineWorker:
             for name in ticket._names:
                 self.engine.abort(name)
                 self._tickets.pop(name, None)
-            if isinstance(error, ConfigError):  # this request alone
+            if isinstance(error, ConfigError):  # affects this request only
                 self._tell(ticket.failed, error)
                 return
             self._tell(ticket.failed, EngineFailedError(_failure(error)))
@@ -220,11 +223,11 @@ class EngineWorker:
             ticket.told(index, output)
         if self._observe is not None:
             self._observe(num_tokens, seconds)
-        # whom this woke is in the loop's queue already, and writes before this is called
+        # tasks woken above are already in the loop's queue, so they write before this callback
         asyncio.get_running_loop().call_soon(self._is_written.set)
 
     def _fail(self, error: Exception) -> None:
-        """A step failed: who waits for it gets an error, and the engine begins anew without them."""
+        """Handle a failed step: its tickets get an error, and the engine continues without them."""
         self._failures += 1
         text = _failure(error)
         log.error("%s", text, exc_info=error)
@@ -238,7 +241,7 @@ class EngineWorker:
         try:
             for name in names:
                 self.engine.abort(name)
-            self.engine.update_weights({})  # what the step was writing is no known prefix
+            self.engine.update_weights({})  # blocks of the failed step are not reused as prefixes
         except Exception as second:
             self.error = text
             log.error("the engine cannot be emptied", exc_info=second)
@@ -246,7 +249,7 @@ class EngineWorker:
             self._mourn()
 
     def _mourn(self) -> None:
-        """The engine is dead: all that comes is answered with an error."""
+        """Answer all orders to a dead engine with an error."""
         while not self._is_stopping:
             what, ticket = self._orders.get()
             if what == "stop":
@@ -261,11 +264,11 @@ class EngineWorker:
 
 
 def _failure(error: Exception) -> str:
-    """What a client is told of a mistake that is not its own."""
+    """Error message for a client about a failure of the engine."""
     return f"the engine failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
 def _num_tokens(engine: Engine) -> int:
-    """Tokens computed so far, of prompts and answers."""
+    """Number of tokens computed so far, of prompts and answers."""
     stats = engine.stats()
     return stats.num_prompt_tokens + stats.num_generated_tokens

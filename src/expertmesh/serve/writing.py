@@ -1,4 +1,4 @@
-"""From what the engine answers to what a client reads: whole answers and pieces of a stream, as OpenAI writes them."""
+"""Conversion of engine outputs to OpenAI's response format: whole answers, and chunks of a stream."""
 
 import base64
 import io
@@ -16,15 +16,15 @@ from expertmesh.serve.reading import Job
 from expertmesh.text.stream import TextStream
 
 _LEAST = -9999.0
-"""What stands for a logprob of minus infinity, which JSON has not."""
+"""Value that replaces a logprob of minus infinity, which JSON does not have."""
 
 
 class TokenTexts:
     """Texts and bytes of single tokens.
 
     Args:
-        tokenizer: of the model.
-        as_ids: whether clients want `token_id:7` in the place of a text.
+        tokenizer: tokenizer of the model.
+        as_ids: whether texts are written as `token_id:7`.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
@@ -32,19 +32,19 @@ class TokenTexts:
         self._stream = TextStream(tokenizer)
 
     def text(self, token_id: int) -> str:
-        """What a token stands for; bytes that are no whole characters are U+FFFD."""
+        """Text of a token; incomplete characters become U+FFFD."""
         if self._as_ids:
             return f"token_id:{token_id}"
         return self.bytes(token_id).decode(errors="replace")
 
     def bytes(self, token_id: int) -> bytes:
-        """What a token stands for."""
+        """Bytes of a token."""
         return self._stream.bytes_of(token_id)
 
 
 @dataclass
 class _Sent:
-    """What a client has of an answer."""
+    """Part of an answer that the client has received."""
 
     num_characters: int = 0
     num_tokens: int = 0
@@ -56,14 +56,14 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is new of an answer.
+    """New part of an answer.
 
     Attributes:
         text: new text.
-        ids: new tokens, of the prompt too where it is shown.
-        entries: logprobs of these; None of the first token of a prompt.
-        experts: rows of experts that were not known before, and place of the first one.
-        finish_reason: of the answer, if it has ended.
+        ids: new tokens, including the prompt's if it is echoed.
+        entries: logprobs of the new tokens; None for the first token of a prompt.
+        experts: new rows of routed experts, and the index of the first one.
+        finish_reason: finish reason if the answer has ended, else None.
     """
 
     text: str
@@ -75,15 +75,15 @@ class _Piece:
 
 @dataclass
 class Writer:
-    """Writes the answer to one request.
+    """Formats the answers to one request.
 
     Args:
-        job: the request, read.
+        job: the parsed request.
         model: name of the model.
-        texts: of tokens.
-        wants_logprobs: whether logprobs go out.
-        wants_ids: whether token ids go out.
-        is_chat: whether it is the answer of a conversation.
+        texts: texts of tokens.
+        wants_logprobs: whether logprobs are returned.
+        wants_ids: whether token ids are returned.
+        is_chat: whether it is a chat completion.
         has_usage: whether a stream ends with its usage.
     """
 
@@ -98,19 +98,19 @@ class Writer:
     _last: dict[int, RequestOutput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Takes a name and a time."""
+        """Set the id and the time of creation."""
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
     def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Response with complete answers."""
         self._last.update(outputs)
         choices = [self._choice(i, self._piece(i, outputs[i]), "message") for i in sorted(outputs)]
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self.usage()}
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Events of a stream for a newer state of an answer; none where nothing is new."""
+        """Stream events for an update of an answer; empty if nothing is new."""
         self._last[index] = output
         sent = self._sent.setdefault(index, _Sent())
         found = []
@@ -128,14 +128,14 @@ class Writer:
         return [self._head(kind) | {"choices": [choice]} | usage for choice in found]
 
     def last(self) -> list[dict[str, Any]]:
-        """What ends a stream: its usage, where it is asked for."""
+        """Final event of a stream with its usage, if requested."""
         if not self.has_usage:
             return []
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return [self._head(kind) | {"choices": [], "usage": self.usage()}]
 
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens."""
+        """Token counts."""
         num_prompt = sum(map(len, self.job.prompts))
         num_new = sum(len(self._new_ids(output)) for output in self._last.values())
         n = self.job.params[0].n
@@ -154,7 +154,7 @@ class Writer:
         return () if self.job.drops_token else output.token_ids
 
     def _piece(self, index: int, output: RequestOutput) -> _Piece:
-        """What has come since the last call."""
+        """Part of an answer since the last call."""
         sent = self._sent.setdefault(index, _Sent())
         new_ids = self._new_ids(output)
         text = "" if self.job.drops_token else output.text[sent.num_characters :]
@@ -179,7 +179,7 @@ class Writer:
         return _Piece(text, ids, found, experts, reason)
 
     def _choice(self, index: int, piece: _Piece, part: str) -> dict[str, Any]:
-        """A choice of an answer, or of an event."""
+        """Choice object of a response or an event."""
         choice: dict[str, Any] = {"index": index}
         if self.is_chat:
             said = {"content": piece.text} if piece.text or part == "message" else {}
@@ -199,7 +199,7 @@ class Writer:
         return choice
 
     def _logprobs(self, index: int, piece: _Piece) -> dict[str, Any]:
-        """Those of a completion; the most likely tokens, and the one that is there, by their text."""
+        """Logprobs of a completion: the most likely tokens and the chosen one, by text."""
         sent = self._sent[index]
         if sent.stream is None:
             sent.stream = TextStream(self.texts.tokenizer)
@@ -224,7 +224,7 @@ class Writer:
         }
 
     def _chat_logprobs(self, piece: _Piece) -> dict[str, Any]:
-        """Those of a conversation's answer."""
+        """Logprobs of a chat completion."""
         content = []
         for entry in piece.entries:
             assert entry is not None
@@ -238,7 +238,7 @@ class Writer:
 
 
 def npy(ids_TLK: np.ndarray) -> str:
-    """(tokens, layers, K) expert ids as a file of NumPy's, in base64."""
+    """(tokens, layers, K) expert ids as a base64-encoded NumPy file."""
     file = io.BytesIO()
     np.save(file, ids_TLK.astype("<i2"), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
