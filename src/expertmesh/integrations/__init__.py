@@ -1,1 +1,1 @@
-"""Doors to other systems: one module each, which imports the other system only where it needs it, and no other door."""
+"""Integrations with other libraries: one module each, which imports its library on use, and no other integration."""

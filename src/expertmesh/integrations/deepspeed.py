@@ -1,10 +1,10 @@
-"""DeepSpeed's `MoE` on our layer: the same signature, the documented semantics, state dicts in both directions.
+"""Replacement for DeepSpeed's `MoE`: same signature, documented semantics, state dicts in both directions.
 
-Change `from deepspeed.moe.layer import MoE` to `from expertmesh.integrations.deepspeed import MoE`; DeepSpeed itself is not
-needed. Where DeepSpeed's code does something else than its documentation says, this follows the documentation:
+Change `from deepspeed.moe.layer import MoE` to `from expertmesh.integrations.deepspeed import MoE`; DeepSpeed itself is
+not needed. Where DeepSpeed's code differs from its documentation, this module follows the documentation:
 
-* random token selection, jitter and the sampling of the second expert are for training; evaluation is deterministic;
-* without random token selection the first tokens stay (there, any);
+* random token selection, jitter and sampling of the second expert apply in training only; evaluation is deterministic;
+* without random token selection the first tokens are kept (DeepSpeed keeps arbitrary ones);
 * `drop_tokens=False` drops nothing and pads nothing;
 * fewer tokens than `min_capacity`, no tokens, and k > 2 work; `used_token` counts for every k, in losses and results.
 """
@@ -31,29 +31,29 @@ _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
 
 class MoE(nn.Module):
-    """A mixture-of-experts layer with the interface of `deepspeed.moe.layer.MoE`.
+    """MoE layer with the interface of `deepspeed.moe.layer.MoE`.
 
-    An `expert` of two nn.Linear, or of three with a gate, becomes grouped experts, which one operator runs; any other module
-    is copied `num_experts` times. Experts begin equal, as there. `state_dict` speaks DeepSpeed's names
-    (`deepspeed_moe.gate.wg.weight`, `deepspeed_moe.experts.deepspeed_experts.0...`, `mlp...`, `coefficient...`) until the
-    experts are spread over ranks.
+    An `expert` of two nn.Linear, or of three with a gate, becomes grouped experts that one operator computes; any other
+    module is copied `num_experts` times. Experts start equal, as in DeepSpeed. `state_dict` uses DeepSpeed's names
+    (`deepspeed_moe.gate.wg.weight`, `deepspeed_moe.experts.deepspeed_experts.0...`, `mlp...`, `coefficient...`) until
+    the experts are sharded over ranks.
 
     Args:
         hidden_size: size of a token (D).
-        expert: the module that is copied; it maps (n, D) to (n, D), or to a tuple whose first entry that is.
-        num_experts: E, of all ranks together.
-        ep_size: ranks that share one copy of the experts, from `set_deepspeed_parallelism` on.
-        k: experts per token. k = 1 weighs by the probability, k > 1 divides by the sum over the choices that stay.
+        expert: the module that is copied; it maps (n, D) to (n, D), or to a tuple whose first entry is (n, D).
+        num_experts: E, over all ranks.
+        ep_size: ranks that share one replica of the experts, from `set_deepspeed_parallelism` on.
+        k: experts per token. k = 1 weighs by the probability, k > 1 divides by the sum over the kept choices.
         capacity_factor: rows per expert as a ratio of the even share, in training.
-        eval_capacity_factor: the same in evaluation.
-        min_capacity: least rows per expert.
+        eval_capacity_factor: capacity factor in evaluation.
+        min_capacity: minimum rows per expert.
         use_residual: y = a MoE(x) + b expert(x) with (a, b) a learned softmax (PR-MoE, arXiv 2201.05596).
         noisy_gate_policy: None, "Jitter" (the router's input times 1 +- 0.01) or "RSample" (Gumbel noise on the choice; k = 1).
         drop_tokens: False: no capacity.
-        use_rts: random token selection for k = 1; otherwise the first tokens stay (k = 2), or those with the largest weights
-            (k > 2).
-        use_tutel: without effect; our operators are always used.
-        enable_expert_tensor_parallelism: refused; slice experts with `expertmesh.parallel` (es_degree).
+        use_rts: random token selection for k = 1. Otherwise the first tokens are kept (k = 2), or the tokens with the
+            largest weights (k > 2).
+        use_tutel: no effect.
+        enable_expert_tensor_parallelism: not supported; slice experts with `expertmesh.parallel` (es_degree).
         top2_2nd_expert_sampling: for k = 2 in training, choose the second expert with Gumbel noise.
 
     Raises:
@@ -122,7 +122,7 @@ class MoE(nn.Module):
         self.register_load_state_dict_pre_hook(keep_where_refused)
 
     def _fill(self, expert: nn.Module) -> None:
-        """Give every expert the weights of the module."""
+        """Copy the weights of the module to every expert."""
         if self._mlp is None:
             return
         experts = dict(self._layer.experts.named_parameters())
@@ -132,18 +132,19 @@ class MoE(nn.Module):
                     experts[name].copy_(values.expand_as(experts[name]))
 
     def _tag(self, parameter: nn.Parameter) -> None:
-        """What DeepSpeed's engine and optimisers know parameters of experts by."""
+        """Set the attributes by which DeepSpeed's engine and optimizers recognize expert parameters."""
         parameter.allreduce = False  # type: ignore[attr-defined]
         parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Spread the experts over torch.distributed's ranks: `ep_size` of them share a copy, the others have copies.
+        """Shard the experts over torch.distributed's ranks: each group of `ep_size` ranks holds a replica.
 
-        Gradients of experts are then averaged over all ranks, as those of the other parameters are by data parallelism. Call it once,
-        on every rank, before the optimiser is built. Without a process group, or with one rank, nothing happens.
+        Gradients of experts are then averaged over all ranks, as data parallelism averages other gradients. Call it
+        once, on every rank, before the optimizer is built. Without a process group, or with one rank, it does nothing.
 
         Args:
-            use_data_before_expert_parallel_: copies of an expert are on neighbouring ranks; refused, see `expert_order`.
+            use_data_before_expert_parallel_: replicas of an expert on neighbouring ranks; not supported, see
+                `expert_order`.
 
         Raises:
             ConfigError: `ep_size` does not divide the ranks.
@@ -173,7 +174,7 @@ class MoE(nn.Module):
 
         Args:
             hidden_states: (..., D).
-            used_token: one number per token, in any shape; 0 for padding, which takes no part.
+            used_token: one number per token, in any shape; 0 for padding, which is not routed.
 
         Returns:
             The output, of the input's shape; the balance loss, 1.0 for uniform routing; and (E,) int64, the choices per
@@ -240,7 +241,7 @@ def _noise(k: int, noisy_gate_policy: str | None, samples_second: bool) -> Route
 
 
 def _recognized(expert: nn.Module, hidden_size: int) -> MatchedMLP | None:
-    """The expert's form, if grouped experts have the same parameters."""
+    """Structure of the expert if grouped experts have the same parameters, else None."""
     mlp = match_mlp(expert)
     if mlp is None or mlp.dim != hidden_size or len(mlp.biased) not in (0, len(mlp.in_names) + 1):
         return None

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model in this process: the class that it asks, and tasks from local files."""
+"""lm-evaluation-harness on a model in this process: a model class for it, and tasks from local files."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,17 +27,18 @@ _NEW_TOKENS = 256
 _KNOWN = ("do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks")
 
 Pair = tuple[Any, list[int], list[int]]
-"""What a score is cached under, context, continuation."""
+"""Cache key of a score, context tokens, continuation tokens."""
 
 
 class ExpertMeshLM(TemplateLM):
-    """A GPT of ours as lm-evaluation-harness asks a model: likelihoods of continuations and of texts, and text up to a stop.
+    """GPT with lm-evaluation-harness's model interface: likelihoods of continuations and of texts, and generation up to
+    a stop.
 
     Args:
-        model: the model; computes in the type of its weights, under autocast in that one.
+        model: the model; the compute dtype is its weights' or autocast's.
         tokenizer: its tokenizer.
-        end_id: the token that ends a text.
-        batch_size: sequences at a time.
+        end_id: end-of-text token.
+        batch_size: number of sequences at a time.
     """
 
     def __init__(
@@ -56,28 +57,28 @@ class ExpertMeshLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """End-of-text token."""
         return self.end_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """Token before a text without context."""
         return self._text.first_ids[-1]
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model reads."""
+        """Maximum number of tokens of a sequence."""
         return self.model.max_seq_len
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which requests are cached."""
+        """Name under which requests are cached."""
         return "expertmesh"
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The tokens of a text, behind those that the tokenizer puts there itself unless it is told not to."""
+        """Tokens of a text, after the tokenizer's start tokens unless add_special_tokens is False."""
         ids: list[int] = self.tokenizer_file.encode(string, add_special_tokens=False).ids
         start = self.model.start_ids
         start = own_start(self.tokenizer_file) if start is None else start
@@ -87,7 +88,7 @@ class ExpertMeshLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation under its context, whatever the capacity, and whether greedy decoding would say it."""
+        """Log-probability of each continuation given its context, dropless, and whether it is the greedy one."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
         for places in _groups(order, self.batch_size):
@@ -105,7 +106,7 @@ class ExpertMeshLM(TemplateLM):
                     f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; shorten the "
                     "task's answers"
                 )
-        # cut on the left where the model has no room; the last token is only predicted
+        # truncated on the left to the model's length; the last token is predicted only
         rows = [(before + after)[-(self.max_length + 1) :][:-1] for _, before, after in batch]
         ids_BS, token_mask_BS = pad_right(rows, device=self.model.device)
         factor = self.model.config.moe.dropless_factor
@@ -119,7 +120,7 @@ class ExpertMeshLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of each text, every token once, in windows of the model's length."""
+        """Log-probability of each text, with every token scored once, in windows of the model's length."""
         texts = [request.args[0] for request in requests]
         windows: list[tuple[int, Pair]] = []
         for place, text in enumerate(texts):
@@ -139,10 +140,11 @@ class ExpertMeshLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each text until one of its stops, the end of the text or the most tokens; each draws from a seed of its own.
+        """Continue each text until a stop, the end of the text or the maximum number of tokens; each text has its own
+        seed.
 
         Raises:
-            ConfigError: an option of the generation is unknown, or leaves no room for the prompt.
+            ConfigError: a generation option is unknown, or leaves no room for the prompt.
         """
         found: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = {}
@@ -202,22 +204,22 @@ def evaluate(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness from local files on a model; nothing is downloaded.
+    """Run tasks of lm-evaluation-harness from local files; nothing is downloaded.
 
     Args:
         model: the model.
         tokenizer: its tokenizer.
-        tasks: YAML files as lm-evaluation-harness defines them, whose data are local files (relative to the working folder).
-        end_id: the token that ends a text.
-        batch_size: sequences at a time.
-        num_fewshot: examples before each question; None: as the tasks say.
-        limit: only the first so many questions of each; None: all.
+        tasks: YAML task files of lm-evaluation-harness, whose data are local files (relative to the working folder).
+        end_id: end-of-text token.
+        batch_size: number of sequences at a time.
+        num_fewshot: examples before each question; None: as in the task.
+        limit: maximum number of questions per task; None: all.
 
     Returns:
         lm-evaluation-harness' results: "results" by task, "versions", "configs" and more.
 
     Raises:
-        ConfigError: a file is no task, or its data are not local.
+        ConfigError: a file is not a task, or its data are not local.
     """
     for task in tasks:
         check_task(Path(task))
@@ -232,7 +234,7 @@ def evaluate(
         bootstrap_iters=0,
         log_samples=False,
     )
-    assert found is not None  # other ranks get nothing, and this is the first
+    assert found is not None  # None on other ranks only
     return dict(found)
 
 

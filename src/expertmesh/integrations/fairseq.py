@@ -1,8 +1,8 @@
-"""fairseq's `MOELayer`, `Top1Gate` and `Top2Gate` on our layer: the same signatures, semantics and state dicts.
+"""Replacement for fairseq's `MOELayer`, `Top1Gate` and `Top2Gate`: same signatures, semantics and state dicts.
 
 Change `from fairseq.modules.moe import MOELayer, Top1Gate, Top2Gate` to `from expertmesh.integrations.fairseq import ...`;
 fairseq itself is not needed. Gates always compute in FP32, evaluation is deterministic (no sampling of the second expert), and
-padding takes part neither in losses nor in capacity.
+padding is excluded from losses and capacity.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from expertmesh.parallel.experts.dispatcher import spread_experts
 
 
 class _Gate(nn.Module):
-    """What `MOELayer` reads of a gate: its linear map and the options of the routing."""
+    """Gate of a `MOELayer`: its linear map and the routing options."""
 
     top_k: int
 
@@ -30,22 +30,22 @@ class _Gate(nn.Module):
         super().__init__()
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.capacity_factor = factor
-        # a share of all tokens per expert, where a capacity factor counts even shares of the choices
+        # fairseq's value is a share of all tokens per expert; a capacity factor is a ratio to the even share
         fraction = eval_fraction * num_experts / self.top_k
         self.eval_capacity_factor = fraction if eval_fraction > 0 else factor
         self.options: dict[str, Any] = {}
 
 
 class Top1Gate(_Gate):
-    """One expert per token, weighed by its probability (Switch Transformer).
+    """Gate with one expert per token, weighted by its probability (Switch Transformer).
 
     Args:
         model_dim: size of a token (D).
         num_experts: E.
-        use_fp32: without effect; the gate always computes in FP32.
-        input_noise_type: None; anything else is refused.
+        use_fp32: no effect; the gate always computes in FP32.
+        input_noise_type: None; other values are not supported.
         capacity_factor: rows per expert as a ratio of the even share, in training.
-        moe_eval_capacity_token_fraction: the same in evaluation, as a share of all tokens; 0: as in training.
+        moe_eval_capacity_token_fraction: rows per expert in evaluation, as a share of all tokens; 0: as in training.
 
     Raises:
         ConfigError: an argument has no counterpart.
@@ -78,15 +78,16 @@ class Top1Gate(_Gate):
 
 
 class Top2Gate(_Gate):
-    """Two experts per token, with the balance loss of the first choices (GShard).
+    """Gate with two experts per token, and the balance loss of the first choices (GShard).
 
     Args:
         model_dim: size of a token (D).
         num_experts: E.
-        use_fp32: without effect; the gate always computes in FP32.
+        use_fp32: no effect; the gate always computes in FP32.
         second_expert_policy: "sampling" (Gumbel noise on the second choice in training) or "all" (the second best);
-            "random" is refused.
-        normalize_gate_prob_before_dropping: the two weights sum to one before capacity is applied, instead of those that stay.
+            "random" is not supported.
+        normalize_gate_prob_before_dropping: the two weights sum to one before capacity is applied; False: the kept
+            weights do, afterwards.
         moe_eval_capacity_token_fraction: see `Top1Gate`.
         batch_prioritized_routing: tokens with the largest weights are served first.
 
@@ -123,17 +124,18 @@ class Top2Gate(_Gate):
 
 
 class MOELayer(nn.Module):
-    """A mixture-of-experts layer with the interface of fairseq's.
+    """MoE layer with the interface of fairseq's `MOELayer`.
 
-    On several ranks every rank gives its own experts, as there: rank r those numbered r e to (r + 1) e - 1. State dicts have
-    fairseq's names, `gate.wg.weight` and `experts.0...`, those of this rank's experts.
+    On several ranks every rank passes its own experts, as in fairseq: rank r passes experts r e to (r + 1) e - 1. State
+    dicts have fairseq's names, `gate.wg.weight` and `experts.0...` for this rank's experts.
 
     Args:
         gate: a `Top1Gate` or `Top2Gate`.
-        experts: an nn.ModuleList of this rank's experts, each from (n, D) to (n, D) or a tuple that begins with it.
-        args: not read.
-        group: process group that shares the experts; None: torch's default group where it is initialised.
-        all2all_group: not read; tokens travel in `group`.
+        experts: nn.ModuleList of this rank's experts; each maps (n, D) to (n, D), or to a tuple whose first entry is
+            (n, D).
+        args: ignored.
+        group: process group that shares the experts; None: torch's default group if it is initialised.
+        all2all_group: ignored; tokens are exchanged in `group`.
 
     Raises:
         ConfigError: gate and experts do not fit.
@@ -185,7 +187,9 @@ class MOELayer(nn.Module):
             spread_experts(layer, world)
         for parameter in own.parameters():
             parameter.expert = True  # type: ignore[attr-defined]
-        self._hidden = (layer,)  # its modules are registered above, under fairseq's names
+        self._hidden = (
+            layer,
+        )  # in a tuple: its modules are registered above, under fairseq's names
         self.metadata: dict[str, Tensor] = {}
         self.register_load_state_dict_pre_hook(keep_where_refused)
 
@@ -205,9 +209,9 @@ class MOELayer(nn.Module):
         """Route every token through its experts.
 
         Args:
-            input: one tensor (S, B, D), or of any shape that ends in D.
+            input: one tensor (S, B, D), or of any shape (..., D).
             input_padding_mask: (S, B) or (B, S) bool, True for padding.
-            unused: not read.
+            unused: ignored.
 
         Returns:
             The output, of the input's shape, and the balance loss, 1.0 for uniform routing.
@@ -235,7 +239,7 @@ class MOELayer(nn.Module):
 
 
 class _Logits(nn.Module):
-    """A gate's linear map as a router of ours."""
+    """Router made of a gate's linear map."""
 
     def __init__(self, wg: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PyTorch's FLOP counter sees our operators: import this module, and `FlopCounterMode` counts their products.
+"""FLOP formulas of ExpertMesh's operators for PyTorch's `FlopCounterMode`; importing this module registers them.
 
     import expertmesh.integrations.flop_counter
     from torch.utils.flop_counter import FlopCounterMode
@@ -7,8 +7,8 @@
         model(batch).loss.backward()
     counter.get_total_flops()
 
-As for PyTorch's own operators, a multiplication and its addition are two, only matrix products count, and what a backward
-computes again counts again. Rows that were dropped or never routed cost nothing.
+As for PyTorch's own operators, a multiply-add counts as two, only matmuls are counted, and recomputation in a backward
+is counted again. Dropped or unrouted rows cost nothing.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils.flop_counter
 
-# These make the operators.
+# These imports define the operators.
 import expertmesh.ops.attention.query_blocks
 import expertmesh.ops.experts.adapted_linear
 import expertmesh.ops.experts.grouped_linear
@@ -34,7 +34,7 @@ def _count(*operators: Any) -> Any:
 
 
 def _of_row(*matrices: Shape) -> int:
-    """Operations of a row with one matrix of each shape, (E, ...)."""
+    """FLOPs of one row with one matrix of each shape, (E, ...)."""
     return sum(2 * prod(shape[1:]) for shape in matrices)
 
 
@@ -94,7 +94,7 @@ def _router_gradients(
 
 @_count(_OPERATORS.score_attention)
 def _score_attention(q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any) -> int:
-    """As PyTorch counts attention: all pairs, whether seen or not."""
+    """FLOPs as in PyTorch's formula for attention: all pairs, masked or not."""
     return 2 * prod(q_BHSd[:3]) * k_BhLd[2] * (q_BHSd[3] + v_BhLd[3])
 
 
@@ -102,5 +102,5 @@ def _score_attention(q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__:
 def _score_attention_backward(
     _grad: Shape, _totals: Shape, q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any
 ) -> int:
-    """Scores once more, two products with values, two with queries and keys."""
+    """FLOPs of recomputed scores, two matmuls with values, and two with queries and keys."""
     return 2 * prod(q_BHSd[:3]) * k_BhLd[2] * (3 * q_BHSd[3] + 2 * v_BhLd[3])

@@ -1,4 +1,4 @@
-"""Adapters on our experts in peft's format, under transformers' names: peft loads them onto the exported model, and we peft's."""
+"""Expert adapters in peft's format: peft can load them onto the exported model, and `load_adapters` reads peft's."""
 
 import json
 from pathlib import Path
@@ -35,20 +35,21 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "target_modules": ([], None),
 }
-"""Options of peft with the values under which its adapters are ours."""
+"""Options of peft, with the values that adapters of this package support."""
 
 
 def save_adapters(model: GPT, folder: str | Path) -> None:
-    """Write the adapters of a model as peft writes its own; on several ranks every one calls, and the first writes.
+    """Write the adapters of a model in peft's format; every rank must call, and rank 0 writes.
 
-    One that all experts share is written for each of them.
+    An adapter that all experts share is written once per expert.
 
     Args:
-        model: with adapters of `expertmesh.lora.add`.
-        folder: made if it is not there.
+        model: model with adapters from `expertmesh.lora.add`.
+        folder: created if it does not exist.
 
     Raises:
-        ConfigError: there are no adapters, their ranks or scalings differ, or experts are not gated (transformers has no such).
+        ConfigError: there are no adapters, their ranks or scalings differ, or experts are not gated (transformers has
+            only gated ones).
     """
     found = lora.adapters(model)
     rank, scaling = _in_common(found)
@@ -86,17 +87,17 @@ def save_adapters(model: GPT, folder: str | Path) -> None:
 
 
 def load_adapters(model: GPT, folder: str | Path) -> int:
-    """Put adapters in peft's format on a model, peft's own or those of `save_adapters`; they can go on learning.
+    """Load adapters in peft's format onto a model, from peft or `save_adapters`; they are trainable.
 
     Args:
-        model: without adapters, of the sizes that they were made for.
-        folder: with adapter_config.json and adapter_model.safetensors.
+        model: model without adapters, of matching sizes.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Returns:
-        How many layers have adapters now.
+        Number of layers with adapters.
 
     Raises:
-        ConfigError: the folder holds no adapters, or such as ours are not (DoRA, on other modules, ...); names the option.
+        ConfigError: the folder has no adapters, or unsupported ones (DoRA, on other modules, ...); names the option.
         CheckpointError: a tensor is missing, extra or of another shape; names it.
     """
     folder = expanded(folder)
@@ -110,7 +111,7 @@ def load_adapters(model: GPT, folder: str | Path) -> int:
     )
     try:
         _fill(lora.adapters(model), files.tensors, targets, folder)
-    except BaseException:  # half of the adapters are none
+    except BaseException:  # incomplete adapters are removed
         lora.remove(model)
         for parameter, requires_grad in learned:
             parameter.requires_grad_(requires_grad)
@@ -153,7 +154,7 @@ def _check_plain(files: AdapterFiles) -> None:
 
 
 def _theirs(name: str, targets: list[str]) -> str:
-    """layers.0.moe.experts.w_in as peft names its wrapper; where there are two, down_proj's is the outer one."""
+    """peft's name of the wrapper of layers.0.moe.experts.w_in; if both weights are adapted, down_proj's wrapper is the outer one."""
     path, _, target = name.rpartition(".")
     where = _PREFIX + path.replace(".moe.experts", ".mlp.experts")
     return f"{where}.base_layer" if target == "w_in" and len(targets) == 2 else where

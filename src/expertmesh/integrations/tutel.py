@@ -1,13 +1,14 @@
-"""Tutel's `moe_layer` on our layer: the same signature, the documented semantics, state dicts in both directions.
+"""Replacement for Tutel's `moe_layer`: same signature, documented semantics, state dicts in both directions.
 
-Change `from tutel import moe as tutel_moe` to `from expertmesh.integrations import tutel as tutel_moe`; Tutel itself is not
-needed. Where Tutel's code does something else than its documentation says, this follows the documentation:
+Change `from tutel import moe as tutel_moe` to `from expertmesh.integrations import tutel as tutel_moe`; Tutel itself is
+not needed. Where Tutel's code differs from its documentation, this module follows the documentation:
 
-* arguments of one call are for that call only; dictionaries that are passed in stay as they are;
-* gate noise decides on the choice only, and has the size of the logits it is compared with in `load_importance_loss`;
-* dropless means that no token is dropped, with batch-prioritised routing too, and no row is padded;
+* arguments of a call apply to that call only; dictionaries that are passed in are not changed;
+* gate noise affects the choice only, and has the scale that `load_importance_loss` assumes;
+* dropless means that no token is dropped, also with batch-prioritized routing, and no row is padded;
 * the backward pass of a process group other than the world uses that group;
-* gated experts are right for every `adaptive_r`, odd `model_dim` and empty batches work, missing experts are refused.
+* gated experts are correct for every `adaptive_r`, odd `model_dim` and empty batches work, missing experts are an
+error.
 """
 
 import re
@@ -36,26 +37,27 @@ _GATES = {
 
 
 class MOELayer(nn.Module):
-    """A mixture-of-experts layer with the interface of Tutel's `moe_layer`.
+    """MoE layer with the interface of Tutel's `moe_layer`.
 
-    With torch.distributed initialised the experts are spread over the ranks of `group` at once; the optimiser then sees each
-    rank's part, whose gradients are sums over all ranks (as in Tutel: do not all-reduce parameters that `scan_expert_func`
-    was called with). On one process `state_dict` speaks Tutel's names.
+    If torch.distributed is initialised, the experts are sharded over the ranks of `group` at construction. The
+    optimizer then sees each rank's shard, whose gradients are sums over all ranks (as in Tutel, do not all-reduce
+    parameters that `scan_expert_func` was called with). On one process `state_dict` uses Tutel's names.
 
     Args:
         gate_type: {"type": "top" or "cosine_top", "k", "capacity_factor", "gate_noise", "fp32_gate", "proj_dim"}; the gate
-            always computes in FP32. capacity_factor: above 0 rows per expert as a ratio of the even share; 0 dropless;
-            below 0 at most that ratio.
+            always computes in FP32. capacity_factor above 0: rows per expert as a ratio of the even share; 0: dropless;
+            below 0: at most that ratio.
         model_dim: size of a token (D).
         experts: {"type": "ffn" or "llama_ffn", "num_experts_per_device", "hidden_size_per_expert", "activation_fn",
             "has_fc1_bias", "has_fc2_bias"}; a negative number of experts per device is the number of devices per expert.
-        scan_expert_func: called with the name and the parameter of each expert weight, which has `_tutel_expert` then.
+        scan_expert_func: called with the name and the parameter of each expert weight, which has the attribute
+            `_tutel_expert`.
         result_func: applied to the output, whose attribute `l_aux` is the balance loss.
         group: process group that shares the experts; None: torch's default group.
-        seeds: up to three numbers: the first draws the layer's weights (equal on all ranks, whatever the number of ranks),
-            the third is given to `torch.manual_seed` afterwards.
-        a2a_ffn_overlap_degree: accepted; see `expertmesh.parallel` for what is overlapped.
-        is_postscore: False is refused: routing weights multiply the experts' results.
+        seeds: up to three numbers. The first is the seed of the layer's weights, which do not depend on the number of
+            ranks; the third is passed to `torch.manual_seed` afterwards.
+        a2a_ffn_overlap_degree: accepted; see `expertmesh.parallel` for overlap.
+        is_postscore: False is not supported: routing weights multiply the experts' outputs.
         batch_prioritized_routing: tokens with the largest weights are served first.
         normalize_gate: for k > 1, routing weights sum to one.
         is_gshard_loss: the balance loss of GShard (first choices); False: importance and load, which needs gate_noise.
@@ -131,7 +133,7 @@ class MOELayer(nn.Module):
             min_capacity=1,
             drop_policy="priority" if batch_prioritized_routing else "first",
             balance_loss="gshard" if is_gshard_loss else "importance_load",
-            # its variances are over E - 1, ours over E
+            # Tutel's variances divide by E - 1, ours by E
             aux_loss_weight=1.0 if is_gshard_loss else _unbiased(self.num_global_experts),
             seed=None if not seeds else seeds[0],
             **cosine,
@@ -176,27 +178,27 @@ class MOELayer(nn.Module):
         return min(int(r), self.sharded_count)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a file gets; of the last call nothing, whose loss hangs on autograd's graph."""
+        """State for copying and saving, without the loss of the last call, which references autograd's graph."""
         return self.__dict__ | {"_l_aux": None, "_dispatch_count": None}
 
     @property
     def l_aux(self) -> Tensor | None:
-        """The balance loss of the last call, or None."""
+        """Balance loss of the last call, or None."""
         return self._l_aux
 
     @property
     def dispatch_count(self) -> Tensor | None:
-        """(E,) int64, the choices per expert of the last call, before dropping, or None."""
+        """Choices per expert in the last call, before dropping, (E,) int64, or None."""
         return self._dispatch_count
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give names and parameters of the gate or of this rank's experts.
+        """Names and parameters of the gate or of this rank's experts.
 
         Args:
             param_type: "gate" or "local_experts".
 
         Raises:
-            ConfigError: another word.
+            ConfigError: param_type has another value.
         """
         parts = {"gate": self._layer.router, "local_experts": self._layer.experts}
         if param_type not in parts:
@@ -217,18 +219,19 @@ class MOELayer(nn.Module):
         adaptive_r: int | None = None,
         megablocks_size: int = 0,
     ) -> Tensor:
-        """Route every token through its experts; every argument counts for this call only.
+        """Route every token through its experts; arguments apply to this call only.
 
         Args:
             input: (..., D).
             gate_index: 0; there is one gate.
-            capacity_factor: see `gate_type`; None: the gate's.
-            top_k: experts per token; None: the gate's.
+            capacity_factor: see `gate_type`; None: from `gate_type`.
+            top_k: experts per token; None: from `gate_type`.
             a2a_ffn_overlap_degree: accepted.
             reserve_dims: 1.
             inequivalent_tokens: accepted; ranks may always have different numbers of tokens.
-            adaptive_r: 0: tokens stay and weights are gathered; r: tokens travel to every expert's r groups of slices.
-            megablocks_size: accepted; no row is ever padded.
+            adaptive_r: 0: tokens stay and weights are gathered; r: tokens are sent to r groups of slices of every
+                expert.
+            megablocks_size: accepted; rows are never padded.
 
         Returns:
             (..., D), with the attribute `l_aux`.
@@ -252,7 +255,7 @@ class MOELayer(nn.Module):
         return y
 
     def _route_degree(self, adaptive_r: int | None) -> int | None:
-        """Ranks that tokens travel over for Tutel's r; None on one process."""
+        """Route degree for Tutel's r; None on one process."""
         r = self.adaptive_degree if adaptive_r is None else adaptive_r
         if r not in self.valid_rs:
             raise ConfigError(f"adaptive_r={r}: must be one of {self.valid_rs}; choose one")
@@ -283,7 +286,7 @@ def _gate(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> dict[
 
 
 def _expert(experts: Mapping[str, Any] | None, model_dim: int) -> dict[str, Any]:
-    """Keywords of the layer for the experts, and `count`, the experts per device."""
+    """Arguments of the layer for the experts, and `count`, the number of experts per device."""
     experts = experts or {}
     kind = experts.get("type")
     if kind not in ("ffn", "llama_ffn"):

@@ -1,4 +1,6 @@
-"""Checkpoints of the Hugging Face hub in and out: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, gpt-oss and DeepSeek run as our GPT, and ours go out under their names."""
+"""Conversion of Hugging Face hub checkpoints to and from this package's GPT: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE,
+GLM-4-MoE, Dots1, gpt-oss and DeepSeek.
+"""
 
 from expertmesh.checkpoints.hub.load_pretrained import load_pretrained
 from expertmesh.integrations.hub.convert import Converted, convert

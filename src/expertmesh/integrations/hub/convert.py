@@ -1,4 +1,4 @@
-"""From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder."""
+"""Conversion of a hub folder to a run directory, and of a run or checkpoint to a hub folder."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +31,11 @@ from expertmesh.training.state import read_run_state
 
 
 class Converted(NamedTuple):
-    """What a conversion made.
+    """Result of a conversion.
 
     Attributes:
-        path: of the folder.
-        what: in words.
+        path: the new folder.
+        what: description in words.
     """
 
     path: Path
@@ -45,16 +45,15 @@ class Converted(NamedTuple):
 def convert(
     source: str | Path, target: str | Path, *, dtype: torch.dtype | None = None
 ) -> Converted:
-    """Convert a checkpoint; the direction follows from what the source is.
+    """Convert a checkpoint; the direction follows from the source.
 
     Args:
-        source: a folder as transformers saves one, or a run directory or checkpoint of ours.
-        target: a folder that does not exist yet: a run directory of ours in the first case, a folder under hub names in the
-            second.
-        dtype: of the weights; None: as they are, but FP64 goes out as FP32, which is said.
+        source: a folder saved by transformers, or a run directory or checkpoint of this package.
+        target: folder to create, which must not exist: a run directory for a hub source, else a hub folder.
+        dtype: dtype of the weights; None: unchanged, except that FP64 is exported as FP32, with a warning.
 
     Returns:
-        What was made.
+        Path and description of the new folder.
 
     Raises:
         ConfigError: a path or an option of the model breaks a rule.
@@ -106,7 +105,7 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
             "save the tokenizer there with transformers' save_pretrained",
         )
     load_tokenizer(source / TOKENIZER, vocab_size=config.model.vocab_size)
-    # without memory: each tensor is read when it is written
+    # on the meta device: each tensor is read when it is written
     model = GPT(config.model, device="meta", dtype=dtype or hub_dtype(values, source))
     weights = HubModel(source, dtype=dtype)
     say_left_out(values)

@@ -1,4 +1,4 @@
-"""A model of ours as the hub describes one: under which architecture it goes out, and its config.json."""
+"""Export of a GPT to a hub architecture: choice of the architecture, and its config.json."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ _log = logging.getLogger("expertmesh.integrations")
 
 
 def origin_of(run_dir: Path) -> HubFamily | None:
-    """As what the model of a run came from the hub; None: it did not, or as what is not known here any more."""
+    """Hub architecture that the model of a run was converted from; None: not from the hub, or an unknown architecture."""
     path = run_dir / EXTRAS / "config.json"
     try:
         return hub_family(parse_json(path.read_bytes())) if path.is_file() else None
@@ -26,14 +26,14 @@ def origin_of(run_dir: Path) -> HubFamily | None:
 
 
 def export_family(config: ModelConfig, origin: HubFamily | None = None) -> HubFamily:
-    """The architecture under whose names a model of ours goes out.
+    """Hub architecture for the export of a model.
 
     Args:
-        config: the model.
-        origin: see `origin_of`; it is as that again, if it still fits.
+        config: configuration of the model.
+        origin: architecture from `origin_of`, which is preferred if it still fits.
 
     Raises:
-        ConfigError: no architecture of the hub computes what an option of ours asks for; names it.
+        ConfigError: no hub architecture supports an option of the model; names the option.
     """
     if origin is not None and not origin.misfits(config):
         return origin
@@ -51,12 +51,12 @@ def export_family(config: ModelConfig, origin: HubFamily | None = None) -> HubFa
 
 
 def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[str, Any]:
-    """The config.json of a model of ours.
+    """Values of config.json for an exported model.
 
     Args:
-        config: the model.
-        family: from `export_family`.
-        dtype: of the written weights, as torch names it.
+        config: configuration of the model.
+        family: architecture from `export_family`.
+        dtype: torch's name of the dtype of the written weights.
     """
     rope: dict[str, Any] = {"rope_theta": config.rope_base, "rope_type": "default"}
     if config.rope_scaling.factor > 1:
@@ -95,7 +95,7 @@ def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[st
 
 
 def left_out(config: ModelConfig, family: HubFamily) -> list[str]:
-    """Our options that a config.json of the family has no place for, as `name=value`; they count in training only."""
+    """Training-only options that the family's config.json cannot express, as `name=value`."""
     moe = config.moe
     names = [
         *("z_loss_weight", "input_jitter", "input_dropout", "expert_output_masking"),
@@ -115,7 +115,7 @@ def left_out(config: ModelConfig, family: HubFamily) -> list[str]:
 
 
 def say_left_out(config: ModelConfig, family: HubFamily) -> None:
-    """Say what `left_out` found, in one line."""
+    """Log the options of `left_out` in one line."""
     if found := left_out(config, family):
         _log.warning(
             "%s has no place for model.%s: counts in training only, and is left out",

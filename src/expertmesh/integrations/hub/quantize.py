@@ -1,4 +1,4 @@
-"""Quantised folders, made of a run, a checkpoint or a model of the hub: under the hub's names where it has such an architecture."""
+"""Quantized folders made from a run, a checkpoint or a hub model, under hub names if an architecture fits."""
 
 import json
 import os
@@ -36,16 +36,16 @@ from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 
 _KEEP = ("router.", "norm.", "embedding.", "output.", "gate.", "expert_bias")
-"""Parts of names of what stays as it is in any case."""
+"""Parts of names of tensors that are never quantized."""
 
 
 class Quantized(NamedTuple):
-    """What a quantisation made.
+    """Result of a quantization.
 
     Attributes:
-        path: of the folder.
-        what: in words.
-        report: what `quantization.json` there says.
+        path: the new folder.
+        what: description in words.
+        report: contents of its `quantization.json`.
     """
 
     path: Path
@@ -54,14 +54,15 @@ class Quantized(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is written, and how.
+    """Tensors to write, and their quantization.
 
     Attributes:
-        scheme: of the rounded matrices.
-        by_ours: the parts of each tensor of ours.
-        rounds: names of the files' matrices that are rounded.
-        dtype: of all other tensors, and of the scales.
-        importance: what an error in each column of w_in and w_out counts, (E, K) or (E, K, K) by the names of ours; empty: all alike.
+        scheme: scheme of the quantized matrices.
+        by_ours: pieces of each of our tensors.
+        rounds: names of the output matrices that are quantized.
+        dtype: dtype of all other tensors and of the scales.
+        importance: weight of an error in each column of w_in and w_out, (E, K) or (E, K, K) by our names; empty: equal
+            weights.
     """
 
     scheme: Scheme
@@ -71,7 +72,7 @@ class _Plan(NamedTuple):
     importance: Mapping[str, Tensor]
 
     def parts(self, name: str, shape: tuple[int, ...], ours: str) -> list[FileTensor]:
-        """The tensors of the files that one matrix becomes."""
+        """Tensors of the files that one matrix becomes."""
         if name in self.rounds:
             module = name.removesuffix("weight")
             rows, columns = shape
@@ -92,24 +93,26 @@ def quantize(
     calibration: str | Path | None = None,
     calibration_bytes: int = MOST_BYTES,
 ) -> Quantized:
-    """Quantise a model.
+    """Quantize a model.
 
     Args:
-        source: a run directory (its newest good checkpoint), or a folder as transformers saves one.
-        target: a folder that does not exist yet.
+        source: a run directory, whose newest good checkpoint is used, or a folder saved by transformers.
+        target: folder to create; it must not exist.
         format: int8 (a scale per row), int4 (one per group of a row) or fp8 (one per block of 128 by 128).
         group_size: columns of a group of int4: 32, 64 or 128.
-        layers: "experts", or "all": the matrices of attention and of dense MLPs, too.
-        dtype: of all other tensors, of the scales and of the products; None: that of a hub folder, and what a run computes in.
-        calibration: a file of text such as the model will read: scales of int4 and int8 are chosen for what its tokens multiply; None:
-            for the numbers alone.
-        calibration_bytes: of memory for what is kept of that text; with less, later columns do not make up for the errors of earlier ones.
+        layers: "experts", or "all", which adds the matrices of attention and dense MLPs.
+        dtype: dtype of all other tensors, of the scales and of matmuls; None: a hub folder's dtype, or a run's compute
+            dtype.
+        calibration: text file that is typical of the model's input; int4 and int8 scales then minimise the error of the
+            outputs for its tokens. None: scales minimise the error of the weights.
+        calibration_bytes: memory for the statistics of that text; with less, later columns do not compensate the errors
+            of earlier ones.
 
     Returns:
-        What was made.
+        Path, description and report of the new folder.
 
     Raises:
-        ConfigError: a path breaks a rule, or sizes of the model do not fit the format.
+        ConfigError: a path breaks a rule, or a size of the model does not fit the format.
         CheckpointError: the source is damaged.
 
     Example:
@@ -171,14 +174,14 @@ def _dtype_of(run: Run) -> torch.dtype:
 
 
 def _model_of(run: Run) -> ModelConfig:
-    """The model's configuration."""
+    """Model configuration of a run."""
     config: Any = run.config
     found: ModelConfig = config.model
     return found
 
 
 def _hub_type(run: Run) -> str | None:
-    """The `model_type` under whose names a model goes out; None: under ours."""
+    """`model_type` of the hub architecture to write; None: our own names."""
     if run.is_hub:
         return hub_family(read_config(run.path)).model_type
     try:
@@ -213,7 +216,7 @@ def _planned(
 
 
 def _write_weights(weights: TensorSource, plan: _Plan, folder: Path) -> dict[str, int]:
-    """Write the files, tensor by tensor, and give their sizes."""
+    """Write the files tensor by tensor; returns their total size before and after."""
     parts = [
         part
         for ours, several in plan.by_ours
@@ -230,7 +233,7 @@ def _write_weights(weights: TensorSource, plan: _Plan, folder: Path) -> dict[str
 
 
 def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
-    """What the files hold, in their order."""
+    """Tensors of the files, in order."""
     for ours, several in plan.by_ours:
         tensor = read_whole(weights, ours)
         for name, shape in {p.theirs: p.theirs_shape for p in several}.items():
@@ -244,7 +247,7 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
             yield from _rounded(
                 found, plan, None if importance is None else importance[first % len(importance)]
             )
-        del tensor  # before the next one is read
+        del tensor  # freed before the next one is read
 
 
 def _rounded(matrix: Tensor, plan: _Plan, importance: Tensor | None) -> list[Tensor]:
@@ -263,7 +266,7 @@ def _rounded(matrix: Tensor, plan: _Plan, importance: Tensor | None) -> list[Ten
 
 
 def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
-    """Write all but the weights, and say in words what it is."""
+    """Write all files except the weights; returns a description in words."""
     modules = {
         p.theirs.removesuffix(".weight")
         for _, several in plan.by_ours

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a folder under the hub's names, written tensor by tensor."""
+"""Export of a checkpoint to a hub folder, written tensor by tensor."""
 
 import json
 import logging
@@ -39,21 +39,22 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> HubFamily:
-    """Write a checkpoint as transformers, vLLM and SGLang read one; the folder is visible when it is complete.
+    """Write a checkpoint in the format of transformers, vLLM and SGLang; the folder appears only when it is complete.
 
     Args:
-        checkpoint: of any number of ranks.
-        run_dir: has tokenizer.json, and the files beside the weights if the model came from the hub.
-        config: of the run.
-        folder: where to; it must not exist. Folders above it are made.
-        dtype: of the weights; None: that of the experts in the checkpoint, and FP32 for FP64, which no other program computes in.
-        shard_bytes: most bytes of a file.
+        checkpoint: checkpoint of any number of ranks.
+        run_dir: run directory with tokenizer.json, and a hub model's other files if the model came from the hub.
+        config: configuration of the run.
+        folder: folder to create; it must not exist. Missing parent folders are created.
+        dtype: dtype of the weights; None: the experts' dtype in the checkpoint, with FP64 written as FP32, because no
+            other program computes in FP64.
+        shard_bytes: maximum bytes of a file.
 
     Returns:
-        The architecture that it has there.
+        The architecture of the written model.
 
     Raises:
-        ConfigError: an option has no counterpart there, or the folder exists.
+        ConfigError: an option has no counterpart in hub architectures, or the folder exists.
     """
     family = export_family(config.model, origin_of(run_dir))
     if folder.exists():
@@ -73,7 +74,7 @@ def save_pretrained(
 
 
 def _dtype_of(checkpoint: Path) -> torch.dtype:
-    """Of the experts; the router is FP32 in any case."""
+    """Dtype of the experts' weights to write; the router is FP32 in any case."""
     found = Checkpoint(checkpoint, prefix=_MODEL).tensors
     dtype = next(kept.dtype for name, kept in found.items() if name.endswith("experts.w_in"))
     if dtype != torch.float64:
@@ -102,7 +103,7 @@ def _write_weights(
 
 
 def _targets(several: list[Piece], dtype: torch.dtype) -> list[FileTensor]:
-    """Their tensors that one of ours becomes, in the order of their first parts."""
+    """Output tensors that one of our tensors becomes, in the order of their first parts."""
     shapes = {piece.theirs: piece.theirs_shape for piece in several}
     is_bias = several[0].ours.endswith("expert_bias_E")
     return [FileTensor(n, torch.float32 if is_bias else dtype, s) for n, s in shapes.items()]
@@ -116,16 +117,16 @@ def _values(
         tensor = read_whole(source, ours)
         for target in _targets(several, dtype):
             yield their_value(target, several, tensor)
-        del tensor  # before the next one is read
+        del tensor  # freed before the next one is read
 
 
 def their_value(target: FileTensor, several: list[Piece], tensor: Tensor) -> Tensor:
-    """One of the files' tensors, made of parts of one of ours.
+    """Output tensor assembled from parts of one of our tensors.
 
     Args:
-        target: what is wanted.
-        several: the parts of ours, of this target and perhaps of others.
-        tensor: ours.
+        target: the output tensor.
+        several: pieces of our tensor, for this target and perhaps for others.
+        tensor: our tensor.
     """
     found = torch.empty(target.shape, dtype=target.dtype)
     for piece in several:
@@ -138,7 +139,7 @@ def their_value(target: FileTensor, several: list[Piece], tensor: Tensor) -> Ten
 def write_rest(
     run_dir: Path, config: ModelConfig, family: HubFamily, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write all files of a hub folder but the weights; as for the arguments, see `save_pretrained`."""
+    """Write all files of a hub folder except the weights; see `save_pretrained` for the arguments."""
     values = hub_config(config, family, dtype=str(dtype).removeprefix("torch."))
     extras = run_dir / EXTRAS
     if extras.is_dir():
@@ -155,7 +156,7 @@ def write_rest(
         tokenizer = load_tokenizer(run_dir / "tokenizer.json")
         end = end_of_text_id(tokenizer)
         talks = all(tokenizer.token_to_id(mark) is not None for mark in MARKS)
-        if talks and not extras.is_dir():  # it learned to, in our own format
+        if talks and not extras.is_dir():  # trained on conversations in our own format
             (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
         form = find_format(tokenizer, run_dir / "tokenizer.json")
         ends = list(dict.fromkeys([end, *config.end_ids, *form.ends]))
@@ -174,7 +175,7 @@ def write_rest(
 
 
 def _add_ends(run_dir: Path, folder: Path, saved: dict[str, Any]) -> None:
-    """Say in generation_config.json at what else answers end that the run learned by its chat template."""
+    """Add end tokens of the run's chat template to generation_config.json."""
     path = folder / "generation_config.json"
     values = parse_json(path.read_bytes()) if path.is_file() else {}
     known = values.get("eos_token_id", saved.get("eos_token_id"))

@@ -1,4 +1,6 @@
-"""Experts of transformers' models run on ours (`register`, `apply`), and our GPT is a model of transformers (`ExpertMeshForCausalLM`)."""
+"""Integration with transformers: its models' experts run on our operators (`register`, `apply`), and our GPT is one of
+its models (`ExpertMeshForCausalLM`).
+"""
 
 from expertmesh.integrations.transformers.model import (
     ExpertMeshConfig,

@@ -1,6 +1,6 @@
-"""What our model in transformers asks of the arguments of a call, each mistake as one line, before anything is computed or kept.
+"""Checks of the arguments of our model in transformers, each error on one line, before anything is computed or stored.
 
-Values (ids, labels, zeros and ones of a mask) are looked at on CPUs only: elsewhere the host would wait for the device.
+Values (ids, labels, mask entries) are checked on CPUs only: elsewhere the host would wait for the device.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from expertmesh.models.inputs import (
 )
 
 IGNORED = -100
-"""The label of what is not predicted."""
+"""Label of positions that are not predicted."""
 
 
 def check_call(
@@ -41,7 +41,7 @@ def check_call(
     """Check the arguments of `ExpertMeshForCausalLM.forward`, whose docstring has their meanings.
 
     Raises:
-        ConfigError: one has another shape, type, device or range, or does not go with the others.
+        ConfigError: an argument has a wrong shape, dtype, device or range, or conflicts with another.
     """
     if return_dict is False:
         raise ConfigError("return_dict=False: this model returns no tuples; leave it out")
@@ -71,7 +71,7 @@ def check_call(
 
 
 def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
-    """Tokens in a cache that grows and is of this model and these sequences."""
+    """Number of tokens in a cache, after checks that it grows and belongs to this model and these sequences."""
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise ConfigError(
             f"past_key_values is a {type(cache).__name__}; it must be a DynamicCache of transformers; take it from an output of this model"
@@ -88,7 +88,7 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
             f"a sequence of {past + new} tokens, {past} of them in the cache: must be at most max_seq_len={most}; "
             "shorten the prompt, or generate fewer (max_new_tokens)"
         )
-    # a quantised layer has no such keys, and one that is offloaded has them elsewhere
+    # quantized layers have no such keys, and offloaded layers have them elsewhere
     keys = [getattr(layer, "keys", None) for layer in cache.layers]
     held = [k.shape for k in keys if isinstance(k, Tensor) and k.ndim == 4 and past]
     if not held:

@@ -1,9 +1,9 @@
-"""Any causal mixture of transformers as a model that our engine serves: its attention over pages, its experts by ours.
+"""Causal MoE models of transformers served by our engine: attention over its block tables, experts on our operators.
 
-A model is served that keeps to transformers' attention interface: each layer calls the registered function once with queries,
-keys and values, and its mask is a window or a chunk of the causal order. Both are found out when the model is opened, by
-a pass of a few tokens, which also has to give the logits that the model gives by itself. What has other state (Mamba, gated
-delta nets), or attends otherwise, is refused by name.
+A model must use transformers' attention interface: each layer calls the registered attention function once with
+queries, keys and values, and its mask is a sliding window or chunk of the causal mask. Both are detected when the model
+is opened, by a forward pass of a few tokens whose logits must equal the model's own. Models with other state (Mamba,
+gated delta nets), or with other attention, are refused with the reason.
 """
 
 import math
@@ -32,16 +32,16 @@ from expertmesh.text.format import TextFormat, hub_start, text_format
 from expertmesh.text.tokenizer import load_tokenizer
 
 ATTENTION = "expertmesh_pages"
-"""The name of our attention in transformers' registries."""
+"""Name of our attention in transformers' registries."""
 _PROBE = 12
-"""Tokens of the pass that tells how a model attends."""
+"""Number of tokens of the detecting pass."""
 _FAR = 1 << 20
-"""A position for which masks are asked what it sees."""
+"""Position at which mask functions are evaluated."""
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """What the engine asks of the experts' options."""
+    """Expert options that the engine reads."""
 
     dropless_factor: float = math.inf
     max_capacity_factor: float | None = None
@@ -50,15 +50,15 @@ class _Layers:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes of a model, by the names that the engine reads.
+    """Sizes of a model, by the names that the engine reads.
 
     Attributes:
         vocab_size: rows of the embedding.
-        max_seq_len: longest sequence.
-        num_layers: layers that attend.
-        cache_heads: heads of keys.
-        cache_size: size of one.
-        experts: of each layer with experts that ours compute.
+        max_seq_len: maximum sequence length.
+        num_layers: number of attention layers.
+        cache_heads: number of key heads.
+        cache_size: size of a key head.
+        experts: number of experts of each layer that our operators compute.
     """
 
     vocab_size: int
@@ -73,16 +73,16 @@ class DecoderShape:
 
     @property
     def cache_numbers(self) -> int:
-        """Numbers that a cache keeps per token and layer."""
+        """Elements of the KV cache per token and layer."""
         return 2 * self.cache_heads * self.cache_size
 
     def experts_per_layer(self) -> tuple[int, ...]:
-        """Experts of the layers that have some."""
+        """Number of experts of each MoE layer."""
         return self.experts
 
 
 class _Choices(NamedTuple):
-    """What a layer's experts were asked to do."""
+    """Experts chosen in a layer."""
 
     topk_expert_ids_TK: Tensor
 
@@ -93,15 +93,15 @@ class _Output(NamedTuple):
 
 
 class TransformersDecoder(nn.Module):
-    """A causal model of transformers with the face of our GPT, as far as the engine looks.
+    """Causal model of transformers with the part of our GPT's interface that the engine uses.
 
     Args:
-        model: a loaded model; it is put into evaluation mode, its attention and experts are switched to ours.
-        end_ids: tokens that end a text.
-        start_ids: tokens put before a prompt; None: those that the tokenizer puts there.
+        model: a loaded model; it is set to evaluation mode, and its attention and experts are switched to ours.
+        end_ids: end-of-text tokens.
+        start_ids: tokens before a prompt; None: the tokenizer's.
 
     Raises:
-        ConfigError: the model cannot be served; names why.
+        ConfigError: the model cannot be served, with the reason.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("models/granite-3.0-1b-a400m-base")
@@ -122,7 +122,7 @@ class TransformersDecoder(nn.Module):
         with torch.no_grad(), _refusing(name):
             expected = model(input_ids=ids, use_cache=False).logits
         if any(is_experts(m) or is_packed(m) for m in model.modules()):
-            apply(model)  # others, as Llama 4 has them, and dense layers compute as they do
+            apply(model)  # other experts (Llama 4) and dense layers are not switched
         model.set_attn_implementation(ATTENTION)
         self._experts = [m for m in model.modules() if is_experts(m)]
         probe = _Probe(ids[0])
@@ -133,7 +133,7 @@ class TransformersDecoder(nn.Module):
         self.rules = probe.rules(name)
         heads, size = probe.shape(name)
         error = (found.logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
-        if not error <= 0.05:  # types of few digits are as far apart by rounding
+        if not error <= 0.05:  # low-precision dtypes differ this much by rounding
             raise ConfigError(
                 f"{name}: its logits over our attention are off by {error:.1e} of the largest; it does not keep to transformers' "
                 "attention interface; use a model that does"
@@ -150,23 +150,23 @@ class TransformersDecoder(nn.Module):
 
     @property
     def embedding(self) -> nn.Module:
-        """Its input embedding, whose type the cache has."""
+        """Input embedding; the KV cache has its dtype."""
         found: nn.Module = self.inner.get_input_embeddings()
         return found
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Vocabulary size."""
         return self.config.vocab_size
 
     @property
     def max_seq_len(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum number of tokens of a sequence."""
         return self.config.max_seq_len
 
     @property
     def device(self) -> torch.device:
-        """Where ids are expected."""
+        """Device of the inputs."""
         found: torch.device = self.inner.device
         return found
 
@@ -179,17 +179,17 @@ class TransformersDecoder(nn.Module):
         capacity_factor: float | None = None,
         losses: bool = False,
     ) -> _Output:
-        """Logits of some of the tokens of a step.
+        """Logits of selected tokens of a step.
 
         Args:
             ids_T: (T,) int64 flat tokens of any sequences.
-            context: their pages.
-            logit_rows_R: (R,) int64 which of them get logits.
-            capacity_factor: has no effect: transformers' models drop nothing.
-            losses: has no effect.
+            context: attention context with their block tables.
+            logit_rows_R: (R,) int64 indices of the tokens that get logits.
+            capacity_factor: no effect: transformers' models are dropless.
+            losses: no effect.
 
         Returns:
-            Logits (R, V), and the experts of every layer that ours compute.
+            Logits (R, V), and the chosen experts of every layer that our operators compute.
         """
         chosen: list[_Choices] = []
         with _noting(self._experts, chosen):
@@ -204,7 +204,7 @@ class TransformersDecoder(nn.Module):
 
 
 class _Pages(NamedTuple):
-    """What our attention is handed down the model: the step's pages, and how each layer looks at them."""
+    """Argument passed through the model to our attention: the step's context, and the score rule of each layer."""
 
     context: AttentionContext
     rules: tuple[ScoreRule, ...]
@@ -212,7 +212,7 @@ class _Pages(NamedTuple):
 
 @dataclass
 class _Probe:
-    """Takes the place of pages in the first pass, and notes how each layer attends."""
+    """Argument passed instead of `_Pages` in the detecting pass; records how each layer attends."""
 
     ids_T: Tensor
     masks: dict[int, Callable[..., Tensor] | None] = field(default_factory=dict)
@@ -222,14 +222,14 @@ class _Probe:
 
     @property
     def positions(self) -> Tensor:
-        """(T,) 0, 1, 2, ..."""
+        """(T,) positions 0, 1, 2, ..."""
         return torch.arange(len(self.ids_T), device=self.ids_T.device)
 
     def rules(self, name: str) -> tuple[ScoreRule, ...]:
-        """The window or chunk of each layer.
+        """Window or chunk of each layer.
 
         Raises:
-            ConfigError: a layer attends twice or not at all, or its mask is neither.
+            ConfigError: a layer attends twice or never, or its mask is neither a window nor a chunk.
         """
         places = sorted(self.masks)
         if places != list(range(len(places))) or not places or self.calls != len(places):
@@ -239,7 +239,7 @@ class _Probe:
         return tuple(_rule_of(name, i, self.masks[i], self.windows[i]) for i in places)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """(heads of keys, largest size of one).
+        """Number of key heads, and the largest size of a key or value head.
 
         Raises:
             ConfigError: layers differ.
@@ -256,7 +256,7 @@ class _Probe:
 def _rule_of(
     name: str, layer: int, mask: Callable[..., Tensor] | None, window: int | None
 ) -> ScoreRule:
-    """What a mask function says of a few far positions: everything before, a window, or chunks."""
+    """Score rule (full, window, or chunks) of a mask function, from its values at a few far positions."""
     if mask is None:
         return ScoreRule(window=window)
     zero = torch.tensor(0)
@@ -288,14 +288,14 @@ def _rule_of(
 
 
 def register_attention() -> None:
-    """Add our attention, and masks that are made where pages are known, to transformers' registries; again is no mistake."""
+    """Register our attention, and a mask function for it, with transformers; repeated calls are allowed."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 
 
 @dataclass(frozen=True)
 class _MaskOf:
-    """Stands for a mask: what decides which keys a query sees."""
+    """Mask function in the place of a mask."""
 
     function: Callable[..., Tensor]
 
@@ -318,7 +318,7 @@ def _attend(
     pages: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: (1, H, T, d) queries and (1, h, T, d) keys -> (1, T, H, size of a value)."""
+    """Attention function for transformers: (1, H, T, d) queries and (1, h, T, d) keys -> (1, T, H, size of a value)."""
     if pages is None:
         raise ConfigError(
             f"{type(module).__name__}: was not handed the pages of the step; its model does not pass arguments on to attention"
@@ -357,7 +357,7 @@ def _attend(
 
 @contextmanager
 def _noting(experts: list[Any], chosen: list[_Choices]) -> Iterator[None]:
-    """Note the expert ids of every call."""
+    """Context that records the expert ids of every call."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
@@ -387,7 +387,7 @@ def _refuse_other_state(model: Any) -> None:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Whatever a strange model raises in the first pass becomes one line."""
+    """Context that turns errors of an unsupported model in the detecting pass into ConfigError."""
     try:
         yield
     except (TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
@@ -402,15 +402,17 @@ def _refusing(name: str) -> Iterator[None]:
 def open_decoder(
     folder: str | Path, *, device: str | None, dtype: torch.dtype | None
 ) -> tuple[TransformersDecoder, TextFormat]:
-    """A folder as transformers saves it, opened by transformers' own class; nothing is downloaded and no code of the folder runs.
+    """Open a folder saved by transformers with transformers' own class; nothing is downloaded, and no code of the
+    folder runs.
 
     Args:
-        folder: with config.json, safetensors files and tokenizer.json.
+        folder: folder with config.json, safetensors files and tokenizer.json.
         device: auto, cpu, cuda or cuda:N; None: auto.
-        dtype: of the weights; None: that of the files.
+        dtype: dtype of the weights; None: the files'.
 
     Raises:
-        ConfigError: there is no such folder, transformers does not know the architecture, or the model cannot be served.
+        ConfigError: the folder does not exist, transformers does not know the architecture, or the model cannot be
+            served.
         CheckpointError: the tokenizer is missing or damaged.
     """
     path = expanded(folder)

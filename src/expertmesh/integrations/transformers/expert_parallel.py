@@ -1,4 +1,4 @@
-"""Our exchange of tokens as one of transformers' implementations of expert parallelism: `ep_implementation="expertmesh"`."""
+"""Expert parallelism for transformers with our exchange: `ep_implementation="expertmesh"`."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ from expertmesh.parallel.experts.route_split import make_split
 
 
 class ExpertMeshEP(EPImplementation):
-    """A token goes once to each rank that holds an expert of its choice, with its weights, and one sum comes back.
+    """Exchange that sends a token once to each rank with experts of its choice, and returns one sum per rank.
 
-    transformers' own all-to-all sends one copy for each choice instead. Ranks of a tensor-parallel group, which have the same
-    batch, each send their part of it.
+    transformers' own all-to-all sends one copy per choice. Ranks of a tensor-parallel group have the same batch, and
+    each sends its part of it.
 
     Args:
-        experts: the module, with this rank's experts.
-        ep_mesh: ranks among which the experts are spread.
-        tp_mesh: ranks that have the same batch.
+        experts: module with this rank's experts.
+        ep_mesh: ranks over which the experts are sharded.
+        tp_mesh: ranks with the same batch.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -46,7 +46,7 @@ class ExpertMeshEP(EPImplementation):
         )
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, D) tokens of this rank -> (T, D).
+        """Compute the experts of all ranks for (T, D) tokens of this rank -> (T, D).
 
         Args:
             hidden_states: (T, D).
@@ -69,7 +69,7 @@ class ExpertMeshEP(EPImplementation):
         tokens = dispatch_handle.finish()
         rows = tokens.x_TD, tokens.expert_ids_TK, tokens.weights_TK
         num_rows = len(tokens.x_TD)
-        if not num_rows:  # transformers' implementations take one row at least: one of nobody
+        if not num_rows:  # transformers' implementations need at least one row: a dummy one
             fills = (0, self.count, 0)
             rows = tuple(F.pad(r, (0, 0, 0, 1), value=f) for r, f in zip(rows, fills, strict=True))  # type: ignore[assignment]
         y_RD = self.experts_forward(*rows)[:num_rows]

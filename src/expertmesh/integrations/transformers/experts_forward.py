@@ -1,7 +1,8 @@
-"""The experts of a module of transformers, computed by our operators on its own tensors.
+"""Forward of a transformers experts module, computed by our operators on its own tensors.
 
-Known experts are one call of `moe_mlp` on views of the module's weights. For others (transposed or interleaved weights, a gate
-of the class's own, a norm behind the experts, low-rank adapters) the class's own functions run between our grouped products.
+Known experts are one call of `moe_mlp` on views of the module's weights. For others (transposed or interleaved weights,
+a gate of their own, a norm after the experts, low-rank adapters) the class's own functions run between our grouped
+matmuls.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ _GATED = {"silu": "swiglu", "relu": "reglu", "gelu": "geglu"}
 
 
 class Stack(NamedTuple):
-    """The matrices of all experts, their biases, and what adapters add to them."""
+    """Matrices of all experts, their biases, and their adapters."""
 
     w: Tensor
     b_EN: Tensor | None
@@ -36,7 +37,7 @@ class Stack(NamedTuple):
     transposed: bool
 
     def times(self, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
-        """Every row times its expert's matrix; no sum of a matrix and its adapters is ever made."""
+        """Multiply each row by its expert's matrix; the sum of a matrix and its adapters is never formed."""
         given: dict[str, Any] = {"transposed": self.transposed}
         if not self.adapters:
             return grouped_linear(x_RK, self.w, offsets_E, b_EN=self.b_EN, **given)
@@ -56,16 +57,16 @@ class Stack(NamedTuple):
 def forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute what transformers asks an experts implementation for.
+    """Compute the experts, as an experts implementation of transformers.
 
     Args:
         experts: a module whose class transformers decorated with `use_experts_implementation`.
         hidden_states: (T, D) tokens.
-        top_k_index: (T, K) ids of experts; the number of the module's experts means "not mine".
-        top_k_weights: (T, K) routing weights, of any floating-point type.
+        top_k_index: (T, K) ids of experts; the number of the module's experts means no expert of this module.
+        top_k_weights: (T, K) routing weights, of any floating-point dtype.
 
     Returns:
-        (T, D), in the type of the tokens.
+        (T, D), in the dtype of the tokens.
     """
     w_in = _stack(experts, "gate_up_proj" if experts.has_gate else "up_proj")
     w_out = _stack(experts, "down_proj")
@@ -108,7 +109,7 @@ def forward(
 
 
 def _sum_of_biases(b_ED: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """(T, D) what the biases of its experts, weighted, add to a token, in the wider type of both."""
+    """(T, D) weighted sum of the biases of a token's experts, in the wider dtype of both."""
     (T, _), E = top_k_index.shape, len(b_ED)
     wide = torch.promote_types(b_ED.dtype, top_k_weights.dtype)
     s_TE = top_k_weights.new_zeros(T, E + 1).scatter_add(
@@ -118,9 +119,9 @@ def _sum_of_biases(b_ED: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
 
 
 def fused_activation(experts: Any) -> str | None:
-    """Name the activation with which `moe_mlp` computes these experts; None: it does not know them.
+    """Name of the `moe_mlp` activation that computes these experts; None: unknown experts.
 
-    By the class's own gate function and the class of its activation, not by the name of the module's class.
+    Experts are recognized by the class's gate function and activation class, not by the module's class name.
     """
     if experts.is_transposed or _has_norm(experts):
         return None
@@ -142,5 +143,5 @@ def _stack(experts: Any, name: str) -> Stack:
 
 
 def _has_norm(experts: Any) -> bool:
-    """Whether there is a norm behind the experts; of before there were any, a module does not say."""
+    """Whether a norm follows the experts; older versions of transformers lack the attribute and the norm."""
     return bool(getattr(experts, "has_post_expert_norm", False))

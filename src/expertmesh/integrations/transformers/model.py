@@ -1,4 +1,4 @@
-"""Our GPT as a model of transformers: saved, loaded, generating and trained by transformers' own means; nothing is downloaded."""
+"""GPT as a transformers model: saved, loaded, generated from and trained with transformers' API; nothing is downloaded."""
 
 import logging
 from collections.abc import Mapping
@@ -36,11 +36,12 @@ _log = logging.getLogger("expertmesh.integrations")
 
 
 class ExpertMeshConfig(PreTrainedConfig):
-    """The configuration of a GPT of ours, as transformers keeps one.
+    """Transformers configuration of our GPT.
 
     Args:
-        gpt: our options by name, or a `ModelConfig`; None: the default ones. The usual names (hidden_size, ...) follow from them.
-        **kwargs: whatever transformers knows beside them, such as `eos_token_id`.
+        gpt: options by name, or a `ModelConfig`; None: defaults. Transformers' names (hidden_size, ...) are derived
+            from them.
+        **kwargs: further options of transformers, such as `eos_token_id`.
 
     Raises:
         ConfigError: an option breaks a rule.
@@ -51,7 +52,7 @@ class ExpertMeshConfig(PreTrainedConfig):
     gpt: Any = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Works out what transformers calls our options."""
+        """Derive transformers' options from ours."""
         with saved_run():
             model = ModelConfig.model_validate({} if self.gpt is None else self.gpt)
         self.gpt = model.model_dump(mode="json")
@@ -63,26 +64,26 @@ class ExpertMeshConfig(PreTrainedConfig):
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.head_size,
             "max_position_embeddings": model.max_seq_len,
-            "tie_word_embeddings": False,  # a tied matrix is one parameter of ours
+            "tie_word_embeddings": False,  # our tied matrix is a single parameter
         }
         super().__post_init__(**{**kwargs, **usual})
 
     @property
     def model(self) -> ModelConfig:
-        """Our configuration."""
+        """Configuration of the GPT."""
         with saved_run():
             return ModelConfig.model_validate(self.gpt)
 
 
 @dataclass
 class ExpertMeshOutput(ModelOutput):
-    """What a forward pass returns.
+    """Output of a forward pass.
 
     Attributes:
-        loss: scalar with labels: cross-entropy, and in training the routers' losses beside it.
+        loss: scalar, with labels only: cross-entropy, in training plus the routing losses.
         logits: (B, S, V), or of the last positions only.
-        past_key_values: the cache, where one was asked for.
-        aux_loss: scalar, the routers' share of the training loss: balance and z-losses of all layers, weighted; None for a dense model.
+        past_key_values: the KV cache, if requested.
+        aux_loss: scalar, weighted balance and z-losses of all layers; None for a dense model.
     """
 
     loss: Tensor | None = None
@@ -92,18 +93,18 @@ class ExpertMeshOutput(ModelOutput):
 
 
 _ALIGNED_BYTES = 64
-"""Of the memory that torch gives tensors on CPUs."""
+"""Alignment of CPU tensors that torch allocates."""
 
 
 class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
-    """A GPT of ours behind the interface of transformers' models.
+    """GPT with the interface of transformers' models.
 
-    `save_pretrained`, `from_pretrained`, `generate` (any strategy, with a growing cache) and `Trainer` are transformers' own.
-    `AutoModelForCausalLM` finds the class once this module has been imported.
+    `save_pretrained`, `from_pretrained`, `generate` (any strategy, with a growing cache) and `Trainer` are
+    transformers' own. Importing this module registers the class with `AutoModelForCausalLM`.
 
     Args:
-        config: of the model.
-        gpt: the model to wrap, of the same configuration; None: a new one, drawn from torch's default generator.
+        config: configuration of the model.
+        gpt: model to wrap, of the same configuration; None: a new one, initialized from torch's default generator.
 
     Raises:
         ConfigError: an option breaks a rule.
@@ -134,15 +135,15 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
     def from_run(
         cls, run: str | Path, *, dtype: torch.dtype | None = None
     ) -> "ExpertMeshForCausalLM":
-        """The model of a run of ours, with the weights of its newest good checkpoint, that ends a text by the run's tokens.
+        """Model of a run with the weights of its newest good checkpoint, and the run's end-of-text tokens.
 
         Args:
-            run: the run directory, or a folder as transformers saves one.
-            dtype: of the parameters (the router keeps FP32); None: as the checkpoint has them.
+            run: a run directory, or a folder saved by transformers.
+            dtype: dtype of the parameters (the router stays FP32); None: the checkpoint's.
 
         Raises:
-            ConfigError: this is no run directory, or not of a GPT.
-            CheckpointError: it has no usable checkpoint, or no tokenizer.
+            ConfigError: the path is not a run directory, or not of a GPT.
+            CheckpointError: the run has no usable checkpoint, or no tokenizer.
         """
         opened = open_model(run, dtype=dtype)
         model = opened.model
@@ -168,29 +169,31 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         capacity_factor: float | None = None,
         **unused: Any,
     ) -> ExpertMeshOutput:
-        """One pass. Synchronises with the device where a mask is given, to see whether it masks anything.
+        """Forward pass. With a mask it synchronizes with the device, to see whether anything is masked.
 
-        Arguments are checked before anything is computed or kept: shapes, types and devices everywhere, values on CPUs only.
+        Arguments are checked before anything is computed or stored: shapes, dtypes and devices always, values on CPUs
+        only.
 
         Args:
             input_ids: (B, S) int64.
-            attention_mask: (B, tokens in the cache + S) zeros and ones, 0 for padding; None: there is none.
-            past_key_values: a growing cache with the tokens before these; gets those of these.
-            labels: (B, S) integers, input_ids as a rule; the model shifts them. -100: not predicted.
-            use_cache: make a cache if there is none.
-            logits_to_keep: only the last so many positions get logits; 0: all.
-            num_items_in_batch: predicted tokens of the whole batch, of which this call sees a part; None: this is all of it. With labels.
-            return_dict: not False; transformers passes it.
-            capacity_factor: of all MoE layers, for this call only; inf: dropless; None: theirs.
-            **unused: what peft and others pass to every model, None or False.
+            attention_mask: (B, tokens in the cache + S) zeros and ones, 0 for padding; None: no padding.
+            past_key_values: a growing cache with the preceding tokens; these tokens are appended.
+            labels: (B, S) integers, usually input_ids; the model shifts them. -100: not predicted.
+            use_cache: create a cache if none is given.
+            logits_to_keep: number of last positions with logits; 0: all.
+            num_items_in_batch: with labels, predicted tokens of the whole batch, of which this call is a part; None:
+                this call is the batch.
+            return_dict: passed by transformers; must not be False.
+            capacity_factor: capacity factor of all MoE layers for this call; inf: dropless; None: their own.
+            **unused: arguments that peft and others pass to every model; must be None or False.
 
         Returns:
-            Loss (mean over the predicted tokens; in training plus the routers' share), logits, cache.
+            Loss (mean over the predicted tokens; in training plus the routing losses), logits, cache.
 
         Raises:
-            ConfigError: an argument of another shape, type, device or range, too many tokens, a cache of a fixed size, of another model or
-                of other sequences, labels beside logits_to_keep, an argument that this model has not, or a tied embedding that a
-                device_map has left without a device.
+            ConfigError: an argument has a wrong shape, dtype, device or range; there are too many tokens; the cache has
+                a fixed size or is of another model or other sequences; labels are given with logits_to_keep; an
+                argument is unsupported; or device_map leaves a tied embedding without a device.
         """
         check_call(
             self.gpt.config,
@@ -247,7 +250,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         aux_loss: Tensor | None,
         num_items: Tensor | int | None,
     ) -> Tensor:
-        """Of the tokens that follow, and in training of the routers by this part's share of the batch."""
+        """Next-token cross-entropy, in training plus the routing losses weighted by this call's share of the batch."""
         targets_BS = nn.functional.pad(labels_BS[:, 1:].long(), (0, 1), value=IGNORED)
         is_target_T = (targets_BS != IGNORED).flatten()
         losses_T = token_losses(logits_BSV, targets_BS.clamp(min=0))
@@ -261,7 +264,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         return loss + aux_loss.to(loss) * count / whole
 
     def _warn_of_loss(self) -> None:
-        """Say once that Trainer takes the loss itself."""
+        """Warn once that Trainer computes the loss itself, without the routing losses."""
         weights = self.config.model.moe.aux_loss_weight, self.config.model.moe.z_loss_weight
         if self.training and any(weights) and not self._has_warned:
             self._has_warned = True
@@ -271,14 +274,14 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate by transformers' means, in evaluation mode (the mode before is put back), and without drops for a capacity.
+        """Generate with transformers' implementation, in evaluation mode (restored afterwards) and dropless.
 
-        So a row says what `expertmesh.generate` says, and what it says alone, with the two exceptions that hold there as well:
-        max_capacity_factor bounds the rows of an expert, and experts that choose (expert_choice) do so among the tokens of a call.
-        A row that has ended still counts among these here, and not there.
+        A row's text therefore equals `expertmesh.generate`'s, and does not depend on other rows, with two exceptions:
+        max_capacity_factor bounds the rows of an expert, and expert-choice routers choose among the tokens of a call. A
+        finished row is still among these tokens here, but not in `expertmesh.generate`.
 
         Raises:
-            ConfigError: as `forward`, and at once where the new tokens have no room in the model's window.
+            ConfigError: see `forward`; also if the new tokens exceed the model's maximum length.
         """
         theirs: Any = super()
         modes = [(module, module.training) for module in self.modules()]
@@ -290,16 +293,16 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
                 module.training = mode
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of a step's `forward`, as transformers makes them; no token is to be dropped in it."""
+        """Arguments of `forward` for a generation step, from transformers, with a dropless capacity factor."""
         theirs: Any = super()
         found = theirs.prepare_inputs_for_generation(*args, **kwargs)
         return {"capacity_factor": self.gpt.config.moe.dropless_factor, **found}
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
-        """The lengths of a generation, as transformers finds them.
+        """Lengths of a generation, from transformers.
 
         Raises:
-            ConfigError: they pass the model's window.
+            ConfigError: they exceed the model's maximum length.
         """
         theirs: Any = super()
         found = theirs._prepare_generated_length(*args, **kwargs)
@@ -313,11 +316,11 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         return found
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
+        """Token embedding."""
         return self.gpt.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """The vocabulary belongs to the configuration.
+        """Unsupported: the vocabulary belongs to the configuration.
 
         Raises:
             ConfigError: always.
@@ -328,15 +331,15 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """As `set_input_embeddings`."""
+        """Unsupported; see `set_input_embeddings`."""
         self.set_input_embeddings(new_embeddings)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own; weights on CPUs lie as those of a new model do.
+        """Load a model as transformers does, with aligned CPU weights.
 
-        transformers maps files into memory, where a weight begins at any byte, and products round by where their
-        operands begin: the model would differ by a last bit from the one that was saved.
+        transformers memory-maps files, where a weight starts at any byte, and rounding of matmuls depends on the
+        alignment of their operands: without alignment the model would differ in the last bit from the saved one.
         """
         found = super().from_pretrained(*args, **kwargs)
         model = found[0] if isinstance(found, tuple) else found
@@ -351,18 +354,19 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """Give the model another number of tokens, tied or not; nothing is changed where this is refused.
+        """Resize the vocabulary, tied or not; on an error nothing is changed.
 
         Args:
-            new_num_tokens: rows are added at the end, or taken from there; None: as many as there are.
-            pad_to_multiple_of: the number is raised to a multiple of this.
-            mean_resizing: new rows are the mean of the old ones; else they are N(0, init_std^2).
+            new_num_tokens: new size; rows are added or removed at the end. None: unchanged.
+            pad_to_multiple_of: the size is rounded up to a multiple of this.
+            mean_resizing: new rows are the mean of the old ones; else N(0, init_std^2).
 
         Returns:
             The embedding.
 
         Raises:
-            ConfigError: a number breaks a rule, an id with a meaning (`eos_token_id`, ...) would have no row, or the model is spread or wrapped.
+            ConfigError: a number breaks a rule, a special token id (`eos_token_id`, ...) would have no row, or the
+                model is sharded or wrapped.
         """
         for name, value in (
             ("new_num_tokens", new_num_tokens),
@@ -386,7 +390,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         return self.gpt.embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        """The projection to the vocabulary; of a tied model the embedding."""
+        """Projection to the vocabulary; for a tied model, the embedding."""
         return self.gpt.embedding if self.gpt.output is None else self.gpt.output
 
     def _set_gradient_checkpointing(
@@ -399,13 +403,13 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """After loading, what no file holds: noise keys begin at zero, and nothing else may be missing."""
+        """Initialize buffers that no file holds (noise keys) to zero after loading; any other missing tensor is an error."""
         if self._draws_itself:
             return
         tensors: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
         for name, tensor in tensors.items():
             if tensor is None or tensor.is_meta or getattr(tensor, "_is_hf_initialized", False):
-                continue  # on "meta": in the files, and to stay on disk
+                continue  # on the meta device: offloaded to disk
             if name in module._non_persistent_buffers_set:
                 tensor.zero_()
                 continue
@@ -415,7 +419,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
 
-# Trainer shifts labels for models of this table alone where it takes the loss itself (label_smoothing_factor).
+# With label_smoothing_factor Trainer computes the loss, and shifts labels only for models in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ExpertMeshConfig.model_type] = ExpertMeshForCausalLM.__name__
 AutoConfig.register(ExpertMeshConfig.model_type, ExpertMeshConfig, exist_ok=True)
 AutoModelForCausalLM.register(ExpertMeshConfig, ExpertMeshForCausalLM, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Keys and values in a cache of transformers, as our GPT asks for them."""
+"""KV cache of transformers with the interface that our GPT uses."""
 
 import torch
 from torch import Tensor
@@ -8,22 +8,22 @@ from expertmesh.models.attention import DenseContext
 
 
 class SequencesOf:
-    """A `expertmesh.models.attention.LayerCache` whose memory is a cache of transformers that grows.
+    """`expertmesh.models.attention.LayerCache` on a growing cache of transformers.
 
     Args:
-        cache: holds what came before, and gets what comes.
-        token_mask_BK: (B, keys) bool over the tokens before and the new ones, False for padding; None: there is none.
+        cache: cache of the preceding tokens, to which new ones are appended.
+        token_mask_BK: (B, keys) bool over preceding and new tokens, False for padding; None: no padding.
     """
 
     def __init__(self, cache: Cache, token_mask_BK: Tensor | None) -> None:
         self._cache, self._token_mask_BK = cache, token_mask_BK
 
     def begin(self, num_new: int, *, device: torch.device, counts_padding: bool) -> DenseContext:
-        """What new tokens may look at.
+        """Attention context of new tokens.
 
         Args:
-            num_new: columns of the new tokens.
-            device: the device of the new tokens.
+            num_new: number of new tokens per sequence.
+            device: device of the new tokens.
             counts_padding: see `DenseContext.of`.
         """
         past = self._cache.get_seq_length()
@@ -38,6 +38,6 @@ class SequencesOf:
         )
 
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of a layer; returns those of all tokens so far."""
+        """Append new keys and values of a layer; returns the keys and values of all tokens so far."""
         k_BHKD, v_BHKD = self._cache.update(k_BHSD, v_BHSD, layer_index)
         return k_BHKD, v_BHKD

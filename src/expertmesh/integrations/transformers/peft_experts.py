@@ -1,7 +1,7 @@
-"""Low-rank adapters of peft on experts, lent to our experts as the factors that they are.
+"""Low-rank adapters of peft on experts, computed from their factors.
 
-peft parametrises an expert stack for each forward pass, which makes W + s B A: a tensor as large as all experts. A wrapper that
-lends its factors instead makes nothing of the kind, with any number of active adapters.
+In each forward peft parametrizes an expert stack and forms W + s B A, a tensor as large as all experts. Wrappers that
+lend their factors to our operators avoid this, with any number of active adapters.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,17 +16,17 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 
 _WRAPPER = "ParamWrapper"
-"""peft's class around a module of whose parameters one is adapted."""
+"""Class name of peft's wrapper of a module with an adapted parameter."""
 _LENT = "_expertmesh_adapters"
 
 
 class PeftFactors(NamedTuple):
-    """A low-rank addition to a stack of matrices, W + scaling * lhs @ rhs.
+    """Low-rank addition to a stack of matrices, W + scaling * lhs @ rhs.
 
     Attributes:
         lhs: (E, rows, r).
         rhs: (E, r, columns).
-        scaling: its factor.
+        scaling: scalar factor.
     """
 
     lhs: Tensor
@@ -35,11 +35,11 @@ class PeftFactors(NamedTuple):
 
 
 def weight_and_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[PeftFactors, ...]]:
-    """A weight of the experts and the adapters on it; where they cannot be told apart, their sum.
+    """Weight of the experts, and the adapters on it; if they cannot be separated, their sum and no adapters.
 
     Args:
-        experts: the module.
-        name: of its parameter.
+        experts: the experts module.
+        name: name of its parameter.
     """
     lent: dict[str, tuple[PeftFactors, ...]] = experts.__dict__.get(_LENT, {})
     parametrised = getattr(experts, "parametrizations", {})
@@ -53,11 +53,11 @@ def weight_and_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[PeftFact
 
 
 def lend_factors(model: nn.Module, name: str) -> None:
-    """Let peft's wrappers of expert stacks lend their factors, where the experts run on the implementation of this name.
+    """Make peft's wrappers of expert stacks lend their factors, if the experts run on an implementation.
 
     Args:
-        model: may hold such wrappers; without any it is left alone.
-        name: of `experts_implementation`.
+        model: a model, with such wrappers or without.
+        name: name of the `experts_implementation`.
     """
     for module in model.modules():
         wrapper: Any = module
@@ -92,10 +92,10 @@ def _while_lent(wrapper: Any, experts: nn.Module, active_adapters: list[str]) ->
 
 
 def _refuse_stacks(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Refuse, before peft does without saying what to do, to wrap a stack of experts of ours with more axes than peft knows.
+    """Raise a clear error before peft wraps a `GroupedExperts` stack with more axes than peft supports.
 
     Raises:
-        ConfigError: it names the parameter.
+        ConfigError: names the parameter.
     """
     if type(wrapper).__name__ != _WRAPPER or not isinstance(module, GroupedExperts):
         return

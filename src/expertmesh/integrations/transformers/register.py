@@ -1,4 +1,4 @@
-"""The name under which transformers finds our experts, and how a loaded model is switched to it."""
+"""Registration of our experts implementation in transformers, and its use by a loaded model."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_ga
 
 
 def register() -> str:
-    """Add `experts_implementation="expertmesh"` to transformers, for this process; again is no mistake.
+    """Add `experts_implementation="expertmesh"` to transformers in this process; repeated calls are allowed.
 
-    And `ep_implementation="expertmesh"`, for `DistributedConfig`, where transformers has such a choice: our exchange brings tokens to
-    the experts of all ranks.
+    If transformers supports `ep_implementation` in `DistributedConfig`, "expertmesh" is added there as well: our
+    exchange sends tokens to the experts of all ranks.
 
     Returns:
         The name, for `from_pretrained(..., experts_implementation=register())`.
@@ -35,7 +35,7 @@ def register() -> str:
 def _register_exchange() -> None:
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
-    except ImportError:  # a transformers of before there were several
+    except ImportError:  # older versions of transformers have no such interface
         return
     from expertmesh.integrations.transformers.expert_parallel import ExpertMeshEP
 
@@ -43,19 +43,19 @@ def _register_exchange() -> None:
 
 
 def apply(model: nn.Module) -> int:
-    """Run the experts of a loaded model on ours from now on; weights stay where they are.
+    """Switch the experts of a loaded model to our operators; weights are neither moved nor copied.
 
-    The choice of experts, their weights, shared experts and losses stay transformers' own. The choice is not saved with the model.
-    Low-rank adapters of peft (`target_parameters`) that are there already run as the factors that they are.
+    Routing, routing weights, shared experts and losses remain transformers' own. The switch is not saved with the
+    model. Existing low-rank adapters of peft (`target_parameters`) are computed from their factors.
 
     Args:
-        model: a model of transformers with mixture-of-experts layers, one that peft has wrapped, or one such layer.
+        model: a model of transformers with MoE layers, also wrapped by peft, or one such layer.
 
     Returns:
-        How many experts modules it reached, one per mixture-of-experts layer.
+        Number of experts modules switched, one per MoE layer.
 
     Raises:
-        ConfigError: there is none (a dense model), or its weights are FP8 or MXFP4.
+        ConfigError: the model has no experts, or its weights are FP8 or MXFP4.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")
@@ -84,17 +84,17 @@ def apply(model: nn.Module) -> int:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is a module of experts that transformers dispatches, of weights that are not packed."""
+    """Whether a module is an experts module that transformers dispatches, with unpacked weights."""
     return all(hasattr(module, name) for name in _MARKS) and not is_packed(module)
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether it is a module of quantised experts, which ours do not compute."""
+    """Whether a module holds quantized experts, which our operators do not support."""
     return isinstance(module, FP8Experts) or type(module).__name__.startswith("Mxfp4")
 
 
 def _refuse_fp8(experts: Any, *args: Tensor, **kwargs: Any) -> Tensor:
-    """Say what a model of FP8 weights needs.
+    """Experts implementation for FP8 weights, which are not supported.
 
     Raises:
         ConfigError: always.

@@ -1,4 +1,4 @@
-"""What transformers' Trainer does not know of mixture-of-experts layers."""
+"""Callback for transformers' Trainer that updates balancing biases of MoE layers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from expertmesh.training.routing_losses import LoadCounter
 
 
 class BalanceExperts(TrainerCallback):
-    """Moves the balancing biases of a model with `bias_update_rate` after every step, as our own trainer does.
+    """Updates the balancing biases of a model with `bias_update_rate` after every step, as our own trainer does.
 
     Example:
         >>> Trainer(model=model, args=args, train_dataset=data, callbacks=[BalanceExperts()])
@@ -31,10 +31,10 @@ class BalanceExperts(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Begin to count who is chosen.
+        """Start to count choices per expert.
 
         Raises:
-            ConfigError: there are several ranks, which would count apart, or no layer has such a bias.
+            ConfigError: there are several ranks, which would count separately, or no layer has a balancing bias.
         """
         if args.world_size > 1:
             raise ConfigError(
@@ -58,7 +58,7 @@ class BalanceExperts(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Move the biases by the counts of this step."""
+        """Update the biases from the counts of this step."""
         with torch.no_grad():
             for layer, counter in self._counters.items():
                 balance_experts(layer, counter.counts)
@@ -67,7 +67,7 @@ class BalanceExperts(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count no more."""
+        """Stop counting."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._counters = [], {}

@@ -1,4 +1,4 @@
-"""An upcycled model of transformers as a Mixtral or Qwen3-MoE of transformers, which is saved, pushed and read by its own means."""
+"""Conversion of an upcycled model to transformers' Mixtral or Qwen3-MoE, for its own saving and loading."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from expertmesh.moe.layer import MoELayer
 
 
 class _Sparse(NamedTuple):
-    """A class with experts whose other parts are those of a dense one."""
+    """MoE class of transformers whose other parts equal a dense class's."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
@@ -35,17 +35,19 @@ _OTHER_WAY = "keep its state_dict, and read it by load_state_dict into a model t
 
 
 def as_moe_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Give an upcycled Llama or Mistral as a Mixtral, and an upcycled Qwen3 as a Qwen3-MoE, of transformers.
+    """Convert an upcycled Llama or Mistral to transformers' Mixtral, and an upcycled Qwen3 to its Qwen3-MoE.
 
-    Weights are shared with the upcycled model, so that no second copy is made; a router gets the type of the other weights, and
-    `granularity` g is multiplied into the experts' second matrices. It computes the same to rounding. What transformers can do with
-    a model (`save_pretrained`, `push_to_hub`, vLLM, `expertmesh convert`) can be done with this one.
+    Weights are shared with the upcycled model, not copied, with two exceptions: the router is cast to the dtype of the
+    other weights, and `granularity` g is multiplied into the experts' second matrices. Outputs are equal up to
+    rounding. The result works wherever transformers' models do (`save_pretrained`, `push_to_hub`, vLLM, `expertmesh
+    convert`).
 
     Args:
-        model: whose feed-forward blocks `em.upcycle` replaced, all of them (`every=1`), or of a Qwen3 every n-th.
+        model: a model whose feed-forward blocks were replaced by `em.upcycle`: all of them (`every=1`), or for Qwen3
+            every n-th.
 
     Raises:
-        ConfigError: neither class computes what it does; names the option.
+        ConfigError: neither class supports the model; names the option.
 
     Example:
         >>> em.upcycle(model, every=1, num_experts=8)
@@ -73,14 +75,14 @@ def as_moe_model(model: PreTrainedModel) -> PreTrainedModel:
             state |= _weights(layer, f"model.layers.{index}.mlp.", model.dtype)
     target.load_state_dict(state, assign=True)
     inner: Any = target.model
-    inner.rotary_emb = type(inner.rotary_emb)(config).to(model.device)  # its angles are in no file
+    inner.rotary_emb = type(inner.rotary_emb)(config).to(model.device)  # its buffers are in no file
     target.tie_weights()
     target.generation_config = model.generation_config
     return target.train(model.training)
 
 
 def _step(layers: list[MoELayer | None], kind: str) -> int:
-    """Every how many-th layer has experts."""
+    """Distance of layers with experts: every n-th layer has them."""
     first = next((i for i, layer in enumerate(layers) if layer is not None), None)
     if first is None:
         raise ConfigError(
@@ -98,7 +100,7 @@ def _step(layers: list[MoELayer | None], kind: str) -> int:
 
 
 def _check(layers: list[MoELayer], dense: Any) -> None:
-    """Refuse what the classes with experts do not compute."""
+    """Raise ConfigError for options that the MoE classes do not support."""
     o, experts = layers[0].options, layers[0].experts
     divided = o.score_function == "softmax_after_topk" or o.normalize_weights in ("topk", "kept")
     rules: list[tuple[str, Any, bool]] = [
@@ -143,7 +145,7 @@ def _has_bias(dense: Any) -> bool:
 
 
 def _values(dense: Any, sparse: _Sparse, layers: list[MoELayer], step: int) -> dict[str, Any]:
-    """The configuration: what both classes know, and the experts."""
+    """Values of the configuration: options shared by both classes, and the experts'."""
     o = layers[0].options
     known = sparse.config().to_dict()
     own = ("model_type", "architectures", "transformers_version")
@@ -151,7 +153,7 @@ def _values(dense: Any, sparse: _Sparse, layers: list[MoELayer], step: int) -> d
     found = {
         **common,
         "num_experts_per_tok": o.top_k,
-        # theirs is K at balance and of the mean over the layers, ours 1 in each of them
+        # theirs is K at balance and a mean over the layers, ours is 1 in each layer
         "router_aux_loss_coef": o.aux_loss_weight * len(layers) / o.top_k,
         "dtype": dense.dtype,
     }
@@ -169,7 +171,7 @@ def _values(dense: Any, sparse: _Sparse, layers: list[MoELayer], step: int) -> d
 
 @torch.no_grad()
 def _weights(layer: MoELayer, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a layer under transformers' names."""
+    """Tensors of a layer under transformers' names."""
     w_in, w_out, router = (
         layer.get_parameter(n) for n in ("experts.w_in", "experts.w_out", "router.proj.weight")
     )

@@ -1,7 +1,7 @@
-"""A gate of the class's own on many rows: a block at a time, which stays in the cache, and once more in the backward.
+"""Blockwise computation of an experts class's own gate on many rows, in cache-sized blocks, with recomputation in the backward.
 
-An experts class of transformers computes its gate for the rows of one expert or for those of all, as its implementation pleases, so
-that no row may matter to another. Its own lines are run as they are; their intermediate results are not kept.
+Rows are independent in such gates: transformers computes them for one expert's rows or for all rows, depending on the
+implementation. The class's own code is run unchanged; its intermediate results are not kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,25 +17,25 @@ from expertmesh.ops.plain_call import is_plain
 Gate = Callable[[Tensor], Tensor]
 
 SMALLEST = 1 << 20
-"""Elements of the rows from which blocks are worth their calls."""
+"""Number of elements of the rows from which blockwise computation pays off."""
 BLOCK_ELEMENTS = 1 << 18
-"""Of the rows of a block, per thread; a gate makes several results of half the size."""
+"""Number of elements of a block of rows per thread; a gate creates several intermediates of half this size."""
 
 
 def weighted_gate(gate: Gate, h_RH: Tensor, s_R: Tensor) -> Tensor:
-    """Give s * gate(h), the product rounded once.
+    """Compute s * gate(h), rounding the product once.
 
     Args:
-        gate: of rows (R, H) gives rows (R, F), each of its own row.
+        gate: maps rows (R, H) to rows (R, F), each independent of the others.
         h_RH: (R, H) pre-activations.
-        s_R: (R,) weights of any floating-point type.
+        s_R: (R,) weights of any floating-point dtype.
 
     Returns:
-        (R, F) in the type of the gate's result.
+        (R, F) in the dtype of the gate's result.
     """
     serves = (
         h_RH.numel() >= SMALLEST
-        and h_RH.dtype.itemsize >= 4  # rows of half the size gain nothing
+        and h_RH.dtype.itemsize >= 4  # rows in 16-bit dtypes gain nothing
         and is_plain(h_RH, s_R)
         and autocast_dtype(h_RH.device) is None
         and _has_no_parameters(gate, h_RH)
@@ -52,7 +52,7 @@ def _weighted(gate: Gate, h_RH: Tensor, s_R: Tensor) -> Tensor:
 
 
 def _has_no_parameters(gate: Gate, h_RH: Tensor) -> bool:
-    """Whether nothing but its row gets a gradient from the gate: a row of zeros is tried."""
+    """Whether the gate has no inputs with gradients except its row; tested on a row of zeros."""
     with torch.enable_grad():
         row = h_RH.new_zeros(1, h_RH.shape[1]).requires_grad_()
         open_nodes = [gate(row).grad_fn]
