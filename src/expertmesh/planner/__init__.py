@@ -1,1 +1,1 @@
-"""What a mixture of experts costs on a cluster: memory, time, days and price, with error bars. Never imports torch."""
+"""Planner: memory, time, days and price of a mixture of experts on a cluster, with error bars. Never imports torch."""

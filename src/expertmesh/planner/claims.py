@@ -1,6 +1,6 @@
-"""Speed-ups that Tutel and DeepSpeed-MoE claim, beside what the model says of the same: its baseline is the one-hot dispatch of 2021.
+"""Speed-ups that Tutel and DeepSpeed-MoE claim, and the model's ratios for them, over the one-hot dispatch of 2021.
 
-A claim whose settings are published gets a ratio; one whose settings are not gets those that would make it true.
+A claim with published settings gets a ratio; a claim without gets settings that would make it true.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from expertmesh.costs.step_time import Efficiency, raw_step, route_of, step_seco
 OLD = Workload(
     1024, precision="float16", stack="2021", states="fairseq", merges=False, one_hot=True
 )
-"""fairseq of 2021 in FP16."""
+"""Baseline of the claims: fairseq of 2021 in FP16, with one-hot dispatch."""
 TUTEL = replace(OLD, one_hot=False)
-"""The same software with sparse dispatch: what the claims compare with."""
+"""`OLD` with sparse dispatch, the claimed improvement."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Claim:
     """A published ratio.
 
     Attributes:
-        name: what is claimed.
-        claimed: the ratio.
-        found: the model's; None: its settings are not published.
-        assumed: what the source leaves open, or the settings that would make it true.
+        name: the claim in words.
+        claimed: the claimed ratio.
+        found: the model's ratio; None: its settings are not published.
+        assumed: settings that the source leaves open, or that would make the claim true.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Claim:
 
 
 def layer(dim: int, hidden_dim: int, num_experts: int, top_k: int) -> ModelSizes:
-    """A layer of two-matrix experts alone."""
+    """Sizes of a model that is one layer of two-matrix experts."""
     block = LayerSizes(
         count=1,
         attention_elements=0,
@@ -62,7 +62,7 @@ def layer(dim: int, hidden_dim: int, num_experts: int, top_k: int) -> ModelSizes
 def layer_ratio(
     tokens: int, *, gpus: int, dim: int, hidden_dim: int, per_gpu: int, top_k: int
 ) -> float:
-    """A layer with one-hot dispatch and plain exchange over one with sparse dispatch and the faster exchange, A100-80."""
+    """Time of a layer with one-hot dispatch and flat all-to-all over sparse dispatch and the faster all-to-all, A100-80."""
     cluster = find_cluster(f"a100-80x{gpus}")
     sizes = layer(dim, hidden_dim, per_gpu * gpus, top_k)
     flat = RankLayout(gpus, route_degree=gpus, zero_stage=1)
@@ -79,7 +79,7 @@ def layer_ratio(
 
 
 def model_ratio(gpus: int, batch: int) -> float:
-    """A step of the 1.1T family, an expert per layer and GPU, with one-hot dispatch over one with sparse dispatch."""
+    """Time of a step of the 1.1T family, an expert per layer and GPU, with one-hot dispatch over sparse dispatch."""
     cluster = find_cluster(f"a100-80x{gpus}")
     sizes = sizes_of_hub(FAIRSEQ | {"num_experts": gpus})
     layout = RankLayout(gpus, route_degree=gpus, checkpointing="full", micro_batch=batch)
@@ -104,7 +104,7 @@ FAIRSEQ = {
 
 
 def exchange_ratio(tokens: float, gpus: int = 2048, dim: int = 2048) -> float:
-    """Flat over hierarchical exchange of top-2 tokens that do not merge, A100-80, FP16."""
+    """Time of the flat over the hierarchical all-to-all, top-2 tokens without merging, A100-80, FP16."""
     cluster = find_cluster(f"a100-80x{gpus}")
     route, network = route_of(gpus, 1, cluster.node_size), network_of(cluster)
     load = replace(TokenLoad.even(tokens, 2, 2 * gpus), merges=False)
@@ -116,7 +116,7 @@ def exchange_ratio(tokens: float, gpus: int = 2048, dim: int = 2048) -> float:
 
 
 def solved(ratio: Callable[[float], float], wanted: float, low: float, high: float) -> float | None:
-    """Where a monotonous ratio has a value, between two ends; None: nowhere there."""
+    """The argument at which a monotonic ratio has a value, between `low` and `high`; None: there is none."""
     rises = ratio(high) > ratio(low)
     ends = (ratio(low), ratio(high))
     if not min(ends) <= wanted <= max(ends):
@@ -131,7 +131,7 @@ def solved(ratio: Callable[[float], float], wanted: float, low: float, high: flo
 
 
 def claims() -> list[Claim]:
-    """All, in the order of the seeds' list."""
+    """All claims: layers, models, all-to-all, pipelining, switching, SwinV2-MoE."""
     found = []
     for gpus, claimed in ((16, 4.96), (128, 3.11), (2048, 5.75)):
         ratio = layer_ratio(16384, gpus=gpus, dim=2048, hidden_dim=2048, per_gpu=2, top_k=2)
@@ -235,7 +235,7 @@ def _switching() -> str:
 
 
 def _swin(kind: str, claimed: float, passes: int) -> Claim:
-    """SwinV2-B's third stage (D = 512, F = 2,048, 32 experts, top-1): the tokens at which one-hot products cost so much more."""
+    """Claim on SwinV2-B's third stage (D = 512, F = 2,048, 32 experts, top-1), solved for the tokens that make it true."""
     peak = find_cluster("a100-80x1").device.flops_per_s("float16")
     e = Efficiency()
 

@@ -1,4 +1,4 @@
-"""A run as its configuration has it: its layout, and what that costs."""
+"""Layout and costs of a run as its configuration stands, without a search."""
 
 from dataclasses import replace
 
@@ -9,11 +9,11 @@ from expertmesh.planner.search import Candidate, Problem
 
 
 def layout_of(config: GPTRunConfig, num_ranks: int) -> RankLayout | None:
-    """The layout of a run on so many ranks; None: its degrees or its batch do not fit them.
+    """Layout of a run on `num_ranks`; None: its degrees or its batch do not fit them.
 
     Args:
-        config: of the run.
-        num_ranks: of the world.
+        config: configuration of the run.
+        num_ranks: number of ranks of the world.
     """
     parallel, train = config.parallel, config.train
     copies, tp = parallel.dp_replicate_degree, parallel.tp_degree
@@ -45,11 +45,11 @@ def layout_of(config: GPTRunConfig, num_ranks: int) -> RankLayout | None:
 
 
 def as_configured(config: GPTRunConfig, problem: Problem) -> Candidate | None:
-    """What a run costs as it is configured; None: it cannot run on so many devices.
+    """The configured layout of a run with its costs; None: it cannot run on the cluster's devices.
 
     Args:
-        config: of the run.
-        problem: on a cluster; its batch and sequence are the run's here.
+        config: configuration of the run.
+        problem: problem with the cluster; the run's batch and sequence length replace its own.
     """
     cluster: Cluster = problem.cluster
     layout = layout_of(config, cluster.num_gpus)

@@ -1,4 +1,4 @@
-"""The eight constants of the time model, fitted on named rows."""
+"""Fit of the time model's eight constants on published measurements."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ from expertmesh.costs.step_time import BOUNDS, USUAL, Efficiency, RawStep, step_
 from expertmesh.planner.published import PublishedMeasurement
 
 MOST, BEYOND = 0.7, 0.1
-"""Of a row's error beyond twice a tenth counts: one outlier decides nothing, and is not lost."""
+"""Log error of a row up to which it counts fully (a factor of 2), and share of the excess that counts: outliers weigh less."""
 PRIOR = 0.05
-"""Weight of the distance from `USUAL`, over the width of the bounds: rows cannot tell the constants apart."""
+"""Weight of the squared distance from `USUAL` over the width of the bounds, because rows do not determine all constants."""
 _FIRST_STEP, _LAST_STEP = 0.3, 0.01
 
 
 Row = tuple[RawStep, float]
-"""What the model counts for a step at the hardware's peaks, and the seconds that it took."""
+"""(modelled seconds of a step at the hardware's peaks, measured seconds)."""
 Bounds = Mapping[str, tuple[float, float]]
 
 
 def fit(points: Sequence[PublishedMeasurement]) -> Efficiency:
-    """The constants with the least mean error of rows of training throughput, within `BOUNDS`; see `fit_rows`."""
+    """Constants with the least mean error on rows of training throughput, within `BOUNDS`; see `fit_rows`."""
     return fit_rows([(point.raw(), point.measured_s) for point in points])
 
 
@@ -35,8 +35,8 @@ def fit_rows(
 
     Args:
         rows: see `Row`.
-        usual: where it begins, and what constants are drawn to.
-        bounds: of the constants that are fitted; others stay as they are.
+        usual: constants from which the fit starts, and to which it is drawn.
+        bounds: bounds of the constants to fit; others stay as they are.
     """
     best, cost, step = usual, _cost(rows, usual, usual, bounds), _FIRST_STEP
     moves = partial(_moves, bounds)

@@ -1,4 +1,4 @@
-"""A user's own measurements, which the constants are fitted on beside the published ones."""
+"""A user's own measurements, on which the constants are fitted beside the published ones."""
 
 import difflib
 import tomllib
@@ -21,13 +21,13 @@ from expertmesh.planner.published import (
 def own_points(path: str) -> tuple[PublishedMeasurement, ...]:
     """A user's measurements from a TOML file with sections `points.NAME`, which have the fields of published.toml's rows.
 
-    `model` may be a recipe, a run or a config.json, too, and `cluster` a file; `settings` may be left out. All are fitted on.
+    `model` may also be a recipe, a run or a config.json, and `cluster` a file; `settings` may be left out. All rows enter the fit.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        ConfigError: it cannot be read, or a row lacks a field or has a wrong one.
+        ConfigError: the file cannot be read, or a row lacks a field or has a wrong one.
 
     Example:
         A file with one row::

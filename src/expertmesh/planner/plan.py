@@ -1,4 +1,4 @@
-"""`expertmesh.plan`: the best layouts of a model on a cluster, what each costs, and why others lost."""
+"""`expertmesh.plan`: the best layouts of a model on a cluster, their costs, and why other layouts lost."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,14 +33,14 @@ _MOST_TIMES_MORE = 1024
 
 
 class Plan(SearchResult):
-    """An `SearchResult` that prints itself."""
+    """A `SearchResult` that prints itself."""
 
     def text(self) -> str:
-        """All of it as a table for a terminal."""
+        """The plan as a table for a terminal."""
         return plan_text(self)
 
     def __str__(self) -> str:
-        """As `text`."""
+        """Text of `text`."""
         return self.text()
 
 
@@ -58,26 +58,26 @@ def plan(
     vpp: int = 1,
     measured: str | Path | None = None,
 ) -> Plan:
-    """What a model costs on a cluster: the best layouts, memory and time by part, days and price. Imports no torch.
+    """Plan a model on a cluster: the best layouts, memory and time by part, days and price. Imports no torch.
 
     Args:
         model: a recipe's name, a configuration, a run, a config.json of the hub or its folder, or a published model.
         cluster: "h100x64", a TOML file, or a `Cluster`.
         goal: "throughput", "memory" or "latency".
-        tokens_per_batch: of one optimiser step; None: the recipe's.
+        tokens_per_batch: tokens of one optimiser step; None: the recipe's.
         max_context: tokens of a sequence; None: the recipe's.
-        tokens: of the whole training, for days and price; None: the recipe's.
+        tokens: tokens of the whole training, for days and price; None: the recipe's.
         imbalance: rows of the fullest rank over the mean; None: 1.15, as of natural routing.
-        states: what is kept of each parameter; what is not "ours" cannot be run by this project.
-        pp: stages of a pipeline, to reproduce published runs; this project has none.
-        vpp: virtual stages of each.
+        states: states kept of each parameter; see `costs.rank_layout.States`.
+        pp: pipeline stages, to reproduce published runs; this project has none.
+        vpp: virtual stages of each pipeline stage.
         measured: a TOML file of your own measurements, on which the constants are fitted again (docs/planner.md).
 
     Returns:
         A `Plan`; `print(plan)` shows it.
 
     Raises:
-        ConfigError: a value breaks a rule, or the model fits nowhere: says what would make it fit.
+        ConfigError: a value breaks a rule, or no layout fits; names hardware that would fit.
 
     Example:
         >>> found = em.plan("gpt-1.3b-moe128", cluster="a100-80x128")
@@ -117,7 +117,7 @@ def _problem(
     pp: int,
     vpp: int,
 ) -> tuple[Problem, tuple[str, ...]]:
-    """The problem, and what was guessed."""
+    """(search problem, guessed inputs in words)."""
     guesses = list(model.guesses)
     _check(tokens_per_batch, max_context, imbalance, states, pp, vpp, cluster)
     seq_len = model.seq_len if max_context is None else max_context
@@ -137,7 +137,7 @@ def _problem(
     else:
         batch = max(model.batch_tokens // seq_len, 1)
         if model.config is None and batch < cluster.num_gpus:
-            batch = cluster.num_gpus  # a guess that no layout could use would be none
+            batch = cluster.num_gpus  # a smaller guess would fit no layout
             guesses = [g for g in guesses if "tokens per step" not in g]
             guesses.append(f"{batch * seq_len:,} tokens per step, a sequence for each device")
     is_cpu = cluster.device.bf16_tflops < 10
@@ -181,7 +181,7 @@ def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
 
 
 def _heads(model: PlannedModel) -> int:
-    """A number that a tensor degree must divide."""
+    """Number of heads, which a tensor-parallel degree must divide."""
     if model.config is not None:
         return model.config.model.num_heads
     return 2**20  # heads of the hub's models are multiples of 8
@@ -224,7 +224,7 @@ def _check(
 
 
 def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
-    """One line: what is lacking, and what would make it fit."""
+    """Error message, in one line, with the missing memory and hardware that would fit."""
     cluster = problem.cluster
     smallest = [
         Candidate(problem, replace(sized, offload=offload))
@@ -253,7 +253,7 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
 
 
 def _remedy(problem: Problem) -> str:
-    """What would fit: more devices of this kind, or as many of another."""
+    """Fix for a model that fits nowhere: more devices of this kind, or as many of another kind."""
     found = []
     for times in powers_of_two(_MOST_TIMES_MORE)[1:]:
         number = problem.cluster.num_gpus * times

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that holds all it needs: memory against time, bars by part, scaling, and the validation."""
+"""A plan as a self-contained HTML page: memory against time, bars by part, scaling, and the validation."""
 
 import html
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from expertmesh.planner.table import layout_text, memory_parts, plan_text, time_
 from expertmesh.planner.validation import Summary, Validation, validate
 
 BARS = 4
-"""Layouts of the front that have bars."""
+"""Number of layouts of the Pareto front that have bars."""
 
 
 def write_page(plan: SearchResult, path: str | Path) -> Path:
     """Write a page about a plan.
 
     Args:
-        plan: what is shown.
-        path: of the file.
+        plan: the plan.
+        path: path of the file.
 
     Returns:
-        The file.
+        Path of the written file.
 
     Raises:
-        ConfigError: it cannot be a file.
-        OSError: it cannot be written.
+        ConfigError: the path cannot be a file.
+        OSError: the file cannot be written.
     """
     target = output_file("page", path)
     write_whole(target, _filled(plan))
@@ -74,7 +74,7 @@ def _grid(*figures: str) -> str:
 
 
 def _front(plan: SearchResult) -> str:
-    """All candidates, and those that no other beats."""
+    """Figure of all candidates, with the Pareto front."""
     dots = [
         Dot(
             c.memory.device_bytes / GIB,

@@ -1,4 +1,4 @@
-"""What is planned: a recipe, a run, a config.json of the hub, or a model of the table of published ones."""
+"""The model to plan: a recipe, a run, a config.json of the hub, or a model of planner/published.toml."""
 
 import difflib
 import json
@@ -18,24 +18,24 @@ from expertmesh.models.registry import FAMILIES
 from expertmesh.planner.published import published_models
 
 TOKENS_PER_PARAMETER = 20
-"""Of training where nobody said more: Hoffmann et al. 2022, over active parameters."""
+"""Default training tokens per active parameter (Hoffmann et al. 2022)."""
 BATCH_TOKENS = 2**22
-"""Of a step where nobody said more."""
+"""Default tokens of a step."""
 _SEQ_LEN = 4096
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model, and how it is trained.
+    """A model with the sequences and tokens of its training.
 
     Attributes:
-        name: for people, and for the flags to paste.
-        sizes: of it.
-        seq_len: S.
-        batch_tokens: of one step.
-        train_tokens: of the whole training.
-        config: of the run, where it is one of this project; None: it cannot be trained here.
-        guesses: what nobody said.
+        name: name for display, and in the printed command.
+        sizes: sizes of the model.
+        seq_len: tokens of a sequence, S.
+        batch_tokens: tokens of one step.
+        train_tokens: tokens of the whole training.
+        config: configuration of a run of this project; None: the model cannot be trained here.
+        guesses: guessed inputs, in words.
     """
 
     name: str
@@ -48,14 +48,14 @@ class PlannedModel:
 
 
 def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
-    """What a word stands for.
+    """The model of a name, path or configuration.
 
     Args:
         target: a recipe's name, a run's folder, a config.json of the hub or its folder, a name of
             planner/published.toml, or a configuration.
 
     Raises:
-        ConfigError: it is none of these, or a model that is no decoder.
+        ConfigError: the target is none of these, or a model that is no decoder.
     """
     if isinstance(target, GPTRunConfig):
         return _of_config("configuration", target)
@@ -125,7 +125,7 @@ def _of_file(name: str, file: Path) -> PlannedModel:
 
 
 def _sizes_of_hub(values: dict[str, Any]) -> ModelSizes:
-    """By our own configuration where a GPT of ours computes the model, else by what config.json says of its sizes."""
+    """Sizes from our configuration if our GPT can run the model, else from config.json alone."""
     try:
         return sizes_of(model_config(values))
     except ConfigError:

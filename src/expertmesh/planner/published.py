@@ -1,4 +1,4 @@
-"""Published measurements with their settings: what the model of time and memory is fitted on, and judged by."""
+"""Published measurements with their settings, for the fit and the validation of the models of time and memory."""
 
 import tomllib
 from collections.abc import Mapping
@@ -22,21 +22,21 @@ OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len"}
 
 @dataclass(frozen=True)
 class PublishedMeasurement:
-    """One measurement.
+    """A published measurement, a row of published.toml.
 
     Attributes:
-        name: of the row.
-        source: where it was published, by the letters of published.toml.
-        model: its name there.
-        sizes: of the model.
-        cluster: that it ran on.
-        layout: of a rank.
-        work: what was trained.
+        name: name of the row.
+        source: its publication, by the letters of published.toml.
+        model: name of the model there.
+        sizes: sizes of the model.
+        cluster: the cluster of the run.
+        layout: layout of the run.
+        work: sequences, precision and software of the run.
         measured: the value.
-        unit: of it: tokens_per_s or tflops of one GPU; live_gib or device_gib; exchange_ms or compute_ms.
-        is_fitted: whether the constants are fitted on it.
+        unit: its unit: tokens_per_s or tflops of one GPU; live_gib or device_gib; exchange_ms or compute_ms; token_ms.
+        is_fitted: whether the constants are fitted on the row.
         guesses: inputs that the source does not give.
-        cause: of a large error, as far as it is known.
+        cause: cause of a large error of the model, as far as it is known.
     """
 
     name: str
@@ -54,14 +54,14 @@ class PublishedMeasurement:
 
     @property
     def measured_s(self) -> float:
-        """Seconds of one step that the measurement means."""
+        """Seconds of one step, converted from the measured rate."""
         tokens = self.layout.tokens_per_step(self.work.seq_len) / self.layout.num_ranks
         if self.unit == "tflops":
             return tokens * self.sizes.training_flops(self.work.seq_len) / (self.measured * 1e12)
         return tokens / self.measured
 
     def raw(self) -> RawStep:
-        """What the model counts for it at the hardware's peaks."""
+        """Modelled seconds of the step's parts at the hardware's peaks."""
         return raw_step(self.sizes, self.layout, self.work, self.cluster)
 
 
@@ -73,23 +73,23 @@ def _table() -> dict[str, Any]:
 
 @cache
 def published_models() -> Mapping[str, ModelSizes]:
-    """Models of the table by name."""
+    """Sizes of the models in published.toml, by name."""
     return {name: sizes_of_hub(values) for name, values in _table()["models"].items()}
 
 
 @cache
 def published_points(kind: str = "points") -> tuple[PublishedMeasurement, ...]:
-    """Rows in the order of the table.
+    """Rows of published.toml, in their order.
 
     Args:
-        kind: "points": training throughput; "memory": peaks; "parts": of a step.
+        kind: "points": training throughput; "memory": peak memory; "parts": parts of a step.
     """
     return tuple(point_of(name, values) for name, values in _table()[kind].items())
 
 
 @cache
 def published_serving() -> Mapping[str, Mapping[str, Any]]:
-    """Rows of generation, as they stand in the table."""
+    """Rows of generation in published.toml, as plain values by name."""
     found: Mapping[str, Mapping[str, Any]] = _table()["serving"]
     return found
 
@@ -97,12 +97,12 @@ def published_serving() -> Mapping[str, Mapping[str, Any]]:
 def point_of(
     name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None
 ) -> PublishedMeasurement:
-    """A row of the table as a point.
+    """A measurement from a row of TOML.
 
     Args:
-        name: of the row.
-        values: its settings.
-        sizes: of its model; None: of the model of the table that it names.
+        name: name of the row.
+        values: its fields.
+        sizes: sizes of its model; None: the row names a model of published.toml.
     """
     v = {**_table()["settings"][values["settings"]], **values}
     v = {RENAMED.get(key, key): value for key, value in v.items()}

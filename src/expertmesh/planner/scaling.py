@@ -1,4 +1,4 @@
-"""The same model on 8 to 4,096 devices with as many tokens for each, and where its best layout changes."""
+"""Weak scaling of a model from 8 to 4,096 devices, tokens per device constant, and the sizes at which its best layout changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ class Scaled:
     """The best layout on one number of devices.
 
     Attributes:
-        num_gpus: of them.
-        best: None where nothing fits.
+        num_gpus: number of devices.
+        best: the best layout; None: none fits.
     """
 
     num_gpus: int
@@ -23,17 +23,17 @@ class Scaled:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one device; 0 where nothing fits."""
+        """Tokens per second of one device; 0 where nothing fits."""
         return 0.0 if self.best is None else self.best.tokens_per_s / self.num_gpus
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where something begins to be best.
+    """A change of the best layout with the number of devices.
 
     Attributes:
-        what: begins.
-        num_gpus: of the smallest cluster where it does; None: nowhere from 8 to 4,096.
+        what: the change, in words.
+        num_gpus: devices of the smallest cluster after the change; None: nowhere from 8 to 4,096.
     """
 
     what: str
@@ -44,7 +44,7 @@ def scaling(problem: Problem) -> list[Scaled]:
     """The best layout for throughput on each number of devices, a step's tokens growing with them.
 
     Args:
-        problem: on some number of devices; its tokens per device are kept, at least one sequence each.
+        problem: a problem on any number of devices; its tokens per device are kept, at least one sequence each.
     """
     each = max(problem.batch // problem.cluster.num_gpus, 1)
     found = []
@@ -64,10 +64,10 @@ def _resized(cluster: Cluster, number: int) -> Cluster:
 
 
 def crossovers(found: list[Scaled]) -> list[Crossover]:
-    """Where tokens leave the node, where hierarchical exchange wins, and where ZeRO-3's gathers show.
+    """Sizes at which tokens leave the node, hierarchical all-to-all wins, and ZeRO-3's gathers take time.
 
     Args:
-        found: of `scaling`.
+        found: the result of `scaling`.
     """
     tests: dict[str, Callable[[Candidate], bool]] = {
         "tokens leave the node": _leaves,
@@ -89,7 +89,7 @@ def _leaves(candidate: Candidate) -> bool:
 
 
 def _gathers(candidate: Candidate) -> bool:
-    """Whether the best layout with ZeRO-3 over all ranks waits for its gathers a tenth of its step."""
+    """Whether the layout, with ZeRO-3 over all ranks, would wait for gathers more than a tenth of a step."""
     layout = replace(candidate.layout, zero_stage=3, dp_replicate_degree=1)
     seconds = Candidate(candidate.problem, layout).seconds
     return seconds.zero_s > 0.1 * seconds.total_s

@@ -1,4 +1,4 @@
-"""All layouts of a model on a cluster that this project can run, their memory and time, and the best of them."""
+"""Search over the layouts of a model on a cluster that this project can run, by memory and time."""
 
 import math
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "experts", "full")
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search is over.
+    """Inputs of a search.
 
     Attributes:
-        sizes: of the model.
-        cluster: of devices.
-        work: what is trained.
+        sizes: sizes of the model.
+        cluster: the cluster.
+        work: sequences, precision and software.
         batch: sequences of one step.
-        efficiency: of the software.
-        num_heads: which a tensor degree must divide.
-        pp_degree: stages; 1 for all that this project runs.
-        virtual_stages: of each.
+        efficiency: efficiency of the software.
+        num_heads: number of heads, which a tensor-parallel degree must divide.
+        pp_degree: pipeline stages; always 1 in runs of this project.
+        virtual_stages: virtual stages of each pipeline stage.
     """
 
     sizes: ModelSizes
@@ -44,12 +44,12 @@ class Problem:
 
     @property
     def device_bytes(self) -> float:
-        """Memory of one device."""
+        """Bytes of memory of one device."""
         return self.cluster.device.memory_gib * GIB
 
     @property
     def host_bytes(self) -> float:
-        """Memory of the host that one device may use."""
+        """Bytes of host memory that one device may use."""
         return self.cluster.host.memory_gib * GIB
 
 
@@ -58,8 +58,8 @@ class Candidate:
     """A layout with its memory and time.
 
     Attributes:
-        problem: that it answers.
-        layout: of a rank.
+        problem: the problem.
+        layout: the layout.
     """
 
     problem: Problem
@@ -67,12 +67,12 @@ class Candidate:
 
     @cached_property
     def memory(self) -> PeakMemory:
-        """Of a rank."""
+        """Peak memory of a rank."""
         return peak_memory(self.problem.sizes, self.layout, self.problem.work)
 
     @cached_property
     def seconds(self) -> StepSeconds:
-        """Of a step."""
+        """Seconds of a step, by part."""
         p = self.problem
         return step_seconds(raw_step(p.sizes, self.layout, p.work, p.cluster), p.efficiency)
 
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.layout.tokens_per_step(self.problem.work.seq_len) / self.seconds.total_s
 
     @property
     def utilisation(self) -> float:
-        """Of the devices' peak in BF16 (FP32 of CPUs), by the operations that the model needs."""
+        """Model FLOPs utilisation: share of the devices' peak in BF16 (in FP32 for products in FP32)."""
         work, cluster = self.problem.work, self.problem.cluster
         flops = self.problem.sizes.training_flops(work.seq_len) * self.tokens_per_s
         precision: Precision = "float32" if work.precision == "float32" else "bfloat16"
@@ -99,19 +99,19 @@ class Candidate:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to a number."""
+    """The powers of two 1, 2, 4, ... up to `most`."""
     return [1 << n for n in range(max(most, 1).bit_length()) if 1 << n <= most]
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
+    """All divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def layouts(problem: Problem) -> Iterator[RankLayout]:
-    """One layout for each choice but micro-batch, offload and how tokens travel."""
+    """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay open."""
     N = problem.cluster.num_gpus // problem.pp_degree
     node = problem.cluster.node_size
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
@@ -139,13 +139,13 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
 
 
 def _copies(num_ranks: int, node: int) -> list[int]:
-    """Copies of the model: one, or so many that each lies in one node, two, or eight."""
+    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes."""
     found = [num_ranks // (node * n) for n in (8, 2, 1) if num_ranks % (node * n) == 0]
     return sorted({1, *(c for c in found if c > 1)})
 
 
 def _can_route(problem: Problem, route: int, W: int) -> bool:
-    """Whether slices are whole, and tokens go to all ranks that hold experts, or powers of two of them."""
+    """Whether the slices of experts are whole, and the route degree is W or a power of two."""
     for block in problem.sizes.blocks:
         if block.num_experts and block.hidden_dim % RankLayout.slices(block.num_experts, W):
             return False
@@ -153,7 +153,7 @@ def _can_route(problem: Problem, route: int, W: int) -> bool:
 
 
 def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:
-    """The layout with each micro-batch that divides the step, the largest first."""
+    """Copies of the layout with each micro-batch that divides the step, largest first."""
     each, rest = divmod(problem.batch, layout.dp_degree)
     if rest or not each:
         return
@@ -162,11 +162,11 @@ def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:
 
 
 def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
-    """Layouts that fit: of each choice the largest micro-batch without offload, or with it; how tokens travel is open.
+    """Candidates that fit: for each layout the largest micro-batch, with offload only if none fits without; all-to-all stays open.
 
     Args:
-        problem: see there.
-        smallest: take the smallest micro-batch instead.
+        problem: the problem.
+        smallest: use the smallest micro-batch instead.
     """
     for layout in layouts(problem):
         sized = list(with_batch(problem, layout))
@@ -187,7 +187,7 @@ def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
 
 
 def ways(candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with each way for its tokens to travel."""
+    """Copies of the candidate with each all-to-all and overlap degree."""
     layout, problem = candidate.layout, candidate.problem
     if layout.route_degree == 1:
         yield candidate
@@ -201,11 +201,11 @@ def ways(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def search(problem: Problem, goal: Goal = "throughput") -> list[Candidate]:
-    """All that fit, the best first; of one layout only the best way for tokens.
+    """Candidates that fit, best first, each with its fastest all-to-all and overlap degree.
 
     Args:
-        problem: see there.
-        goal: "throughput": most tokens per second; "memory": least of the device, and of the host; "latency": shortest step.
+        problem: the problem.
+        goal: "throughput" and "latency": shortest step, with the largest micro-batch; "memory": least memory of the device.
     """
     found = [
         min(ways(one), key=lambda c: c.seconds.total_s)
@@ -217,12 +217,12 @@ def search(problem: Problem, goal: Goal = "throughput") -> list[Candidate]:
 
 
 def _rounded(num_bytes: float) -> int:
-    """In steps of an eighth of a GiB: less decides nothing."""
+    """Bytes rounded to eighths of a GiB, so that smaller differences decide nothing."""
     return round(8 * num_bytes / GIB)
 
 
 def front(candidates: list[Candidate]) -> list[Candidate]:
-    """Those that no other beats in both memory and time, the fastest first."""
+    """Pareto front of candidates by memory and time, fastest first; a slower one must save 2 % of memory."""
     found: list[Candidate] = []
     for one in sorted(candidates, key=lambda c: (c.seconds.total_s, c.memory.device_bytes)):
         if not found or one.memory.device_bytes < 0.98 * found[-1].memory.device_bytes:

@@ -1,4 +1,4 @@
-"""What a search found: the best layout, its time, price and flags."""
+"""`SearchResult`: the layouts that a search found, with time, price and flags of the best."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ ERROR_BAR = (0.79, 1.46)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a model costs on a cluster.
+    """Layouts of a model on a cluster, with costs.
 
     Attributes:
-        model: that is planned.
-        problem: what was searched over.
-        goal: of the search.
-        candidates: all that fit, the best first.
-        guesses: inputs that nobody gave.
+        model: the model.
+        problem: inputs of the search.
+        goal: goal of the search.
+        candidates: candidates that fit, best first.
+        guesses: guessed inputs, in words.
     """
 
     model: PlannedModel
@@ -36,7 +36,7 @@ class SearchResult:
 
     @property
     def front(self) -> list[Candidate]:
-        """Layouts that no other beats in both memory and time, the fastest first."""
+        """Pareto front by memory and time, fastest first."""
         return front(list(self.candidates))
 
     @property
@@ -61,11 +61,11 @@ class SearchResult:
 
 
 def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[str]:
-    """Options of `expertmesh train` that make a layout; empty where it needs what this project has not.
+    """Options of `expertmesh train` that make a layout; empty for layouts that this project cannot run.
 
     Args:
-        candidate: of the layout.
-        config: of the recipe that the options are for; None: unknown.
+        candidate: candidate with the layout.
+        config: configuration of the recipe that the options change; None: unknown.
     """
     layout, problem = candidate.layout, candidate.problem
     if layout.pp_degree > 1 or problem.work.states not in OURS:

@@ -1,4 +1,4 @@
-"""What generating with a model costs on a cluster: time per token by part, memory, throughput, price per million tokens."""
+"""Costs of generating with a model on a cluster: time per token by part, memory, throughput, price per million tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -18,15 +18,15 @@ from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import TENSOR_DEGREES, divisors
 
 HOST_S = 1.1e-4
-"""Of the CPU per layer and step, launching each operation: Qwen3-30B on one A100, 9.6 ms for a token of 48 layers."""
+"""CPU seconds per layer and step, with a launch per operation: Qwen3-30B on one A100, 9.6 ms for a token of 48 layers."""
 FUSED_HOST_S = 2e-5
-"""The same with CUDA graphs."""
+"""CPU seconds per layer and step, with CUDA graphs."""
 EXCHANGE_S = 2e-5
-"""Of one way of tokens beside what its bytes take: DeepEP's low-latency kernels, 77 us for 46 us of bytes on 8 ranks."""
+"""Seconds of a dispatch or combine beyond its bytes' time: DeepEP's low-latency kernels, 77 us for 46 us of bytes on 8 ranks."""
 REDUCE_S = 1.6e-5
-"""Of one small sum over the devices of a node (ai-dynamo/aiconfigurator: 15.7 us on 8 H100)."""
+"""Seconds of a small all-reduce over the devices of a node (ai-dynamo/aiconfigurator: 15.7 us on 8 H100)."""
 WORKSPACE_BYTES = 3.5 * GIB
-"""Of a server beside weights and cache: context, buffers, graphs (ai-dynamo/aiconfigurator)."""
+"""Bytes of a server beside weights and cache: context, buffers, graphs (ai-dynamo/aiconfigurator)."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class TokenSeconds:
     """Seconds of one step of generation by part.
 
     Attributes:
-        weights_s: reading dense weights and those of experts that some token chose.
+        weights_s: reading dense weights and weights of experts that some token chose.
         cache_s: reading keys and values.
-        products_s: what products take beyond reading weights.
-        exchange_s: tokens to their experts and back.
-        tensor_s: sums of tensor parallelism.
-        host_s: launches.
+        products_s: time of products beyond reading weights.
+        exchange_s: dispatch and combine of tokens.
+        tensor_s: all-reduces of tensor parallelism.
+        host_s: kernel launches of the CPU.
     """
 
     weights_s: float
@@ -51,23 +51,23 @@ class TokenSeconds:
 
     @property
     def total_s(self) -> float:
-        """One token of every sequence."""
+        """Seconds of a step, one token of every sequence."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A way to generate.
+    """A layout for generation, with its memory and time.
 
     Attributes:
-        sizes: of the model.
-        cluster: of devices.
+        sizes: sizes of the model.
+        cluster: the cluster.
         batch: sequences that are generated at once, on all devices.
-        context: tokens of each of them.
+        context: tokens of each sequence.
         tp_degree: devices that share the dense layers of a sequence.
-        route_degree: devices over which the experts lie; copies of these generate apart.
-        weight_bytes: of a parameter.
-        cache_bytes: of an element of keys and values.
+        route_degree: devices over which the experts are spread; copies of this group generate separately.
+        weight_bytes: bytes of a parameter.
+        cache_bytes: bytes of an element of keys and values.
         fused: whether steps are replayed from CUDA graphs.
     """
 
@@ -83,16 +83,16 @@ class Serving:
 
     @property
     def local_batch(self) -> float:
-        """Sequences of one tensor-parallel group; part of one where there are more groups than sequences counts as one."""
+        """Sequences of one tensor-parallel group, at least one."""
         return max(self.batch * self.tp_degree / self.cluster.num_gpus, 1.0)
 
     @property
     def routed_batch(self) -> float:
-        """Tokens of a step that meet on the devices which share experts."""
+        """Tokens of a step on the devices that share one set of experts."""
         return self.local_batch * self.route_degree / self.tp_degree
 
     def experts_touched(self, block: LayerSizes) -> float:
-        """Experts of a layer on one device that some token of a step chose."""
+        """Expected number of a layer's experts on one device that some token of a step chose."""
         if not block.num_experts:
             return 0.0
         here = block.num_experts / self.route_degree
@@ -101,26 +101,26 @@ class Serving:
 
     @cached_property
     def weights_held_bytes(self) -> float:
-        """Weights of one device."""
+        """Bytes of weights of one device."""
         experts = self.sizes.expert_parameters / self.route_degree
         return (self.sizes.dense_parameters / self.tp_degree + experts) * self.weight_bytes
 
     @cached_property
     def cache_held_bytes(self) -> float:
-        """Keys and values of one device."""
+        """Bytes of keys and values of one device."""
         return self.local_batch * self.context * self._cache_per_token()
 
     def _cache_per_token(self) -> float:
-        """Bytes of a token on one device."""
+        """Bytes of keys and values of a token on one device."""
         return sum(block.count * self._cache_of_layer(block) for block in self.sizes.blocks)
 
     def _cache_of_layer(self, block: LayerSizes) -> float:
-        """The same of one layer; a head is on one device, and latents that all heads share on each."""
+        """Bytes of keys and values of a token and layer on one device; latents that all heads share are on each device."""
         return block.cache_width * self.cache_bytes / max(min(self.tp_degree, block.cache_heads), 1)
 
     @cached_property
     def device_bytes(self) -> float:
-        """All that one device must have."""
+        """Bytes that one device must have in all."""
         workspace = min(WORKSPACE_BYTES, 0.1 * self.cluster.device.memory_gib * GIB)
         return self.weights_held_bytes + self.cache_held_bytes + workspace
 
@@ -131,7 +131,7 @@ class Serving:
 
     @cached_property
     def seconds(self) -> TokenSeconds:
-        """One step."""
+        """Seconds of one step, by part."""
         device, e = self.cluster.device, Efficiency()
         hbm, b = HBM * device.hbm_bytes_per_s, self.weight_bytes
         precision = "float32" if b == 4 else "float8" if b == 1 else "bfloat16"
@@ -179,7 +179,7 @@ class Serving:
             max(1, round(block.rows_per_token)),
             block.num_experts,
         )
-        # Messages of one exchange are under way together: only their bytes add up.
+        # Messages of one all-to-all overlap: only their bytes add up.
         inside, across = network_of(self.cluster).inside, network_of(self.cluster).across
         network = Network(replace(inside, latency_s=0.0), replace(across, latency_s=0.0))
         time = travel_time(
@@ -195,12 +195,12 @@ class Serving:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences."""
+        """Tokens per second of all sequences."""
         return self.batch / self.seconds.total_s
 
     @property
     def usd_per_million(self) -> tuple[float, ...]:
-        """Lowest and highest price of a million generated tokens; empty: the device has none."""
+        """Lowest and highest price of a million generated tokens; empty: the device has no price."""
         number = self.cluster.num_gpus
         return tuple(
             price * number / (3600 * self.tokens_per_s) * 1e6
@@ -217,7 +217,7 @@ def servings(
     weight_bytes: float,
     fused: bool,
 ) -> Iterator[Serving]:
-    """All ways, whether they fit or not."""
+    """All layouts for generation, whether they fit or not."""
     has_experts = any(block.num_experts for block in model.sizes.blocks)
     heads = model.config.model.num_heads if model.config is not None else TENSOR_DEGREES[-1]
     for tp in TENSOR_DEGREES:
@@ -240,12 +240,12 @@ def servings(
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Ways to generate.
+    """Layouts for generation that fit.
 
     Attributes:
-        model: that generates.
-        ways: those that fit, the fastest first.
-        guesses: what nobody said.
+        model: the model.
+        ways: layouts that fit, fastest first.
+        guesses: guessed inputs, in words.
     """
 
     model: PlannedModel
@@ -254,7 +254,7 @@ class ServePlan:
 
     @property
     def best(self) -> Serving:
-        """The fastest."""
+        """The fastest layout."""
         return self.ways[0]
 
 
@@ -266,13 +266,13 @@ def serve_plan(
     context: int,
     fused: bool = False,
 ) -> ServePlan:
-    """What generating costs: time per token, throughput, price, memory. Imports no torch.
+    """Plan generation with a model on a cluster: time per token, throughput, price, memory. Imports no torch.
 
     Args:
-        model: as of `expertmesh.plan`.
-        cluster: as there.
+        model: see `expertmesh.plan`.
+        cluster: see `expertmesh.plan`.
         batch: sequences at once, on all devices.
-        context: tokens of each.
+        context: tokens of each sequence.
         fused: whether steps are replayed from CUDA graphs; this project's engine launches each operation.
 
     Raises:

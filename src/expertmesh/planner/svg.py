@@ -13,14 +13,14 @@ _MUTED = "var(--muted)"
 
 @dataclass(frozen=True)
 class Dot:
-    """A point with a word for those who ask.
+    """A point with a tooltip.
 
     Attributes:
-        x: of the horizontal axis.
-        y: of the vertical axis.
-        tip: shown when it is pointed at.
+        x: value on the horizontal axis.
+        y: value on the vertical axis.
+        tip: text of the tooltip.
         colour: a CSS colour.
-        radius: in pixels.
+        radius: radius in pixels.
     """
 
     x: float
@@ -32,10 +32,10 @@ class Dot:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis.
+    """An axis of a plot.
 
     Attributes:
-        name: with its unit.
+        name: name with unit.
         low: its first value.
         high: its last value.
         is_log: whether it is logarithmic.
@@ -47,7 +47,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """From 0 to 1."""
+        """Position of a value on the axis, from 0 to 1."""
         low, high, value = (self._scaled(v) for v in (self.low, self.high, value))
         return (value - low) / (high - low) if high > low else 0.5
 
@@ -55,7 +55,7 @@ class Axis:
         return math.log10(max(value, 1e-12)) if self.is_log else value
 
     def ticks(self) -> list[float]:
-        """Round values inside."""
+        """Round values within the axis."""
         if self.is_log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             decades = [10.0**n * m for n in range(first, last + 1) for m in (1, 2, 5)]
@@ -100,9 +100,9 @@ def plot(
         x: the horizontal axis.
         y: the vertical axis.
         dots: the points.
-        lines: each a sequence of places, and its colour.
+        lines: each a sequence of (x, y), and its colour.
         marks: vertical lines, each with a text.
-        label: what the picture shows, for those who cannot see it.
+        label: description of the picture for screen readers.
     """
 
     def to_x(value: float) -> float:
@@ -154,12 +154,12 @@ def _frame(
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, label: str) -> str:
-    """One bar of parts for each row, and a legend.
+    """A stacked bar for each row, and a legend.
 
     Args:
-        rows: a name, and parts with their values.
-        unit: of the values.
-        label: what the picture shows.
+        rows: name of each row, and its parts with their values.
+        unit: unit of the values.
+        label: description of the picture for screen readers.
     """
     names = list(dict.fromkeys(name for _, parts in rows for name, value in parts if value > 0))
     colour = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}

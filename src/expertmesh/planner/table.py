@@ -1,4 +1,4 @@
-"""Tables of the planner as plain text, as wide as they must be and no wider than a terminal."""
+"""Tables of the planner as plain text."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -23,15 +23,15 @@ _UNITS = {
     "token_ms": "ms per token",
 }
 MISS = 0.4
-"""Errors beyond this are named with their cause."""
+"""Absolute error beyond which a row is listed with its cause."""
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: str = "") -> list[str]:
-    """Rows as lines with columns below one another.
+    """Rows as lines with aligned columns.
 
     Args:
-        rows: texts of equal number; the first row is the head.
-        right: of each column "r" where its texts end below one another; what is missing is left.
+        rows: rows of equally many texts; the first row is the head.
+        right: alignment of each column, "l" or "r"; missing ones are "l".
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -45,7 +45,7 @@ def columns(rows: Sequence[Sequence[str]], *, right: str = "") -> list[str]:
 
 
 def validation_text(found: Validation) -> str:
-    """All rows with their errors, what the constants are, and a summary of those that nothing was fitted on."""
+    """All rows with their errors, the constants, and a summary of the errors."""
     lines = []
     for title, rows in (
         ("training throughput (f: fitted on)", found.throughput),
@@ -112,11 +112,11 @@ _SERVE_WORDS = {
     "host_s": "launches",
 }
 SHOWN = 6
-"""Layouts of the front in a table."""
+"""Largest number of layouts in a table."""
 
 
 def plan_text(plan: SearchResult) -> str:
-    """The best layout by part, others that are worth a look, why neighbours lost, and what was guessed."""
+    """The best layout by part, the Pareto front, why neighbours lost, and the guessed inputs."""
     best, cluster = plan.best, plan.problem.cluster
     sizes, work = plan.problem.sizes, plan.problem.work
     tokens = plan.problem.batch * work.seq_len
@@ -145,14 +145,14 @@ def plan_text(plan: SearchResult) -> str:
 
 
 def _command(plan: SearchResult) -> str:
-    """What starts the best layout on each node."""
+    """Command that starts the best layout on each node."""
     cluster = plan.problem.cluster
     launch = f"torchrun --nnodes={cluster.num_nodes} --nproc-per-node={cluster.node_size}"
     return " ".join([launch, "-m expertmesh train", plan.model.name, *plan.flags])
 
 
 def _as_configured(plan: SearchResult) -> list[str]:
-    """What the recipe or run costs as it stands, where that is another layout."""
+    """Lines with the costs of the recipe or run as configured; empty if its layout is the best."""
     config, best = plan.model.config, plan.best
     own = None if config is None else as_configured(config, plan.problem)
     if own is None or own.layout == best.layout:
@@ -235,7 +235,7 @@ def _seconds(value: float) -> str:
 
 
 def memory_parts(memory: PeakMemory) -> list[tuple[str, float]]:
-    """The parts of a device's memory in GiB, those of none left out; what is reused is below 0."""
+    """Parts of a device's memory in GiB, without zeros; reused memory is negative."""
     found = []
     for name, words in _MEMORY_WORDS.items():
         value = getattr(memory, name) / GIB
@@ -245,7 +245,7 @@ def memory_parts(memory: PeakMemory) -> list[tuple[str, float]]:
 
 
 def time_parts(seconds: StepSeconds) -> list[tuple[str, float]]:
-    """The parts of a step in seconds, those of none left out."""
+    """Parts of a step in seconds, without zeros."""
     found = [(words_of(f.name), getattr(seconds, f.name)) for f in fields(seconds)]
     return [(words, value) for words, value in found if value]
 
@@ -283,7 +283,7 @@ def _front_rows(candidates: Sequence[Candidate]) -> list[tuple[str, ...]]:
 
 
 def serve_text(plan: ServePlan) -> str:
-    """The fastest way to generate by part, and others with less memory or fewer devices to a copy."""
+    """The fastest layout for generation by part, and the next ones."""
     best, model = plan.best, plan.model
     cluster, seconds = best.cluster, best.seconds
     touched = ", ".join(
@@ -336,14 +336,14 @@ def serve_text(plan: ServePlan) -> str:
 
 
 def serving_text(way: Serving) -> str:
-    """A way to generate in a few words."""
+    """A layout for generation in a few words."""
     copies = way.cluster.num_gpus // way.route_degree
     words = [f"tp {way.tp_degree}", f"experts over {way.route_degree}"]
     return ", ".join([*words, f"{copies} copies"] if copies > 1 else words)
 
 
 def claims_text() -> str:
-    """The seeds' speed-ups beside the model's, and the settings that would make those true that have none."""
+    """Claimed speed-ups with the model's ratios, or with settings that would make them true; see `planner.claims`."""
     rows: list[tuple[str, ...]] = [("claim", "claimed", "model", "")]
     rows += [
         (

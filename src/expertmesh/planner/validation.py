@@ -1,4 +1,4 @@
-"""How far the model is from what others measured: errors of the rows that it was not fitted on."""
+"""Validation of the models of time and memory: their errors on published measurements, fitted and held out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from expertmesh.planner.published import (
 from expertmesh.planner.serve import Serving
 
 OWN_WEIGHT = 5
-"""Times that a user's own row counts in the fit."""
+"""Weight of a user's own row in the fit."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A row and what the model says.
+    """A row with the model's prediction.
 
     Attributes:
         point: the row.
-        predicted: in the row's unit.
+        predicted: prediction in the row's unit.
     """
 
     point: PublishedMeasurement
@@ -35,12 +35,12 @@ class Judged:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one; of a rate too: above 0 the model promises too much."""
+        """Predicted over measured value, minus one; for a rate, above 0 is too optimistic."""
         return self.predicted / self.point.measured - 1
 
     @property
     def time_error(self) -> float:
-        """The same of time, where the row is a rate."""
+        """Predicted over measured time, minus one, if the row is a rate; else `error`."""
         is_rate = self.point.unit in ("tokens_per_s", "tflops")
         return self.point.measured / self.predicted - 1 if is_rate else self.error
 
@@ -50,12 +50,12 @@ class Summary:
     """Errors of several rows.
 
     Attributes:
-        count: of them.
-        median: of absolute errors.
+        count: number of rows.
+        median: median of absolute errors.
         within: share of rows within `limit`.
         limit: 40 % for time, 15 % for memory.
         low: the tenth percentile of measured over predicted time.
-        high: the ninetieth.
+        high: the ninetieth percentile.
     """
 
     count: int
@@ -67,7 +67,7 @@ class Summary:
 
     @staticmethod
     def of(rows: Sequence[Judged], limit: float = 0.4) -> "Summary":
-        """Of some rows, at least one."""
+        """Summary of some rows, at least one."""
         errors = [abs(row.time_error) for row in rows]
         ratios = sorted(1 / (1 + row.time_error) for row in rows)
         last = len(ratios) - 1
@@ -83,12 +83,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Validation:
-    """The constants, and all rows.
+    """The fitted constants, and all rows with predictions.
 
     Attributes:
-        efficiency: fitted.
+        efficiency: the fitted constants.
         throughput: rows of training throughput.
-        memory: rows of peaks; nothing is fitted on them.
+        memory: rows of peak memory; nothing is fitted on them.
         parts: rows of parts of a step; nothing is fitted on them.
         serving: rows of generation; nothing is fitted on them, and most have guessed batches.
     """
@@ -101,20 +101,20 @@ class Validation:
 
     @property
     def fitted(self) -> tuple[Judged, ...]:
-        """Rows that the constants are fitted on."""
+        """Rows of throughput on which the constants are fitted."""
         return tuple(row for row in self.throughput if row.point.is_fitted)
 
     @property
     def held_out(self) -> tuple[Judged, ...]:
-        """Rows of throughput that nothing was fitted on."""
+        """Rows of throughput on which nothing is fitted."""
         return tuple(row for row in self.throughput if not row.point.is_fitted)
 
 
 def validate(own: Sequence[PublishedMeasurement] = ()) -> Validation:
-    """Fits the constants on the named rows, and the user's own, and compares all others.
+    """Fit the constants on the marked rows and the user's own, and predict all rows.
 
     Args:
-        own: measurements beside the published ones; all are fitted on, whatever they say.
+        own: measurements beside the published ones, all for the fit.
 
     Example:
         >>> from expertmesh.planner.validation import Summary, validate
@@ -123,7 +123,7 @@ def validate(own: Sequence[PublishedMeasurement] = ()) -> Validation:
         True
     """
     points = (*published_points(), *own)
-    # One's own machine counts more than others'.
+    # the user's own machine has more weight
     efficiency = fit([p for p in points if p.is_fitted] + [*own] * (OWN_WEIGHT - 1))
 
     def judged(rows: Sequence[PublishedMeasurement]) -> tuple[Judged, ...]:
@@ -139,7 +139,7 @@ def validate(own: Sequence[PublishedMeasurement] = ()) -> Validation:
 
 
 def judged_serving() -> tuple[Judged, ...]:
-    """Rows of generation."""
+    """Rows of generation with predictions."""
     found = []
     for name, v in published_serving().items():
         cluster = find_cluster(v["cluster"])
@@ -173,7 +173,7 @@ def judged_serving() -> tuple[Judged, ...]:
 
 
 def predicted(point: PublishedMeasurement, efficiency: Efficiency) -> float:
-    """What the model says for a row, in the row's unit."""
+    """The model's prediction for a row, in the row's unit."""
     if point.unit in ("live_gib", "device_gib"):
         memory = peak_memory(point.sizes, point.layout, point.work)
         found = memory.live_bytes if point.unit == "live_gib" else memory.device_bytes

@@ -1,4 +1,4 @@
-"""Why another layout lost: its neighbours by one choice, with what they lack or what takes longer."""
+"""Reasons why neighbours of the best layout lost: each differs by one choice and lacks memory or takes longer."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -24,16 +24,16 @@ _WORDS = {
     "bubble_s": "pipeline bubble",
 }
 SAME = 0.005
-"""Steps within this part of one another are equal."""
+"""Relative difference of step times below which they count as equal."""
 
 
 def words_of(part: str) -> str:
-    """A part of `StepSeconds` for people."""
+    """Words for a part of `StepSeconds`."""
     return _WORDS[part]
 
 
 def why_not(best: Candidate) -> list[str]:
-    """A line for each neighbour of a layout: what it changes, and what is worse."""
+    """A line for each neighbour of a layout: its change, and its time and memory compared."""
     lines = []
     for what, layout in _neighbours(best):
         other = Candidate(best.problem, layout)
@@ -60,14 +60,14 @@ def _verdict(best: Candidate, other: Candidate) -> str:
 
 
 def _grown(before: StepSeconds, after: StepSeconds) -> str:
-    """The part of a step that grew most."""
+    """Name of the part of a step that grew most."""
     return max(
         (f.name for f in fields(after)), key=lambda n: getattr(after, n) - getattr(before, n)
     )
 
 
 def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
-    """Layouts that differ by one choice, and what that is."""
+    """(change in words, layout) of layouts that differ by one choice."""
     layout, problem = best.layout, best.problem
     W = layout.stage_ranks // layout.dp_replicate_degree
     routes = [r for r in divisors(W) if r & (r - 1) == 0 or r == W]

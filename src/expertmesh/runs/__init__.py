@@ -1,1 +1,1 @@
-"""Run directories: their files, what they compute in, and the one way to open a model."""
+"""Run directories: their files, their precision, and the opening of models."""

@@ -1,7 +1,7 @@
-"""In which type, and by which library, a model's products are fastest here: measured once, and kept with the run.
+"""Choice of the type and library with the fastest matrix products for a model on this CPU: measured once, kept with the run.
 
-What a processor says of itself does not tell: one with BF16 instructions and without AMX multiplies FP32 faster than
-BF16, and small products cost as much time in casts and calls as AMX saves.
+A processor's flags do not suffice: one with BF16 instructions and without AMX multiplies FP32 faster than BF16, and small
+products cost as much time in casts and calls as AMX saves.
 """
 
 import json
@@ -24,10 +24,10 @@ from expertmesh.ops.cpu.products import Library
 from expertmesh.ops.onednn import has_onednn
 
 USUAL_PRODUCTS = (Product(512, 512, 2048), Product(512, 512, 512, count=4))
-"""Measured for a model that names none."""
+"""Products that are measured for a model that names none."""
 
 MARGIN = 0.9
-"""BF16, or another library than the usual one, is taken only where it needs less than this part of the time."""
+"""Share of the usual time that BF16, or another library, must stay below to be chosen."""
 
 _ROUGH, _FINE = 1 << 23, 1 << 25  # multiply-adds of one product
 _HOPELESS = 2.0
@@ -36,7 +36,7 @@ _BUDGET_S = 0.12
 
 
 class MatmulChoice(NamedTuple):
-    """One way to multiply on a CPU.
+    """Type and library of matrix products on a CPU.
 
     Attributes:
         dtype: the type of the factors.
@@ -48,7 +48,7 @@ class MatmulChoice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Description of the choice."""
         if self.dtype == "bfloat16":
             return "bfloat16"
         return f"{self.dtype} by {'oneDNN' if self.library == 'onednn' else 'BLAS'}"
@@ -56,14 +56,14 @@ class MatmulChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a run computes in.
+    """Device, type, library and threads of a run's computation.
 
     Attributes:
         device: "cpu" or "cuda".
         dtype: the type of matrix products.
         library: the library that multiplies FP32 on a CPU.
-        seconds: what each way took for the products of a step, by name, where that decided.
-        threads: with which the run computes on a CPU; None: the run began before that was kept.
+        seconds: measured time of a step's products for each choice, by name; empty if nothing was measured.
+        threads: threads of the run on a CPU; None: a run of an old version, which did not record them.
     """
 
     device: str
@@ -74,32 +74,32 @@ class Arithmetic:
 
     @property
     def reason(self) -> str:
-        """The measurement in words, or nothing."""
+        """The measurement in words; empty if there was none."""
         times = sorted(self.seconds.items(), key=lambda item: item[1])
         return ", ".join(f"{name} {in_words(seconds)}" for name, seconds in times)
 
 
 def in_words(seconds: float) -> str:
-    """A time with three digits: 12.3 ms, 1.25 s, 3,640 s."""
+    """A time in words, with three digits: 12.3 ms, 1.25 s, 3,640 s."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def fastest(products: Sequence[Product]) -> Arithmetic:
-    """Measure on this CPU, in well under a second of one thread's time, which is the same beside other work.
+    """The fastest choice on this CPU, measured in well under a second of one thread's CPU time, which other work does not disturb.
 
     Args:
-        products: those that dominate a step, for example of `costs.products.dominant_products`.
+        products: products that dominate a step; empty: `USUAL_PRODUCTS`.
     """
     return choose(measure(products or USUAL_PRODUCTS))
 
 
 def choose(seconds: Mapping[MatmulChoice, float]) -> Arithmetic:
-    """The fastest way, where those that are no clear gain count for nothing.
+    """The fastest choice, or FP32 by the usual library if no other is clearly faster (`MARGIN`).
 
     Args:
-        seconds: the seconds of each way; FP32 by the usual library is one of them.
+        seconds: seconds of each choice; FP32 by the usual library is among them.
     """
     best = MatmulChoice("float32", cpu_products.usual_library())
     for way in sorted(seconds, key=lambda way: way.dtype != "float32"):
@@ -109,10 +109,9 @@ def choose(seconds: Mapping[MatmulChoice, float]) -> Arithmetic:
 
 
 def measure(products: Sequence[Product]) -> dict[MatmulChoice, float]:
-    """Seconds that each way takes for the products of a forward and backward pass, casts of FP32 weights and inputs included.
+    """Seconds of each choice for the products of a forward and backward pass, casts of FP32 weights and inputs included.
 
-    Large products stand for themselves as smaller ones. A way that is far slower than another on the smallest is
-    not measured further.
+    Large products are replaced by smaller ones (`cut`). A choice that is far slower on the smallest is not measured further.
     """
     ways = [MatmulChoice("float32", cpu_products.usual_library())]
     if has_onednn():
@@ -132,7 +131,7 @@ def measure(products: Sequence[Product]) -> dict[MatmulChoice, float]:
 
 
 def cut(product: Product, size: int) -> Product:
-    """A product of at most so many multiply-adds, its largest sides halved; the count makes up for it, rounded."""
+    """A product of at most `size` multiply-adds, its largest sides halved, and its count raised in proportion."""
     sides = [product.num_rows, product.in_features, product.out_features]
     while sides[0] * sides[1] * sides[2] > size:
         largest = sides.index(max(sides))
@@ -144,7 +143,7 @@ def cut(product: Product, size: int) -> Product:
 def _measured(
     products: Sequence[Product], ways: Sequence[MatmulChoice], *, rounds: int, budget_s: float
 ) -> dict[MatmulChoice, float]:
-    """The shortest time of each product in each way, by turns, after a round that does not count (code is generated)."""
+    """Seconds of each choice from the shortest times of the products, measured by turns after a warm-up round."""
     best: dict[tuple[MatmulChoice, Product], float] = {}
     with torch.no_grad(), _one_thread():
         for number in range(rounds + 1):
@@ -176,7 +175,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _time(way: MatmulChoice, x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> float:
-    """Of one product forward and backward, of FP32 values with FP32 gradients."""
+    """Seconds of a product's forward and backward, from FP32 values to FP32 gradients."""
     dtype = getattr(torch, way.dtype)
     grad = grad_MN.to(dtype)
     with cpu_products.multiplying_by(way.library):
@@ -189,7 +188,7 @@ def _time(way: MatmulChoice, x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> flo
 
 
 def read_arithmetic(path: Path) -> Arithmetic | None:
-    """What a run computes in, from its file; None if there is none.
+    """A run's `Arithmetic`, read from its file; None if there is none.
 
     Raises:
         ConfigError: the file is unreadable.

@@ -1,8 +1,8 @@
-"""What tokens of a text put into the experts' matrices: how much an error in each of their columns counts.
+"""Calibration of expert quantisation: statistics of the experts' inputs on a text, which weigh errors in each column.
 
-The error that rounding makes in an output is sum_k x_k dw_k, and its square on average sum_kl E[x_k x_l] dw_k dw_l: scales are chosen
-for squared errors that count by E[x_k^2] (the idea of activation-aware quantisation, Lin et al. 2023, arXiv 2306.00978, without
-changing any other weight), and where there is memory for all E[x_k x_l], later columns make up for the errors of those before them.
+Rounding makes an error sum_k x_k dw_k in an output, whose mean square is sum_kl E[x_k x_l] dw_k dw_l. Scales are chosen for squared
+errors weighted by E[x_k^2] (the idea of activation-aware quantisation, Lin et al. 2023, arXiv 2306.00978, without changing other
+weights). With memory for all E[x_k x_l], later columns compensate the errors of earlier ones.
 """
 
 from collections.abc import Mapping
@@ -19,28 +19,28 @@ from expertmesh.ops.dtypes import without_autocast
 from expertmesh.runs.open import LoadedModel
 
 TOKENS = 1 << 15
-"""Of the text, at most."""
+"""Largest number of tokens of the text."""
 MOST_BYTES = 4 << 30
-"""Of the mean products of all experts, unless told otherwise."""
+"""Default limit of the bytes of all experts' mean products."""
 _FEW = 16
-"""Tokens by which the mean of all experts counts beside those of one, which may have seen none."""
+"""Weight, in tokens, of the mean over all experts in each expert's mean, since an expert may have seen no token."""
 
 
 def importance_of(
     opened: LoadedModel, text: Path, *, most_bytes: int = MOST_BYTES
 ) -> Mapping[str, Tensor]:
-    """The mean squares of what the columns of the experts are multiplied by, or the mean products of all pairs of columns.
+    """Mean squares of the inputs of each expert column, or mean products of all pairs of columns.
 
     Args:
         opened: the model.
-        text: a file of text, of the kind that the model will read.
-        most_bytes: that the mean products of all experts may take; where they take more, mean squares are kept.
+        text: a text file of the kind that the model will read.
+        most_bytes: limit of the bytes of all experts' mean products; beyond it, mean squares are returned.
 
     Returns:
         (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.
 
     Raises:
-        ConfigError: the file is no text, or has fewer tokens than one sequence.
+        ConfigError: the file is no text, or has fewer tokens than a sequence.
     """
     try:
         content = text.read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ def importance_of(
 
 
 class _InputSums:
-    """Sums of squares, or of products of pairs, over the tokens of each expert of a layer."""
+    """Forward pre-hook that sums squares, or products of pairs, of inputs over the tokens of each expert of a layer."""
 
     def __init__(self, experts: GroupedExperts, *, pairs: bool) -> None:
         self.experts, self.pairs = experts, pairs
@@ -90,7 +90,7 @@ class _InputSums:
         self.of_x, self.of_a = (torch.zeros(E, *[size] * (2 if pairs else 1)) for size in (D, F))
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """What a forward of the experts is given; sums are FP32, whatever the model computes in."""
+        """Add the inputs of a forward of the experts, in FP32."""
         with without_autocast(args[0].device):
             self._add(*args[:3])
 
@@ -117,7 +117,7 @@ class _InputSums:
         return (rows.T @ rows if self.pairs else rows.square().sum(0)).cpu()
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Of w_in and of w_out."""
+        """Means for (w_in, w_out)."""
         total = self.count_E.sum().clamp_min(1)
 
         def mean(sums: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a trained model has room in memory, before it is built: the costs are known."""
+"""Check that a trained model fits into memory, by its known costs, before it is built."""
 
 import os
 from contextlib import suppress
@@ -13,22 +13,22 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 
 FAR = 4
-"""How far beyond the memory something must be to be refused where it is estimated: a system may swap."""
+"""Ratio of estimated need to memory beyond which a model is refused; less may still run, since a system may swap."""
 
 
 def check_weights(
     family: Family, config: RunConfig, device: torch.device, *, num_ranks: int
 ) -> None:
-    """Refuse a trained model whose weights alone are far beyond the memory that there is, before it is built.
+    """Refuse a trained model whose weights alone are far beyond the memory, before it is built.
 
     Args:
-        family: says what the model costs; one that cannot tell is let through.
-        config: of its run.
-        device: of the computation.
-        num_ranks: that may share the weights.
+        family: family of the model, which knows its costs; without known costs a model passes.
+        config: configuration of its run.
+        device: device of the computation.
+        num_ranks: ranks that may share the weights.
 
     Raises:
-        ConfigError: it is too large; names the size that makes it so.
+        ConfigError: the model is too large; names the option that makes it so.
     """
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     costs = family.costs_of(alone, num_ranks=1, dtype="float32")
@@ -46,14 +46,14 @@ def check_weights(
 
 
 def memory_of_process(device: torch.device, *, on_host: bool) -> int:
-    """Bytes for this process."""
+    """Bytes of memory for this process: the device's, or its share of the host's."""
     if not on_host:
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_on_host()
 
 
 def largest_size(family: Family, config: RunConfig) -> tuple[str, Any]:
-    """The option of the model without which it is smallest, and its value: it has its default in turn."""
+    """(name, value) of the model's option whose default would shrink it most."""
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     usual = family.config()
     found = []

@@ -1,6 +1,6 @@
-"""The one way from a folder to a model and its text format: for a run of ours, or a model as the hub has it.
+"""Opening of models from folders: runs of ours, models of the hub, and quantised folders.
 
-`find_model` says what a folder holds and reads no weights; `open_model` makes the model. Training places models itself and takes
+`find_model` describes a folder and reads no weights; `open_model` makes the model. Training places models itself and takes
 only the weights, by `Run.load_into`.
 """
 
@@ -42,12 +42,12 @@ class LoadedModel:
 
     Attributes:
         run: the folder: path, configuration, family.
-        task: what trained it, or could go on.
-        model: in evaluation mode, with the weights of the folder, of the type that they have there.
-        tokenizer: of the folder; None where models of its family read no text.
-        precision: what it computes in, and where; of weights in BF16 or FP16 that type.
-        ranks: those that have parts of it; all call it alike.
-        shared: where an engine is to serve it over ranks: how they share it, an `EngineRanks`; None: they do not.
+        task: the family's task for its configuration.
+        model: the model in evaluation mode, with weights of the folder in their stored type.
+        tokenizer: tokenizer of the folder; None for families that read no text.
+        precision: device and types of its computation; weights in BF16 or FP16 compute in their type.
+        ranks: ranks that have parts of the model; all make the same calls.
+        shared: `EngineRanks`, by which the ranks of an engine share the model; None: they do not.
     """
 
     run: Run
@@ -64,7 +64,7 @@ class LoadedModel:
 
     @cached_property
     def decoder(self) -> Any:
-        """The model as generation wants it, a `CausalLM`, or an `EncoderDecoder` of a family that translates.
+        """The model's interface for generation: a `CausalLM`, or an `EncoderDecoder` for a family that translates.
 
         Raises:
             ConfigError: models of its family generate no text.
@@ -73,7 +73,7 @@ class LoadedModel:
 
     @cached_property
     def text(self) -> TextFormat:
-        """What text is to the model.
+        """The model's text format: its tokenizer, special tokens and chat template.
 
         Raises:
             ConfigError: models of its family generate no text, or files beside the tokenizer are damaged.
@@ -84,14 +84,14 @@ class LoadedModel:
 
 
 def find_model(path: str | Path, family: Family | None = None) -> Run:
-    """What a folder says of its model; no weights are read.
+    """Description of a folder's model; no weights are read.
 
     Args:
-        path: a run directory, or a folder as transformers saves one, of an architecture that runs as our GPT; or one of `expertmesh quantize`.
-        family: of a run of a family that is none of this package.
+        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of `expertmesh quantize`.
+        family: family of a run, if it is none of this package.
 
     Raises:
-        ConfigError: it is neither, or of another family.
+        ConfigError: the folder is none of these, or of another family.
     """
     folder = expanded(path)
     is_quantized = quantization_of(folder) is not None
@@ -117,25 +117,25 @@ def open_model(
     slots: "Slots | None" = None,
     share: Callable[[nn.Module], object] | None = None,
 ) -> LoadedModel:
-    """Build the model of a folder and load its weights, whose bytes are compared with their checksums by all ranks together.
+    """Build the model of a folder and load its weights. The ranks share the comparison of checksums.
 
     Args:
-        source: the folder, see `find_model`; or what that returned, perhaps with changes.
-        family: see there.
-        device: that computes, see `device_of`; None: that of the training.
-        dtype: of weights and products (routers keep FP32); None: that of the weights in the folder where it is narrower than FP32,
-            else what the training computed in.
-        ranks: those that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
-        es_degree: slices of each expert, see there.
-        for_autocast: the model will only be used under `precision.autocast()`, which casts the weights of all experts in
-            each call, for one token, too: they are kept in that type, with the same results.
-        is_placed: spread it over the ranks as its configuration's `parallel` says, as training does; its tokenizer is not read.
-        slots: let the experts stay in the files, and copy those that tokens choose; None: all are on the device.
-        share: how the ranks share the model, in the place of `spread_for_inference`: cuts it by `expertmesh.parallel.serving` before it has
-            weights.
+        source: the folder, see `find_model`; or the `Run` that it returned, perhaps changed.
+        family: see `find_model`.
+        device: device of the computation, see `device_of`; None: the device of the training.
+        dtype: type of weights and products (routers keep FP32); None: the type of the stored weights if it is narrower than FP32,
+            else the type of the training's products.
+        ranks: ranks that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
+        es_degree: slices of each expert, see `spread_for_inference`.
+        for_autocast: whether the model will only be used under `precision.autocast()`. Experts are then kept in that type, with
+            the same results, instead of being cast in each call.
+        is_placed: spread the model over the ranks by `parallel` of its configuration, as in training; its tokenizer is not read.
+        slots: keep experts in the files and copy those that tokens choose to the device; None: all experts are on the device.
+        share: function that cuts the model for the ranks by `expertmesh.parallel.serving`, before it has weights, in place of
+            `spread_for_inference`.
 
     Raises:
-        ConfigError: this is no such folder, the device or type is not to be had here, or the ranks do not fit its layers.
+        ConfigError: the folder holds no model, this machine lacks the device or type, or the ranks do not fit its layers.
         CheckpointError: there are no usable weights, or no tokenizer.
         PeerError: another rank failed.
     """
@@ -193,11 +193,11 @@ def open_model(
 
 @dataclass(frozen=True)
 class Slots:
-    """How experts that stay in their files come to the device.
+    """Options for experts that stay in their files and are copied to slots on the device.
 
     Attributes:
-        count: experts of each layer that are there at a time.
-        fetch_ahead: whether a layer has the next one's experts fetched; None: unless a CPU computes, which would do the copying, too.
+        count: slots of each layer.
+        fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: not on a CPU, which copies itself.
     """
 
     count: int
@@ -214,7 +214,7 @@ def _open_empty(
     slots: Slots | None,
     for_autocast: bool,
 ) -> LoadedModel:
-    """A model whose experts are quantised or in slots: it never has memory for their matrices as they are trained."""
+    """Open a model with quantised experts or experts in slots, without memory for their full matrices."""
     what = "quantised" if isinstance(weights, QuantizedModel) else "given expert slots"
     if ranks.size > 1:
         raise ConfigError(
@@ -248,14 +248,14 @@ def _keep_narrow(model: nn.Module, precision: Precision) -> None:
 
 
 def device_of(run: Run, device: str | torch.device | None) -> torch.device:
-    """Where a model is used.
+    """Device for using a model.
 
     Args:
-        run: its folder.
-        device: auto, cpu, cuda or cuda:N; None: that of the training.
+        run: the model's folder.
+        device: auto, cpu, cuda or cuda:N; None: the device of the training.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: this machine has no such device.
     """
     name = run.config.train.device if device is None else str(device)
     return resolve_device(name, option="device")
@@ -268,7 +268,7 @@ def _built(
     *,
     for_autocast: bool,
 ) -> nn.Module:
-    """The model with memory, spread over the ranks if there are several."""
+    """The model with its initial weights, spread over the ranks by `spread`."""
 
     def prepare(model: nn.Module) -> None:
         if for_autocast:
@@ -285,7 +285,7 @@ def _built(
 
 
 def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
-    """The run's configuration; its model knows what the files beside the tokenizer say of texts, old runs' too."""
+    """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs lack."""
     config = run.config
     model: Any = getattr(config, "model", None)
     if tokenizer is None or not (run.family.generates_text and hasattr(model, "start_ids")):
@@ -300,7 +300,7 @@ def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
 
 
 def _of_stored(weights: TensorSource, precision: Precision) -> Precision:
-    """The precision for weights as they are stored, but for routers and other tensors that are kept wider: a converted run has BF16 ones."""
+    """The precision of the narrowest stored weights, if narrower than the given one: converted runs have BF16 beside FP32 routers."""
     found = [kept.dtype for kept in weights.tensors.values() if kept.dtype.is_floating_point]
     narrowest = min(found, key=lambda dtype: dtype.itemsize, default=precision.master_dtype)
     if narrowest.itemsize >= precision.master_dtype.itemsize:

@@ -1,4 +1,4 @@
-"""Models whose experts stay in their files: slots in the place of the experts, filled from the files when tokens choose them."""
+"""Models with paged experts: slots in place of the experts, filled from the files when tokens choose them."""
 
 from collections.abc import Iterator
 
@@ -22,17 +22,17 @@ def put_slots(
     fetch_ahead: bool | None,
     device: torch.device,
 ) -> None:
-    """Put slots where a model has routed experts, which then take memory on no device but for these.
+    """Replace a model's routed experts by slots, the only memory that they take on a device.
 
     Args:
-        model: on the meta device.
-        source: of its weights.
-        num_slots: of each layer.
-        fetch_ahead: whether a layer has the next one's experts fetched; None: unless the device is a CPU.
-        device: of the slots.
+        model: the model, on the meta device.
+        source: source of its weights.
+        num_slots: slots of each layer.
+        fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: unless the device is a CPU.
+        device: device of the slots.
 
     Raises:
-        ConfigError: a layer has fewer experts, or there are none.
+        ConfigError: a layer has fewer experts than slots, or the model has no experts.
     """
     layers = list(_layers(model))
     if not layers:
@@ -69,7 +69,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer, GroupedExperts | 
 
 
 class _Reader:
-    """Copies one expert out of a source."""
+    """Reader of single experts of a layer from a source."""
 
     def __init__(self, source: TensorSource, prefix: str) -> None:
         self.source, self.prefix = source, prefix
@@ -81,5 +81,5 @@ class _Reader:
 
 
 def paged_layers(model: nn.Module) -> list[PagedExperts]:
-    """The experts in slots of a model, layer by layer."""
+    """The paged experts of a model, layer by layer."""
     return [module for module in model.modules() if isinstance(module, PagedExperts)]

@@ -1,4 +1,4 @@
-"""Which device, which precision, and the contexts that go with them."""
+"""Device and precision of a run, and their contexts: autocast, FP32 library, loss scaling."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,14 +26,14 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are kept and computed.
+    """Device and types of computation and parameters.
 
     Attributes:
-        device: where.
+        device: device of the computation.
         compute_dtype: the type of matrix multiplications.
-        master_dtype: the type of parameters and optimiser state: FP64 for float64, else FP32; where a model is only used, the type of its
-            weights in the checkpoint.
-        arithmetic: the choice that led to this, to be kept with the run.
+        master_dtype: the type of parameters and optimiser state: FP64 for float64, else FP32; in inference, the type of the weights in
+            the checkpoint.
+        arithmetic: the underlying choice, to be kept with the run.
     """
 
     device: torch.device
@@ -43,20 +43,20 @@ class Precision:
 
     @classmethod
     def of(cls, device: torch.device, arithmetic: Arithmetic) -> "Precision":
-        """What a choice means on a device."""
+        """The precision of a choice on a device."""
         dtype = _DTYPES[arithmetic.dtype]
         return cls(device, dtype, accumulate_dtype(dtype), arithmetic)
 
     @property
     def description(self) -> str:
-        """Type, device and why, in words."""
+        """Type, device and reason, in words."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
         reason = self.arithmetic.reason
         return f"{dtype} on {self.device}" + (f" (auto: {reason})" if reason else "")
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context of a forward pass, the run's library included."""
+        """Context of a forward pass: autocast, if the types differ, and `products`."""
         if self.compute_dtype == self.master_dtype:
             with self.products():
                 yield
@@ -72,7 +72,7 @@ class Precision:
         """Loss scaler; switched off unless the compute dtype is FP16, whose range is too small for gradients.
 
         Args:
-            ranks: ranks among which gradients are spread; None: this process alone.
+            ranks: ranks over which gradients are sharded; None: this process alone.
         """
         is_needed = self.compute_dtype == torch.float16
         return LossScaler(self.device.type, enabled=is_needed, ranks=ranks)
@@ -85,14 +85,14 @@ def resolve_precision(
     record: Path | None = None,
     device: torch.device | None = None,
 ) -> Precision:
-    """Turn "auto" into what this machine does well, or into what a run was begun with.
+    """The precision of a run; "auto" becomes the recorded choice, or else the fastest on this machine.
 
     Args:
         config: the config of the run.
-        products: those that dominate a step of its model, which a CPU measures; none: usual ones.
-        record: the run's file of its arithmetic, see `runs.arithmetic`; followed if it exists and is of the same kind
+        products: products that dominate a step of its model, to be measured on a CPU; empty: usual ones.
+        record: the run's file of its arithmetic, see `runs.arithmetic`; used if it exists and is of the same kind
             of device.
-        device: that computes; None: that of the config.
+        device: device of the computation; None: the config's.
 
     Raises:
         ConfigError: a GPU is asked for and there is none, or the record is unreadable.
@@ -109,7 +109,7 @@ def resolve_precision(
 def settle_precision(
     config: TrainConfig, *, products: Sequence[Product] = (), record: Path
 ) -> Precision:
-    """`resolve_precision`, and keep what it found in the record; for one rank, whose answer is for all."""
+    """`resolve_precision`, and write its choice to the record; for one rank, which tells the others."""
     precision = resolve_precision(config, products=products, record=record)
     write_arithmetic(record, precision.arithmetic)
     return precision
@@ -128,11 +128,11 @@ def resolve_device(name: str, *, option: str = "train.device") -> torch.device:
     """The device of a name: auto, cpu, cuda or cuda:N.
 
     Args:
-        name: of the device.
-        option: under which it was given, for messages.
+        name: name of the device.
+        option: option of the name, for messages.
 
     Raises:
-        ConfigError: it is no such name, or a GPU that is not there.
+        ConfigError: the name is none of these, or a GPU that this machine lacks.
     """
     if not is_device(name):
         raise ConfigError(option, name, DEVICE_RULE, "for example cpu")

@@ -1,4 +1,4 @@
-"""Quantised folders as models to use: what they hold, and the places for their experts in a model."""
+"""Opening of quantised folders: their weights, and modules for quantised experts in a model."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 
 REPORT = "quantization.json"
-"""What the quantisation did, in numbers; a file of the folder."""
+"""File of the folder with the quantisation's settings and errors."""
 
 
 def open_quantized(folder: Path, config: Any) -> QuantizedModel:
@@ -29,10 +29,10 @@ def open_quantized(folder: Path, config: Any) -> QuantizedModel:
 
     Args:
         folder: the folder.
-        config: of a run of the family gpt, or of the model of the hub as one.
+        config: configuration of the run, or of a run with the hub's model, of family gpt.
 
     Raises:
-        ConfigError: config.json says nothing of a form that is read.
+        ConfigError: config.json has no quantisation that can be read.
         CheckpointError: a tensor does not fit.
     """
     values = quantization_of(folder)
@@ -50,10 +50,10 @@ def open_quantized(folder: Path, config: Any) -> QuantizedModel:
 
 
 def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
-    """The type of a quantised folder's other tensors and of its products.
+    """Type of a quantised folder's unquantised tensors and of its products.
 
     Raises:
-        ConfigError: config.json says none that is read.
+        ConfigError: config.json has no type that can be read.
     """
     name = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
     dtype = getattr(torch, name, None)
@@ -65,7 +65,7 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
 
 
 def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
-    """Put places for quantised experts where a model has routed ones, on the same device; meta as a rule."""
+    """Replace a model's routed experts by modules for quantised ones, on the same device, usually meta."""
     places = [
         (parent, name, child)
         for parent in model.modules()
@@ -84,7 +84,7 @@ def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
 
 
 def arrange(model: nn.Module) -> None:
-    """Order the experts' numbers for this device, when they are read."""
+    """Arrange the quantised values of all experts for their device, after reading."""
     for module in model.modules():
         if isinstance(module, QuantizedExperts):
             module.arrange()

@@ -1,4 +1,4 @@
-"""The run directory: names of its files, the lock, and how other verbs open a run."""
+"""The run directory: names of its files, its lock, and `Run`, a run on disk as other commands open it."""
 
 import fcntl
 import json
@@ -37,15 +37,15 @@ from expertmesh.runs.quantized import open_quantized
 from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
-"""The file of a run with its tokenizer."""
+"""File name of a run's tokenizer."""
 _PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
 
 
 class RunDir:
-    """Paths below a run directory, and the checks on opening it.
+    """Paths in a run directory, and the checks on opening it.
 
     Args:
-        path: the folder; made when the run is opened.
+        path: the folder; made by `locked`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -63,12 +63,12 @@ class RunDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this process. The system drops the lock when the process dies, however it dies.
+        """Context that locks the directory for this process. The system drops the lock when the process dies.
 
-        What was made inside is gone afterwards unless the run was described: one that was refused leaves nothing.
+        Files created inside the context are deleted on exit unless `write_description` was called, so a refused run leaves nothing.
 
         Raises:
-            ConfigError: another process holds it, or the path is no folder that can be made.
+            ConfigError: another process holds the lock, or the path is no folder that can be made.
         """
         files = (self.lock, self.arithmetic, self.config, self.versions)
         folders = (self.path, *self.path.parents)
@@ -88,7 +88,7 @@ class RunDir:
                             folder.rmdir()
 
     def _hold(self) -> FileIO:
-        """The locked file, open."""
+        """The lock file, open and locked."""
         while True:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class RunDir:
                 ) from None
             if self.lock.exists() and os.path.samestat(self.lock.stat(), os.fstat(file.fileno())):
                 return file
-            file.close()  # its holder has just removed it
+            file.close()  # its former holder has just removed it
 
     def is_held(self) -> bool:
         """Whether a process holds the directory now."""
@@ -128,14 +128,14 @@ class RunDir:
         return False
 
     def has_run(self) -> bool:
-        """Whether there is anything of a run that must not be overwritten."""
+        """Whether the folder has files of a run, which must not be overwritten."""
         return any(p.exists() for p in (self.config, self.metrics, self.checkpoints))
 
     def check_resume(self, resume: Resume) -> None:
-        """Whether `resume` fits what is there.
+        """Refuse a `resume` that does not fit the folder.
 
         Raises:
-            ConfigError: "never" and there is a run, or "required" and there is none.
+            ConfigError: "never" and there is a run, or "required" and there is no checkpoint.
         """
         if resume == "never" and self.has_run():
             raise ConfigError(
@@ -168,13 +168,13 @@ class RunDir:
         self._is_described = True
 
     def read_values(self, *, is_quantized: bool = False) -> tuple[dict[str, Any], str]:
-        """The resolved configuration as plain values, and the recipe's name.
+        """(resolved configuration as plain values, name of the recipe).
 
         Args:
-            is_quantized: whether it may be that of a model whose weights are quantised.
+            is_quantized: whether the folder is one with quantised weights.
 
         Raises:
-            ConfigError: there is none, it is unreadable, a model's of the hub, or a quantised one's.
+            ConfigError: config.json is missing or unreadable, or describes a model of the hub or, unexpectedly, a quantised one.
         """
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
@@ -213,14 +213,14 @@ class RunDir:
     def read_config(
         self, family: Family | None = None, *, is_quantized: bool = False
     ) -> tuple[RunConfig, Family]:
-        """The resolved configuration and its family.
+        """(resolved configuration, its family).
 
         Args:
-            family: if it is none of this package: a run's own word is no reason to import a module.
+            family: the family, if it is none of this package: no module is imported because a run names it.
             is_quantized: see `read_values`.
 
         Raises:
-            ConfigError: there is none, it is unreadable, or of another family.
+            ConfigError: see `read_values`; or the run is of another family.
         """
         values, _ = self.read_values(is_quantized=is_quantized)
         name = values.get("family", GPT.name)
@@ -245,13 +245,13 @@ class RunDir:
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk, or a model as the hub has it.
+    """A run on disk, or a hub or quantised folder as one.
 
     Attributes:
-        path: of the folder.
+        path: the folder.
         config: resolved configuration.
-        family: of the model.
-        weights: the checkpoint that was chosen, see `with_weights`, or the folder of the hub or with quantised weights; None: none yet.
+        family: family of the model.
+        weights: the chosen checkpoint, see `with_weights`, or the folder itself for a hub or quantised one; None: not chosen yet.
         is_quantized: whether the folder has quantised weights.
     """
 
@@ -263,7 +263,7 @@ class Run:
 
     @property
     def is_hub(self) -> bool:
-        """Whether it is a folder of the hub."""
+        """Whether the weights are in the folder itself: a hub or quantised one."""
         return self.weights == self.path
 
     @property
@@ -273,10 +273,10 @@ class Run:
         return self.weights
 
     def check_trains(self) -> None:
-        """Whether a training may begin with the weights.
+        """Refuse quantised weights, with which no training can begin.
 
         Raises:
-            ConfigError: they are quantised.
+            ConfigError: the weights are quantised.
         """
         if self.is_quantized:
             raise ConfigError(
@@ -284,7 +284,7 @@ class Run:
             )
 
     def check_whole(self) -> None:
-        """Whether there are weights and what belongs to them; nothing is read.
+        """Refuse a run without weights or the files of its family; reads none of them.
 
         Raises:
             CheckpointError: there is no checkpoint, or a file is missing.
@@ -296,13 +296,13 @@ class Run:
                 raise CheckpointError(f"run {self.path}: has no {name}; restore it from a copy")
 
     def with_weights(self, ranks: Ranks | None = None) -> "Run":
-        """The run with its newest checkpoint that is not damaged; reads all of it to compare its checksums.
+        """The run with its newest undamaged checkpoint, which is read to compare its checksums.
 
         Args:
             ranks: ranks that share the reading; every one must call. None: this process alone.
 
         Raises:
-            CheckpointError: it has none, or a file is missing.
+            CheckpointError: the run has no undamaged checkpoint, or a file is missing.
         """
         (Ranks() if ranks is None else ranks).on_all(self.check_whole)
         if self.weights is not None:
@@ -311,13 +311,13 @@ class Run:
         return replace(self, weights=checkpoint)
 
     def open_weights(self, dtype: torch.dtype | None = None) -> TensorSource:
-        """The weights that were chosen, by the names of the model's state dict.
+        """The chosen weights, by the names of the model's state dict.
 
         Args:
-            dtype: that a model of the hub gets; None: that of its files.
+            dtype: type of a hub model's weights; None: the type of its files.
 
         Raises:
-            ConfigError: the files of the hub are not of such a model.
+            ConfigError: the hub's files are not of a model that our GPT can run.
             CheckpointError: the index of the checkpoint is unreadable, or a file of the hub is damaged.
         """
         if self.is_quantized:
@@ -327,18 +327,18 @@ class Run:
         return Checkpoint(self.checkpoint, prefix="model.")
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors of a model, or what this rank has of them, by their names in its state dict.
+        """Fill tensors of a model, or this rank's shards of them, by their names in its state dict.
 
         Raises:
             ConfigError: the weights are quantised.
-            CheckpointError: the run has not all of these, or in other shapes.
+            CheckpointError: the run lacks a tensor, or has it in another shape.
         """
         self.check_trains()
         read_into(self.open_weights(), targets)
 
     @property
     def vocab_size(self) -> int | None:
-        """V of the model; None where it has none."""
+        """V of the model; None for a model without a vocabulary."""
         return getattr(self.config.model, "vocab_size", None)
 
     def load_tokenizer(self) -> Tokenizer:
@@ -351,19 +351,19 @@ class Run:
 
     @property
     def arithmetic(self) -> Path:
-        """File of what it computes in; see `runs.arithmetic`."""
+        """File of the run's `Arithmetic`; see `runs.arithmetic`."""
         return RunDir(self.path).arithmetic
 
 
 def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
-    """What a finished or stopped run says of its model; reads no weights, and does not lock it.
+    """A finished or stopped run, without its weights and without locking it.
 
     Args:
         run_dir: the run directory.
-        family: of the model, if it is none of this package.
+        family: family of the model, if it is none of this package.
 
     Raises:
-        ConfigError: this is no run directory, or the run is of another family.
+        ConfigError: the folder is no run directory, or the run is of another family.
     """
     folder = RunDir(run_dir)
     config, family = folder.read_config(family)
@@ -371,12 +371,12 @@ def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
 
 
 def load_run(run_dir: str | Path, family: Family | None = None) -> Run:
-    """A run with its newest checkpoint that is not damaged; errors as those of `find_run` and `Run.with_weights`."""
+    """A run with its newest undamaged checkpoint; raises the errors of `find_run` and `Run.with_weights`."""
     return find_run(run_dir, family).with_weights()
 
 
 def versions() -> dict[str, Any]:
-    """Versions of what a run depends on; null for what is not installed as a package."""
+    """Versions of Python, machine and the packages that a run depends on; null for one that is not installed."""
     found: dict[str, Any] = {"python": platform.python_version(), "machine": platform.platform()}
     for name in _PACKAGES:
         try:
