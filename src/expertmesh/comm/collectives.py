@@ -109,7 +109,7 @@ def async_all_gather(x: Tensor, group: RankGroup, *, where: str) -> AsyncTensor:
 
 
 in_flight_all_gather = async_all_gather
-"""Its former name, which exchanges of one's own may import."""
+"""Former name of `async_all_gather`, which external exchanges may import."""
 
 
 def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Sum of each token's rows in FP32: bandwidth-bound, deterministic.
 
-A program takes a few tokens and a block of columns, and reads the K rows of every token where they are; nothing is
-sorted back, nothing is added atomically. Bytes moved: the live rows once, the output once (N * D + T * D elements).
+A program takes a few tokens and a block of columns, and reads the K rows of every token in place. Rows are not copied
+to token order first, and there are no atomics. Elements moved: N * D live rows and T * D outputs, once each.
 """
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from expertmesh.kernels.launch import launch, next_power_of_2
 
-_PROGRAM_BYTES = 4096  # what 128 threads move with two 16-byte loads each
-_FEW_PROGRAMS = 256  # below this many, smaller blocks keep more multiprocessors busy (decoding)
+_PROGRAM_BYTES = 4096  # 128 threads with two 16-byte loads each
+_FEW_PROGRAMS = 256  # with fewer programs, smaller blocks keep more multiprocessors busy (decoding)
 _SMALL_BLOCK_D = 256
 _MOST_BLOCK_D = 1024
 _MOST_UNROLLED = 8
 
 
 def row_tile(num_rows: int, dim: int, itemsize: int) -> tuple[int, int]:
-    """Rows and columns of the block that one program of a row-moving kernel takes, from shapes only."""
+    """Block (rows, columns) of one program of a row-moving kernel, from shapes only."""
     columns = min(next_power_of_2(dim), _MOST_BLOCK_D)
     rows = max(_PROGRAM_BYTES // (itemsize * columns), 1)
     if triton.cdiv(num_rows, rows) * triton.cdiv(dim, columns) < _FEW_PROGRAMS:
@@ -28,7 +28,7 @@ def row_tile(num_rows: int, dim: int, itemsize: int) -> tuple[int, int]:
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """Triton's type that sums are taken in: FP64 for FP64, FP32 for the rest."""
+    """Triton's accumulation dtype: FP64 for FP64, FP32 for the rest."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -47,7 +47,7 @@ def _sum_rows(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[t] = sum over j of y[row_of_slot[t, j]] for rows below the bound, in the order of j."""
+    """Compute out[t] = sum over j of y[row_of_slot[t, j]] over rows below the bound, in the order of j."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = t < num_tokens
@@ -68,13 +68,13 @@ def sum_rows(y_RD: Tensor, bound: Tensor | int, row_of_slot_N: Tensor, top_k: in
     """Sum each token's live rows.
 
     Args:
-        y_RD: (R, D) rows, any floating-point type. Rows from the bound on may hold anything.
-        bound: number of live rows, a count or a tensor of one int32 on the device.
+        y_RD: (R, D) rows of any floating-point dtype. Rows from the bound on may hold anything.
+        bound: number of live rows, an int or a tensor of one int32 on the device.
         row_of_slot_N: (T * K,) int32; slots whose row is not below the bound are left out.
         top_k: K.
 
     Returns:
-        (T, D) in the type of y, summed in FP32 (FP64 for FP64) in the order of j. Does not synchronise.
+        (T, D) in the dtype of y, summed in FP32 (FP64 for FP64) in the order of j. Does not synchronise.
     """
     num_tokens, dim = row_of_slot_N.shape[0] // top_k, y_RD.shape[1]
     out = torch.empty(num_tokens, dim, dtype=y_RD.dtype, device=y_RD.device)

@@ -1,7 +1,7 @@
-"""What the experts' GEMM kernels have in common: where a tile is, products, activations, rows of H.
+"""Shared parts of the experts' GEMM kernels: tile positions, products, activations, access to rows of H.
 
 A tile of the result belongs to one expert and has BLOCK_M of its sorted rows (fewer at its end). Programs are
-persistent: program p of n takes the tiles p, p + n, ..., whose number is read from device memory.
+persistent: program p of n takes the tiles p, p + n, .... The number of tiles is read from device memory.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from expertmesh.kernels.route_metadata import tile_table
 
 @dataclass(frozen=True)
 class Rows:
-    """Sorted rows and their tiles.
+    """Sorted rows and their division into tiles.
 
     Attributes:
         offsets_E: (E + 1,) int32; rows of expert e are [offsets[e], offsets[e + 1]).
-        token_of_row_N: (R,) int32.
-        slot_of_row_N: (R,) int32.
-        tile_expert: expert of every tile, int32.
-        tile_row: first row of every tile, int32.
-        num_tiles: (1,) int32, how many tiles are used.
+        token_of_row_N: (R,) int32, the token of each row.
+        slot_of_row_N: (R,) int32, the slot of each row.
+        tile_expert: int32, the expert of each tile.
+        tile_row: int32, the first row of each tile.
+        num_tiles: (1,) int32, the number of used tiles.
     """
 
     offsets_E: Tensor
@@ -51,24 +51,25 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """R, the static bound on the rows."""
+        """Static bound on the number of rows, R."""
         return self.token_of_row_N.shape[0]
 
     @property
     def most_tiles(self) -> int:
-        """Static bound on the tiles."""
+        """Static bound on the number of tiles."""
         return self.tile_expert.shape[0]
 
 
 def hidden_descriptor(
     h_RH: Tensor, num_branches: int, block: list[int], *, interleaved: bool
 ) -> Any:
-    """Describe H or dH to the copy engine as rows, branches, columns; interleaved branches are one of twice the columns.
+    """Make a tensor descriptor of H or dH as (rows, branches, columns); interleaved branches are one of twice the
+    columns.
 
     Args:
         h_RH: (R, G * F).
         num_branches: G.
-        block: rows and hidden units that are written at once.
+        block: rows and hidden units written at once.
         interleaved: whether gate and up alternate.
     """
     rows, units = block
@@ -79,7 +80,9 @@ def hidden_descriptor(
 
 @triton.jit
 def tile_place(index, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row tile and column tile of a tile: GROUP_M row tiles, then the next column, so that weights stay in the L2."""
+    """Compute row tile and column tile of a tile index: GROUP_M row tiles, then the next column, so that weights stay
+    in L2.
+    """
     group = index // (GROUP_M * num_n)
     rows = tl.minimum(num_m - group * GROUP_M, GROUP_M)
     within = index % (GROUP_M * num_n)
@@ -88,21 +91,23 @@ def tile_place(index, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr):
-    """Expert and first row of a tile, and the row behind the expert's last."""
+    """Load the expert and the first row of a tile, and the end of the expert's rows."""
     e = tl.load(tile_expert_ptr + m)
     return e, tl.load(tile_row_ptr + m), tl.load(offsets_ptr + e + 1)
 
 
 @triton.jit
 def rows_from(first, end, BLOCK_M: tl.constexpr):
-    """The rows of a tile as int64, and which of them are the expert's."""
+    """Compute the rows of a tile as int64, and a mask of the expert's rows."""
     row = first + tl.arange(0, BLOCK_M)
     return row.to(tl.int64), row < end
 
 
 @triton.jit
 def unit_of_column(n, G: tl.constexpr, UNITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Hidden unit and branch of each column of a tile that begins at unit n: UNITS of a branch stand side by side."""
+    """Compute hidden unit and branch of each column of a tile that begins at unit n; UNITS columns of a branch are
+    adjacent.
+    """
     column = tl.arange(0, BLOCK_N * G)
     return n + column // (G * UNITS) * UNITS + column % UNITS, column // UNITS % G
 
@@ -133,11 +138,11 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sum over k of A[row, k] W[e, n, k], FP32, (BLOCK_M, BLOCK_N * G).
+    """Compute the sum over k of A[row, k] W[e, n, k] in FP32, (BLOCK_M, BLOCK_N * G).
 
-    A is (rows, K): row says which are read, first where they start when a descriptor reads them. W is (E, N, G, K)
-    with the given strides if K_MAJOR, and columns of the result are UNITS of g = 0, the same of g = 1, the next UNITS, so
-    that the branches of a unit lie in one thread; else W is (E, K, N) and G is 1.
+    A is (rows, K): `row` holds the rows to read, `first` their start if a descriptor reads them. If K_MAJOR, W is (E,
+    N, G, K) with the given strides. Columns of the result then alternate between UNITS units of g = 0 and the same
+    units of g = 1, so that both branches of a unit are in one thread. Otherwise W is (E, K, N) and G is 1.
     """
     k = tl.arange(0, BLOCK_K)
     n_of_column, g = unit_of_column(n, G, UNITS, BLOCK_N)
@@ -174,7 +179,7 @@ def product(
                 right = tl.load(further)
             else:
                 right = tl.load(further, mask=inside & within[:, None], other=0.0)
-        if UPCAST:  # the interpreter multiplies no BF16
+        if UPCAST:  # the interpreter cannot multiply BF16
             left = left.to(tl.float32)
             right = right.to(tl.float32)
         total = tl.dot(left, right, total, input_precision=PRECISION)
@@ -183,7 +188,9 @@ def product(
 
 @triton.jit
 def round_pairs(x):
-    """FP32 to BF16, two numbers an instruction, NVIDIA only: one by one, as compiled where FP32 goes on, waits for the special unit."""
+    """Convert FP32 to BF16 by a packed NVIDIA instruction, two numbers each: Triton's conversion of single numbers
+    waits for the special function unit if FP32 is still needed.
+    """
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;",
         "=r,f,f",
@@ -196,14 +203,16 @@ def round_pairs(x):
 
 @triton.jit
 def sigmoid(h):
-    """1 / (1 + exp(-h)) in FP32, in two steps of the special unit: exp and a division each scale numbers below 2**-126."""
+    """Compute 1 / (1 + exp(-h)) in FP32 by exp2 and rsqrt, because exp and a division each rescale numbers below
+    2**-126.
+    """
     root = tl.rsqrt(1.0 + tl.exp2(h * -1.4426950408889634))
     return root * root
 
 
 @triton.jit
 def activate(h, INNER: tl.constexpr):
-    """act(h) in FP32; NaN stays NaN."""
+    """Compute act(h) in FP32; NaN stays NaN."""
     if INNER == "silu":
         return h * sigmoid(h)
     if INNER == "gelu":
@@ -219,7 +228,7 @@ def activate(h, INNER: tl.constexpr):
 
 @triton.jit
 def slope(h, INNER: tl.constexpr):
-    """The derivative of act at h, FP32."""
+    """Compute the derivative of act at h in FP32."""
     if INNER == "silu":
         share = sigmoid(h)
         return share * (1.0 + h * (1.0 - share))
@@ -236,7 +245,7 @@ def slope(h, INNER: tl.constexpr):
 
 @triton.jit
 def second_branch(up, INNER: tl.constexpr):
-    """What multiplies act(gate): up, or clamp(up, -7, 7) + 1, FP32; NaN stays NaN."""
+    """Factor of act(gate): up, or clamp(up, -7, 7) + 1, in FP32; NaN stays NaN."""
     if INNER == "clamped_silu":
         return tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
     return up
@@ -244,7 +253,7 @@ def second_branch(up, INNER: tl.constexpr):
 
 @triton.jit
 def second_slope(up, INNER: tl.constexpr):
-    """The derivative of `second_branch` at up, FP32."""
+    """Compute the derivative of `second_branch` at up in FP32."""
     if INNER == "clamped_silu":
         return tl.where(tl.abs(up) > 7.0, 0.0, 1.0)
     return 1.0
@@ -252,7 +261,7 @@ def second_slope(up, INNER: tl.constexpr):
 
 @triton.jit
 def load_branches(h_ptr, row, live, n, F, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Read gate and up of BLOCK_N hidden units from rows of H, FP32."""
+    """Load gate and up of BLOCK_N hidden units from rows of H, as FP32."""
     base = h_ptr + row[:, None] * (2 * F)
     if INTERLEAVED:
         column = 2 * n + tl.arange(0, 2 * BLOCK_N)
@@ -281,9 +290,9 @@ def store_branches(
     INTERLEAVED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Write the branches to rows of H or dH: gate then up, alternating if INTERLEAVED; up is None where there is one.
+    """Store the branches in rows of H or dH: gate then up, alternating if INTERLEAVED; up is None with one branch.
 
-    If RAGGED, h is `hidden_descriptor`'s.
+    If RAGGED, h is a descriptor from `hidden_descriptor`.
     """
     BLOCK_M: tl.constexpr = gate.shape[0]
     BLOCK_N: tl.constexpr = gate.shape[1]
@@ -301,7 +310,7 @@ def store_branches(
 def _store_branch(
     h, value, row, live, first, end, g, n, width, stride, RAGGED: tl.constexpr
 ):  # fmt: skip
-    """Columns from n on of branch g, which has `width` of the `stride` columns of a row."""
+    """Store columns of branch g, from column n on; the branch has `width` of a row's `stride` columns."""
     BLOCK_M: tl.constexpr = value.shape[0]
     BLOCK_N: tl.constexpr = value.shape[1]
     if RAGGED:
@@ -315,9 +324,10 @@ def _store_branch(
 
 @triton.jit
 def store_rows(out, value, row, live, first, end, n, N, RAGGED: tl.constexpr):
-    """Write columns from n on of rows (rows, N); what is not live or behind N is not written.
+    """Store columns of rows (rows, N), from column n on; dead rows and columns behind N are masked.
 
-    If RAGGED, out is a ragged descriptor: the copy engine reads the tile from shared memory while the program goes on.
+    If RAGGED, out is a ragged descriptor: the copy engine stores the tile from shared memory while the program
+    continues.
     """
     BLOCK_M: tl.constexpr = value.shape[0]
     BLOCK_N: tl.constexpr = value.shape[1]
@@ -334,7 +344,7 @@ def store_rows(out, value, row, live, first, end, n, N, RAGGED: tl.constexpr):
 @triton.jit
 def fetch_hidden(h_ptr, first, end, n, F, G: tl.constexpr, INTERLEAVED: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Ask for a tile of H, so that it is in the L2 when the epilogue reads it; NVIDIA only."""
+    """Prefetch a tile of H into L2 before the epilogue reads it; NVIDIA only."""
     LINE: tl.constexpr = 1024 // h_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.cdiv(BLOCK_N * G, LINE)
     row = tl.minimum(first + tl.arange(0, BLOCK_M), end - 1).to(tl.int64)
@@ -356,6 +366,6 @@ def fetch_hidden(h_ptr, first, end, n, F, G: tl.constexpr, INTERLEAVED: tl.const
 
 @triton.jit
 def row_weights(weights_ptr, slot_of_row_ptr, row, live):
-    """Routing weights of rows, FP32; 0 behind the expert's last row."""
+    """Load the routing weights of rows as FP32; 0 behind the expert's last row."""
     slot = tl.load(slot_of_row_ptr + row, mask=live, other=0).to(tl.int64)
     return tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)

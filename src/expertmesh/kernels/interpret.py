@@ -1,11 +1,11 @@
-"""Triton's interpreter, usable beside the compiler in one process, and with its faults mended.
+"""Triton's interpreter, usable beside the compiler in one process, with its bugs fixed.
 
-Mended: conversions to BF16 truncate, dot products of BF16 multiply bit patterns, xor reductions (of which tl.sort is
-full) loop over elements in Python, a nested jit function leaves triton.language patched for good, and loop bounds
-fail from NumPy 2.4 on. Arithmetic on BF16 without a conversion to FP32 first stays wrong: kernels convert.
+Fixed bugs: conversions to BF16 truncate; dot products of BF16 multiply bit patterns; xor reductions, which tl.sort
+uses, loop over elements in Python; a nested jit function leaves triton.language patched; loop bounds fail from NumPy
+2.4 on. Arithmetic on BF16 without conversion to FP32 stays wrong, so kernels convert.
 
-Half of its time went into types: what depends on a shape or a type alone is found once here, and the sums of integers
-are not computed a second time, in 64 bits, to see whether 32 were enough.
+Half of its time went into types. Here, values that depend on a shape or a dtype only are cached, and integer sums are
+not repeated in 64 bits to check for overflow.
 """
 
 import threading
@@ -23,20 +23,20 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, ReduceOps
 from triton.runtime.jit import JITFunction
 
-# The interpreter replaces functions of triton.language while it runs: one launch at a time.
+# The interpreter patches triton.language while it runs, so one launch runs at a time.
 _LOCK = threading.Lock()
 
 
 def interpret(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Run a kernel on CPU tensors with NumPy, one program after another: slow, for tests and debugging.
+    """Run a kernel on CPU tensors with NumPy, one program after another; slow, for tests and debugging.
 
     Args:
         kernel: a `@triton.jit` function, made with or without TRITON_INTERPRET.
         grid: up to three numbers of programs.
         args: positional arguments.
-        options: keyword arguments; those that the kernel does not have (num_warps, ...) are ignored.
+        options: keyword arguments; unknown ones (num_warps, ...) are ignored.
     """
     named = {name: value for name, value in options.items() if name in kernel.arg_names}
     values = dict(zip(kernel.arg_names, args, strict=False)) | named
@@ -69,15 +69,15 @@ def _rewrite(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _module_with_language() -> FunctionType:
-    """A function whose globals are the modules that the interpreter is to patch."""
+    """Make a function whose globals are the modules that the interpreter patches."""
     return FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
 
 
 @contextmanager
 def _interpreted_language() -> Iterator[None]:
-    """Inside, triton.language computes with NumPy and jit functions can be called; undone at the end."""
+    """Context in which triton.language computes with NumPy and jit functions can be called; undone on exit."""
     scope = interpreter._patch_lang(_module_with_language())
-    # tl.sum, tl.sort and the like are jit functions themselves, made when Triton was imported
+    # tl.sum, tl.sort and others are jit functions, created when Triton was imported
     for kind in (JITFunction, InterpretedFunction):
         scope.set_attr(kind, "__call__", lambda self, *a, **k: _rewritten(self)(*a, **k))
     scope.set_attr(ReduceOps, "apply_impl", _reduce(ReduceOps.apply_impl))
@@ -93,7 +93,7 @@ def _interpreted_language() -> Iterator[None]:
         scope.restore()
 
 
-# by the name of a type, by its name and a shape, by a shape; filled while _LOCK is held
+# caches by name of a dtype, by name and shape, and by shape; filled while _LOCK is held
 _np_dtypes: dict[str, np.dtype[Any]] = {}
 _blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
 _sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -147,7 +147,7 @@ def _from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
-    """Round to the nearest, ties to even; NaN stays NaN."""
+    """Round to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

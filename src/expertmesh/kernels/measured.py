@@ -1,7 +1,8 @@
-"""Tiles that were measured on a GPU, by architecture and shape: read from a JSON file that a sweep writes.
+"""Tiles measured on a GPU, by architecture and shape, read from a JSON file that a sweep writes.
 
-Beside this module, `measured_tiles.json`: `{"sm_90": [entry, ...]}`; an entry says for which shapes it was measured (`rows_per_expert`,
-`dim`, `hidden_dim`, `num_branches`, `dtype`), the `tiles` of the six GEMMs by their names in `LaunchConfig`, and where it comes from (`source`).
+The file `measured_tiles.json` beside this module has the form `{"sm_90": [entry, ...]}`. An entry holds the measured
+shape (`rows_per_expert`, `dim`, `hidden_dim`, `num_branches`, `dtype`), the `tiles` of the six GEMMs by their names in
+`LaunchConfig`, and their origin (`source`).
 """
 
 import json
@@ -12,12 +13,14 @@ from typing import Any
 
 FILE = Path(__file__).with_name("measured_tiles.json")
 _NEAR = 2.0
-"""An entry serves from half to twice its rows per expert."""
+"""Largest ratio between an entry's rows per expert and a call's, in either direction."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One entry: attributes as in the file, `tiles` by the GEMM's name in `LaunchConfig`, then by `Tile`'s attributes."""
+    """Entry of the file: `tiles` by the GEMM's name in `LaunchConfig`, then by `Tile`'s attributes; other attributes as
+    in the file.
+    """
 
     rows_per_expert: float
     dim: int
@@ -30,7 +33,7 @@ class Measured:
 
 @cache
 def entries(file: Path = FILE) -> dict[str, tuple[Measured, ...]]:
-    """All entries by architecture; none where there is no file."""
+    """Entries by architecture; {} without a file."""
     if not file.exists():
         return {}
     found = json.loads(file.read_text())
@@ -51,7 +54,7 @@ def nearest(
     num_branches: int,
     file: Path = FILE,
 ) -> Measured | None:
-    """The entry of these widths whose rows per expert are nearest, at most twice or half; None: nothing was measured."""
+    """Entry for these widths with the nearest rows per expert, within a factor of two; None if there is none."""
     rows = max(rows_per_expert, 1e-9)
 
     def distance(entry: Measured) -> float:

@@ -1,8 +1,9 @@
 """Gradients of the experts' hidden rows and of the routing weights.
 
-G = gather(dO) W_out, and in its epilogue, from the saved H: A' = s * act(H) for the gradient of W_out, dH, and per
-row and column tile the partial sum of G * act(H). `routing_weight_grad` adds these in a fixed order: the gradient of
-the routing weight by <dO, A W_out^T> = <dO W_out, A>, without Y and without atomics.
+The kernel computes G = gather(dO) W_out. Its epilogue computes from the saved H: A' = s * act(H) for the gradient of
+W_out, dH, and per row and column tile the partial sum of G * act(H). `routing_weight_grad` adds the partial sums in a
+fixed order. They are the gradient of the routing weight, because <dO, A W_out^T> = <dO W_out, A>; neither Y nor atomics
+are needed.
 """
 
 from typing import Any
@@ -59,9 +60,9 @@ def _through_activation(
     BLOCK_N: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Write A' and dH of a tile; give the sum of grad * act(H) per row. By halves down to CHUNK_N columns.
+    """Store A' and dH of a tile; return the sum of grad * act(H) per row. Recurses by halves down to CHUNK_N columns.
 
-    A tile as wide as the product needs it would not leave registers for H and the gradients.
+    A tile as wide as the product's would leave no registers for H and the gradients.
     """
     if BLOCK_N > CHUNK_N:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -87,7 +88,7 @@ def _through_activation(
         if G == 2:
             other = second_branch(up, INNER)
             hidden = act * other
-        # columns behind F: grad is 0 there, and so is act of the zeros loaded for H
+        # columns behind F: grad is 0 there, and act of the zeros loaded for H is 0
         partial = tl.sum(grad * hidden, 1)
         if a is not None:
             store_rows(a, (hidden * s[:, None]).to(dtype), row, live, first, end, n, F, RAGGED)
@@ -141,7 +142,7 @@ def _hidden_grad(
     GROUP_M: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """A', dH and partial[tile_n, row] of all rows; a, d_h or partial_ptr may be None."""
+    """Compute A', dH and partial[tile_n, row] of all rows; a, d_h or partial_ptr may be None."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -198,7 +199,7 @@ def _hidden_grad_tile(
     BLOCK_K: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """One tile of A', dH and the partial sums."""
+    """Compute one tile of A', dH and the partial sums."""
     row, live = rows_from(first, end, BLOCK_M)
     if FETCH:
         fetch_hidden(h_ptr, first, end, n, F, G, INTERLEAVED, BLOCK_M, BLOCK_N)
@@ -234,7 +235,7 @@ def _routing_weight_grad(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[slot of row] = sum of the row's partials (+ dO . b_out)."""
+    """Compute out[slot of row] = sum of the row's partial sums (+ dO . b_out)."""
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles_ptr):
         e, first, end = tile_rows(tile, tile_expert_ptr, tile_row_ptr, offsets_ptr)
@@ -272,23 +273,23 @@ def hidden_grad(
     need_h: bool,
     need_weights: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dO W_out with the backward of the activation in its epilogue.
+    """Compute dO W_out with the backward of the activation in its epilogue.
 
     Args:
         grad_TD: (T, D) gradient of the output, contiguous.
         w_out_EDF: (E, D, F), contiguous.
         weights_TK: routing weights, contiguous.
         h_RH: (R, G * F) from `moe_forward.up`.
-        rows: sorted rows, cut in tiles of config.block_m.
+        rows: sorted rows, cut into tiles of config.block_m.
         config: tile sizes.
         inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
         interleaved: whether gate and up alternate in H.
-        need_a: whether A' is wanted.
-        need_h: whether dH is wanted.
-        need_weights: whether the partial sums for `routing_weight_grad` are wanted.
+        need_a: whether to compute A'.
+        need_h: whether to compute dH.
+        need_weights: whether to compute the partial sums for `routing_weight_grad`.
 
     Returns:
-        A' (R, F), dH like H, partial (column tiles, R) FP32; None for what is not wanted. Rows behind the last live one
+        A' (R, F), dH like H, partial (column tiles, R) FP32; unneeded results are None. Rows behind the last live one
         are not written. Does not synchronise.
     """
     _, D, F = w_out_EDF.shape
@@ -354,14 +355,14 @@ def routing_weight_grad(
     rows: Rows,
     config: LaunchConfig,
 ) -> Tensor:
-    """Gradient of the routing weights, (T, K) in their type; 0 for slots without expert. Does not synchronise.
+    """Compute the gradient of the routing weights, (T, K) in their dtype; 0 for dead slots. Does not synchronise.
 
     Args:
-        partial: from `hidden_grad`.
+        partial: partial sums from `hidden_grad`.
         grad_TD: (T, D) gradient of the output, contiguous.
         b_out_ED: (E, D) or None.
         weights_TK: the routing weights.
-        rows: sorted rows, cut in tiles of config.block_m.
+        rows: sorted rows, cut into tiles of config.block_m.
         config: tile sizes.
     """
     out = torch.zeros(weights_TK.shape, dtype=weights_TK.dtype, device=weights_TK.device)

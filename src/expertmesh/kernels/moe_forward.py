@@ -1,7 +1,7 @@
-"""The experts' forward on sorted rows: H = gather(x) W_in^T + b_in, A' = s * act(H), Y = A' W_out^T + s * b_out.
+"""Forward of the experts on sorted rows: H = gather(x) W_in^T + b_in, A' = s * act(H), Y = A' W_out^T + s * b_out.
 
-The gather is in the loads of the first GEMM, activation and routing weight in its epilogue; nothing is permuted in
-memory. `rows_times_weights` is the second GEMM and, with the weights the other way round, the input's gradient.
+The gather is fused into the loads of the first GEMM, activation and routing weight into its epilogue; nothing is
+permuted in memory. `rows_times_weights` is the second GEMM and, with transposed weights, the input's gradient.
 """
 
 from typing import Any
@@ -32,8 +32,9 @@ from expertmesh.kernels.launch import launch
 from expertmesh.kernels.tiles import UP_CHUNK, LaunchConfig, Tile, is_interleaved
 
 _SIDE_BY_SIDE = 8
-"""Hidden units of a branch in a row inside a tile: of a product's columns a thread holds two of every eight, which it can round and
-store together."""
+"""Adjacent hidden units of a branch inside a tile: a thread holds two of every eight columns of a product, which it can
+round and store together.
+"""
 
 
 @triton.jit
@@ -73,7 +74,9 @@ def _up(
     GROUP_M: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """H and A' of all rows; h or a may be None. h_low and a_low are the same as pointers, for tiles of half the height."""
+    """Compute H and A' of all rows; h or a may be None. h_low and a_low are the same tensors as pointers, for tiles of
+    half height.
+    """
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -127,12 +130,12 @@ def _up_tile(
     BLOCK_K: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """One tile of H and A'."""
+    """Compute one tile of H and A'."""
     D64 = tl.cast(D, tl.int64)
     stride_n = D64 * (G if INTERLEAVED else 1)
     stride_g = D64 * (1 if INTERLEAVED else F)
     row, live = rows_from(first, end, BLOCK_M)
-    # rows behind the expert's last read its first row again: loads need no mask
+    # rows behind the expert's last one read the first row again, so loads need no mask
     token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
     total = product(
         x_ptr, w, token, first, e, n, F, D, D64 * F * G, stride_n, stride_g,
@@ -170,7 +173,9 @@ def _store_hidden(
     BLOCK_N: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Add the bias to a tile of H, write it and A'. By halves down to CHUNK_N hidden units: more do not fit registers."""
+    """Add the bias to a tile of H; store H and A'. Recurses by halves down to CHUNK_N hidden units, because of
+    registers.
+    """
     if BLOCK_N > CHUNK_N:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()
@@ -187,7 +192,7 @@ def _store_hidden(
             f, g = unit_of_column(n, G, UNITS, BLOCK_N)
             bias = bias_ptr + e.to(tl.int64) * F * G + (f * G + g if INTERLEAVED else g * F + f)
             total += tl.load(bias, mask=f < F, other=0.0).to(tl.float32)[None, :]
-        # A comes from H as it is saved, so that the backward recomputes the very same A
+        # A is computed from H as it is saved, so that the backward recomputes the same A
         hidden = round_pairs(total) if PAIRS else total.to(OUT)
         if G == 2:
             sides = hidden.reshape(BLOCK_M, BLOCK_N // UNITS, 2, UNITS).permute(0, 1, 3, 2)
@@ -234,7 +239,7 @@ def _rows(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """y[row] = A[row] W[e]^T + s * bias[e] for W (E, N, K), or A[row] W[e] for W (E, K, N) unless K_MAJOR."""
+    """Compute y[row] = A[row] W[e]^T + s * bias[e] for W (E, N, K) if K_MAJOR, else A[row] W[e] for W (E, K, N)."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -279,7 +284,7 @@ def _rows_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of y."""
+    """Compute one tile of y."""
     K64 = tl.cast(K, tl.int64)
     row, live = rows_from(first, end, BLOCK_M)
     stride_n = K64 if K_MAJOR else tl.cast(N, tl.int64)
@@ -304,7 +309,7 @@ def _rows_tile(
 def row_options(
     config: LaunchConfig, tile: Tile, rows: Rows, n: int, k: int
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid of a GEMM over routed rows, of n columns and sums of k products, and its constants and launch options."""
+    """Grid, constants and launch options of a GEMM over routed rows with n columns and a sum over k."""
     bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
     return (min(config.num_programs * tile.programs, bound),), {
         "RAGGED": config.tma and tile.ragged,
@@ -324,7 +329,7 @@ def row_options(
 
 
 def low(value: Any, tile: Tile) -> Any:
-    """What tiles of half the height take; None where no tile is one."""
+    """Argument for tiles of half height; None if the tile config has no such tiles."""
     return value if tile.tails else None
 
 
@@ -340,21 +345,21 @@ def up(
     store_h: bool,
     store_a: bool,
 ) -> tuple[Tensor, Tensor]:
-    """First GEMM and activation.
+    """Compute the first GEMM and the activation.
 
     Args:
         x_TD: (T, D) tokens, contiguous.
         w_in_EGFD: (E, G, F, D), contiguous or interleaved (see `is_interleaved`).
         b_in_EGF: (E, G, F) stored like w_in, or None.
         weights_TK: (T, K) routing weights, contiguous.
-        rows: sorted rows, cut in tiles of config.block_m.
+        rows: sorted rows, cut into tiles of config.block_m.
         config: tile sizes.
         inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
-        store_h: whether H is wanted.
-        store_a: whether A' is wanted.
+        store_h: whether to store H.
+        store_a: whether to store A'.
 
     Returns:
-        H (R, G * F), its columns in the order of w_in in memory, and A' = s * act(H) (R, F); what is not wanted has no
+        H (R, G * F), its columns in the order of w_in in memory, and A' = s * act(H) (R, F); unneeded results have no
         rows. Rows behind the last live one are not written. Does not synchronise.
     """
     E, G, F, D = w_in_EGFD.shape
@@ -373,7 +378,7 @@ def up(
     interleaved = is_interleaved(w_in_EGFD)
     grid, options = row_options(config, tile, rows, F, D)
     chunk = tile.chunk or UP_CHUNK
-    if interleaved and options["RAGGED"]:  # pairs leave by a buffer of twice the columns
+    if interleaved and options["RAGGED"]:  # pairs are stored through a buffer of twice the columns
         chunk = min(chunk, UP_CHUNK // 2)
     units = min(tile.block_n, chunk)
     h_out: Any = h if store_h else None
@@ -425,20 +430,20 @@ def rows_times_weights(
     b_out_ED: Tensor | None = None,
     weights_TK: Tensor | None = None,
 ) -> Tensor:
-    """Product of every row with its expert's matrix.
+    """Multiply every row by its expert's matrix.
 
     Args:
         a_RK: (R, K) rows, contiguous.
         w: (E, N, K) if transposed, else (E, K, N), contiguous.
-        rows: sorted rows, cut in tiles of config.block_m.
+        rows: sorted rows, cut into tiles of config.block_m.
         config: tile sizes and precision.
         tile: config.down or config.input_grad.
-        transposed: whether the product is with the matrix' transpose.
-        b_out_ED: (E, N), added times the routing weight, or None.
+        transposed: whether to multiply by the transposed matrix.
+        b_out_ED: (E, N) bias, scaled by the routing weight, or None.
         weights_TK: routing weights, needed with b_out.
 
     Returns:
-        (R, N) in the type of a; rows behind the last live one are not written. Does not synchronise.
+        (R, N) in the dtype of a; rows behind the last live one are not written. Does not synchronise.
     """
     R, K = a_RK.shape
     N = w.shape[1] if transposed else w.shape[2]

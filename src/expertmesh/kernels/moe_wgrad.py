@@ -1,10 +1,10 @@
 """Gradients of the experts' weights and biases: sums over an expert's rows.
 
-dW_out[e] = gather(dO)^T A' and dW_in[e] = dH^T gather(x). One of the operands lies in row order, the other is
-gathered in its loads. Every element is written by one program and an expert without rows gets zeros: no memory to
-clear first. Where an expert has fewer tiles than the GPU multiprocessors, a very hot expert's sum is split (see
-`pieces`); partial sums are added in a fixed order, so results are deterministic. `accumulate` adds to a buffer
-instead (FP32 main gradients).
+dW_out[e] = gather(dO)^T A' and dW_in[e] = dH^T gather(x). One operand is in row order, the other is gathered in its
+loads. Every element is written by one program, and experts without rows get zeros, so no memory is cleared first. If an
+expert has fewer tiles than the GPU has multiprocessors, a very hot expert's sum is split (see `split_rows`). Partial
+sums are added in a fixed order, so results are deterministic. `accumulate` adds to a buffer instead (FP32 main
+gradients).
 """
 
 import triton
@@ -49,9 +49,9 @@ def _rows_transposed(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """out[e] (M, N) = sum over rows r of e of A[r]^T B[r]; A is gathered if GATHERED_M, else B is.
+    """Compute out[e] (M, N) = sum over rows r of e of A[r]^T B[r]; A is gathered if GATHERED_M, else B is.
 
-    With a list of pieces the sums over pieces of an expert go to their places in work instead.
+    With a list of pieces, the sums over an expert's pieces go to their places in the workspace instead.
     """
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -65,14 +65,14 @@ def _rows_transposed(
             start = tl.load(offsets_ptr + e)
             end = tl.load(offsets_ptr + e + 1)
         else:
-            # the list ends with the pieces of hot experts: they are long, so they come first
+            # pieces of hot experts are last in the list; they are long, so they are processed first
             piece = num_sums - 1 - e
             e = tl.load(expert_ptr + piece)
             start = tl.load(start_ptr + piece)
             end = tl.load(end_ptr + piece)
             place = tl.load(place_ptr + piece)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        # one loop for all steps: what is added behind a pipelined loop waits for its own loads
+        # one loop for all steps: loads behind a pipelined loop would not be overlapped
         for step in tl.range(0, tl.cdiv(end - start, BLOCK_K)):
             total = _add_step(
                 dense,
@@ -120,7 +120,7 @@ def _write(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store a tile, or add it; by halves where addresses and the sum so far need as many registers as the tile."""
+    """Store or add a tile. By halves if addresses and the previous sum need as many registers as the tile."""
     if BY_HALVES and BLOCK_N > 64:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
@@ -158,7 +158,7 @@ def _add_step(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add the products of BLOCK_K rows, the first of which is `done` rows behind start; rows from end on count as zeros."""
+    """Add the products of BLOCK_K rows, the first of them `done` rows behind start; rows from end on count as zeros."""
     row = start + done + tl.arange(0, BLOCK_K)
     live = row < end
     token = tl.load(token_of_row_ptr + row, mask=live, other=0).to(tl.int64)
@@ -174,7 +174,7 @@ def _add_step(
         else:
             left = _gather_columns(dense, row.to(tl.int64), live, m, M, EVEN_M, BLOCK_M)
         right = _gather_rows(source_ptr, token, live, n, N, EVEN_N, BLOCK_N)
-    if UPCAST:  # the interpreter multiplies no BF16
+    if UPCAST:  # the interpreter cannot multiply BF16
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, total, input_precision=PRECISION)
@@ -182,7 +182,7 @@ def _add_step(
 
 @triton.jit
 def _gather_rows(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of rows of a matrix (rows, width), zeros where not live or behind the width."""
+    """Load a block of rows of a matrix (rows, width); zeros for dead rows and behind the width."""
     columns = column + tl.arange(0, BLOCK)
     mask = live[:, None] if EVEN else live[:, None] & (columns < width)[None, :]
     return tl.load(source + row[:, None] * width + columns[None, :], mask=mask, other=0.0)
@@ -190,7 +190,9 @@ def _gather_rows(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _gather_columns(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The same transposed. By transposed pointers, not by transposing: only so does sm_80 copy asynchronously."""
+    """Load a block of rows transposed, like `_gather_rows`. By transposed pointers, because sm_80 copies asynchronously
+    only then.
+    """
     columns = column + tl.arange(0, BLOCK)
     mask = live[None, :] if EVEN else live[None, :] & (columns < width)[:, None]
     return tl.load(source + row[None, :] * width + columns[:, None], mask=mask, other=0.0)
@@ -209,7 +211,7 @@ def _sum_columns(
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[e] = sum over rows r of e of (s_r *) source[index[r]], or source[r] without an index."""
+    """Compute out[e] = sum over rows r of e of (s_r *) source[index[r]], or source[r] without an index."""
     e = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -247,16 +249,16 @@ def weight_grad(
     out: Tensor,
     accumulate: bool = False,
 ) -> None:
-    """Write or add sum over an expert's rows of the outer product of two vectors.
+    """Write or add, for each expert, the sum over its rows of outer products of A' and dO, or of dH and x.
 
     Args:
         dense_RM: (R, ...) rows in order: A' or dH, contiguous.
         source_TN: (T, ...) tokens: dO or x, contiguous.
-        rows: sorted rows; how they are cut does not matter.
-        config: precision and path.
+        rows: sorted rows, with or without tiles.
+        config: precision, and whether to use descriptors.
         tile: config.w_in_grad or config.w_out_grad.
         gathered_rows: whether the tokens' width is the first dimension of a weight (dW_out) or the last (dW_in).
-        out: (E, M, N) in memory order, contiguous, any floating-point type; every element is written.
+        out: (E, M, N) in memory order, contiguous, any floating-point dtype; every element is written.
         accumulate: add to `out` instead.
     """
     num_experts = rows.offsets_E.shape[0] - 1
@@ -304,7 +306,7 @@ def weight_grad(
 
 
 def _pieces(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pieces | None:
-    """The pieces of experts with many rows; None where the tiles of one expert keep the GPU busy, or rows are few."""
+    """Cut experts with many rows into pieces; None if one expert's tiles keep the GPU busy, or rows are few."""
     most = config.sharing // (triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n))
     if most < 2:
         return None
@@ -329,8 +331,8 @@ def bias_grad(
         source: (R, N) rows, or (T, N) tokens if gathered; contiguous.
         rows: sorted rows.
         out: (E, N) contiguous; every element is written.
-        gathered: whether source has tokens.
-        weights_TK: routing weights to multiply with, or None.
+        gathered: whether source holds tokens.
+        weights_TK: routing weights to multiply by, or None.
         accumulate: add to `out` instead.
     """
     num_experts, width = out.shape

@@ -1,7 +1,7 @@
-"""Rows between token order, slot order and expert order. Copies only: every output element is written once.
+"""Copies of rows between token order, slot order and expert order; every output element is written once.
 
-`tokens_to_rows` goes over tokens, not over rows: a token is read once and written K times, (1 + K) * T * D elements
-where a gather by row would read up to K * T * D more when the tokens do not fit the cache.
+`tokens_to_rows` runs over tokens, not over rows: a token is read once and written K times, (1 + K) * T * D elements. A
+gather by row would read up to K * T * D elements if the tokens do not fit the cache.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _spread_rows(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[row_of_slot[t, j]] = x[t] for live rows, 0 for the dead ones below num_rows."""
+    """Compute out[row_of_slot[t, j]] = x[t] for live rows, and 0 for dead rows below num_rows."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = t < num_tokens
@@ -36,7 +36,7 @@ def _spread_rows(
     for j in range(K):
         row = tl.load(row_of_slot_ptr + t * K + j, mask=real, other=0)
         live = real & (row < num_live)
-        # where, not a product with 0: a dead slot's token may hold anything, NaN too
+        # where, not a product with 0, because a dead slot's token may be NaN
         value = tl.where(live[:, None], x, 0.0)
         mask = (real & (row < num_rows))[:, None] & columns
         tl.store(out_ptr + row.to(tl.int64)[:, None] * D + d[None, :], value, mask=mask)
@@ -46,13 +46,13 @@ def tokens_to_rows(x_TD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, num_r
     """Copy tokens (T, D) to rows in expert order (R, D), zeros behind the live rows.
 
     Args:
-        x_TD: (T, D), any floating-point type.
+        x_TD: (T, D), any floating-point dtype.
         offsets_E: (E + 1,) int32; its last element is the number of live rows.
         row_of_slot_N: (T * K,) int32, a permutation.
         num_rows: R, at most T * K.
 
     Returns:
-        (R, D) in the type of x. Does not synchronise.
+        (R, D) in the dtype of x. Does not synchronise.
     """
     num_tokens, dim = x_TD.shape
     out = torch.empty(num_rows, dim, dtype=x_TD.dtype, device=x_TD.device)
@@ -76,5 +76,5 @@ def tokens_to_rows(x_TD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, num_r
 
 
 def rows_to_slots(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor) -> Tensor:
-    """Copy rows (R, D) back to slots (N, D), zeros for dead slots. Does not synchronise."""
+    """Copy rows (R, D) to slots (N, D), with zeros for dead slots. Does not synchronise."""
     return sum_rows(y_RD, offsets_E[-1:], row_of_slot_N, 1)

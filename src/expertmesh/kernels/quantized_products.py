@@ -1,9 +1,9 @@
-"""Grouped products of rows with experts' matrices in 8 and 4 bits, which are widened in registers on the way.
+"""Grouped products of rows with experts' matrices in 8 and 4 bits, which are widened in registers.
 
-A program computes BLOCK_M rows of one expert by BLOCK_N columns. Numbers of 8 and 4 bits are exact in BF16, so products take them as
-they are, and the scale of a group, a row or a block multiplies the FP32 sum: no rounding but that of the products' sums. Bytes of
-weights move once per tile of rows. FP8 is read as bytes and widened by shifts, as processors before Hopper and AMD's CDNA 3 have no
-instruction for this form of it. The decision on tiles follows from shapes alone.
+A program computes BLOCK_M rows of one expert by BLOCK_N columns. Numbers of 8 and 4 bits are exact in BF16, so they are
+multiplied unscaled, and the scale of a group, a row or a block multiplies the FP32 sum: only the sums round. Weights
+are read once per tile of rows. FP8 is read as bytes and widened by shifts, because GPUs before Hopper, and AMD's CDNA
+3, have no instruction for this format. Tile sizes depend on shapes only.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ from expertmesh.kernels.launch import launch
 
 INT8, INT4, FP8 = range(3)
 FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}
-"""The formats by name, as the kernel takes them."""
+"""Format codes of the kernel by name."""
 FP8_BLOCK = 128
-"""Rows and columns of a block of FP8."""
+"""Rows and columns of an FP8 block."""
 
 
 @triton.jit
 def _fp8_as_float(bits):
-    """e4m3 bytes as FP32: the exponent's bias is 7, and 0 stands for multiples of 2^-9."""
+    """Convert e4m3 bytes to FP32: the exponent's bias is 7; exponent 0 means multiples of 2^-9."""
     b = bits.to(tl.int32)
     exponent, mantissa = (b >> 3) & 15, b & 7
     normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
@@ -56,7 +56,9 @@ def _quantized_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[row, n] = sum over k of x[row, k] W[e, n, k], with W's numbers times their scales; blocks of FP8 begin anew every F rows."""
+    """Compute out[row, n] = sum over k of x[row, k] W[e, n, k] with scaled numbers of W; FP8 blocks start anew every F
+    rows.
+    """
     m = tl.program_id(0)
     if m >= tl.load(num_tiles_ptr):
         return
@@ -104,13 +106,13 @@ def _quantized_product(
 
 
 def block_of(format: str, K: int, num_groups: int, rows_per_expert: int) -> dict[str, Any]:
-    """Sizes of a tile, from shapes only.
+    """Tile sizes of a launch, from shapes only.
 
     Args:
         format: int8, int4 or fp8.
-        K: columns of a matrix.
-        num_groups: scales of a row of it.
-        rows_per_expert: rows that an expert has if all have as many.
+        K: number of columns of a matrix.
+        num_groups: number of scales in a row of the matrix.
+        rows_per_expert: mean number of rows per expert.
     """
     rows = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
     columns = min(64, K // num_groups) if format == "int4" else 64
@@ -132,14 +134,14 @@ def grouped_product(
     """Multiply sorted rows by the transposed matrix of their expert.
 
     Args:
-        x: (R, K) rows, or (T, K) tokens where they are gathered; contiguous, BF16, FP16 or FP32.
+        x: (R, K) rows, or (T, K) tokens if `gather`; contiguous, BF16, FP16 or FP32.
         w_ENK: (E, N, K) int8 or float8_e4m3fn, or (E, N, K / 2) uint8 of int4; contiguous.
-        scales: (E, N, groups), of FP8 (E, branches, blocks of rows, blocks of columns); contiguous.
-        rows: cut into tiles of the block's rows.
+        scales: (E, N, groups), for FP8 (E, branches, blocks of rows, blocks of columns); contiguous.
+        rows: sorted rows, cut into tiles of block["BLOCK_M"].
         format: int8, int4 or fp8.
-        gather: whether x has tokens.
-        rows_per_branch: rows of W after which blocks of FP8 begin anew.
-        block: of `block_of`.
+        gather: whether x holds tokens.
+        rows_per_branch: rows of W per branch, after which FP8 blocks start anew.
+        block: result of `block_of`.
 
     Returns:
         (R, N) in FP32; rows behind the last expert's are not written.

@@ -1,9 +1,9 @@
 """Stable order of slots by expert, and the tile table of the grouped GEMMs, without atomics and host synchronisation.
 
-A counting sort over tiles of slots: `_count_tile` (experts' slots per tile), `_prefix_tiles` (exclusive prefix over
-the tiles, one program per expert), `_place_tile` (order inside a tile, then row = rows of smaller experts + rows of
-the expert in earlier tiles + rank). One tile needs one launch: sorted order is row order. Ids outside 0..E count as
-E, "no expert", the last bin.
+The order is a counting sort over tiles of slots: `_count_tile` (slots of each expert per tile), `_prefix_tiles`
+(exclusive prefix over the tiles, one program per expert), `_place_tile` (order inside a tile, then row = rows of
+smaller experts + rows of the expert in earlier tiles + rank). A single tile needs one launch, because its sorted order
+is the row order. Ids outside 0..E count as E, "no expert", the last bin.
 """
 
 import torch
@@ -14,17 +14,17 @@ from torch import Tensor
 from expertmesh.kernels.launch import launch, next_power_of_2
 
 MAX_EXPERTS = 2047
-"""A program holds one counter per expert, and one for slots without expert, in registers."""
+"""Maximum number of experts: a program holds one counter per expert, and one for dead slots, in registers."""
 TILE = 1024
 """Slots per program; a sort key, expert * TILE + slot in tile, stays far below 2**31."""
-_MIN_BINS = 64  # tl.histogram takes no fewer bins than a warp has threads
+_MIN_BINS = 64  # tl.histogram needs at least as many bins as a warp has threads
 _PREFIX_BLOCK = 1024
 _FILL_BLOCK = 128
 
 
 @triton.jit
 def _load_ids(ids_ptr, slot, num_slots, E: tl.constexpr):
-    """Expert ids as int32; E for ids out of range and, so that they sort last, for lanes behind the end."""
+    """Load expert ids as int32; E for ids out of range and for lanes behind the end, which thus sort last."""
     ids = tl.load(ids_ptr + slot, mask=slot < num_slots, other=E)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
@@ -39,7 +39,7 @@ def _count_tile(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """counts[e, tile] = slots of expert e in the tile."""
+    """Compute counts[e, tile] = number of slots of expert e in the tile."""
     tile = tl.program_id(0).to(tl.int64)
     slot = tile * TILE + tl.arange(0, TILE)
     ids = _load_ids(ids_ptr, slot, num_slots, E)
@@ -50,7 +50,7 @@ def _count_tile(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _prefix_tiles(counts_ptr, totals_ptr, num_tiles, BLOCK: tl.constexpr):
-    """Row e of counts becomes its exclusive prefix sum; totals[e] its sum."""
+    """Replace row e of counts by its exclusive prefix sum; totals[e] is its sum."""
     e = tl.program_id(0).to(tl.int64)
     carry = tl.zeros((), tl.int32)
     for start in range(0, num_tiles, BLOCK):
@@ -65,7 +65,7 @@ def _prefix_tiles(counts_ptr, totals_ptr, num_tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sort_tile(ids, TILE: tl.constexpr):
-    """Stable order of a tile: (ids, position in the tile), both by rank."""
+    """Sort a tile stably: (ids, position in the tile), both by rank."""
     keys = tl.sort(ids * TILE + tl.arange(0, TILE))
     return keys // TILE, keys % TILE
 
@@ -105,7 +105,7 @@ def _place_tile(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rows of a tile's slots; the first program also writes the offsets."""
+    """Compute the rows of a tile's slots; the first program also stores the offsets."""
     tile = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     totals = tl.load(totals_ptr + bins, mask=bins <= E, other=0)
@@ -146,7 +146,7 @@ def _place_all(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Everything in one program, for at most TILE slots (decoding)."""
+    """Compute all maps in one program, for at most TILE slots (decoding)."""
     lane = tl.arange(0, TILE)
     ids = _load_ids(ids_ptr, lane.to(tl.int64), num_slots, E)
     counts = tl.histogram(ids, BINS)
@@ -177,7 +177,7 @@ def _fill_tile_table(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program e writes the tiles of expert e; program E writes their number and marks the unused entries."""
+    """Store the tiles of expert e in program e; program E stores the number of tiles and marks unused entries."""
     e = tl.program_id(0)
     bins = tl.arange(0, BINS)
     first = tl.load(offsets_ptr + bins, mask=bins < E, other=0)
@@ -202,10 +202,10 @@ def _fill_tile_table(
 def route_metadata(
     expert_ids_TK: Tensor, num_experts: int, num_rows: int, *, tile: int = TILE
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give the tensors of `ops.RouteMetadata`; one launch for up to `tile` slots, else three.
+    """Compute the tensors of `ops.RouteMetadata`; one launch for up to `tile` slots, else three.
 
     Args:
-        expert_ids_TK: (T, K) int32 or int64; E, and anything out of range, means "no expert".
+        expert_ids_TK: (T, K) int32 or int64; E and ids out of range mean "no expert".
         num_experts: E, up to MAX_EXPERTS.
         num_rows: R, the length of the row maps; at least the number of live slots, at most T * K.
         tile: slots per program, a power of two.
@@ -249,7 +249,9 @@ def route_metadata(
 
 
 def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Most tiles of block_m rows that num_rows rows of num_experts experts can need: known without their counts."""
+    """Upper bound on the number of tiles of block_m rows for num_rows rows of num_experts experts, without their
+    counts.
+    """
     return num_rows // block_m + min(num_experts, num_rows)
 
 
@@ -258,12 +260,12 @@ def tile_table(offsets_E: Tensor, num_rows: int, block_m: int) -> tuple[Tensor, 
 
     Args:
         offsets_E: (E + 1,) int32, as in `ops.RouteMetadata`, E up to MAX_EXPERTS.
-        num_rows: R, static bound on the rows.
+        num_rows: R, static bound on the number of rows.
         block_m: rows per tile; an expert's last tile may have fewer.
 
     Returns:
-        tile_expert and tile_row, both (max_tiles(R, E, block_m),) int32: the expert of a tile and its first row;
-        num_tiles (1,) int32: how many are used. The others have expert E and row offsets[E], so no rows.
+        tile_expert and tile_row, both (max_tiles(R, E, block_m),) int32: the expert and the first row of each tile;
+        num_tiles (1,) int32: the number of used tiles. Unused tiles have expert E and row offsets[E], so no rows.
     """
     num_experts = offsets_E.shape[0] - 1
     bound = max_tiles(num_rows, num_experts, block_m)

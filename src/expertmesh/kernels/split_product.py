@@ -1,7 +1,8 @@
-"""Products to FP32 accuracy on tensor cores: FP32 factors are split into two or three BF16 numbers.
+"""Products with FP32 accuracy on tensor cores: FP32 factors are split into two or three BF16 parts.
 
-Three BF16 numbers hold the 24 bits of an FP32 number and a product of two BF16 numbers is exact in FP32, so only sums round.
-Tensor cores cut what they add to a large sum off; hence each step's sum begins at zero and is added to the total outside.
+Three BF16 numbers hold the 24 bits of an FP32 number, and a product of two BF16 numbers is exact in FP32, so only sums
+round. Tensor cores truncate addends of a large sum. Each step's sum therefore starts at zero and is added to the total
+outside.
 """
 
 import torch
@@ -19,7 +20,7 @@ _NEVER_SPECIALIZED = ["M", "K", "steps_of_piece"]
 
 @triton.jit(do_not_specialize=["size"])
 def _split(source_ptr, out_ptr, size, stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = the i-th BF16 part of every number: each is the rounded rest of those before."""
+    """Compute out[i] = the i-th BF16 part of every number: the rounded remainder after the parts before."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     next_part = tl.cast(stride, tl.int64)
@@ -53,13 +54,13 @@ def _split_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[piece] (M, N) = A B over a piece of K; either factor is the sum of its parts."""
+    """Compute out[piece] (M, N) = A B over a piece of K; either factor is the sum of its parts."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     piece = tl.program_id(2)
-    # counted in steps, so that the compiler sees aligned addresses and copies asynchronously
+    # counted in steps, so that the compiler sees aligned addresses and uses asynchronous copies
     num_steps = tl.minimum(steps_of_piece, tl.cdiv(K, BLOCK_K) - piece * steps_of_piece)
-    # of M the compiler knows nothing: its mask would forbid wide copies where A is contiguous along M
+    # the compiler knows nothing about M: its mask would prevent wide copies if A is contiguous along M
     m_inside = ((m < M) | EVEN_M)[:, None]
     n_inside = (n < N)[None, :]
     a_rows = a_ptr + m.to(tl.int64)[:, None] * a_stride_m
@@ -76,7 +77,7 @@ def _split_product(
         fresh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i in tl.static_range(A_PARTS):
             a = tl.load(a_block + i * a_next_part, mask=a_inside, other=0.0)
-            # with two parts each the product of the smaller ones is below the last bit that counts
+            # with two parts each, the product of the smaller ones is below the last significant bit
             for j in tl.static_range(B_PARTS - i if A_PARTS == B_PARTS else B_PARTS):
                 b = tl.load(b_block + j * b_next_part, mask=b_inside, other=0.0)
                 fresh = tl.dot(a, b, fresh)
@@ -86,10 +87,12 @@ def _split_product(
 
 
 def split(tensor: Tensor, num_parts: int) -> Tensor:
-    """(parts, ...) BF16 numbers whose sum is the FP32 tensor: exactly with three, to 16 bits with two. One launch."""
+    """Split an FP32 tensor into (parts, ...) BF16 numbers that sum to it: exactly with three, to 16 bits with two. One
+    launch.
+    """
     tensor = tensor.contiguous()
     size = tensor.numel()
-    # parts lie a multiple of 16 numbers apart, so that another number of tokens compiles nothing
+    # parts are a multiple of 16 numbers apart, so that another number of tokens compiles no new kernel
     stride = triton.cdiv(size, _ALIGNED) * _ALIGNED
     parts = torch.empty(num_parts, stride, dtype=torch.bfloat16, device=tensor.device)
     grid, constants = (
@@ -101,13 +104,15 @@ def split(tensor: Tensor, num_parts: int) -> Tensor:
 
 
 def _strides(factor: Tensor) -> tuple[int, ...]:
-    """Strides of a factor in parts; 0 from part to part where there is one, since the number of tokens would be in it."""
+    """Strides of a factor in parts; 0 between parts if there is one, because that stride would depend on the number of
+    tokens.
+    """
     part, *others = factor.stride()
     return (part if factor.shape[0] > 1 else 0, *others)
 
 
 def _product(a_ZMK: Tensor, b_ZKN: Tensor, *, dtype: torch.dtype, long_sum: bool) -> Tensor:
-    """The product of two sums of parts; long_sum shares K, too, out among programs."""
+    """Multiply two sums of parts; with long_sum, K is divided among programs too."""
     (_, M, K), N = a_ZMK.shape, b_ZKN.shape[2]
     cores = tiles.multiprocessors(a_ZMK.device)
     tile = tiles.split_tile(a_ZMK.device, num_rows=M, num_programs=cores)
@@ -145,7 +150,7 @@ def _product(a_ZMK: Tensor, b_ZKN: Tensor, *, dtype: torch.dtype, long_sum: bool
 
 
 def logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    """x W^T in FP32 (T, E): BF16 tokens times the three parts of FP32 weights, D > 0. Does not synchronise."""
+    """Compute x W^T in FP32 (T, E): BF16 tokens times the three parts of FP32 weights, D > 0. Does not synchronise."""
     parts_ZDE = split(w_ED, 3).transpose(1, 2)
     return _product(x_TD.contiguous()[None], parts_ZDE, dtype=torch.float32, long_sum=False)
 
@@ -153,14 +158,15 @@ def logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
 def gradients(
     grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, *, need_x: bool, need_w: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of tokens and weights from that of the logits; what is not needed is empty.
+    """Compute the gradients of tokens and weights from the gradient of the logits; unneeded ones are empty.
 
     Args:
         grad_TE: (T, E) FP32.
         x_TD: (T, D) BF16.
         w_ED: (E, D) FP32.
-        need_x: whether grad W, rounded to BF16 (T, D), is wanted: two parts of either factor, 16 bits, are enough for it.
-        need_w: whether grad^T x in FP32 (E, D) is wanted: three parts of grad; sums over pieces of T are added in order.
+        need_x: whether to compute grad W, BF16 (T, D); two parts of either factor, 16 bits, suffice.
+        need_w: whether to compute grad^T x in FP32 (E, D), from three parts of grad; sums over pieces of T are added in
+            order.
     """
     d_x, d_w = x_TD.new_empty(0), w_ED.new_empty(0)
     parts_ZTE = split(grad_TE, 3)

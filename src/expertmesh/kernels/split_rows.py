@@ -1,9 +1,9 @@
-"""Splitting a weight gradient's sum over a very hot expert's rows between programs, without atomics.
+"""Division of a weight gradient's sum over a very hot expert's rows among programs, without atomics.
 
-A narrow layer has few tiles per expert: where one expert has most rows, a few programs would add them all up while the
-others wait. Experts with more than piece_rows rows are therefore cut into pieces; every piece's sum goes to its own
-place in an FP32 workspace, and a second kernel adds an expert's pieces in order. The workspace is bounded by the
-number of programs, not by the layer: see `cut`.
+A narrow layer has few tiles per expert. If one expert has most rows, a few programs would sum them all while the others
+wait. Rows of experts with more than piece_rows rows are therefore cut into pieces. Every piece's sum goes to its own
+place in an FP32 workspace, and a second kernel adds an expert's pieces in order. The workspace is bounded by the number
+of programs, not by the layer: see `cut`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from expertmesh.kernels.launch import launch, next_power_of_2
 
 _ADD_BLOCK = 1024
 _ALIGNED_LENGTH = 4
-"""Int32 numbers in 16 bytes."""
+"""Alignment of the lists, as a number of int32 in 16 bytes."""
 
 
 @triton.jit(do_not_specialize=["piece_rows"])
@@ -36,7 +36,7 @@ def _cut_pieces(
     E: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """List the pieces: piece e < E is the first of expert e, the others follow; one program."""
+    """List the pieces: piece e < E is the first one of expert e, further pieces follow; one program."""
     e = tl.arange(0, BINS)
     inside = e < E
     start = tl.load(offsets_ptr + e, mask=inside, other=0)
@@ -75,7 +75,7 @@ def _add_pieces(
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[e] = the sum of expert e's pieces, first to last, for the split experts."""
+    """Compute out[e] = the sum of expert e's pieces, first to last, for the split experts."""
     number = tl.program_id(0)
     if number < tl.load(num_split_ptr):
         e = tl.load(split_expert_ptr + number).to(tl.int64)
@@ -93,19 +93,19 @@ def _add_pieces(
 
 @dataclass(frozen=True)
 class Pieces:
-    """Runs of rows that are summed on their own, and the workspace for those that are part of an expert.
+    """Pieces of rows that are summed separately, and the workspace for pieces of split experts.
 
     Attributes:
-        start: first row of every piece, int32. Piece e < E belongs to expert e; there are E + most of them.
-        end: row behind the last.
-        expert: whose rows these are.
-        place: where in the workspace the sum goes; -1: to the expert's gradient, it is the only piece.
-        num_pieces: (1,) how many are used.
-        split_expert: the experts with several pieces.
-        split_place: place of the first one.
-        split_count: how many they have.
-        num_split: (1,) how many such experts there are.
-        work: (2 * most - 1, M, N) FP32.
+        start: first row of every piece, int32; E + most entries. Piece e < E belongs to expert e.
+        end: last row + 1 of every piece.
+        expert: expert of every piece.
+        place: index of the piece's sum in the workspace; -1 for an expert's only piece, whose sum goes to the gradient.
+        num_pieces: (1,) number of used pieces.
+        split_expert: experts with several pieces.
+        split_place: place of each split expert's first piece.
+        split_count: number of pieces of each split expert.
+        num_split: (1,) number of split experts.
+        work: (2 * most - 1, M, N) FP32 workspace.
     """
 
     start: Tensor
@@ -121,7 +121,7 @@ class Pieces:
 
 
 def rows_of_pieces(num_rows: int, most: int, fewest_rows: int, block_k: int) -> int:
-    """Rows of a piece: num_rows / most, at least fewest_rows, a multiple of block_k."""
+    """Number of rows of a piece: num_rows / most, at least fewest_rows, a multiple of block_k."""
     return triton.cdiv(max(triton.cdiv(num_rows, most), fewest_rows), block_k) * block_k
 
 
@@ -133,15 +133,15 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
 
     Args:
         offsets_E: (E + 1,) int32, E up to `route_metadata.MAX_EXPERTS`.
-        piece_rows: most rows of a piece.
-        num_rows: R, bound on the rows.
-        M: rows of a weight.
-        N: columns of a weight.
+        piece_rows: maximum number of rows of a piece.
+        num_rows: R, bound on the number of rows.
+        M: number of rows of a weight.
+        N: number of columns of a weight.
     """
     num_experts = offsets_E.shape[0] - 1
     most = triton.cdiv(num_rows, piece_rows)
     sizes = [num_experts + most] * 4 + [1] + [most] * 3 + [1]
-    # each list begins at 16 bytes: Triton compiles anew where the alignment of an argument changes
+    # each list begins at a multiple of 16 bytes: Triton compiles again if an argument's alignment changes
     room = [triton.cdiv(size, _ALIGNED_LENGTH) * _ALIGNED_LENGTH for size in sizes]
     memory = torch.empty(sum(room), dtype=torch.int32, device=offsets_E.device)
     lists = [part[:size] for part, size in zip(memory.split(room), sizes, strict=True)]
@@ -171,8 +171,8 @@ def add(pieces: Pieces, out: Tensor, *, accumulate: bool) -> None:
     """Write or add the sums of the split experts' pieces to their gradients; does not synchronise.
 
     Args:
-        pieces: from `cut`, the workspace filled.
-        out: (E, M, N) contiguous, any floating-point type.
+        pieces: result of `cut`, with the workspace filled.
+        out: (E, M, N) contiguous, any floating-point dtype.
         accumulate: add to `out` instead.
     """
     size = out.shape[1] * out.shape[2]

@@ -1,7 +1,7 @@
-"""Tables of tiles to choose among, by architecture: what each changes in the default one. A flag selects one for a process.
+"""Alternative tables of tiles by architecture, as changes of the default table. An environment variable selects one.
 
-`EXPERTMESH_TILES=two-programs` in the environment takes that table for every layer; the sweep of the race times each GEMM under
-every table of its architecture. A table that no build has shown to be sound (registers, spills, shared memory) is not listed.
+`EXPERTMESH_TILES=two-programs` uses that table for every layer. A benchmark sweep times each GEMM with every table of
+its architecture. Only tables whose builds were checked (registers, spills, shared memory) are listed.
 """
 
 import os
@@ -13,22 +13,22 @@ from expertmesh.errors import ConfigError
 FLAG = "EXPERTMESH_TILES"
 DEFAULT = "default"
 OVER_ROWS = ("up", "down", "hidden_grad", "input_grad")
-"""The GEMMs that share one table of row tiles, and so one block_m."""
+"""GEMMs that share one table of row tiles, and so one block_m."""
 WEIGHT_GRADS = ("w_out_grad", "w_in_grad")
 GEMMS = (*OVER_ROWS, *WEIGHT_GRADS)
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a table changes.
+    """Changes of a table relative to the default one.
 
     Attributes:
         rows: attributes of `Tile` for the GEMMs over routed rows.
-        weights: the same for the weight gradients.
-        only: the same for single GEMMs, over the former.
-        columns: columns of the accumulator at most, both branches together; None: as by default.
-        hidden_columns: those of `hidden_grad`, whose epilogue holds H and both gradients beside it.
-        leaves_low: tiles with fewer rows than 128 stay as they are.
+        weights: attributes of `Tile` for the weight gradients.
+        only: attributes of `Tile` for single GEMMs; they override `rows` and `weights`.
+        columns: maximum number of columns of the accumulator, both branches together; None: the default.
+        hidden_columns: maximum for `hidden_grad`, whose epilogue also holds H and both gradients.
+        leaves_low: whether tiles with fewer than 128 rows stay unchanged.
     """
 
     rows: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Table:
     leaves_low: bool = True
 
     def changes(self, gemm: str, block_m: int, block_n: int, num_branches: int) -> dict[str, Any]:
-        """What this table changes in a GEMM's tile of that size; nothing where it is empty."""
+        """Changes in a GEMM's tile of this size, by attributes of `Tile`; {} if there are none."""
         given = self.rows if gemm in OVER_ROWS else self.weights
         given = given | self.only.get(gemm, {})
         if not given or (self.leaves_low and block_m < 128):
@@ -70,7 +70,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "whole-tails": Table({"tails": False}),
         "direct-stores": Table(_DIRECT, leaves_low=False),
         "3-stages": Table({"num_stages": 3}),
-        # a step of 128 x 128 reads 64 bytes per clock from the L2, one of 128 x 256 reads 48
+        # a step of 128 x 128 reads 64 bytes per clock from L2, a step of 128 x 256 reads 48
         "wide-hidden": Table(
             only={"hidden_grad": {"chunk": 16}}, hidden_columns=256, leaves_low=False
         ),
@@ -82,35 +82,37 @@ TABLES: dict[str, dict[str, Table]] = {
     "gfx942": _GROUPS,
     "interpreter": {"low-tails": Table({"tails": True}, leaves_low=False)} | _GROUPS,
 }
-"""By architecture and name, beside the default table; `direct-stores` is Hopper's as it was without stores by descriptor."""
+"""Tables by architecture and name, beside the default one; `direct-stores` is Hopper's table without stores by
+descriptor.
+"""
 
 
 def names(arch: str) -> tuple[str, ...]:
-    """The tables of an architecture, the default one first."""
+    """Names of an architecture's tables, the default one first."""
     return (DEFAULT, *TABLES.get(arch, {}))
 
 
 def hidden_columns(arch: str, table: str) -> int:
-    """Columns of `hidden_grad`'s tile at most, in a table of an architecture."""
+    """Maximum number of columns of `hidden_grad`'s tile in a table of an architecture."""
     return TABLES.get(arch, {}).get(table, Table()).hidden_columns
 
 
 def selected() -> str:
-    """The table that the environment names; the default one where it names none."""
+    """Name of the table that the environment selects; the default one if it selects none."""
     return os.environ.get(FLAG, "") or DEFAULT
 
 
 def changes(
     arch: str, table: str, gemm: str, *, block_m: int, block_n: int, num_branches: int
 ) -> dict[str, Any]:
-    """What a table changes in a GEMM's tile, by attributes of `Tile`.
+    """Changes of a table in a GEMM's tile, by attributes of `Tile`.
 
     Args:
-        arch: as in `tiles.SHARED_BYTES`, or "interpreter".
+        arch: a key of `tiles.SHARED_BYTES`, or "interpreter".
         table: one of `names(arch)`.
         gemm: one of GEMMS.
-        block_m: rows of its tile by the default table.
-        block_n: columns.
+        block_m: rows of the GEMM's tile in the default table.
+        block_n: columns of that tile.
         num_branches: G.
 
     Raises:

@@ -1,8 +1,9 @@
 """Tile sizes of the experts' GEMMs: a table in host code, read by shapes and architecture, never by values.
 
-Nothing here has run on a GPU. Where `measured_tiles.json` has an entry for an architecture and shape, it wins (`measured.py`). An entry says where it comes from: "published" entries are those that vLLM's tuned
-tables give for an H200 and BF16 at this number of rows per expert (E = 128, F = 768); "untuned default" entries were
-chosen by hand from the padding waste, the accumulator's registers and the shared memory, and only build.
+The tables here have not run on a GPU. An entry of `measured_tiles.json` for an architecture and shape overrides
+them (`measured.py`). The `source` of a tile is its origin: "published" tiles are from vLLM's tuned tables for an H200
+and BF16 at this number of rows per expert (E = 128, F = 768). "untuned default" tiles were chosen by hand from padding
+waste, the accumulator's registers and shared memory, and are only checked to build.
 """
 
 from dataclasses import dataclass, replace
@@ -28,32 +29,32 @@ SHARED_BYTES = {
     "gfx942": 64 * 1024,
     "gfx950": 160 * 1024,
 }
-"""Shared memory (LDS) that one program may have."""
+"""Shared memory (LDS) available to one program, in bytes."""
 _LARGE = ("sm_90", "sm_100", "sm_103")
 _FEWEST_SHARED_BYTES = 64 * 1024
 INVARIANT_ROWS = 64
-"""Rows per expert that the tiles of the batch-invariant mode are chosen for: between decoding and long prompts."""
+"""Rows per expert for which batch-invariant mode chooses tiles: between decoding and long prompts."""
 PIECE_ROWS = 512
-"""Fewest rows for which it pays to give part of an expert's weight gradient to another program."""
+"""Minimum number of rows for which it pays to give part of an expert's weight gradient to another program."""
 UP_CHUNK = 64
-"""Hidden units that the epilogue of the first GEMM holds at once."""
+"""Hidden units held at once in the epilogue of the first GEMM."""
 HIDDEN_GRAD_CHUNK = 32
-"""Elements of H in a row that the activation's backward holds at once; more do not fit the registers everywhere."""
+"""Elements of a row of H held at once in the activation's backward; more do not fit the registers of every GPU."""
 _HOPPER_CHUNK = 64
-"""The same of BF16 and FP16 on Hopper: half as many waits for the buffers by which dH leaves."""
+"""`HIDDEN_GRAD_CHUNK` for BF16 and FP16 on Hopper: half as many waits for the buffers through which dH is stored."""
 _DESCRIBED_BYTES = 16
-"""Alignment of what the copy engine reads: base and strides."""
+"""Alignment of base address and strides that tensor descriptors need, in bytes."""
 SHARED_BYTES_KEPT = 1024
-"""For barriers of the pipeline, and reductions, beside what `shared_bytes` counts."""
+"""Bytes of shared memory for pipeline barriers and reductions, beside `shared_bytes`."""
 _FLATTENED_BYTES = 128
-"""Of further barriers, where the loops over tiles and steps are one: 24 bytes were seen."""
-_SHARED_BYTES_RESERVED = 1024  # of each program, by the driver
+"""Bytes of further barriers if the loops over tiles and steps are flattened; 24 bytes were seen."""
+_SHARED_BYTES_RESERVED = 1024  # reserved in each program by the driver
 _KEPT_PLANS = 1024
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one GEMM is cut.
+    """Tile sizes and launch parameters of one GEMM.
 
     Attributes:
         block_m: rows of the result per tile (routed rows; for weight gradients rows of the weight).
@@ -61,13 +62,13 @@ class Tile:
         block_k: length of one step along the sum.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
-        group_m: row tiles that are walked before the next column tile, so that they share the weights in the L2.
-        source: how the entry was found.
+        group_m: row tiles processed before the next column tile, so that they share the weights in L2.
+        source: origin of the entry, `PUBLISHED` or `UNTUNED` or a measurement's.
         programs: programs per multiprocessor; small tiles leave room for several.
-        ragged: where rows are read by descriptors, results are written by them, too, while the next tile begins.
-        tails: a tile with at most half its rows is multiplied at half the height.
-        flatten: the loop over tiles and the one along the sum are one, pipelined across tiles.
-        fetch: H is asked for before the sum, so that the epilogue of `hidden_grad` finds it in the L2 (NVIDIA).
+        ragged: if rows are read by descriptors, results are stored by descriptors too, while the next tile begins.
+        tails: multiply a tile with at most half its rows at half height.
+        flatten: flatten the loops over tiles and along the sum into one, pipelined across tiles.
+        fetch: prefetch H into L2 before the sum, for the epilogue of `hidden_grad` (NVIDIA).
         chunk: hidden units that the epilogues of `up` and `hidden_grad` hold at once; None: `UP_CHUNK`, `HIDDEN_GRAD_CHUNK`.
     """
 
@@ -88,21 +89,21 @@ class Tile:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Everything about a launch of the experts that is not data.
+    """Tiles and options of all launches of the experts.
 
     Attributes:
-        up: x W_in and the activation. Its block_m is that of the four GEMMs over routed rows.
+        up: x W_in and the activation. The four GEMMs over routed rows share its block_m.
         down: A' W_out.
         hidden_grad: dO W_out and the gradient of the activation.
         input_grad: dH W_in.
         w_in_grad: dH^T x.
         w_out_grad: dO^T A'.
-        tma: load weights and rows that lie in order through tensor descriptors (Hopper).
-        precision: of FP32 products, "ieee" or "tf32"; without effect for other types.
-        num_programs: multiprocessors, each of which gets a tile's `programs`.
-        interpreted: the tensors are on the CPU.
-        sharing: programs among which the weight gradient of one expert may be split, all its tiles together.
-        piece_rows: fewest rows of a part of such a split.
+        tma: load weights and sorted rows through tensor descriptors (Hopper).
+        precision: precision of FP32 products, "ieee" or "tf32"; no effect for other dtypes.
+        num_programs: number of multiprocessors, each of which runs a tile's `programs`.
+        interpreted: whether the tensors are on the CPU.
+        sharing: number of programs among which one expert's weight gradient may be split, over all its tiles.
+        piece_rows: minimum number of rows of a piece of such a split.
     """
 
     up: Tile
@@ -120,7 +121,7 @@ class LaunchConfig:
 
     @property
     def block_m(self) -> int:
-        """Rows per tile of the GEMMs over routed rows: they share one tile table."""
+        """Rows per tile of the GEMMs over routed rows, which share one tile table."""
         return self.up.block_m
 
 
@@ -132,7 +133,7 @@ def is_interleaved(w_in_EGFD: Tensor) -> bool:
 
 
 def architecture(device: torch.device) -> str:
-    """Name the GPU as in the table ("sm_90", "gfx942", ...); "interpreter" for the CPU."""
+    """Return the GPU's name as in the tables ("sm_90", "gfx942", ...); "interpreter" for the CPU."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip is not None:
@@ -155,21 +156,21 @@ def choose_config(
     """Choose the tiles for tensors on a device; depends on shapes only and does not synchronise.
 
     Args:
-        device: where the tensors are.
+        device: the device of the tensors.
         dtype: float32, bfloat16 or float16.
-        num_rows: R, the static bound on routed rows.
+        num_rows: R, the static bound on the number of routed rows.
         num_experts: E.
         dim: D.
         hidden_dim: F.
         num_branches: G.
-        batch_invariant: the same tiles whatever num_rows, so that no sum changes its order.
+        batch_invariant: choose the same tiles for every num_rows, so that no sum changes its order.
 
     Returns:
-        The config. FP32 products are TF32 where PyTorch's are: `torch.backends.cuda.matmul.fp32_precision = "tf32"`, or
-        what sets it too (`allow_tf32 = True`, `torch.set_float32_matmul_precision("high")`); else IEEE.
+        The config. FP32 products use TF32 if PyTorch's do: `torch.backends.cuda.matmul.fp32_precision = "tf32"`, or an
+        equivalent setting (`allow_tf32 = True`, `torch.set_float32_matmul_precision("high")`); else IEEE.
     """
     arch = architecture(device)
-    # the newest of three switches: it follows the older two, which raise once it was set
+    # the newest of three switches: it follows the older two, which raise after it was set
     allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return config_for(
         arch,
@@ -196,7 +197,7 @@ def config_for(
     num_programs: int = 132,
     table: str = tile_tables.DEFAULT,
 ) -> LaunchConfig:
-    """Choose the tiles for a named architecture; what `choose_config` does once it knows the device.
+    """Choose the tiles for a named architecture; `choose_config` calls it for a device.
 
     Raises:
         ConfigError: the architecture has no table of that name.
@@ -240,9 +241,9 @@ def _by_table(
     num_programs: int,
     table: str,
 ) -> LaunchConfig:
-    """What the table says; kept, because every call of the experts asks up to three times."""
+    """Choose by the table; cached, because every call of the experts asks up to three times."""
     itemsize = dtype.itemsize
-    # Descriptors need strides of a multiple of 16 bytes; other shapes take the path with pointers.
+    # Descriptors need strides that are multiples of 16 bytes; other shapes use pointers.
     widths = (dim * itemsize, hidden_dim * itemsize)
     aligned = all(width % _DESCRIBED_BYTES == 0 for width in widths)
     rows = _rows_tile(arch, itemsize, rows_per_expert, precision)
@@ -252,7 +253,7 @@ def _by_table(
         rows, weight = _for_single_elements(rows), _for_single_elements(weight)
     one_branch = replace(rows, block_n=_fit(rows.block_n, dim))
     up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
-    # the epilogue holds the accumulator, H and both gradients at once: half the columns
+    # the epilogue holds the accumulator, H and both gradients at once, so half the columns
     columns = min(rows.block_n, tile_tables.hidden_columns(arch, table))
     hidden = replace(rows, block_n=_fit(columns, hidden_dim), source=UNTUNED)
     if arch == "sm_90":
@@ -287,10 +288,10 @@ def _by_table(
 
 
 def described(config: LaunchConfig, *tensors: Tensor) -> LaunchConfig:
-    """The config, without descriptors where one of these tensors does not begin, or go on, at a multiple of 16 bytes.
+    """Return the config, without descriptors if a tensor's address or strides are not multiples of 16 bytes.
 
-    Fresh tensors do; a shard of a flat buffer, or a view, need not: one row of a wider matrix is contiguous whatever its stride.
-    Reads an address on the host; does not synchronise.
+    New tensors are aligned. A shard of a flat buffer, or a view, may not be: one row of a wider matrix is contiguous
+    whatever its stride. Reads an address on the host; does not synchronise.
     """
     if config.tma and not all(map(_is_described, tensors)):
         return replace(config, tma=False)
@@ -303,11 +304,13 @@ def _is_described(tensor: Tensor) -> bool:
 
 
 def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:
-    """The tile of a GEMM over routed rows: most waste is half a tile per expert, so few rows want low tiles."""
+    """Choose the tile of a GEMM over routed rows: padding wastes up to half a tile per expert, so few rows need low
+    tiles.
+    """
     if arch == "interpreter":
         return Tile(32, 64, 64, 4, 1, group_m=2)
     if itemsize == 4 and precision == "ieee" and not arch.startswith("gfx"):
-        # no tensor cores: a thread holds its whole step of both operands, so steps are short and tiles small
+        # without tensor cores a thread holds its whole step of both operands, so steps are short and tiles small
         return Tile(16 if rows_per_expert <= 24 else 64, 64, 16, 8, 3)
     if arch.startswith("gfx"):
         return _rows_tile_amd(itemsize, rows_per_expert)
@@ -318,7 +321,7 @@ def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str)
     if rows_per_expert <= 24:
         return Tile(32, 128, 128, 4, 3, programs=2)
     if rows_per_expert <= 48:
-        # four warps and 72 KiB: one alone would leave the multiprocessor's latencies uncovered
+        # four warps and 72 KiB: a single program would not hide the multiprocessor's latencies
         return Tile(64, 128, 64, 4, 3, source=PUBLISHED, programs=2)
     if arch in _LARGE:
         ragged = arch == "sm_90"
@@ -353,9 +356,9 @@ def _rows_tile_amd(itemsize: int, rows_per_expert: float) -> Tile:
 
 
 def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
-    """The tile of a weight's gradient: the sum runs over an expert's rows.
+    """Choose the tile of a weight gradient, whose sum runs over an expert's rows.
 
-    Rows are loaded by indices that are loaded themselves, so the pipeline has one buffer per two stages.
+    Row indices are loaded before the rows, so the pipeline has one buffer per two stages.
     """
     if arch == "interpreter":
         return Tile(64, 64, 32, 4, 1, group_m=2)
@@ -374,34 +377,36 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
 
 
 def _for_single_elements(tile: Tile) -> Tile:
-    """A tile for rows that are no multiple of 16 elements: Triton then loads one by one, through registers."""
+    """Reduce a tile for rows that are no multiple of 16 elements: Triton then loads single elements, through
+    registers.
+    """
     return Tile(min(tile.block_m, 64), min(tile.block_n, 128), min(tile.block_k, 32), 8, 2)
 
 
 def _fit(block: int, size: int) -> int:
-    """A smaller power of two, at least 16, where the matrix is narrower than the block."""
+    """Block size reduced to a power of two of at least 16 if the matrix is narrower than the block."""
     return max(16, min(block, 1 << max(size - 1, 0).bit_length()))
 
 
 def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma: bool) -> int:
-    """Shared memory that a program needs at most: operands of all stages, and what results leave through.
+    """Upper bound on a program's shared memory in bytes: operands of all stages, and buffers of the results.
 
     Args:
         gemm: one of `tile_tables.GEMMS`.
-        tile: its tile.
+        tile: the GEMM's tile.
         itemsize: bytes of an element.
         num_branches: G.
         tma: whether rows are read by descriptors.
     """
     branches = num_branches if gemm == "up" else 1
     step = (tile.block_m + branches * tile.block_n) * tile.block_k
-    # weight gradients load rows by indices that are loaded: one buffer per two stages
+    # row indices of weight gradients are loaded before the rows: one buffer per two stages
     buffers = (tile.num_stages + 1) // 2 if gemm in tile_tables.WEIGHT_GRADS else tile.num_stages
     if gemm in tile_tables.OVER_ROWS and tile.block_m < 64:
-        # the products of warp groups read shared memory while the next copies arrive, those of warps do not
+        # products of warp groups read shared memory while the next copies arrive, products of warps do not
         buffers -= 1
     results, barriers = 0, 0
-    # a flattened loop loads the next tile while this one's results go through shared memory
+    # a flattened loop loads the next tile while results go through shared memory
     if gemm in tile_tables.OVER_ROWS and (tile.flatten or (tile.ragged and tma)):
         results = tile.block_m * _columns_at_once(gemm, tile)
         barriers = _FLATTENED_BYTES * tile.flatten
@@ -409,10 +414,12 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
 
 
 def _columns_at_once(gemm: str, tile: Tile) -> int:
-    """Columns that results leave by: of H (or dH) and A' one buffer each, whatever the branches."""
+    """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the
+    branches.
+    """
     if gemm == "up":
         return 2 * min(tile.block_n, tile.chunk or UP_CHUNK)
-    if gemm == "hidden_grad":  # and of H as it is read, where operands keep their place meanwhile
+    if gemm == "hidden_grad":  # and a buffer for loaded H if operands keep theirs
         return (2 + tile.flatten) * min(tile.block_n, tile.chunk or HIDDEN_GRAD_CHUNK)
     return tile.block_n // 2
 
@@ -420,7 +427,7 @@ def _columns_at_once(gemm: str, tile: Tile) -> int:
 def _fit_stages(
     gemm: str, tile: Tile, arch: str, itemsize: int, num_branches: int, *, tma: bool
 ) -> Tile:
-    """Fewer stages, then shorter steps, where what a program needs does not fit the shared memory."""
+    """Reduce stages, then the step, until a program fits the shared memory."""
     limit = SHARED_BYTES.get(arch, _FEWEST_SHARED_BYTES)
     if arch in _LARGE:  # elsewhere fewer programs at once lose less than fewer stages
         limit = (limit + _SHARED_BYTES_RESERVED) // tile.programs - _SHARED_BYTES_RESERVED
@@ -437,14 +444,14 @@ def _fit_stages(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once; 3 in the interpreter."""
+    """Number of programs that run at once; 3 in the interpreter."""
     if device.type == "cpu":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def split_tile(device: torch.device, *, num_rows: int, num_programs: int) -> Tile:
-    """Tiles of `split_product`, a step of which holds up to four blocks of operands."""
+    """Choose the tile of `split_product`, a step of which holds up to four blocks of operands."""
     arch = architecture(device)
     if arch == "interpreter":
         return Tile(64, 64, 64, 4, 1)
@@ -453,8 +460,6 @@ def split_tile(device: torch.device, *, num_rows: int, num_programs: int) -> Til
     if arch not in _LARGE:
         return Tile(64, 128, 32, 4, 3)
     is_small = num_rows <= 64 * num_programs
-    if (
-        arch != "sm_90"
-    ):  # sums come out of tensor memory through shared memory, and four warps spill
+    if arch != "sm_90":  # sums leave tensor memory through shared memory, and four warps spill
         return Tile(64, 128, 64, 8, 3) if is_small else Tile(128, 128, 32, 8, 3)
     return Tile(64, 128, 64, 4, 3) if is_small else Tile(128, 128, 64, 8, 3)

@@ -1,10 +1,10 @@
-"""Scores, choice and routing weights of every token in one pass over its logits, and the gradient in another.
+"""Fused top-k: scores, choice and routing weights of every token in one pass over its logits, and the gradient in
+another.
 
-Forward: 4 * T * E bytes of logits read, 12 * T * K written and 4 * T * E of scores; what plain
-PyTorch does in about ten kernels with as many (T, E) intermediates. The choice packs an order-preserving integer of
-the criterion and the complement of the expert id into one 64-bit key, so a partial sort of the keys gives the K best
-with ties going to the lower expert id; NaN counts as largest, as in torch.topk. Only logits and ids are needed for
-the backward.
+The forward reads 4 * T * E bytes of logits, and writes 12 * T * K bytes and 4 * T * E bytes of scores. Plain PyTorch
+needs about ten kernels with as many (T, E) intermediates. The choice packs an order-preserving integer of the criterion
+and the complement of the expert id into one 64-bit key, so a partial sort of the keys gives the K best with ties going
+to the lower expert id; NaN counts as largest, as in torch.topk. The backward needs only logits and ids.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """How weights come from logits; the meanings are those of `expertmesh.config.moe_rules.LayerOptions`."""
+    """Options of the choice, with the meanings of `expertmesh.config.moe_rules.LayerOptions`."""
 
     score_function: str
     normalize: bool
@@ -37,7 +37,7 @@ class SelectionRule:
 
 @triton.jit
 def _softmax(x):
-    """Along the last axis; lanes of -inf give 0, a row of nothing else gives 0 as well."""
+    """Compute softmax along the last axis; lanes of -inf give 0, and so does a row of -inf only."""
     largest = tl.max(x, 1)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     e = tl.exp(x - largest[:, None])
@@ -46,7 +46,7 @@ def _softmax(x):
 
 @triton.jit
 def _scores(x, real, FUNCTION: tl.constexpr):
-    """Scores over all experts; 0 in lanes that are no experts."""
+    """Compute scores over all experts; 0 in lanes without an expert."""
     if FUNCTION == "sigmoid":
         return tl.where(real, tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x)), 0.0)
     return _softmax(tl.where(real, x, float("-inf")))
@@ -54,7 +54,7 @@ def _scores(x, real, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """An int32 that compares as the float does: -0.0 equals 0.0, NaN is above everything."""
+    """Map floats to int32 with the same order: -0.0 equals 0.0, NaN is above everything."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FC00000, bits)
@@ -63,7 +63,7 @@ def _ordered(x):
 
 @triton.jit
 def _keys(x, real, lane, LANES: tl.constexpr):
-    """Unique int64 keys: by value, then by lower lane; lanes that are not real come last."""
+    """Make unique int64 keys: by value, then by lower lane; lanes that are not real come last."""
     value = tl.where(real, _ordered(x), -(2**31)).to(tl.int64)
     return (value << 32) | (LANES - 1 - lane).to(tl.int64)[None, :]
 
@@ -78,7 +78,9 @@ def _allow_groups(
     G: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Lanes of the LIMIT groups with the largest sum of their BEST (1 or 2) best criteria; ties to the lower group."""
+    """Mask of lanes in the LIMIT groups with the largest sum of their BEST (1 or 2) best criteria; ties to the lower
+    group.
+    """
     BLOCK_T: tl.constexpr = criterion.shape[0]
     grouped = tl.reshape(tl.where(real, criterion, float("-inf")), (BLOCK_T, G, S))
     exists = tl.reshape(real, (BLOCK_T, G, S))
@@ -87,7 +89,7 @@ def _allow_groups(
         place = tl.argmax(grouped, 2)
         others = exists & (tl.arange(0, S)[None, None, :] != place[:, :, None])
         second = tl.max(tl.where(others, grouped, float("-inf")), 2)
-        # a group of one expert has no second
+        # a group of one expert has no second best
         strength = tl.where(tl.max(others.to(tl.int32), 2) > 0, strength + second, strength)
     group = tl.arange(0, G)
     keys = _keys(strength, (group < GROUPS)[None, :], group, G)
@@ -163,7 +165,9 @@ def _choose(
 
 @triton.jit
 def _normalize_backward(grad, p, total):
-    """Gradient of x from that of p = x / max(total, tiny), with total = sum of x, along the last axis."""
+    """Compute the gradient of x from the gradient of p = x / max(total, tiny), with total = sum of x, along the last
+    axis.
+    """
     inner = tl.where(total >= _TINY, tl.sum(grad * p, 1), 0.0)
     return tl.div_rn(grad - inner[:, None], tl.maximum(total, _TINY)[:, None])
 
@@ -234,7 +238,7 @@ def _choose_backward(
 
 
 def _blocks(num_tokens: int, lanes: int) -> tuple[int, int]:
-    """Tokens per program and its warps, from shapes only."""
+    """Tokens per program and number of its warps, from shapes only."""
     block_t = max(_PROGRAM_LANES // lanes, 1)
     if triton.cdiv(num_tokens, block_t) < _FEW_PROGRAMS:
         block_t = max(block_t // 4, 1)
@@ -249,12 +253,12 @@ def choose(
     noise_TE: Tensor | None = None,
     bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give every token's K best experts, their weights, and the scores for the balance loss; one launch.
+    """Compute every token's K best experts, their routing weights, and the scores for the balance loss; one launch.
 
     Args:
         logits_TE: (T, E) FP32, E up to MAX_EXPERTS.
         top_k: K, from 1 to E.
-        rule: see there.
+        rule: options of the choice.
         noise_TE: (T, E) FP32, added to the logits for the choice only.
         bias_E: (E,) FP32, added to the scores for the choice only.
 
@@ -305,12 +309,12 @@ def choose_backward(
     d_weights_TK: Tensor | None,
     d_scores_TE: Tensor | None,
 ) -> Tensor:
-    """Gradient of the logits, (T, E) FP32, from those of the weights and of the scores; one launch.
+    """Compute the gradient of the logits, (T, E) FP32, from the gradients of the weights and of the scores; one launch.
 
     Args:
-        logits_TE: as given to `choose`.
-        ids_TK: (T, K) as it gave them.
-        rule: as there.
+        logits_TE: the logits given to `choose`.
+        ids_TK: (T, K) ids that `choose` returned.
+        rule: the rule given to `choose`.
         d_weights_TK: (T, K) FP32, or None for zero.
         d_scores_TE: (T, E) FP32, or None for zero.
     """

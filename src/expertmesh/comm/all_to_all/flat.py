@@ -197,4 +197,4 @@ def async_all_to_all(
 
 
 in_flight_all_to_all = async_all_to_all
-"""Its former name, which exchanges of one's own may import."""
+"""Former name of `async_all_to_all`, which external exchanges may import."""
