@@ -288,7 +288,7 @@ class QuantizedModel:
         return found
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Copy a part out of mapped files (of experts, whole ones); see `TensorSource.read`."""
+        """Copy out of mapped files; of experts all branches. See `TensorSource.read`."""
         is_scale = name.endswith("_scale") and is_expert(name.removesuffix("_scale"))
         ours = name.removesuffix("_scale") if is_scale else name
         if not self._pieces.get(ours):
@@ -297,7 +297,7 @@ class QuantizedModel:
         if is_expert(ours):
             for e in range(box[0].start, box[0].stop):
                 for piece in self._of_expert[ours, e]:
-                    self._read_expert(piece, into[e - box[0].start], is_scale=is_scale)
+                    self._read_expert(piece, box[-2:], into[e - box[0].start], is_scale=is_scale)
             return
         for piece in self._pieces[ours]:
             shared = overlap(box, piece.ours_at)
@@ -308,12 +308,12 @@ class QuantizedModel:
             part = piece.turned(self._wide(piece.theirs)[piece.theirs_at]).reshape(sizes)[theirs]
             into[at].copy_(part.to(self._plain[ours].dtype))
 
-    def _read_expert(self, piece: Piece, into: Tensor, *, is_scale: bool) -> None:
-        """Fill an expert's part of a tensor, or one of its branches."""
+    def _read_expert(self, piece: Piece, box: Box, into: Tensor, *, is_scale: bool) -> None:
+        """Fill the rows and columns of a box of an expert's part of a tensor, or of one of its branches."""
         target = into[piece.ours_at[1].start] if len(piece.ours_at) == 4 else into
         module = piece.theirs.removesuffix("weight")
         source = self._files.tensor(f"{module}weight_scale") if is_scale else self._bytes(module)
-        target.copy_(source[..., : target.shape[-1]])
+        target.copy_(source[box])
 
     def _bytes(self, module: str) -> Tensor:
         """Quantised values of a matrix, as `QuantizedExperts` holds them."""

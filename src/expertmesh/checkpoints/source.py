@@ -72,7 +72,7 @@ def read_into(source: TensorSource, targets: Mapping[str, Tensor]) -> None:
             )
     with torch.no_grad():
         for name, tensor in targets.items():
-            for part, box in _local_parts(tensor.detach()):
+            for part, box in local_parts(tensor.detach()):
                 source.read(name, box, part)
 
 
@@ -84,8 +84,8 @@ def read_whole(source: TensorSource, name: str) -> Tensor:
     return tensor
 
 
-def _local_parts(tensor: Tensor) -> list[tuple[Tensor, Box]]:
-    """Local shards of a tensor on this rank, each with its box in the whole tensor."""
+def local_parts(tensor: Tensor) -> list[tuple[Tensor, Box]]:
+    """What this rank holds of a tensor, and where that lies in the whole."""
     if not isinstance(tensor, DTensor):
         return [(tensor, whole_box(tensor.shape))]
     local: Any = tensor.to_local()

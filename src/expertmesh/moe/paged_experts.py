@@ -37,10 +37,11 @@ class PagedExperts(nn.Module):
     """E experts of which `num_slots` are on the device; for inference only. The state dict is empty.
 
     Args:
-        like: the experts to replace, usually on the meta device; sizes, dtypes and options are read.
-        num_slots: number of experts on the device.
-        read: copies an expert's tensor.
-        device: the device of the slots.
+        like: the experts in whose place these come, on the meta device as a rule; sizes, types and options are read.
+        num_slots: on the device.
+        read: brings an expert.
+        device: of the slots.
+        first_expert: number of the first of them in the layer, of which another process may have those before it.
 
     Attributes:
         counts: hits, misses and copies so far.
@@ -54,6 +55,7 @@ class PagedExperts(nn.Module):
         num_slots: int,
         read: Read,
         device: torch.device | str,
+        first_expert: int = 0,
     ) -> None:
         super().__init__()
         self.num_experts, self.activation, self.backend = (
@@ -63,7 +65,7 @@ class PagedExperts(nn.Module):
         )
         self.arithmetic = like.arithmetic
         self.format = getattr(like, "format", "dense")
-        self.num_slots, self._read = num_slots, read
+        self.num_slots, self._read, self.first_expert = num_slots, read, first_expert
         self.slots, self.counts = ExpertSlots(num_slots), PagingCounts()
         self.ahead: tuple[Callable[[Tensor], object], int, PagedExperts] | None = None
         self._coming: tuple[Future[None], frozenset[int]] | None = None
@@ -88,8 +90,8 @@ class PagedExperts(nn.Module):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """Compute as `GroupedExperts.forward` does, without gradients; synchronises with the device once."""
-        assert parameters is None, "experts in slots are not spread over ranks"
+        """As `GroupedExperts.forward`, for inference alone; waits for the device once."""
+        assert parameters is None, "experts in slots keep their own"
         coming = self._arrived()
         E = self.num_experts
         found: list[int] = expert_ids_TK.unique().tolist()  # the only synchronisation
@@ -102,6 +104,8 @@ class PagedExperts(nn.Module):
         else:
             weights = self._in_slots(needed)
         self._fetch_ahead(x_TD)
+        if self.arithmetic.batch_invariant:  # tokens may come in the wider type of the products
+            weights = weights.to(x_TD.dtype)
         call = call_of_module(self, x_TD, weights_TK, weights, expert_ids_TK)
         return compute(call, max_rows=max_rows)
 
@@ -174,9 +178,11 @@ class PagedExperts(nn.Module):
             experts.fetch(logits_TE.topk(top_k, dim=-1).indices.unique().tolist())
 
     def fetch(self, guessed: list[int]) -> None:
-        """Start copying experts that the next call may need; that call waits for the copies."""
+        """Begin to copy experts that the next call may ask for, by their numbers in the layer; it waits until they are there."""
         self._arrived()
-        missing = self.slots.place(guessed[: self.num_slots])
+        local = [e - self.first_expert for e in guessed]
+        here = [e for e in local if 0 <= e < self.num_experts]
+        missing = self.slots.place(here[: self.num_slots])
         if not missing:
             return
         self.counts.fetched_ahead += len(missing)

@@ -80,6 +80,11 @@ class QuantizedExperts(nn.Module):
         super()._apply(moved, recurse)
         return self
 
+    @property
+    def is_arranged(self) -> bool:
+        """Whether `arrange` has changed the order."""
+        return self.format == "int4_cpu"
+
     @torch.no_grad()
     def arrange(self) -> None:
         """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the

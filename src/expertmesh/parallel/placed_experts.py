@@ -17,8 +17,9 @@ from expertmesh.comm.group import RankGroup, wait
 from expertmesh.costs.placement import Placement, in_order, placed
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher, SlotTables
-from expertmesh.parallel.serving import ServingDegrees, part_of
+from expertmesh.parallel.serving import ServingDegrees, own_tensors, part_of, put_tensor
 
 
 @dataclass
@@ -77,6 +78,13 @@ class PlacedExperts:
                 "leave it out, or let ep_degree be above 1",
             )
         for layer in self._layers:
+            if isinstance(layer.experts, PagedExperts):
+                raise ConfigError(
+                    "enable_eplb",
+                    True,
+                    "moves experts between the ranks' memories, and expert_slots leave them in the files",
+                    "leave one of them out",
+                )
             total = layer.num_experts + num_redundant
             if total % parts or num_redundant > layer.num_experts * (parts - 1):
                 near = num_redundant + -total % parts
@@ -137,13 +145,17 @@ class PlacedExperts:
             sorted(set(new.of_rank(part)) - set(old.of_rank(part))) for part in range(new.num_ranks)
         ]
         own, _ = part_of(self._everyone.rank, self._degrees)
-        for name, parameter in list(layer.experts.named_parameters()):
-            found = self._moved(parameter.detach(), old, new, wants, where=f"{name}, placement")
-            layer.experts.register_parameter(name, nn.Parameter(found, requires_grad=False))
+        for name, tensor in own_tensors(layer.experts):
+            # as bytes, since collectives do not know every type
+            there = (
+                tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
+            )
+            found = self._moved(there, old, new, wants, where=f"{name}, placement")
+            put_tensor(layer.experts, name, found.view(tensor.dtype))
         size = new.slots_per_rank
         layer.experts.num_experts = size
         assert isinstance(layer.dispatcher, CoordinatedDispatcher)
-        device = next(layer.experts.parameters()).device
+        device = own_tensors(layer.experts)[0][1].device
         layer.dispatcher = replace(
             layer.dispatcher,
             first_expert=own * size,

@@ -5,6 +5,7 @@ same tokens, and each has a part of the heads, the KV cache and the dense layers
 ways along E and f ways along F; `expertmesh.parallel.experts.coordinated` exchanges tokens with them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,7 +25,9 @@ from expertmesh.errors import ConfigError, named
 from expertmesh.layout.feed_forward import MLP_CUT
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.parallel.experts.coordinated import (
     CoordinatedDispatcher,
     ServingGroups,
@@ -33,10 +36,11 @@ from expertmesh.parallel.experts.coordinated import (
 from expertmesh.parallel.tensor import distribute
 
 _OF_ENGINES = ("tp_degree", "ep_degree", "es_degree", "timeout_s", "num_threads", "bind")
-_EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2}
-"""Hidden-size axis of each expert parameter."""
-_ADDED_ONCE = ("b_out", "out.bias")
-"""Biases that are added after a sum over slices, so on one rank only."""
+_EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2, "w_in_scale": 2, "w_out_scale": 2}
+"""Axis of the hidden size of each tensor of experts."""
+ADDED_ONCE = ("b_out", "out.bias")
+"""Biases of a sum over slices."""
+_STACKED = (GroupedExperts, QuantizedExperts)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,12 @@ class ServingDegrees:
 
 
 def serving_degrees(
-    config: ParallelConfig, *, num_ranks: int, num_experts: tuple[int, ...], hidden_dim: int
+    config: ParallelConfig,
+    *,
+    num_ranks: int,
+    num_experts: tuple[int, ...],
+    hidden_dim: int,
+    unit: int = 1,
 ) -> ServingDegrees:
     """Parallel degrees of a model that an engine serves.
 
@@ -80,8 +89,9 @@ def serving_degrees(
         config: only tp_degree, ep_degree and es_degree are read. If one of ep_degree and es_degree is unset, it follows
             from the other; if both are, experts get as few slices as possible.
         num_ranks: p.
-        num_experts: number of experts of each MoE layer.
-        hidden_dim: hidden size of an expert.
+        num_experts: of each layer that has some.
+        hidden_dim: of an expert.
+        unit: a slice has a multiple of so many of it, see `WeightFormat.unit`.
 
     Raises:
         ConfigError: an option has no effect here, or the degrees do not fit.
@@ -116,7 +126,7 @@ def serving_degrees(
         for total in {num_ranks, num_ranks // tp}
         for e in divisors(total)
         for f in (total // e,)
-        if all(n % e == 0 for n in num_experts) and hidden_dim % f == 0
+        if all(n % e == 0 for n in num_experts) and hidden_dim % (f if f == 1 else f * unit) == 0
     ]
     ep = config.ep_degree[0] if config.ep_degree else None
     wanted = [(e, f) for e, f in fits if ep in (None, e) and config.es_degree in (None, f)]
@@ -129,11 +139,21 @@ def serving_degrees(
         choices = ", ".join(f"{e} x {f}" for e, f in sorted(fits, reverse=True))
         raise ConfigError(
             f"{shown or 'experts'} on {num_ranks} ranks: parts of the {min(num_experts)} experts times slices of their hidden_dim "
-            f"{hidden_dim} must make the ranks; {f'use ep_degree x es_degree of {choices}' if choices else 'use fewer ranks'}"
+            f"{hidden_dim}{f' in whole groups of {unit}' if unit > 1 else ''} must make the ranks; {f'use ep_degree x es_degree of {choices}' if choices else 'use fewer ranks'}"
         )
     # first the most ranks with distinct experts, then the fewest slices
     e, f = max(wanted, key=lambda one: (one[0] * one[1], one[0]))
     return ServingDegrees(num_ranks, tp, e, f)
+
+
+def slice_unit(model: nn.Module) -> int:
+    """Of how many numbers of their hidden size all experts of a model can be cut into slices that are a multiple."""
+    slices = [
+        module.experts.weights().slices()[0]
+        for module in model.modules()
+        if isinstance(module, MoELayer) and isinstance(module.experts, _STACKED)
+    ]
+    return math.lcm(*(FORMATS[one.format].unit(one) for one in slices))
 
 
 ONE_PROCESS = "parallel: says how ranks share a model, and this is one process; start several with torchrun, or leave it out"
@@ -187,14 +207,19 @@ def spread_layers(
         dense: modules that are cut over a tensor group, with the cut axis by parameter name.
 
     Raises:
-        ConfigError: experts are not `GroupedExperts`, or have adapters.
+        ConfigError: experts that are not in stacked tensors, or have adapters, or lie in an order that ranks cannot cut.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
-        if not isinstance(layer.experts, GroupedExperts) or layer.experts.adapters is not None:
+        experts = layer.experts
+        if not isinstance(experts, _STACKED) or getattr(experts, "adapters", None) is not None:
             raise ConfigError(
                 f"layer {layer.layer_index}: an engine spreads experts of ours without adapters over ranks; use one process, or"
                 " merge them"
+            )
+        if isinstance(experts, QuantizedExperts) and experts.is_arranged:
+            raise ConfigError(
+                f"layer {layer.layer_index}: its numbers are in the order of this CPU's product already; give the engine the folder"
             )
     if degrees.tp > 1:
         mesh = world.mesh((degrees.num_groups, degrees.tp), ("group", "tp"), range(world.size))
@@ -251,12 +276,12 @@ def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None
     axes = {name: size for name, size in sizes.items() if size > 1} or {"e": 1}
     mesh = world.mesh(tuple(axes.values()), tuple(axes), range(world.size))
     i, j = part_of(world.position, degrees)
-    for name, full in list(layer.experts.named_parameters()):
+    for name, full in own_tensors(layer.experts):
         cut: dict[str, Placement] = {"e": Shard(0)}
         part = full.detach()
         part = part.narrow(0, i * (part.shape[0] // e), part.shape[0] // e)
-        if name in _EXPERT_AXES:
-            axis = _EXPERT_AXES[name]
+        axis = _EXPERT_AXES.get(name)
+        if axis is not None and part.shape[axis] > 1:  # a scale of all columns stays as it is
             cut["f"] = Shard(axis)
             part = part.narrow(axis, j * (part.shape[axis] // f), part.shape[axis] // f)
         shard = DTensor.from_local(
@@ -265,24 +290,36 @@ def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None
             [cut.get(name, Replicate()) for name in axes],
             run_check=False,
         )
-        layer.experts.register_parameter(name, nn.Parameter(shard, requires_grad=False))
+        put_tensor(layer.experts, name, shard)
     layer.experts.num_experts = layer.num_experts // e
     layer.experts.only_first_adds = j > 0  # type: ignore[assignment]
 
 
 @torch.no_grad()
 def as_plain(model: nn.Module) -> None:
-    """Replace the DTensors of `spread_layers` by plain local parameters, once they have their values."""
+    """Put each rank's parts in the place of the tensors that `spread_layers` cut, once these have their values."""
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
-                local = nn.Parameter(parameter.to_local(), requires_grad=False)
-                module.register_parameter(name, local)
+        for name, tensor in own_tensors(module):
+            if isinstance(tensor, DTensor):
+                put_tensor(module, name, tensor.to_local())
     for module in model.modules():
         if getattr(module, "only_first_adds", False):
-            for name, parameter in module.named_parameters():
-                if name in _ADDED_ONCE:
-                    parameter.zero_()
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if name in ADDED_ONCE:
+                    tensor.zero_()
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module without those inside it, by name."""
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter or a buffer; nothing has a gradient then."""
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def bring_rows_home(

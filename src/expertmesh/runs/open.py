@@ -168,7 +168,14 @@ def open_model(
         )
         if narrow is not None or slots is not None:
             return _open_empty(
-                run, weights, tokenizer, used, ranks, slots=slots, for_autocast=for_autocast
+                run,
+                weights,
+                tokenizer,
+                used,
+                ranks,
+                slots=slots,
+                share=share,
+                for_autocast=for_autocast,
             )
         task: Task = run.family.open_task(_told(run, tokenizer))
         check_weights(run.family, run.config, used.device, num_ranks=ranks.size)
@@ -212,13 +219,15 @@ def _open_empty(
     ranks: Ranks,
     *,
     slots: Slots | None,
+    share: Callable[[nn.Module], object] | None,
     for_autocast: bool,
 ) -> LoadedModel:
     """Open a model with quantised experts or experts in slots, without memory for their full matrices."""
     what = "quantised" if isinstance(weights, QuantizedModel) else "given expert slots"
-    if ranks.size > 1:
+    if ranks.size > 1 and share is None:
         raise ConfigError(
-            f"{run.path}: is {what}, and such experts are on one process; start one, or open the model as it was trained"
+            f"{run.path}: is {what}, and ranks share such experts in an engine; give em.Engine(..., parallel=), or open the model as it"
+            " was trained"
         )
     task: Task = run.family.open_task(_told(run, tokenizer))
     model = task.builder.build(device=torch.device("meta"), dtype=precision.master_dtype)
@@ -226,6 +235,8 @@ def _open_empty(
         _keep_narrow(model, precision)
     if isinstance(weights, QuantizedModel):
         put_quantized(model, weights)
+    if share is not None:
+        share(model)
     if slots is not None:
         put_slots(
             model,
@@ -236,6 +247,8 @@ def _open_empty(
         )
     model.to_empty(device=precision.device)
     read_into(weights, model.state_dict())
+    if share is not None:
+        as_plain(model)
     arrange(model)
     return LoadedModel(run, task, model.eval(), tokenizer, precision, ranks)
 

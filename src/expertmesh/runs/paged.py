@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.box import whole_box
-from expertmesh.checkpoints.source import TensorSource
+from expertmesh.checkpoints.source import TensorSource, local_parts
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.parallel.serving import ADDED_ONCE, as_plain
 
 
 def put_slots(
@@ -31,6 +31,8 @@ def put_slots(
         fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: unless the device is a CPU.
         device: device of the slots.
 
+    Over ranks each has slots for its own part of the experts.
+
     Raises:
         ConfigError: a layer has fewer experts than slots, or the model has no experts.
     """
@@ -39,18 +41,25 @@ def put_slots(
         raise ConfigError(
             "expert_slots", num_slots, "the model has no routed experts", "leave it out"
         )
-    fewest = min(layer.num_experts for _, layer, _ in layers)
+    fewest = min(experts.num_experts for _, _, experts in layers)
     if num_slots > fewest:
+        is_cut = any(experts.num_experts < layer.num_experts for _, layer, experts in layers)
         raise ConfigError(
             "expert_slots",
             num_slots,
-            f"a layer has {fewest} experts",
+            f"a layer has {fewest} experts{' on a rank' if is_cut else ''}",
             f"use at most {fewest}, or leave it out",
         )
     made: list[tuple[MoELayer, PagedExperts]] = []
     for name, layer, experts in layers:
+        read = _Reader(source, f"{name}.experts.", experts)
+        as_plain(experts)
         paged = PagedExperts(
-            experts, num_slots=num_slots, read=_Reader(source, f"{name}.experts."), device=device
+            experts,
+            num_slots=num_slots,
+            read=read,
+            device=device,
+            first_expert=read.boxes["w_in"][0].start,
         )
         setattr(layer, "experts", paged)  # noqa: B010 - a module of another class
         made.append((layer, paged))
@@ -69,15 +78,26 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer, GroupedExperts | 
 
 
 class _Reader:
-    """Reader of single experts of a layer from a source."""
+    """Copies one expert out of a source, or this rank's slice of it.
 
-    def __init__(self, source: TensorSource, prefix: str) -> None:
+    Args:
+        source: of the weights.
+        prefix: before the names of the experts' tensors there.
+        experts: that are there, perhaps cut over ranks.
+    """
+
+    def __init__(self, source: TensorSource, prefix: str, experts: nn.Module) -> None:
         self.source, self.prefix = source, prefix
+        self.boxes = {name: local_parts(t)[0][1] for name, t in experts.state_dict().items()}
+        self._lacks = ADDED_ONCE if getattr(experts, "only_first_adds", False) else ()
 
     def __call__(self, name: str, expert: int, into: Tensor) -> None:
-        full = self.prefix + name
-        box = (slice(expert, expert + 1), *whole_box(into.shape))
-        self.source.read(full, box, into[None])
+        if name in self._lacks:
+            into.zero_()
+            return
+        experts, *rest = self.boxes[name]
+        number = experts.start + expert
+        self.source.read(self.prefix + name, (slice(number, number + 1), *rest), into[None])
 
 
 def paged_layers(model: nn.Module) -> list[PagedExperts]:

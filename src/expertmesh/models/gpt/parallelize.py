@@ -17,6 +17,7 @@ from expertmesh.parallel.serving import (
     bring_rows_home,
     serving_degrees,
     serving_groups,
+    slice_unit,
     spread_layers,
 )
 from expertmesh.parallel.tensor import (
@@ -85,6 +86,7 @@ def spread_gpt_for_engine(
         num_ranks=world.size,
         num_experts=tuple(n for n in model.config.experts_per_layer() if n),
         hidden_dim=model.config.moe.hidden_dim,
+        unit=slice_unit(model),
     )
     if degrees.tp > 1:
         _check_slices(model.config, degrees.tp)

@@ -55,6 +55,10 @@ class Fp8(QuantizedFormat):
         blocks = -(-F // BLOCK) * -(-D // BLOCK)
         return E * (G + 1) * (F * D + blocks * dtype.itemsize)
 
+    def unit(self, experts: ExpertSlice) -> int:
+        """See `WeightFormat`: a block."""
+        return BLOCK
+
 
 class Int4(QuantizedFormat):
     """Four bits per number, with one scale per group of columns."""
@@ -68,6 +72,11 @@ class Int4(QuantizedFormat):
         """See `WeightFormat`."""
         E, G, F, half = experts.w_in_EGFD.shape
         return E, G, F, 2 * half
+
+    def unit(self, experts: ExpertSlice) -> int:
+        """See `WeightFormat`: a group of w_out's columns."""
+        assert experts.scales_out is not None
+        return 2 * experts.w_out_EDF.shape[-1] // experts.scales_out.shape[-1]
 
     def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """See `QuantizedFormat`."""

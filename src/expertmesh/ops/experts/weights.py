@@ -47,6 +47,10 @@ class WeightFormat:
         E, G, F, D = experts.w_in_EGFD.shape
         return E, G, F, D
 
+    def unit(self, experts: "ExpertSlice") -> int:
+        """Of how many numbers along F a slice has a multiple, because they share a scale."""
+        return 1
+
     def unpack(self, experts: "ExpertSlice", e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Unpack the matrices of one expert for its products, (G * F, D) and (D, F)."""
         return experts.w_in_EGFD[e].flatten(0, 1).to(dtype), experts.w_out_EDF[e].to(dtype)

@@ -22,7 +22,9 @@ from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.costs.placement import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.phases import phase
+from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 from expertmesh.ops.permute import sum_rows
 
@@ -233,8 +235,12 @@ class CoordinatedJourney:
 
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
-    """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
-    if not isinstance(experts, GroupedExperts) or experts.w_in.dtype == dtype:
+    """The experts' parameters in the type of their tokens, where a CPU without products of their own type takes another; else None."""
+    if isinstance(experts, PagedExperts):  # which do it where they take them
+        return None
+    assert isinstance(experts, GroupedExperts | QuantizedExperts)
+    is_dense = isinstance(experts, GroupedExperts)
+    if is_dense and experts.w_in.dtype == dtype:
         return None
     return ExpertParameters(experts.weights().to(dtype))
 
