@@ -132,6 +132,33 @@ def test_a_file_that_cannot_grow_is_named(place, name, size_limit, capfd, monkey
     assert sorted(place.folder.iterdir()) == before
 
 
+def test_answers_before_a_full_disk_are_kept(place, size_limit, capsys):
+    place.with_run()
+    asked, answered = place.folder / "asked.txt", place.folder / "answered.jsonl"
+    asked.write_text("".join(f"def f{number}\n" for number in range(6)))
+    words = ["generate", place.path("run"), "--input", str(asked), "--output", str(answered)]
+    words += ["--greedy", "--max-tokens", "3", "--batch-size", "2"]
+    assert main(words) == 0
+    lines = answered.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 6
+    answered.write_text("precious")
+    capsys.readouterr()  # in memory, as a file of the test run could not grow
+    part = place.folder / "answered.jsonl.part"
+    for room, count in ((len(b"".join(lines[:3])) + 5, 3), (5, 0)):
+        part.unlink(missing_ok=True)
+        before = sorted(place.folder.iterdir())
+        size_limit(room)
+        assert main(words) == 1
+        *notes, error = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"error: File too large ({answered}); files may not be so large")
+        kept = [f"note: the first {count} of 6 texts are in {part}"] if count else []
+        assert notes == kept
+        assert sorted(place.folder.iterdir()) == sorted([*before, *([part] if count else [])])
+        if count:
+            assert part.read_bytes() == b"".join(lines[:count])
+    assert answered.read_text() == "precious"
+
+
 def test_a_conversion_whose_last_file_does_not_fit_leaves_nothing(place, size_limit, capfd):
     place.with_run()
     hub, new = place.folder / "hub", place.folder / "new"

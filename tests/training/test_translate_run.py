@@ -1,5 +1,6 @@
 """An encoder-decoder in miniature: trained, killed, resumed, spread over two ranks, evaluated, translating."""
 
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -127,6 +128,22 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "BLEU 100.00  nrefs:1|" in out.replace("#:1|", "nrefs:1|") and "chrF2 100.00" in out, out
     assert output.read_text() == (data / "val.xx").read_text()
+
+
+def test_translations_before_a_full_disk_are_kept(learned, corpus, capsys, tmp_path):
+    source, output = corpus / "data" / "val.de", tmp_path / "out.xx"
+    words = ["translate", learned, "--to", "xx", "--input", str(source), "--output", str(output)]
+    right = (corpus / "data" / "val.xx").read_text().splitlines(keepends=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len("".join(right[:5])) + 1, before[1]))
+    try:
+        assert main([*words, "--batch-size", "2"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    part = tmp_path / "out.xx.part"
+    said = capsys.readouterr().err
+    assert f"note: the first 5 of 12 texts are in {part}\n" in said and "File too large" in said
+    assert part.read_text() == "".join(right[:5]) and list(tmp_path.iterdir()) == [part]
 
 
 def test_lines_that_are_not_translated_are_not_scored(learned, capsys, tmp_path):

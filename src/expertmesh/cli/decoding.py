@@ -1,6 +1,7 @@
 """What generates the text of a run, for the verbs that write text: in this process, or on the ranks that torchrun started."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -10,6 +11,7 @@ from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.terminal_progress import loading
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import launched_rank
+from expertmesh.config.output_file import Growing, growing
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
@@ -107,6 +109,31 @@ def check_several(options: Any) -> None:
 
 
 @contextmanager
+def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
+    """A file of answers that is written as they come; where something fails, a line says where those before it are.
+
+    Args:
+        path: of the file.
+        total: of answers.
+        unit: what they are, in the plural.
+
+    Raises:
+        OSError: it cannot be written; named.
+    """
+    file: Growing | None = None
+    try:
+        with growing(path) as file:
+            yield file
+    except BaseException:
+        if file is not None and file.rest is not None:
+            print(
+                f"note: the first {file.count:,} of {total:,} {unit} are in {file.rest}",
+                file=sys.stderr,
+            )
+        raise
+
+
+@contextmanager
 def open_decoder(
     options: Any, *, num_rows: int = 1, is_asked: bool = False
 ) -> "Iterator[LoadedModel]":
@@ -136,7 +163,11 @@ def open_decoder(
             with once_per_host():
                 found = find_model(options.run)
                 device = device_of(found, options.device)
-                shares = ParallelConfig(**given) if given.keys() - {"es_degree"} else None
+                count = getattr(options, "expert_slots", None)
+                # what only an engine shares
+                is_engines = not is_alone and (found.is_quantized or count is not None)
+                is_shared = is_engines or given.keys() - {"es_degree"}
+                shares = ParallelConfig(**given) if is_shared else None
             ranks = Ranks()
             if not is_alone:
                 timeout_s = _PATIENCE_S if is_asked else found.config.parallel.timeout_s
@@ -145,7 +176,6 @@ def open_decoder(
                 ranks = stack.enter_context(
                     open_ranks(device_type=device.type, timeout_s=timeout_s)
                 )
-            count = getattr(options, "expert_slots", None)
             place: dict[str, Any] = {
                 "ranks": ranks,
                 "slots": None if count is None else Slots(count),

@@ -7,13 +7,21 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import add_eplb, add_place, add_ranks, eplb_of, open_decoder, shared_by
+from expertmesh.cli.decoding import (
+    add_eplb,
+    add_place,
+    add_ranks,
+    eplb_of,
+    kept,
+    open_decoder,
+    shared_by,
+)
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank, parse_json
-from expertmesh.config.output_file import naming, output_file, write_whole
+from expertmesh.config.output_file import output_file
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError, command
@@ -126,8 +134,7 @@ def _generate(
     model, ranks = opened.decoder, opened.ranks
     import torch
 
-    from expertmesh.data.data_progress import Progress
-    from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text
+    from expertmesh.engine.texts import continued, prompt_ids, stream_text
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
 
@@ -188,27 +195,40 @@ def _generate(
             answer(asked(prompts[0]), "" if options.chat else prompts[0])
         else:
             with told_of_data():
-                progress = Progress("continued", total=len(prompts), unit="texts")
-                found = continue_prompts(
+                answers = continued(
                     model,
                     list(map(asked, prompts)),
                     params,
                     text=text,
                     batch_size=options.batch_size,
                     by=engine,
-                    told=progress.at,
                     adapter=adapter,
                 )
-                progress.finish()
             if options.output is None:
-                between = "\n" if options.chat else ""
-                for number, (given, one) in enumerate(zip(prompts, found, strict=True), 1):
-                    said = given + between if isinstance(given, str) else f"{_last(given)}\n"
-                    print(f"--- {number}\n{said}{one.text}")
+                _print_all(prompts, answers, is_chat=options.chat)
             elif ranks.is_leader:
-                lines = [_line(prompt, one) for prompt, one in zip(prompts, found, strict=True)]
-                with naming(options.output):
-                    write_whole(options.output, "".join(lines))
+                _write_all(options.output, prompts, answers)
+            else:
+                for _ in answers:
+                    pass
+
+
+def _print_all(prompts: list[Asked], answers: Iterator[Any], *, is_chat: bool) -> None:
+    """Print each answer as soon as it and those before it have ended."""
+    between = "\n" if is_chat else ""
+    for number, (prompt, one) in enumerate(zip(prompts, answers, strict=True), 1):
+        said = prompt + between if isinstance(prompt, str) else f"{_last(prompt)}\n"
+        _write(f"--- {number}\n{said}{one.text}\n")
+
+
+def _write_all(path: Path, prompts: list[Asked], answers: Iterator[Any]) -> None:
+    """Write each answer as soon as it and those before it have ended; after a failure say where these are."""
+    from expertmesh.data.data_progress import Progress
+
+    with told_of_data(), kept(path, total=len(prompts), unit="texts") as file:
+        progress = Progress("continued", total=len(prompts), unit="texts")
+        for prompt, one in zip(prompts, progress.over(answers), strict=True):
+            file.write(_line(prompt, one))
 
 
 def _params(options: Any) -> "SamplingParams":

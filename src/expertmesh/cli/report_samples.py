@@ -97,7 +97,7 @@ def sample(
     """
     from expertmesh.data.data_progress import Progress
     from expertmesh.engine.request import SamplingParams
-    from expertmesh.engine.texts import continue_prompts
+    from expertmesh.engine.texts import continued
     from expertmesh.errors import ConfigError
 
     if not prompts:
@@ -112,8 +112,7 @@ def sample(
     room = min(num_tokens, model.max_seq_len - longest)
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=seed, max_tokens=room)
     told = Progress("written", total=len(prompts), unit="samples")
-    outputs = continue_prompts(model, prompt_ids, params, text=text, told=told.at)
-    told.finish()
+    outputs = told.over(continued(model, prompt_ids, params, text=text))
     return [
         Sample(prompt, output.text, output.finish_reason == "length")
         for prompt, output in zip(prompts, outputs, strict=True)

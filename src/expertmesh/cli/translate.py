@@ -1,15 +1,17 @@
 """`expertmesh translate RUN --to de "..."`: translates with the newest checkpoint of a run."""
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import add_place, open_decoder
+from expertmesh.cli.decoding import add_place, kept, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import read_standard_input
 from expertmesh.cli.terminal_progress import told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank
-from expertmesh.config.output_file import output_file, write_whole
+from expertmesh.config.output_file import output_file
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
 
@@ -47,15 +49,22 @@ def run(argv: list[str]) -> int:
 
         check_sacrebleu()
     num_rows = options.beams * min(len(texts) or 1, options.batch_size)
-    with told_of_data(), open_decoder(options, num_rows=num_rows) as opened:
-        found = _translated(options, opened.ranks.on_rank0(lambda: texts), opened)
+    with (
+        told_of_data(),
+        open_decoder(options, num_rows=num_rows) as opened,
+        nullcontext() if output is None else kept(output, total=len(texts), unit="texts") as file,
+    ):
+
+        def write(line: str) -> None:
+            """Let a translation be on the disk when it is there."""
+            if file is not None:
+                file.write(f"{line}\n")
+            elif references is None:
+                print(line, flush=True)
+
+        found = _translated(options, opened.ranks.on_rank0(lambda: texts), opened, write)
     if not is_first:
         return 0
-    text = "".join(f"{line}\n" for line in found)
-    if output is None and references is None:
-        print(text, end="")
-    elif output is not None:
-        write_whole(output, text)
     if references is not None:
         scored = _scored(texts, references)
         if left_out := len(texts) - len(scored):
@@ -69,7 +78,9 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _translated(options: Any, texts: list[str], opened: "LoadedModel") -> list[str]:
+def _translated(
+    options: Any, texts: list[str], opened: "LoadedModel", write: Callable[[str], None]
+) -> list[str]:
     tokenizer = opened.text.tokenizer
     translation = opened.task.builder.translation(tokenizer, to=options.to)
     import torch
@@ -86,6 +97,7 @@ def _translated(options: Any, texts: list[str], opened: "LoadedModel") -> list[s
             length_penalty=options.length_penalty,
             batch_size=options.batch_size,
             split_long=options.split_long,
+            each=write,
         )
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from expertmesh.config.base import expanded
 from expertmesh.errors import ConfigError
@@ -67,6 +68,56 @@ def complete(path: Path) -> Iterator[Path]:
             partial.rename(target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+class Growing:
+    """A file of texts of which each is on the disk when it is written.
+
+    Attributes:
+        rest: where the texts before a failure are; None: there were none, or nothing failed.
+        count: texts that are written.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size, self.count = file, 0, 0
+        self.rest: Path | None = None
+
+    def write(self, text: str) -> None:
+        """Add a text.
+
+        Raises:
+            OSError: it cannot be written; then none of it is there.
+        """
+        data, done = text.encode(), 0
+        try:
+            while done < len(data):
+                done += self._file.write(data[done:])
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += done
+        self.count += 1
+
+
+@contextmanager
+def growing(path: Path) -> Iterator[Growing]:
+    """A file to write texts to inside, one after the other; it is there afterwards, and where something failed what was written until
+    then is in `NAME.part`, and what was at its place before is as it was.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = path.resolve()
+    rest = target.with_name(f"{target.name}.part")
+    with complete(path) as partial, partial.open("wb", buffering=0) as file:
+        found = Growing(file)
+        try:
+            yield found
+        except BaseException:
+            if found.count:
+                partial.rename(rest)
+                found.rest = rest
+            raise
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -47,6 +47,18 @@ def check_model(model: Any, config: EngineConfig, *, is_alone: bool = True) -> N
         )
 
 
+def check_no_folder(config: EngineConfig) -> None:
+    """Raise ConfigError where a model is given with options of folders."""
+    for name in ("device", "dtype", "expert_slots", "implementation"):
+        if getattr(config, name) != EngineConfig.model_fields[name].default:
+            raise ConfigError(
+                name,
+                getattr(config, name),
+                "is for a folder; this is a model",
+                "move the model with model.to(...)",
+            )
+
+
 def check_mode(model: Any) -> None:
     """Raise ConfigError where the model is in training mode."""
     if model.training:
@@ -95,6 +107,21 @@ def prompts_of(prompts: Any) -> list[Any]:
         )
     many = list(prompts)
     return [many] if many and all(map(_is_id, many)) else many
+
+
+def one_for_each(what: str, given: Any, count: int) -> list[Any]:
+    """What a caller gives for prompts, one for all (a text is one) or one for each, as one for each.
+
+    Raises:
+        ConfigError: there are others than prompts.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise ConfigError(
+            f"{what}: {len(given)} for {count} prompts; give one for each, or one for all"
+        )
+    return list(given)
 
 
 def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:

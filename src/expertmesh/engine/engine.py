@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -23,8 +23,10 @@ from expertmesh.engine.checks import (
     check_ids,
     check_mode,
     check_model,
+    check_no_folder,
     check_state,
     check_text,
+    one_for_each,
     prompts_of,
     token_ids_of,
 )
@@ -125,26 +127,13 @@ class Engine:
             model, text, self._ranks = open_served(model, tokenizer, self.config, told)
             tokenizer = text.tokenizer
         else:
-            for name in ("device", "dtype", "expert_slots", "implementation"):
-                if getattr(self.config, name) != EngineConfig.model_fields[name].default:
-                    raise ConfigError(
-                        name,
-                        getattr(self.config, name),
-                        "is for a folder; this is a model",
-                        "move the model with model.to(...)",
-                    )
+            check_no_folder(self.config)
         check_model(model, self.config, is_alone=told is None and self._ranks is None)
         if told is not None and self._ranks is None:
             self._ranks = share(model, told, world_of(told, device_type=model.device.type))
             as_plain(model)
-        ranks = self._ranks
-        if ranks is not None and self.config.deterministic and not ranks.degrees.is_whole:
-            raise ConfigError(
-                "deterministic",
-                True,
-                "needs whole products, and tp_degree or es_degree above 1 cuts them",
-                "use ep_degree alone",
-            )
+        if (ranks := self._ranks) is not None:
+            ranks.check(self.config)
         self.model, self.tokenizer = model, tokenizer
         if text is None and tokenizer is not None:
             text = text_format(tokenizer, model=model)
@@ -454,40 +443,51 @@ class Engine:
         Raises:
             ConfigError: as `add`, before anything is computed; nothing is left behind.
         """
-        many = prompts_of(prompts)
-        each = (
-            [params] * len(many)
-            if isinstance(params, str) or not isinstance(params, Seq)
-            else list(params)
+        found: dict[int, list[RequestOutput]] = {}
+        for place, outputs in self.as_they_end(prompts, params, adapter=adapter):
+            found[place] = outputs
+            if told is not None:
+                told(len(found))
+        return [output for place in sorted(found) for output in found[place]]
+
+    def as_they_end(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        adapter: str | Seq[str | None] | None = None,
+    ) -> Iterator[tuple[int, list[RequestOutput]]]:
+        """As `generate`, but gives each prompt's place and answers as soon as these have ended; closing the iterator aborts the others.
+
+        Raises:
+            ConfigError: as `generate`, at once.
+        """
+        many, names = prompts_of(prompts), list[str]()
+        each, chosen = (
+            one_for_each(what, given, len(many))
+            for what, given in (("params", params), ("adapter", adapter))
         )
-        if len(each) != len(many):
-            raise ConfigError(
-                f"params: {len(each)} for {len(many)} prompts; give one for each, or one for all"
-            )
-        is_one = isinstance(adapter, str) or not isinstance(adapter, Seq)
-        chosen: list[Any] = [adapter] * len(many) if is_one else list(cast(Seq[Any], adapter))
-        if len(chosen) != len(many):
-            raise ConfigError(
-                f"adapter: {len(chosen)} for {len(many)} prompts; give one for each, or one for all"
-            )
-        names: list[str] = []
         try:
             for prompt, one, its_adapter in zip(many, each, chosen, strict=True):
                 names.append(self.add(prompt, one, adapter=its_adapter))
-            found: dict[str, dict[int, RequestOutput]] = {name: {} for name in names}
-            waiting = set(names)
-            while waiting:
+        except BaseException:  # also where a later prompt is refused
+            list(map(self.abort, names))
+            raise
+        return self._as_they_end(names)
+
+    def _as_they_end(self, names: list[str]) -> Iterator[tuple[int, list[RequestOutput]]]:
+        places = {name: place for place, name in enumerate(names)}
+        found: dict[str, dict[int, RequestOutput]] = {name: {} for name in names}
+        try:
+            while places:
                 for output in self.step():
                     if output.request_id in found:
                         found[output.request_id][output.index] = output
-                ended = {name for name in waiting if name not in self._requests}
-                waiting -= ended
-                if ended and told is not None:
-                    told(len(names) - len(waiting))
-        finally:  # also where a later prompt is refused, or the caller interrupts
-            for name in names:
-                self.abort(name)
-        return [found[name][index] for name in names for index in sorted(found[name])]
+                for name in [name for name in places if name not in self._requests]:
+                    own = found.pop(name)
+                    yield places.pop(name), [own[index] for index in sorted(own)]
+        finally:  # also where the caller interrupts
+            list(map(self.abort, names))
 
     def stream(
         self,

@@ -3,7 +3,7 @@
 These are encoder-decoders, models of a family of your own, and GPTs whose experts choose among all tokens of a call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ _SERVED = {
 
 
 class Lockstep:
-    """Answers prompts a batch at a time; of `Engine` it has `generate` and `stream`.
+    """Answers prompts a batch at a time; of `Engine` it has `generate`, `as_they_end` and `stream`.
 
     Args:
         model: any language model, or encoder-decoder.
@@ -64,7 +64,6 @@ class Lockstep:
         params: SamplingParams | Sequence[SamplingParams],
         *,
         sources: Sequence[Sequence[int]] | None = None,
-        told: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts.
 
@@ -72,7 +71,6 @@ class Lockstep:
             prompts: token ids, none of them empty. Those of an encoder-decoder are the beginnings of its outputs.
             params: for all, or one for each; n, penalties, biases, least lengths, logprobs and routed experts are not served.
             sources: token ids that an encoder-decoder reads first, one list per prompt.
-            told: called with the number of answered prompts.
 
         Returns:
             An answer for each.
@@ -81,17 +79,32 @@ class Lockstep:
             ConfigError: before anything is computed: a prompt is empty or too long, an id is outside the vocabulary, an option
                 is not served, or sources are missing or not read.
         """
+        ended = self.as_they_end(prompts, params, sources=sources)
+        return [output for _, (output,) in ended]
+
+    def as_they_end(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> Iterator[tuple[int, list[RequestOutput]]]:
+        """As `generate`, but gives each prompt's place and its answer, in their order, when its batch has ended.
+
+        Raises:
+            ConfigError: as `generate`, at once.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         rooms = self._check(prompts, each, sources)
-        outputs: list[RequestOutput] = []
-        for first in range(0, len(prompts), self.batch_size):
-            part = slice(first, first + self.batch_size)
-            given = None if sources is None else sources[part]
-            *_, last = self._answers(prompts[part], each[part], rooms[part], given)
-            outputs += last
-            if told is not None:
-                told(len(outputs))
-        return outputs
+
+        def batches() -> Iterator[tuple[int, list[RequestOutput]]]:
+            for first in range(0, len(prompts), self.batch_size):
+                part = slice(first, first + self.batch_size)
+                given = None if sources is None else sources[part]
+                *_, last = self._answers(prompts[part], each[part], rooms[part], given)
+                yield from ((first + row, [output]) for row, output in enumerate(last))
+
+        return batches()
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
         """Answer one prompt, and give the answer so far after each of its tokens.

@@ -72,6 +72,16 @@ class EngineRanks:
         """Whether this is rank 0."""
         return self.groups.everyone.rank == 0
 
+    def check(self, config: EngineConfig) -> None:
+        """Raise ConfigError where options ask for what these degrees do not give."""
+        if config.deterministic and not self.degrees.is_whole:
+            raise ConfigError(
+                "deterministic",
+                True,
+                "needs whole products, and tp_degree or es_degree above 1 cuts them",
+                "use ep_degree alone",
+            )
+
 
 def share(model: Any, config: ParallelConfig, world: World) -> EngineRanks:
     """Cut a GPT over ranks, in place; `as_plain` is due when it has its weights. Every rank must call.

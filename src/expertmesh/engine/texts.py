@@ -1,6 +1,6 @@
 """Texts continued by a model, of whatever kind: by the engine where it serves the model, else in step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,14 +53,32 @@ def continue_prompts(
     model: Any,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
+    **options: Any,
+) -> list[RequestOutput]:
+    """Continue several prompts.
+
+    Returns:
+        What `continued` gives, when all have ended.
+
+    Raises:
+        ConfigError: see there.
+        CheckpointError: the model's logits are not finite.
+    """
+    return list(continued(model, prompts, params, **options))
+
+
+def continued(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
     *,
     text: TextFormat | None = None,
     batch_size: int = 32,
     by: Engine | None = None,
-    told: Callable[[int], None] | None = None,
     adapter: str | None = None,
-) -> list[RequestOutput]:
-    """Continue several prompts. Sets the model to evaluation mode while it computes.
+) -> Iterator[RequestOutput]:
+    """Continue several prompts, and give each answer when it and those before it have ended. Sets the model to evaluation mode while
+    it computes.
 
     Args:
         model: see `writer`.
@@ -69,25 +87,40 @@ def continue_prompts(
         text: see `writer`.
         batch_size: prompts that are continued together; each draws the same numbers whatever it is.
         by: the engine that answers, of this model; None: one that is made.
-        told: called with the number of finished answers.
         adapter: of that engine, that answers; None: the model alone.
 
     Returns:
-        One answer for each prompt, in their order.
+        Iterator of one answer for each prompt, in their order.
 
     Raises:
-        ConfigError: an empty or too long prompt, an id outside the vocabulary, or an option breaks a rule; before anything
+        ConfigError: an empty or too long prompt, an id outside the vocabulary, or an option breaks a rule; at once, before anything
             is computed.
-        CheckpointError: the model's logits are not finite.
+        CheckpointError: while generating: the model's logits are not finite.
     """
     check_prompts(prompts, model.vocab_size, what="prompt")
     each = [_of(params, place) for place in range(len(prompts))]
     with evaluating(model):
         answering = by or writer(model, text, batch_size=batch_size)
-        outputs = answering.generate(prompts, each, told=told, **_chosen(adapter))
-    for output in outputs:
-        _check(output)
-    return outputs
+        ended = answering.as_they_end(prompts, each, **_chosen(adapter))
+    return _in_order(model, ended)
+
+
+def _in_order(
+    model: Any, ended: Iterator[tuple[int, list[RequestOutput]]]
+) -> Iterator[RequestOutput]:
+    known: dict[int, RequestOutput] = {}
+    place = 0
+    while True:
+        with evaluating(model):  # whoever takes the answers may train in between
+            one = next(ended, None)
+        if one is None:
+            return
+        known[one[0]] = one[1][0]
+        while place in known:
+            output = known.pop(place)
+            _check(output)
+            yield output
+            place += 1
 
 
 def _chosen(adapter: str | None) -> dict[str, Any]:
@@ -111,14 +144,14 @@ def stream_text(
         prompt: token ids, not empty.
         params: how.
         text: of the model.
-        by: see `continue_prompts`.
+        by: see `continued`.
         adapter: see there.
 
     Returns:
         Iterator of the pieces of the continuation, none of them empty, cut between characters.
 
     Raises:
-        ConfigError: as `continue_prompts`, at once and not at the first token.
+        ConfigError: as `continued`, at once and not at the first token.
         CheckpointError: while generating.
     """
     check_prompts([prompt], model.vocab_size, what="prompt")

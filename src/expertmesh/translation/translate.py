@@ -13,6 +13,8 @@ from expertmesh.translation.beam import beam_search
 
 _NAMED = 20
 """Limit of texts that a message names by number."""
+_NEAR = 32
+"""Batches of texts among which those of about one length are found."""
 _SENTENCE = re.compile(r"[.!?…]+[\"')\]»”’]*\s+|[。！？]+[」』）”’]*\s*")
 """End of a sentence, with the blanks behind it."""
 _BLANKS = re.compile(r"\s+")
@@ -30,6 +32,7 @@ def translate(
     batch_size: int = 32,
     max_tokens: int | None = None,
     split_long: bool = False,
+    each: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Translations of the texts, in their order; a blank text stays blank.
 
@@ -45,6 +48,7 @@ def translate(
         batch_size: texts that are translated together.
         max_tokens: see `beam_search`; None: twice the source's tokens plus 16, limited by the model's context.
         split_long: whether texts longer than the model's context are translated in pieces, cut at ends of sentences.
+        each: is called with each translation when it and those before it are there.
 
     Raises:
         ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
@@ -66,14 +70,18 @@ def translate(
     flat = [piece for pieces in parts for piece in pieces]
     encoded = tokenizer.encode_batch_fast(flat, add_special_tokens=False)
     sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
+    # of about one length, and yet so that those in front are there soon
     order = sorted(
-        (i for i, text in enumerate(flat) if text.strip()), key=lambda i: len(sources[i])
+        (i for i, text in enumerate(flat) if text.strip()),
+        key=lambda i: (i // (_NEAR * batch_size), len(sources[i])),
     )
     _check_lengths({whose[i]: len(sources[i]) for i in order}, model.max_source_len)
     room = model.max_seq_len - len(translation.start)
     found = [""] * len(flat)
     endless: set[int] = set()
     told = Progress("translated", total=len(order), unit="texts")
+    done = _InOrder(parts, found, set(order), each)
+    done.settle()
     for first in range(0, len(order), batch_size):
         told.at(first)
         batch = order[first : first + batch_size]
@@ -91,14 +99,47 @@ def translate(
             found[i] = one_line(tokenizer.decode(output.ids, skip_special_tokens=True))
             if not output.is_finished:
                 endless.add(whose[i])
+        done.missing.difference_update(batch)
+        done.settle()
     told.finish()
     if endless:
         _log.warning(
             f"{len(endless):,} of {len(texts):,} translations have no end and were cut off at their greatest length: of "
             f"{_named('text', endless)}"
         )
-    pieces = iter(found)
-    return [_joined([next(pieces) for _ in parts_of_one]) for parts_of_one in parts]
+    return done.texts
+
+
+class _InOrder:
+    """Translations in the order of the texts, each as soon as it and those before it are there.
+
+    Args:
+        parts: the pieces of each text.
+        found: what became of all pieces, one text behind the other.
+        missing: numbers of the pieces that have not been translated.
+        each: is called with each translation.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[str]],
+        found: Sequence[str],
+        missing: set[int],
+        each: Callable[[str], None] | None,
+    ) -> None:
+        self._parts, self._found, self._each, self._at = parts, found, each, 0
+        self.missing, self.texts = missing, list[str]()
+
+    def settle(self) -> None:
+        """Take up what is there by now."""
+        while len(self.texts) < len(self._parts):
+            own = range(self._at, self._at + len(self._parts[len(self.texts)]))
+            if not self.missing.isdisjoint(own):
+                return
+            self.texts.append(_joined(self._found[own.start : own.stop]))
+            self._at = own.stop
+            if self._each is not None:
+                self._each(self.texts[-1])
 
 
 def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
