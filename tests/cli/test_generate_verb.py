@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.support.ranks import RankPool
 
 import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
+from expertmesh.cli import launched
 from expertmesh.cli.main import main
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import prompt_ids, stream_text
@@ -295,11 +297,44 @@ def test_ranks_that_share_a_model_say_the_same(
     words = ["generate", str(run_dir), "--greedy", "--max-tokens", "8", PROMPT, "other"]
     assert main(words) == 0
     expected = capsys.readouterr().out
-    agent, shares = Agent(2, tmp_path), ("--parallel.tp-degree", "2")
-    codes = agent.run(main, [*words, *shares], restarts=0, timeout_s=PATIENCE_S)
+    agent, slots = Agent(2, tmp_path), ("--expert-slots", "2")  # which ranks have in an engine only
+    codes = agent.run(main, [*words, *slots], restarts=0, timeout_s=PATIENCE_S)
     assert (codes, agent.printed(0), agent.printed(1)) == ([0, 0], expected, "")
-    assert main([*words, *shares]) == 2
+    assert main([*words, "--parallel.tp-degree", "2"]) == 2
     assert "torchrun" in capsys.readouterr().err
+
+
+def hasty_main(words: list[str]) -> int:
+    """The command line of a rank that does not wait long for another to say why it fails, as a killed one never does."""
+    launched._LINGER_S = 0.5
+    return main(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("shares", [["--parallel.tp-degree", "2"], []], ids=["shared", "spread"])
+def test_a_killed_rank_ends_the_other_with_one_line(
+    run_dir: Path, tmp_path: Path, shares: list[str], odd: int
+) -> None:
+    """One that leads, one that follows, and one of two that do the same."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def\n" * 600)
+    agent = Agent(2, tmp_path)
+    words = ["generate", str(run_dir), "--input", str(prompts), "--max-tokens", "40"]
+    agent.start(hasty_main, [*words, "--batch-size", "2", *shares])
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while "--- 3" not in agent.printed(0):
+            assert time.monotonic() < end and None in agent.wait(timeout_s=0.1), agent.printed(0)
+        agent.kill(odd)
+        codes = agent.wait(timeout_s=PATIENCE_S)
+        said = agent.printed(1 - odd)
+    finally:
+        agent.stop()
+    assert codes[1 - odd] == 1, (codes, said[-500:])
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and f"rank {1 - odd}: " in lines[0], said[-500:]
+    assert "Traceback" not in said and "--- 600" not in said
 
 
 def loaded(run_dir: Path) -> str | list[str]:

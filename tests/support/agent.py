@@ -37,6 +37,8 @@ class Agent:
     def start(self, function: Callable[..., int | None], *args: Any) -> None:
         """Begin a life: every rank calls a function and exits with what it returns (None: 0; an exception: 1)."""
         life, self.num_lives = self.num_lives, self.num_lives + 1
+        for rank in range(self.num_ranks):  # so that it can be read before the rank runs
+            self._output(life, rank).touch()
         places = [(rank, self.num_ranks, life, self.store.port) for rank in range(self.num_ranks)]
         self.ranks = [
             the_nursery().start(_live, place, self._output(life, place[0]), function, args)
