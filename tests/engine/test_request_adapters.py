@@ -1,16 +1,20 @@
 """Adapters of requests: tokens, logprobs and bits are those of a model that has the one adapter, or none, whatever is beside it."""
 
+import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.test_engine import ARRANGEMENTS, GREEDY, PROMPTS, gpt
+from tests.engine.test_ranks import differences
 from tests.oracle.numerics import assert_close_fp64
 from tests.support.adapters import ATTENTION, EXPERTS, make_adapter, merged
+from tests.support.replicas import messages_of
 
 from expertmesh import lora
 from expertmesh.checkpoints.peft_folder import WEIGHTS
+from expertmesh.engine import request_adapters
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError
@@ -273,3 +277,64 @@ def test_dense_models_take_them_on_attention(tmp_path):
     whole = merged(model, engine._runner.adapters.get("a").of_module)
     assert_same(found[0], Engine(whole).generate(PROMPTS[0], SCORED)[0])
     assert_same(found[1], Engine(model).generate(PROMPTS[1], SCORED)[0])
+
+
+def over_ranks(folders):
+    """What mixed requests are answered by ranks, as by one process: to rounding, and in deterministic mode to the bit."""
+    found = []
+    params = SamplingParams(temperature=0, max_tokens=9, logprobs=2)
+    for options, is_exact in (({}, False), ({"batch_invariant": True}, True)):
+        given = {"deterministic": is_exact, "token_budget": 16, "compile": False}
+        model = gpt(torch.bfloat16 if is_exact else torch.float64, **options)
+        whole = copy.deepcopy(model)
+        engine = Engine(model, parallel={}, adapters={"a": folders["a"]}, **given)
+        if not engine.leads:
+            engine.follow()
+            continue
+        engine.load_adapter("b", folders["b"])
+        here = engine.generate(PROMPTS, params, adapter=WHO)
+        engine.unload_adapter("b")
+        engine.load_adapter("b", folders["a"])
+        again = engine.generate(
+            PROMPTS, params, adapter=["b" if who == "a" else None for who in WHO]
+        )
+        engine.close()
+        alone = Engine(whole, adapters=folders, **given).generate(PROMPTS, params, adapter=WHO)
+        found.append((*differences(here, alone), differences(again[::3], here[::3])[0]))
+    return found
+
+
+def test_ranks_with_whole_experts_serve_them(folders, two_ranks):
+    (rounded, exact), *_ = two_ranks.run(over_ranks, folders)
+    assert rounded[0] and rounded[1] < 1e-9 and rounded[2]
+    assert exact == (True, 0.0, True)
+
+
+def refused_over_ranks(folder):
+    """What rank 0 says where ranks cut products, move experts, or one of them cannot read an adapter; and how it then answers."""
+
+    def gone(folder):
+        raise CheckpointError("gone")
+
+    said = []
+    eplb = {"enable_eplb": True}
+    for parallel, options in (({"tp_degree": 2}, {}), ({"es_degree": 2}, {}), ({}, eplb), ({}, {})):
+        engine = Engine(gpt(), parallel=parallel, compile=False, **options)
+        if not engine.leads:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(request_adapters, "read_adapter_files", gone)
+                engine.follow()
+            continue
+        said += messages_of(lambda engine=engine: engine.load_adapter("a", folder))
+        assert not engine.adapters
+        answers = engine.generate(PROMPTS[:1], GREEDY)
+        engine.close()
+        (alone,) = Engine(gpt()).generate(PROMPTS[:1], GREEDY)
+        assert answers[0].token_ids == alone.token_ids
+    return said
+
+
+def test_ranks_that_cannot_have_them_say_so(folders, two_ranks):
+    *cut, unread = two_ranks.run(refused_over_ranks, folders["a"])[0]
+    assert [line.partition(" are served")[0] for line in cut] == ["adapters over ranks"] * 3
+    assert unread.startswith("adapter 'a': 1 of the other ranks cannot read")

@@ -165,7 +165,10 @@ def open_decoder(
                 device = device_of(found, options.device)
                 count = getattr(options, "expert_slots", None)
                 # what only an engine shares
-                is_engines = not is_alone and (found.is_quantized or count is not None)
+                adapter = getattr(options, "adapter", None)
+                is_engines = not is_alone and (
+                    found.is_quantized or count is not None or adapter is not None
+                )
                 is_shared = is_engines or given.keys() - {"es_degree"}
                 shares = ParallelConfig(**given) if is_shared else None
             ranks = Ranks()

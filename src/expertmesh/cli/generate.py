@@ -107,6 +107,8 @@ def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel"
             engine.follow()
             return
         with closing(engine):
+            if options.adapter is not None:
+                engine.load_adapter(options.adapter, options.adapter)
             _generate(options, prompts, opened, engine)
 
 
@@ -272,10 +274,6 @@ def _parse(argv: list[str]) -> Any:
     if eplb_of(options) and not shared_by(options).keys() - {"es_degree"}:
         raise ConfigError(
             "--enable-eplb: is about processes that share a model by --parallel options; start them with torchrun, or leave it out"
-        )
-    if options.adapter is not None and launched_rank()[1] > 1:
-        raise ConfigError(
-            f"--adapter {options.adapter}: adapters over ranks are not served; start one process, or leave it out"
         )
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(options, name)

@@ -60,13 +60,6 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
             )
-        if parallel is not None and server.adapter:
-            raise ConfigError(
-                "adapter",
-                server.adapter[0],
-                "adapters over ranks are not served",
-                "start one process, or leave it out",
-            )
         keys = keys_of(server.api_key_file)
     if launched_rank()[0] > 0:
         assert parallel is not None

@@ -45,7 +45,6 @@ from expertmesh.engine.parallel import (
 from expertmesh.engine.request import Request, SamplingParams
 from expertmesh.engine.request_adapters import (
     OVER_RANKS,
-    Adapters,
     LoadedAdapter,
     folders_by_name,
     why_no_adapters,
@@ -171,7 +170,7 @@ class Engine:
             atexit.register(self.close)
         self._requests: dict[str, Request] = {}
         self._arrivals = self._steps = self._prompt_tokens = 0
-        for name, folder in folders_by_name(adapters).items():
+        for name, folder in folders_by_name(adapters).items() if self.leads else ():
             self.load_adapter(name, folder)
 
     def _cache(self, num_blocks: int, device: torch.device, dtype: torch.dtype) -> PagedCache:
@@ -252,7 +251,8 @@ class Engine:
 
         Raises:
             ConfigError: the name is taken; the folder holds no adapter, or one that is not served here (DoRA, on the router or the
-                vocabulary, on quantised experts or experts in slots, over ranks, on a model of transformers, ...); names it.
+                vocabulary, on quantised experts or experts in slots, over ranks that cut products or move experts, on a model of
+                transformers, ...), or another rank cannot read it; names it.
             CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
 
         Example:
@@ -261,8 +261,8 @@ class Engine:
             >>> engine.generate(["Roses", "def", "Once"], adapter=["poems", "code", None])
         """
         if self._runner.adapters is None:
-            self._runner.adapters = self._make_adapters()
-        self._runner.adapters.load(name, folder)
+            self._check_adapters()
+        self._runner.load_adapter(name, folder)
         self._runner.compiled = None
 
     def unload_adapter(self, name: str) -> None:
@@ -277,8 +277,7 @@ class Engine:
             raise ConfigError(
                 "adapter", repr(name), f"{busy} requests have it", "wait for them, or abort them"
             )
-        assert self._runner.adapters is not None
-        self._runner.adapters.unload(name)
+        self._runner.unload_adapter(name)
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -298,17 +297,18 @@ class Engine:
             )
         return self._runner.adapters.get(name)
 
-    def _make_adapters(self) -> Adapters:
-        """Room for adapters, where the engine serves any."""
-        problem = OVER_RANKS if self._ranks is not None else why_no_adapters(self.model)
+    def _check_adapters(self) -> None:
+        """Raise ConfigError where the engine serves none."""
+        problem = why_no_adapters(self.model)
+        if self._ranks is not None:
+            is_whole = self._ranks.degrees.is_whole and not self.config.enable_eplb
+            problem = None if is_whole else OVER_RANKS
         if self.config.compile:
             problem = "compile=True: steps with adapters are not compiled; leave one of them out"
         elif not problem and self.model.config.batch_invariant and self.model.device.type != "cpu":
             problem = "deterministic: adapters keep their bits on a CPU only; leave one of them out"
         if problem:
             raise ConfigError(problem)
-        device, dtype = self.model.device, self.model.embedding.weight.dtype
-        return Adapters(self.model, autocast_dtype(device) or dtype)
 
     @property
     def has_work(self) -> bool:

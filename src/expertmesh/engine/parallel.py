@@ -7,10 +7,12 @@ A step is one broadcast of integers. Tables of blocks are sent once and then onl
 then that it is there, so that no rank's patience ends while nobody asks anything.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +32,11 @@ from expertmesh.engine.runner import (
     RunnerOutput,
     StepBatch,
     batch_of,
+    runs_of,
     wanted_experts,
 )
 from expertmesh.engine.scheduler import Step
-from expertmesh.errors import CollectiveError, ConfigError, text_of
+from expertmesh.errors import CheckpointError, CollectiveError, ConfigError, text_of
 from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.op_set import OpSet
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
@@ -45,7 +48,7 @@ from expertmesh.runs.run_dir import Run
 
 _WORDS = 512
 """Of a message; a longer one has a second part."""
-_STEP, _ALIVE, _LOAD, _STOP, _PLACE = range(5)
+_STEP, _ALIVE, _LOAD, _STOP, _PLACE, _ADAPTER, _NO_ADAPTER = range(7)
 _BEATS = 8
 """Signs of life within the time after which a collective fails."""
 _MOST_BEAT_S = 10.0
@@ -215,7 +218,7 @@ class StepWriter:
             words += [len(batch.rows), *batch.rows, len(batch.chunks)]
             for chunk, one in zip(part.chunks, batch.chunks, strict=True):
                 words += self._table(chunk.sequence)
-                words += [one.start, len(one.ids), *one.ids]
+                words += [one.start, one.root, len(one.ids), *one.ids]
         return words
 
     def _table(self, sequence: Sequence) -> list[int]:
@@ -259,9 +262,14 @@ class StepReader:
             number, same = some(2)
             table = self._tables.setdefault(number, [])
             table[same:] = some()
-            (start,) = some(1)
-            chunks.append(BatchChunk(some(), start, list(table)))
+            start, root = some(2)
+            chunks.append(BatchChunk(some(), start, list(table), root))
         return StepBatch(tuple(chunks), rows, tuple(zip(pairs[::2], pairs[1::2], strict=True)))
+
+
+def _text(words: list[int]) -> str:
+    """A text that was sent as its bytes."""
+    return bytes(words).decode()
 
 
 @dataclass(frozen=True)
@@ -319,6 +327,7 @@ class RankedRunner(Runner):
         self._wire = Wire(ranks.groups.everyone)
         self._writer, self._reader = StepWriter(), StepReader()
         self._load: list[list[int]] = [[0] * len(one) for one in self.expert_load]
+        self._batches: list[StepBatch] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._talked = threading.Event()
@@ -393,6 +402,63 @@ class RankedRunner(Runner):
                 self._sum_load()
             elif words[0] == _PLACE:
                 self._place()
+            elif words[0] == _ADAPTER:
+                self._load_as_told(words)
+            elif words[0] == _NO_ADAPTER and self.adapters is not None:
+                with suppress(ConfigError):  # it could not be read here
+                    self.adapters.unload(_text(words[1:]))
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """See `Engine.load_adapter`; each rank reads it, and keeps the factors of its experts.
+
+        Raises:
+            ConfigError: it is no such adapter, or another rank cannot read it.
+            CheckpointError: see there.
+            CollectiveError: a rank is gone or late.
+        """
+        loaded = self._room_for_adapters().load(name, folder)
+        told = json.dumps([name, str(loaded.folder.absolute()), loaded.root])
+        with self._together():
+            self._wire.send([_ADAPTER, *told.encode()])
+            failed = self._count_failed(False)
+        if failed:
+            self.unload_adapter(name)
+            raise ConfigError(
+                f"adapter {name!r}: {failed} of the other ranks cannot read {loaded.folder}; let it lie under this path on every host"
+            )
+
+    def unload_adapter(self, name: str) -> None:
+        """See `Engine.unload_adapter`."""
+        super().unload_adapter(name)
+        with self._together():
+            self._wire.send([_NO_ADAPTER, *name.encode()])
+
+    def _load_as_told(self, words: list[int]) -> None:
+        """Read an adapter that rank 0 has read."""
+        name, folder, root = json.loads(_text(words[1:]))
+        failed = False
+        try:
+            self._room_for_adapters().load(name, folder, root=root)
+        except (ConfigError, CheckpointError, OSError):  # rank 0 says it
+            failed = True
+        self._count_failed(failed)
+
+    def _count_failed(self, failed: bool) -> int:
+        """On how many ranks something has failed."""
+        own = torch.tensor(int(failed), device=self.device)
+        return int(all_reduce(own, self.ranks.groups.everyone, where="an adapter"))
+
+    def _adapted(self, batch: StepBatch) -> AbstractContextManager[None]:
+        """Experts see the tokens of all groups, each group's behind as many places as the one with most tokens has."""
+        if self.adapters is None:
+            return nullcontext()
+        each = self.ranks.sizes.most_tokens
+        of_experts = [
+            run._replace(first=run.first + number * each, stop=run.stop + number * each)
+            for number, one in enumerate(self._batches)
+            for run in runs_of(self.adapters, one)
+        ]
+        return self.adapters.on(runs_of(self.adapters, batch), tuple(of_experts))
 
     def _place(self) -> None:
         """Move experts to where the load since the last time wants them."""
@@ -413,6 +479,7 @@ class RankedRunner(Runner):
         own = batches[groups.number]
         counts = [sum(len(chunk.ids) for chunk in batch.chunks) for batch in batches]
         sizes.most_tokens, sizes.rows = max(1, *counts), [len(batch.rows) for batch in batches]
+        self._batches = batches
         if own.chunks:
             logits_RV, ids_of_layers = self.compute(own)
             self._count(ids_of_layers)
@@ -428,14 +495,15 @@ class RankedRunner(Runner):
         """Take part in what all ranks do together, with no token."""
         self.cache.copy(batch.copies)
         one = self._tensor([0])
-        output = self.model(
-            one,
-            token_mask_BS=one > 0,
-            context=_Idle(one),
-            logit_rows_R=one[:0],
-            capacity_factor=self.model.config.moe.dropless_factor,
-            losses=False,
-        )
+        with self._adapted(batch):
+            output = self.model(
+                one,
+                token_mask_BS=one > 0,
+                context=_Idle(one),
+                logit_rows_R=one[:0],
+                capacity_factor=self.model.config.moe.dropless_factor,
+                losses=False,
+            )
         return output.logits_BSV, [stats.topk_expert_ids_TK[:0] for stats in output.stats]
 
     def _lasting(self) -> list[Tensor]:

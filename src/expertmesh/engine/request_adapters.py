@@ -23,8 +23,12 @@ from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.experts.call import AdapterRun, LowRank
+from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher
 
-OVER_RANKS = "adapters over ranks are not served; use one process"
+OVER_RANKS = (
+    "adapters over ranks are served where each rank has whole experts and all of the dense parts; use ep_degree alone, without"
+    " enable_eplb, or one process"
+)
 _RANK = 16
 """Ranks are filled up to a multiple of it: products that keep a row's bits take no others without a copy."""
 
@@ -88,7 +92,7 @@ class Adapters:
     """The adapters of a model, by name.
 
     Args:
-        model: a GPT on this process.
+        model: a GPT on this process, or with some of the experts, of which the factors are kept then.
         dtype: of the factors.
     """
 
@@ -97,6 +101,7 @@ class Adapters:
         self._known: dict[str, LoadedAdapter] = {}
         self._roots = itertools.count(ROOT - 1, -1)
         self._runs: tuple[AdapterSpan, ...] = ()
+        self._expert_runs: tuple[AdapterSpan, ...] = ()
         self._is_attached = False
 
     @property
@@ -118,8 +123,13 @@ class Adapters:
             "adapter", shown, f"there is no such adapter (there are: {known})", "load it first"
         )
 
-    def load(self, name: Any, folder: str | Path) -> None:
+    def load(self, name: Any, folder: str | Path, *, root: int | None = None) -> LoadedAdapter:
         """Read a folder of peft's.
+
+        Args:
+            name: that no other has.
+            folder: to read.
+            root: of the adapter, where another rank has chosen it; None: a new one.
 
         Raises:
             ConfigError: the name is taken or none, or the folder holds what the engine does not serve; names it.
@@ -139,13 +149,15 @@ class Adapters:
         for parameter, factors in found.items():
             path, _, which = parameter.rpartition(".")
             self._check(path, files.folder)
-            of_module.setdefault(path, {})[which] = self._low_rank(factors)
+            of_module.setdefault(path, {})[which] = self._low_rank(self._own(path, factors))
         if not self._is_attached:
             self._attach()
-        loaded = LoadedAdapter(name, files.folder, next(self._roots), of_module)
+        root = next(self._roots) if root is None else root
+        loaded = LoadedAdapter(name, files.folder, root, of_module)
         each = (one for both in of_module.values() for one in both.values())
         loaded.num_bytes = sum(one.a_ErK.nbytes + one.b_ENr.nbytes for one in each)
         self._known[name] = loaded
+        return loaded
 
     def unload(self, name: Any) -> None:
         """Forget one, which no request has any more.
@@ -176,13 +188,20 @@ class Adapters:
         return tuple(found)
 
     @contextmanager
-    def on(self, runs: tuple[AdapterSpan, ...]) -> Iterator[None]:
-        """While a step is computed: which of its tokens have which adapter."""
-        self._runs = runs
+    def on(
+        self, runs: tuple[AdapterSpan, ...], of_experts: tuple[AdapterSpan, ...] | None = None
+    ) -> Iterator[None]:
+        """While a step is computed: which of its tokens have which adapter.
+
+        Args:
+            runs: of the step.
+            of_experts: of the tokens that the experts here see, where other ranks send theirs, too; None: of the step.
+        """
+        self._runs, self._expert_runs = runs, runs if of_experts is None else of_experts
         try:
             yield
         finally:
-            self._runs = ()
+            self._runs = self._expert_runs = ()
 
     def _check(self, path: str, folder: Path) -> None:
         """Raise ConfigError where a module that has an adapter is none of those that take one."""
@@ -198,6 +217,16 @@ class Adapters:
                 f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
             )
 
+    def _own(self, path: str, factors: Factors) -> Factors:
+        """The factors of the experts that are here."""
+        layer = self._model.get_submodule(path.rpartition(".")[0])
+        if not isinstance(layer, MoELayer) or not path.endswith(".experts"):
+            return factors
+        way = layer.dispatcher
+        if not isinstance(way, CoordinatedDispatcher):
+            return factors
+        return Factors(*(f.narrow(0, way.first_expert, way.num_local).clone() for f in factors))
+
     def _low_rank(self, factors: Factors) -> LowRank:
         a, b = (factor.to(self._model.device, self._dtype) for factor in factors)
         return LowRank(a, b, 1.0, False)
@@ -208,15 +237,22 @@ class Adapters:
         for path, module in self._model.named_modules():
             if isinstance(module, Linear):
                 module.register_forward_hook(partial(self._add_to, path))
-            elif isinstance(module, DenseMLP | GroupedExperts):
+            elif isinstance(module, DenseMLP):
                 module.of_rows = partial(self._of_rows, path)
+            elif isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
+                way = module.dispatcher
+                is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
+                each = module.top_k if is_exact else 1
+                module.experts.of_rows = partial(self._of_rows, f"{path}.experts", each)
 
-    def _of_rows(self, path: str) -> tuple[AdapterRun, ...]:
+    def _of_rows(self, path: str, each: int = 0) -> tuple[AdapterRun, ...]:
+        """What the tokens of a module have; of experts `each` rows are a token's."""
         found = []
-        for first, stop, adapter in self._runs:
+        for first, stop, adapter in self._expert_runs if each else self._runs:
             own = adapter.of_module.get(path, {})
             if own:
-                found.append(AdapterRun(first, stop, own.get("w_in"), own.get("w_out")))
+                rows = first * (each or 1), stop * (each or 1)
+                found.append(AdapterRun(*rows, own.get("w_in"), own.get("w_out")))
         return tuple(found)
 
     def _add_to(self, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:

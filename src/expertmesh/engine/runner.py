@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, ones_of, span_of
 from expertmesh.engine.output import Logprob
 from expertmesh.engine.request import Sequence
-from expertmesh.engine.request_adapters import Adapters
+from expertmesh.engine.request_adapters import Adapters, AdapterSpan
 from expertmesh.engine.scheduler import Chunk, Step
 from expertmesh.moe.paged_experts import PagedExperts
+from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.invariant.kept import Kept, keeping
 from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
 from expertmesh.parallel.inference import broadcast_from_rank0
@@ -103,6 +106,11 @@ def batch_of(step: Step) -> tuple[StepBatch, list[LogitsRow]]:
     return StepBatch(tuple(chunks), tuple(row.token for row in rows), step.copies), rows
 
 
+def runs_of(adapters: Adapters, batch: StepBatch) -> tuple[AdapterSpan, ...]:
+    """The tokens of a step that have an adapter."""
+    return adapters.runs([(len(one.ids), one.root) for one in batch.chunks])
+
+
 class Runner:
     """The model and its cache.
 
@@ -177,12 +185,28 @@ class Runner:
             tuple(spans),
             ones_of(ones, cache=self.cache),
         )
-        given = self._tensor(ids), context, self._tensor(list(batch.rows))
+        with self._adapted(batch):
+            return self._forward(self._tensor(ids), context, self._tensor(list(batch.rows)))
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """See `Engine.load_adapter`."""
+        self._room_for_adapters().load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `Engine.unload_adapter`."""
+        self._room_for_adapters().unload(name)
+
+    def _room_for_adapters(self) -> Adapters:
         if self.adapters is None:
-            return self._forward(*given)
-        runs = self.adapters.runs([(len(one.ids), one.root) for one in batch.chunks])
-        with self.adapters.on(runs):
-            return self._forward(*given)
+            dtype = autocast_dtype(self.model.device) or self.model.embedding.weight.dtype
+            self.adapters = Adapters(self.model, dtype)
+        return self.adapters
+
+    def _adapted(self, batch: StepBatch) -> AbstractContextManager[None]:
+        """While the adapters know what the tokens of a step have."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.on(runs_of(self.adapters, batch))
 
     def _forward(
         self, ids_T: Tensor, context: PagedContext, rows_R: Tensor
