@@ -10,6 +10,7 @@ from tests.support.patience import PATIENCE_S
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.world import World, check_backend, device_type_of, nodes_of
 from expertmesh.errors import ConfigError
+from expertmesh.parallel import ranks
 from expertmesh.parallel.apply import check_current, model_device_type
 from expertmesh.parallel.ranks import Ranks, end_groups, open_ranks
 
@@ -44,11 +45,11 @@ def test_a_world_of_one_rank_asks_nobody_else(four_ranks):
 
 def failed_on_gpus():
     """What a pair sums up after an error has ended a run on GPUs."""
-    with suppress(ValueError), open_ranks(device_type="cuda", timeout_s=PATIENCE_S) as ranks:
-        pair = ranks.world.group([[0, 1], [2, 3]], name="a pair")
+    with suppress(ValueError), open_ranks(device_type="cuda", timeout_s=PATIENCE_S) as found:
+        pair = found.world.group([[0, 1], [2, 3]], name="a pair")
         raise ValueError
     total = all_reduce(torch.ones(1), pair, where="test").item()
-    ranks.world.close()
+    found.world.close()
     return total
 
 
@@ -87,6 +88,23 @@ def test_tensors_that_a_group_cannot_move_are_refused():
         ConfigError, match=r'tensors on cpu: .* cuda only; call .*"cpu:gloo,cuda:nccl"'
     ):
         check_backend("cpu", "cuda:nccl")
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({}, "nccl"),
+        ({"offload": True}, "cpu:gloo,cuda:nccl"),
+        ({"on_host": True}, "cpu:gloo,cuda:nccl"),  # an engine's steps are numbers on the host
+    ],
+)
+def test_ranks_begin_with_a_backend_for_what_travels(monkeypatch, options, backend):
+    begun = []
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(ranks, "start_group", lambda found, timeout_s: begun.append(found))
+    monkeypatch.setattr(ranks, "end_groups", lambda *given, **options: None)
+    with ranks.open_ranks(device_type="cuda", timeout_s=PATIENCE_S, **options):
+        assert begun == [backend]
 
 
 def test_a_model_is_on_the_current_gpu():

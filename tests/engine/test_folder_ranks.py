@@ -10,6 +10,8 @@ from tests.integrations.test_quantize import make_run
 import expertmesh as em
 from expertmesh.errors import ConfigError, PeerError
 from expertmesh.integrations.hub import quantize
+from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.serving import own_tensors
 
 E, F = 4, 256
 PROMPTS = [[5, 3, 9, 12], [7] * 30, [300], [11, 7]]
@@ -41,7 +43,7 @@ def place(tmp_path_factory):
 
 
 def compared(cases):
-    """Of each case, how a rank's answers differ from those of one process; and the experts that slots missed, and those moved."""
+    """Of each case, how answers differ from those of one process; experts that slots missed, and those moved; rank 0's share of bytes."""
     found = []
     for folder, params, parallel, options in cases:
         engine = em.Engine(folder, parallel=parallel, **COMMON, **options)
@@ -53,9 +55,17 @@ def compared(cases):
         placed = engine.expert_placement()
         engine.close()
         plain = {k: v for k, v in options.items() if k in ("deterministic", "dtype")}
-        there = em.Engine(folder, **COMMON, **plain).generate(PROMPTS, params)
-        found.append((*differences(here, there), missed, placed and placed.num_moved))
+        alone = em.Engine(folder, **COMMON, **plain)
+        there = alone.generate(PROMPTS, params)
+        moved = placed and placed.num_moved
+        share = bytes_of_experts(engine) / bytes_of_experts(alone)
+        found.append((*differences(here, there), missed, moved, share))
     return found
+
+
+def bytes_of_experts(engine):
+    layers = [m for m in engine.model.modules() if isinstance(m, MoELayer)]
+    return sum(t.nbytes for layer in layers for _, t in own_tensors(layer.experts))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -68,7 +78,7 @@ def test_same_tokens_as_one_process(place, num_ranks, two_ranks, four_ranks):
     ]
     pool = {2: two_ranks, 4: four_ranks}[num_ranks]
     found, *_ = pool.run(compared, cases)
-    for case, (same, far, missed, _) in zip(cases, found, strict=True):
+    for case, (same, far, missed, *_) in zip(cases, found, strict=True):
         assert same and far < 1e-9, (case, far)
         assert all(missed) and bool(missed) == ("expert_slots" in case[3])
 
@@ -82,7 +92,8 @@ def test_whole_experts_are_the_same_to_the_bit(place, two_ranks):
     ]
     found, *_ = two_ranks.run(compared, cases)
     assert [one[:2] for one in found] == [(True, 0.0)] * len(cases)
-    assert any(moved for *_, moved in found)
+    assert any(moved for *_, moved, _ in found)
+    assert {share for *_, share in found} == {0.5, 0, 0.75}  # slots are in no state; two copies
 
 
 def mistakes(place):

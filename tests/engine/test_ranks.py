@@ -3,17 +3,20 @@
 import copy
 import itertools
 import threading
+from functools import partial
 
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, gpt
 from tests.support.replicas import fill_biases, messages_of
 
+from expertmesh.comm.world import World, check_backend
+from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.communication import coordinated_exchange, wide_exchange
 from expertmesh.engine.block_pool import BlockPool
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.groups import GroupScheduler
-from expertmesh.engine.parallel import StepReader, StepWriter
+from expertmesh.engine.parallel import StepReader, StepWriter, share
 from expertmesh.engine.request import Request, SamplingParams
 from expertmesh.engine.runner import batch_of
 from expertmesh.engine.scheduler import Scheduler
@@ -177,7 +180,10 @@ def mistakes():
     def engine(**given):
         return lambda: Engine(gpt(torch.float32), **given)
 
+    of_gpus = World()
+    of_gpus.check_moves = partial(check_backend, backends="cuda:nccl")
     return messages_of(
+        lambda: share(gpt(torch.float32), ParallelConfig(), of_gpus),
         engine(parallel={"tp_degree": 3}),
         engine(parallel={"ep_degree": (3,)}),
         engine(parallel={"zero_stage": 1}),
@@ -199,6 +205,7 @@ def assert_said(by_rank, expected):
 
 def test_mistakes_are_named(two_ranks):
     expected = (
+        "tensors on cpu: the process group moves those on cuda only",
         "parallel.tp_degree=3: must divide the 2 ranks; nearest: 2",
         "use ep_degree x es_degree of 2 x 1, 1 x 2",
         "parallel.zero_stage=1: is for training",

@@ -177,7 +177,9 @@ def open_decoder(
                 if shares is not None:
                     timeout_s = shares.timeout_s
                 ranks = stack.enter_context(
-                    open_ranks(device_type=device.type, timeout_s=timeout_s)
+                    open_ranks(
+                        device_type=device.type, timeout_s=timeout_s, on_host=shares is not None
+                    )
                 )
             place: dict[str, Any] = {
                 "ranks": ranks,

@@ -119,7 +119,8 @@ def _open_engine(
 
     with once_per_host():
         device = device_of(find_model(run), config.device)
-    with open_ranks(device_type=device.type, timeout_s=parallel.timeout_s), once_by_rank_0():
+    ranks = open_ranks(device_type=device.type, timeout_s=parallel.timeout_s, on_host=True)
+    with ranks, once_by_rank_0():
         engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine

@@ -104,11 +104,11 @@ class World:
             )
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.position = self.ranks.index(dist.get_rank())
-        backends = dist.get_backend_config(group or dist.group.WORLD)
+        self._backends = dist.get_backend_config(group or dist.group.WORLD)
         if device_type is None:
-            device_type = device_type_of(backends, has_gpu=torch.cuda.is_available())
+            device_type = device_type_of(self._backends, has_gpu=torch.cuda.is_available())
         self.device_type = device_type
-        check_backend(self.device_type, backends)
+        self.check_moves(device_type)
         self.timeout_s = timeout_s
         self.traffic = Traffic()
         self._made: list[dist.ProcessGroup] = []
@@ -127,6 +127,10 @@ class World:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def check_moves(self, device_type: str) -> None:
+        """Raise ConfigError where the ranks have no backend for tensors of a device."""
+        check_backend(device_type, self._backends)
 
     def nodes(self) -> tuple[int, ...]:
         """Node of each rank, numbered by the default-group rank of the node's first rank; every rank must call.

@@ -90,8 +90,9 @@ def share(model: Any, config: ParallelConfig, world: World) -> EngineRanks:
     """Cut a GPT over ranks, in place; `as_plain` is due when it has its weights. Every rank must call.
 
     Raises:
-        ConfigError: the model is none that ranks can share, or the degrees do not fit.
+        ConfigError: the model is none that ranks can share, the degrees do not fit, or the ranks' group moves no tensors of the host.
     """
+    world.check_moves("cpu")  # steps are numbers there, whatever computes
     degrees, groups, sizes = spread_for_engine(model, config, world)
     return EngineRanks(degrees, groups, sizes, world)
 

@@ -184,6 +184,7 @@ def open_ranks(
     tp_degree: int = 1,
     reduces_once: bool = False,
     offload: bool = False,
+    on_host: bool = False,
 ) -> Iterator[Ranks]:
     """Ranks that torchrun started, or this process alone.
 
@@ -194,13 +195,14 @@ def open_ranks(
         timeout_s: the timeout of every collective.
         tp_degree: see `Ranks`.
         reduces_once: see `Ranks`.
-        offload: whether parameters rest in host memory. Groups then have a CPU backend as well, and a single process is
-            a world of one rank.
+        offload: whether parameters rest in host memory. Groups then have a backend for the CPU, too, and a process alone
+            is a world of one rank.
+        on_host: whether tensors in host memory travel, too, as an engine's steps do.
     """
     launched = dist.is_torchelastic_launched()
     ours = not dist.is_initialized() and (launched or offload)
     if ours:
-        on_gpu = "cpu:gloo,cuda:nccl" if offload else "nccl"
+        on_gpu = "cpu:gloo,cuda:nccl" if offload or on_host else "nccl"
         backend = on_gpu if device_type == "cuda" else "gloo"
         if launched:
             start_group(backend, timeout_s=timeout_s)
