@@ -18,7 +18,7 @@ from tests.support.ranks import RankPool
 
 import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
-from expertmesh.cli import launched
+from expertmesh.cli import torchrun
 from expertmesh.cli.main import main
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import prompt_ids, stream_text
@@ -306,7 +306,7 @@ def test_ranks_that_share_a_model_say_the_same(
 
 def hasty_main(words: list[str]) -> int:
     """The command line of a rank that does not wait long for another to say why it fails, as a killed one never does."""
-    launched._LINGER_S = 0.5
+    torchrun._LINGER_S = 0.5
     return main(words)
 
 
