@@ -288,7 +288,7 @@ class QuantizedModel:
         return found
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Copy out of mapped files; of experts all branches. See `TensorSource.read`."""
+        """Copy a part out of mapped files (of experts, all branches); see `TensorSource.read`."""
         is_scale = name.endswith("_scale") and is_expert(name.removesuffix("_scale"))
         ours = name.removesuffix("_scale") if is_scale else name
         if not self._pieces.get(ours):

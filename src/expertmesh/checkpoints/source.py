@@ -85,7 +85,7 @@ def read_whole(source: TensorSource, name: str) -> Tensor:
 
 
 def local_parts(tensor: Tensor) -> list[tuple[Tensor, Box]]:
-    """What this rank holds of a tensor, and where that lies in the whole."""
+    """Local shards of a tensor on this rank, each with its box in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return [(tensor, whole_box(tensor.shape))]
     local: Any = tensor.to_local()

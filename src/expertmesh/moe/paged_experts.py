@@ -37,11 +37,11 @@ class PagedExperts(nn.Module):
     """E experts of which `num_slots` are on the device; for inference only. The state dict is empty.
 
     Args:
-        like: the experts in whose place these come, on the meta device as a rule; sizes, types and options are read.
-        num_slots: on the device.
-        read: brings an expert.
-        device: of the slots.
-        first_expert: number of the first of them in the layer, of which another process may have those before it.
+        like: the experts to replace, usually on the meta device; sizes, dtypes and options are read.
+        num_slots: number of experts on the device.
+        read: copies an expert's tensor.
+        device: the device of the slots.
+        first_expert: number in the layer of the first of them, if another process has those before it.
 
     Attributes:
         counts: hits, misses and copies so far.
@@ -90,8 +90,8 @@ class PagedExperts(nn.Module):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """As `GroupedExperts.forward`, for inference alone; waits for the device once."""
-        assert parameters is None, "experts in slots keep their own"
+        """Compute as `GroupedExperts.forward` does, without gradients; synchronises with the device once."""
+        assert parameters is None, "experts in slots keep their own parameters"
         coming = self._arrived()
         E = self.num_experts
         found: list[int] = expert_ids_TK.unique().tolist()  # the only synchronisation
@@ -178,7 +178,7 @@ class PagedExperts(nn.Module):
             experts.fetch(logits_TE.topk(top_k, dim=-1).indices.unique().tolist())
 
     def fetch(self, guessed: list[int]) -> None:
-        """Begin to copy experts that the next call may ask for, by their numbers in the layer; it waits until they are there."""
+        """Start copying experts, by number in the layer, that the next call may need; that call waits for the copies."""
         self._arrived()
         local = [e - self.first_expert for e in guessed]
         here = [e for e in local if 0 <= e < self.num_experts]

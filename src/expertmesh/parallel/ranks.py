@@ -195,9 +195,9 @@ def open_ranks(
         timeout_s: the timeout of every collective.
         tp_degree: see `Ranks`.
         reduces_once: see `Ranks`.
-        offload: whether parameters rest in host memory. Groups then have a backend for the CPU, too, and a process alone
-            is a world of one rank.
-        on_host: whether tensors in host memory travel, too, as an engine's steps do.
+        offload: whether parameters rest in host memory. Groups then have a CPU backend as well, and a single process is
+            a world of one rank.
+        on_host: whether collectives also take tensors in host memory, as steps of an engine do.
     """
     launched = dist.is_torchelastic_launched()
     ours = not dist.is_initialized() and (launched or offload)

@@ -37,9 +37,9 @@ from expertmesh.parallel.tensor import distribute
 
 _OF_ENGINES = ("tp_degree", "ep_degree", "es_degree", "timeout_s", "num_threads", "bind")
 _EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2, "w_in_scale": 2, "w_out_scale": 2}
-"""Axis of the hidden size of each tensor of experts."""
+"""Hidden-size axis of each expert tensor."""
 ADDED_ONCE = ("b_out", "out.bias")
-"""Biases of a sum over slices."""
+"""Biases that are added after a sum over slices, so on one rank only."""
 _STACKED = (GroupedExperts, QuantizedExperts)
 
 
@@ -89,9 +89,9 @@ def serving_degrees(
         config: only tp_degree, ep_degree and es_degree are read. If one of ep_degree and es_degree is unset, it follows
             from the other; if both are, experts get as few slices as possible.
         num_ranks: p.
-        num_experts: of each layer that has some.
-        hidden_dim: of an expert.
-        unit: a slice has a multiple of so many of it, see `WeightFormat.unit`.
+        num_experts: number of experts of each MoE layer.
+        hidden_dim: hidden size of an expert.
+        unit: number that divides the hidden size of every slice; see `WeightFormat.unit`.
 
     Raises:
         ConfigError: an option has no effect here, or the degrees do not fit.
@@ -207,7 +207,7 @@ def spread_layers(
         dense: modules that are cut over a tensor group, with the cut axis by parameter name.
 
     Raises:
-        ConfigError: experts that are not in stacked tensors, or have adapters, or lie in an order that ranks cannot cut.
+        ConfigError: experts are not stacked tensors, have adapters, or are in an order that cannot be cut.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
@@ -297,7 +297,7 @@ def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None
 
 @torch.no_grad()
 def as_plain(model: nn.Module) -> None:
-    """Put each rank's parts in the place of the tensors that `spread_layers` cut, once these have their values."""
+    """Replace the DTensors of `spread_layers` by plain local tensors, once they have their values."""
     for module in model.modules():
         for name, tensor in own_tensors(module):
             if isinstance(tensor, DTensor):

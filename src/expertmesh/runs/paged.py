@@ -78,7 +78,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer, GroupedExperts | 
 
 
 class _Reader:
-    """Copies one expert out of a source, or this rank's slice of it.
+    """Reader of single experts of a layer from a source, or of this rank's slices of them.
 
     Args:
         source: of the weights.

@@ -235,7 +235,7 @@ class CoordinatedJourney:
 
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
-    """The experts' parameters in the type of their tokens, where a CPU without products of their own type takes another; else None."""
+    """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
     if isinstance(experts, PagedExperts):  # which do it where they take them
         return None
     assert isinstance(experts, GroupedExperts | QuantizedExperts)
