@@ -71,7 +71,7 @@ _HOME = {
     "CheckpointError": "errors",
     "CollectiveError": "errors",
     "ConfigError": "errors",
-    "DispatchOptions": "config.dispatch",
+    "DispatchOptions": "config.dispatch_options",
     "Engine": "engine.engine",
     "GPT": "models.gpt.model",
     "MoELayer": "moe.layer",
