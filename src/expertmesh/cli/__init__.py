@@ -1,1 +1,1 @@
-"""Command line: one file per verb; parse, call, print."""
+"""Command line, one file per verb, which parses arguments, calls the library and prints."""

@@ -1,4 +1,4 @@
-"""`expertmesh bench comm`: bandwidth between the ranks that torchrun started, kept for the cost model."""
+"""`expertmesh bench comm`: measure bandwidth between the ranks that torchrun started, and store it for the cost model."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,10 +37,11 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Measures, prints a table, and keeps what `--parallel.all-to-all auto` and `--parallel.adaptive` ask for; returns 0.
+    """Measure, print a table, and store the links for `--parallel.all-to-all auto` and `--parallel.adaptive`; returns
+    0.
 
     Args:
-        argv: words after `bench`; of `bench serve` see `bench_serve`.
+        argv: words after `bench`; for `bench serve` see `bench_serve`.
 
     Raises:
         ConfigError: a word breaks a rule, or there is one rank.
@@ -140,7 +141,7 @@ def _parser() -> OptionParser:
 
 
 def links(network: "Network") -> str:
-    """A line for each class of links; those that these ranks do not have are marked."""
+    """Lines of text, one per class of links; assumed links are marked."""
     from expertmesh.costs.communication import assumed_links
 
     found = []
@@ -152,7 +153,7 @@ def links(network: "Network") -> str:
 
 
 def table(points: Sequence["LinkMeasurement"]) -> str:
-    """MB/s of a rank by message size, a column for each algorithm and class of links."""
+    """Table of MB/s of a rank by message size, with a column per algorithm and class of links."""
     columns = list(dict.fromkeys((p.algorithm, p.link) for p in points))
     found = {(p.algorithm, p.link, p.num_bytes): p.bus_bytes_per_s / 1e6 for p in points}
     lines = ["bytes".rjust(12) + "".join(f"{a}/{link}".rjust(19) for a, link in columns)]
@@ -163,7 +164,7 @@ def table(points: Sequence["LinkMeasurement"]) -> str:
 
 
 def plot(points: Sequence["LinkMeasurement"], width: int = 760, height: int = 420) -> str:
-    """The same as an SVG picture, both axes logarithmic."""
+    """SVG plot of the measurements, with logarithmic axes."""
     from math import log2
 
     left, bottom, right, top = 70, 50, 190, 20

@@ -1,4 +1,4 @@
-"""`expertmesh bench serve ADDRESS`: load on a server, and how long its answers took."""
+"""`expertmesh bench serve ADDRESS`: send load to a server, and measure its latencies."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ _PATIENCE_S = 30.0
 
 
 def run(argv: list[str]) -> int:
-    """Prints throughput and times; returns 0, or 1 where a request failed.
+    """Print throughput and latencies; returns 0, or 1 if a request failed.
 
     Args:
         argv: words after `bench serve`.
 
     Raises:
-        ConfigError: a value breaks a rule, or there is no such server.
+        ConfigError: a value breaks a rule, or the server does not answer.
     """
     from expertmesh.serve.load_client import bodies, drive, table
 
@@ -69,7 +69,7 @@ def _parser() -> OptionParser:
 
 
 def _facts(address: str, key: str | None) -> dict[str, Any]:
-    """What the server says of its tokenizer."""
+    """Tokenizer information from the server."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         with urlopen(

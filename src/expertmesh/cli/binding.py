@@ -1,4 +1,4 @@
-"""Which cores a process may use, which NUMA nodes they belong to, and whether its GPU is near them."""
+"""CPU binding of a process: its allowed cores, their NUMA nodes, and the NUMA node of its GPU."""
 
 import platform
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ Mark = Literal["yes", "no", ""]
 
 @dataclass(frozen=True)
 class Gpu:
-    """A rank's GPU.
+    """GPU of a rank.
 
     Attributes:
         index: N of cuda:N.
-        name: of the product.
-        node: its NUMA node; None: the system does not say (as on machines with one node).
+        name: product name.
+        node: its NUMA node; None: unknown (as on machines with one node).
     """
 
     index: int
@@ -29,16 +29,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Binding:
-    """Where one process may run.
+    """Cores and GPU of a process.
 
     Attributes:
         host: name of the machine.
-        cores: that the process may use, ascending.
-        nodes: the machine's NUMA nodes that these cores belong to, ascending.
-        num_nodes: all NUMA nodes of the machine.
-        threads: of torch.
-        gpu: of this process, if there is one.
-        threads_by: the variable by which the user has set the threads, as NAME=VALUE; None: a run measures how many are fastest.
+        cores: cores that the process may use, ascending.
+        nodes: NUMA nodes of these cores, ascending.
+        num_nodes: number of NUMA nodes of the machine.
+        threads: torch's number of threads.
+        gpu: GPU of this process, or None.
+        threads_by: variable with which the user set the number of threads, as NAME=VALUE; None: a run measures it.
     """
 
     host: str
@@ -50,7 +50,7 @@ class Binding:
     threads_by: str | None = None
 
     def verdict(self) -> tuple[Mark, str]:
-        """Whether it is bound as it should be ("" where there is nothing to bind to), and a text that says so."""
+        """Mark for a correct binding ("" on a machine with one NUMA node), and a description."""
         where = f"cores {core_ranges(self.cores)}"
         if self.num_nodes > 1:
             where += f" of NUMA node{'s' if len(self.nodes) > 1 else ''} {core_ranges(self.nodes)}"
@@ -77,13 +77,13 @@ def own_binding(
     cores: tuple[int, ...] | None = None,
     gpus: Sequence[Any] | None = None,
 ) -> Binding:
-    """The binding of this process.
+    """Binding of this process.
 
     Args:
-        local_rank: number of this process on its host, and of its GPU.
-        sysfs: where the kernel describes the machine.
-        cores: numbers of the cores that this process may use; None: asked of the system.
-        gpus: the GPUs' properties as PyTorch gives them; None: asked of PyTorch.
+        local_rank: index of this process and its GPU on the host.
+        sysfs: path of sysfs.
+        cores: cores that this process may use; None: from the system.
+        gpus: properties of the GPUs, as from PyTorch; None: from PyTorch.
     """
     import torch
 
@@ -102,9 +102,9 @@ def own_binding(
 
 
 def threads_verdict(bindings: Sequence[Binding]) -> tuple[Mark, str]:
-    """Whether the threads of one host's processes fit its cores, and a text that says so.
+    """Mark for whether the threads of a host's processes fit its cores, and a description.
 
-    Where the user has set no number runs measure it, whatever torchrun has set; a number of the user's is judged.
+    Without a number from the user, runs measure it, whatever torchrun has set; only a number from the user is judged.
     """
     cores = len({core for binding in bindings for core in binding.cores})
     share = max(cores // len(bindings), 1)
@@ -127,7 +127,7 @@ def threads_verdict(bindings: Sequence[Binding]) -> tuple[Mark, str]:
 
 
 def core_ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2,5"."""
+    """Text such as "0-2,5" for [0, 1, 2, 5]."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""`expertmesh classify RUN IMAGE...`: classes of images by the newest checkpoint of a run."""
+"""`expertmesh classify RUN IMAGE...`: classify images with the newest checkpoint of a run."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 3
 _ROWS = 64
-"""Patches of an image in most layers, about; the number of threads is measured with so many."""
+"""Approximate patches of an image in most layers, for which the number of threads is measured."""
 
 _EXAMPLES = """\
 examples:
@@ -26,7 +26,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Prints the likeliest classes of each image, or how many validation images are classified rightly; returns 0.
+    """Print the likeliest classes of each image, or the accuracy on the validation images; returns 0.
 
     Args:
         argv: words after `classify`.
@@ -111,7 +111,7 @@ def _parser() -> OptionParser:
 
 
 def _open(options: Any) -> Any:
-    """The run, with what its experts may take here."""
+    """Run of the options, with their expert capacity and drop policy."""
     from expertmesh.models.swin.config import SwinRunConfig
     from expertmesh.runs.open import find_model
 
@@ -137,7 +137,7 @@ def _open(options: Any) -> Any:
 
 
 def _classify(found: Any, options: Any) -> "list[Classified]":
-    """What the run's model says of each image."""
+    """Class probabilities of each image."""
     with loading():
         from expertmesh.models.swin.classify import classify, read_images
         from expertmesh.models.swin.images import CLASSES_FILE, class_names

@@ -1,4 +1,4 @@
-"""`--config run.yaml`: the values of a run from a file, beside which the words of the command line win."""
+"""`--config run.yaml`: option values from a file, which words of the command line override."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,16 +10,16 @@ from expertmesh.errors import ConfigError, command
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
-    """The content of a YAML (or JSON) file; a run's config.json is one.
+    """Contents of a YAML or JSON file, such as a run's config.json.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Returns:
-        The sections, and the recipe, if the file names one ("recipe").
+        The sections, and the recipe if the file has one ("recipe").
 
     Raises:
-        ConfigError: the file is not there, or is no YAML with sections, or names a module.
+        ConfigError: the file does not exist, is not YAML with sections, or names a module.
     """
     import yaml
 
@@ -49,7 +49,7 @@ def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _read_yaml(text: str) -> Any:
-    """A YAML text as plain values; a name that stands twice in a section is none, though PyYAML takes the last of them."""
+    """YAML text as plain values; a duplicate name in a section is an error, where PyYAML takes the last."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -65,16 +65,16 @@ def _read_yaml(text: str) -> Any:
 def flat_values(
     values: Mapping[Any, Any], names: Sequence[str], path: str, prefix: str = ""
 ) -> dict[str, Any]:
-    """The values by dotted name, of sections that are nested or written with dots.
+    """Values by dotted name, from nested or dotted sections.
 
     Args:
-        values: of `read_config_file`, or of a section in them.
+        values: values of `read_config_file`, or of a section in them.
         names: dotted names of all options.
-        path: of the file, for messages.
-        prefix: of the names in the section, with a dot.
+        path: path of the file, for messages.
+        prefix: prefix of the names in the section, with a dot.
 
     Raises:
-        ConfigError: a name is no option; says the nearest one.
+        ConfigError: a name is not an option; suggests the nearest one.
     """
     found: dict[str, Any] = {}
     sections = {name.rpartition(".")[0] for name in names if "." in name}

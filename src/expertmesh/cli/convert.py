@@ -1,4 +1,4 @@
-"""`expertmesh convert --from DIR --to DIR`: from the hub's format to a run, and from a run to the hub's format."""
+"""`expertmesh convert --from DIR --to DIR`: convert a hub folder to a run, or a run to a hub folder."""
 
 from expertmesh.cli.flags import OptionParser
 
@@ -15,7 +15,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(argv: list[str]) -> int:
-    """Converts, says what it made, and returns 0.
+    """Convert, print a summary, and return 0.
 
     Args:
         argv: words after `convert`.

@@ -1,4 +1,4 @@
-"""What generates the text of a run, for the verbs that write text: in this process, or on the ranks that torchrun started."""
+"""Opening of a model for verbs that generate text, in this process or on the ranks that torchrun started."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from expertmesh.runs.open import LoadedModel
 
 _PATIENCE_S = 7 * 86_400.0
-"""That of ranks which wait for what somebody types."""
+"""Timeout of collectives while a user may be typing a prompt: one week."""
 
 
 def add_place(parser: OptionParser) -> None:
-    """The options of where a model decodes."""
+    """Add the options --device and --es-degree."""
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
     parser.add_argument(
         "--es-degree",
@@ -42,11 +42,11 @@ _HELP = {
 
 
 def add_ranks(parser: OptionParser, *names: str) -> None:
-    """The options of how ranks share a model that an engine serves.
+    """Add the options for sharing an engine's model over ranks.
 
     Args:
-        parser: of the verb.
-        names: of the degrees.
+        parser: parser of the verb.
+        names: names of the degrees.
     """
     for name in names:
         flag = f"--parallel.{name.replace('_', '-')}"
@@ -61,7 +61,7 @@ def add_ranks(parser: OptionParser, *names: str) -> None:
 
 
 def add_eplb(parser: OptionParser) -> None:
-    """The options of where experts lie over ranks, which `serve` has with the engine's others."""
+    """Add the options for expert placement over ranks (EPLB); `serve` has them among the engine's options."""
     parser.add_argument(
         "--enable-eplb",
         action="store_true",
@@ -76,14 +76,14 @@ def add_eplb(parser: OptionParser) -> None:
 
 
 def eplb_of(options: Any) -> dict[str, Any]:
-    """What the options of `add_eplb` say, as fields of `EngineConfig`."""
+    """Values of the options of `add_eplb`, as fields of `EngineConfig`."""
     names = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
     given = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def shared_by(options: Any) -> dict[str, Any]:
-    """What the options of `add_ranks` say, as `ParallelConfig` takes it."""
+    """Values of the options of `add_ranks`, as fields of `ParallelConfig`."""
     names = ("tp_degree", "ep_degree", "es_degree", "timeout_s")
     given = {name: getattr(options, name, None) for name in names}
     found = {name: value for name, value in given.items() if value is not None}
@@ -91,10 +91,10 @@ def shared_by(options: Any) -> dict[str, Any]:
 
 
 def check_several(options: Any) -> None:
-    """Raise ConfigError where an option of several processes stands before one.
+    """Raise ConfigError if an option for several processes is given to a single one.
 
     Args:
-        options: of the verb.
+        options: parsed options of the verb.
     """
     if launched_rank()[1] > 1:
         return
@@ -137,17 +137,17 @@ def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
 def open_decoder(
     options: Any, *, num_rows: int = 1, is_asked: bool = False
 ) -> "Iterator[LoadedModel]":
-    """A model that generates text, on the ranks that torchrun started, or in this process alone; only the first one speaks.
+    """Model that generates text, on the ranks that torchrun started or in this process; only rank 0 prints.
 
     Args:
-        options: of the verb: run, device and es_degree.
-        num_rows: texts that are continued at a time, for which the number of threads is measured.
-        is_asked: whether somebody types what to do, and may think for long.
+        options: parsed options of the verb: run, device and es_degree.
+        num_rows: number of texts in a batch, for which the number of threads is measured.
+        is_asked: whether a user types prompts, which may take long.
 
     Raises:
-        ConfigError: there is no such run or device, models of its family generate no text, or an option needs several ranks.
+        ConfigError: the run or device does not exist, its family generates no text, or an option needs several ranks.
         CheckpointError: the run has no usable checkpoint or tokenizer.
-        PeerError: another rank failed, or failed alike and says so.
+        PeerError: another rank failed, perhaps with the same error, and prints it.
     """
     if getattr(options, "expert_slots", None) is not None and options.expert_slots < 1:
         raise ConfigError("expert_slots", options.expert_slots, "must be at least 1", "use 8")
@@ -192,7 +192,7 @@ def open_decoder(
                 opened = open_shared(found, shares, **place)
             else:
                 opened = open_model(found, es_degree=options.es_degree, **place)
-            ranks.on_all(lambda: opened.decoder)  # a family that writes no text says so here
+            ranks.on_all(lambda: opened.decoder)  # raises for a family that generates no text
             if shares is None:
                 threads = threads_of_calls(
                     opened.model, opened.precision, num_rows=num_rows, ranks=ranks

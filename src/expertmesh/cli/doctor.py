@@ -1,4 +1,4 @@
-"""`expertmesh doctor`: what this machine and this installation can do, and why not the rest."""
+"""`expertmesh doctor`: report capabilities of this machine and installation, with reasons for missing ones."""
 
 import importlib.metadata
 import logging
@@ -53,29 +53,29 @@ PACKAGES = {
 }
 
 WIDTH = 120
-"""Columns of the report where it goes to no terminal and COLUMNS is not set."""
+"""Columns of the report without a terminal, if COLUMNS is not set."""
 
 _NAMES = 24
-"""Columns of the names, at least."""
+"""Minimum columns of the names."""
 _COLOURS = {"yes": "green", "no": "red", "": ""}
 
 CONNECT_TIMEOUT_S = 60.0
-"""For ranks to find one another."""
+"""Timeout for ranks to connect."""
 
 MEASURED_RECIPES = ("gpt-moe-demo", "gpt-moe-1b")
-"""A small and a large model, whose products `--train.dtype auto` is asked about."""
+"""Small and large model whose matmuls are measured for `--train.dtype auto`."""
 
 BF16_INSTRUCTIONS = {"amx_bf16": "AMX BF16 tiles", "avx512_bf16": "AVX-512 BF16 dot products"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """Entry of the report.
 
     Attributes:
-        name: What was looked at.
-        mark: Whether it works here; empty where that is not the question.
-        detail: The value, or the reason why not.
+        name: subject.
+        mark: whether it works here; "" if not applicable.
+        detail: value, or reason for "no".
     """
 
     name: str
@@ -84,13 +84,13 @@ class Finding:
 
 
 def run(argv: list[str]) -> int:
-    """Prints the report and returns 0, whatever is missing.
+    """Print the report and return 0, whatever is missing.
 
-    Of the ranks that torchrun started, the first prints, with the binding of each.
+    Under torchrun rank 0 prints, with the binding of each rank.
 
     Raises:
-        ConfigError: An option is unknown.
-        CollectiveError: A rank did not come.
+        ConfigError: an option is unknown.
+        CollectiveError: a rank did not connect.
     """
     parser = OptionParser(
         prog="expertmesh doctor",
@@ -126,14 +126,14 @@ def run(argv: list[str]) -> int:
         for line in lines(look(), console.width):
             text = Styled(line.text)
             text.stylize(_COLOURS[line.mark], *line.place)
-            # as it is: brackets in a path are no markup, and a word that is too long is left to the terminal, not cut
+            # plain text: brackets in paths are not markup, and long words are not cut
             console.print(text, highlight=False, soft_wrap=True)
         console.print()
     return 0
 
 
 def _write_cluster(path: str) -> int:
-    """Measures this machine, or the ranks that torchrun started, and writes a cluster file."""
+    """Measure this machine, or the ranks that torchrun started, and write a cluster file."""
     import torch
 
     from expertmesh.cli.machine import measured_cluster, name_of, write_cluster
@@ -157,7 +157,7 @@ def _write_cluster(path: str) -> int:
 
 
 class ReportLine(NamedTuple):
-    """One line of the report, and where in it a mark stands."""
+    """Line of the report, and the position of a mark in it."""
 
     text: str
     mark: Mark = ""
@@ -165,11 +165,11 @@ class ReportLine(NamedTuple):
 
 
 def lines(findings: Sequence[Finding], width: int) -> Iterator[ReportLine]:
-    """Findings in three columns; below one another where a word of the last column would not fit.
+    """Lines of findings in three columns, or one below another if a word does not fit the last column.
 
     Args:
-        findings: of one section.
-        width: of the terminal.
+        findings: findings of a section.
+        width: columns of the terminal.
     """
     names = max([_NAMES, *(len(finding.name) + 3 for finding in findings)])
     details = names + 4
@@ -199,7 +199,7 @@ def lines(findings: Sequence[Finding], width: int) -> Iterator[ReportLine]:
 
 
 def versions() -> list[Finding]:
-    """Python and the packages that matter here."""
+    """Versions of Python and of relevant packages."""
     import expertmesh
 
     findings = [
@@ -215,7 +215,7 @@ def versions() -> list[Finding]:
 
 
 def processor() -> list[Finding]:
-    """Cores, memory, NUMA nodes, and which cores this process may use."""
+    """Cores, memory, NUMA nodes, and the cores that this process may use."""
     import torch
 
     allowed, quota = allowed_cores(), cpu_quota()
@@ -242,7 +242,7 @@ def processor() -> list[Finding]:
 
 
 def matrix_products() -> list[Finding]:
-    """The libraries and instructions behind matrix products on the CPU."""
+    """Libraries and instructions for matmuls on the CPU."""
     import torch
 
     from expertmesh.ops.cpu.products import goes_to_onednn
@@ -305,7 +305,7 @@ def devices() -> list[Finding]:
 
 
 def precision() -> list[Finding]:
-    """What `--train.dtype auto` means here: on a CPU, measured with the products of two recipes, and threads; on a GPU what it has."""
+    """Effect of `--train.dtype auto` and number of threads: on a CPU measured for two recipes, on a GPU by its capability."""
     from expertmesh.config.run import TrainConfig
     from expertmesh.models.registry import DEFAULT, recipe
     from expertmesh.parallel.ranks import Ranks
@@ -324,7 +324,7 @@ def precision() -> list[Finding]:
 
 
 def backends() -> list[Finding]:
-    """Implementations of the operators."""
+    """Backends of the operators."""
     from expertmesh.ops.backend import explain_backends
 
     return [
@@ -349,7 +349,7 @@ def communication() -> list[Finding]:
 
 
 def topologies() -> list[Finding]:
-    """What was measured between ranks, and which plans were found, on this machine's disk."""
+    """Measured links and tuned plans on this machine's disk."""
     from expertmesh.costs.communication import assumed_links
     from expertmesh.parallel.experts.tuning_cache import known
 
@@ -386,7 +386,7 @@ def ranks(bindings: Sequence[Binding]) -> list[Finding]:
 
 
 def _gather_bindings() -> list[Binding]:
-    """The bindings of all ranks."""
+    """Bindings of all ranks."""
     import torch.distributed as dist
 
     from expertmesh.parallel.ranks import open_ranks
@@ -397,13 +397,13 @@ def _gather_bindings() -> list[Binding]:
 
 
 def compiler() -> list[Finding]:
-    """Whether torch.compile works on the CPU, which our products of few rows use too; trying it takes some seconds."""
+    """Whether torch.compile works on the CPU, as matmuls of few rows need; the test takes some seconds."""
     import torch
 
     from expertmesh.ops.cpu.compiled_products import loop_for
 
     log = logging.getLogger("expertmesh.ops")
-    log.disabled = True  # what it would say is said here
+    log.disabled = True  # its message is part of the report
     try:
         problem = loop_for(torch.bfloat16, 1).problem
     finally:

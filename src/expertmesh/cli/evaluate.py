@@ -1,4 +1,4 @@
-"""`expertmesh evaluate RUN --tasks FILE`: lm-evaluation-harness on the newest checkpoint of a run."""
+"""`expertmesh evaluate RUN --tasks FILE`: run lm-evaluation-harness on the newest checkpoint of a run."""
 
 import json
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
 _TOKENS = 64
-"""Of a question and its answer, about; the number of threads is measured with so many."""
+"""Approximate tokens of a question with its answer, for which the number of threads is measured."""
 
 _EXAMPLES = """\
 examples:
@@ -20,13 +20,14 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Prints a line for every metric of every task, and returns 0.
+    """Print a line for every metric of every task, and return 0.
 
     Args:
         argv: words after `evaluate`.
 
     Raises:
-        ConfigError: a value breaks a rule, a file is no task with local data, or lm-evaluation-harness is not installed.
+        ConfigError: a value breaks a rule, a file is not a task with local data, or lm-evaluation-harness is not
+            installed.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     options = _parser().parse_args(argv)

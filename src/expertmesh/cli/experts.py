@@ -1,4 +1,4 @@
-"""`expertmesh experts prune|join`: a trained model with fewer experts, or two with their experts united."""
+"""`expertmesh experts prune|join`: a trained model with fewer experts, or with the experts of two models."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Makes the run, says what it is, and returns 0.
+    """Create the run, print a description, and return 0.
 
     Args:
         argv: words after `experts`.

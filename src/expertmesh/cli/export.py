@@ -1,4 +1,4 @@
-"""`expertmesh export RUN --output FILE.safetensors`: a model's weights as one file."""
+"""`expertmesh export RUN --output FILE.safetensors`: write a model's weights to one file."""
 
 from expertmesh.cli.flags import OptionParser
 from expertmesh.config.base import expanded
@@ -13,7 +13,7 @@ for transformers, vLLM and SGLang: expertmesh convert
 
 
 def run(argv: list[str]) -> int:
-    """Writes the file, says what is in it, and returns 0.
+    """Write the file, print a summary, and return 0.
 
     Args:
         argv: words after `export`.

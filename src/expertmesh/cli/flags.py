@@ -1,7 +1,7 @@
-"""From command-line words to a validated configuration: `expertmesh train RECIPE --section.field value ...`.
+"""Parsing of `expertmesh train RECIPE --section.field value ...` to a validated configuration, and `OptionParser` for other verbs.
 
-The names, defaults and help texts of the options are those of the family's `RunConfig`; tyro renders the help. Values are checked by
-the configuration itself, so that the command line and Python give the same one-line errors
+Names, defaults and help texts of the options come from the family's `RunConfig`; tyro renders the help. The
+configuration itself checks values, so the command line and Python give the same one-line errors
 (docs/decisions/002-command-line-flags.md says why tyro does not parse them).
 """
 
@@ -30,25 +30,25 @@ from expertmesh.models.family import Family, Recipes
 from expertmesh.models.registry import DEFAULT, FAMILIES, find_family
 
 _WIDE = 60
-"""Columns in which a whole usage line fits."""
+"""Columns from which a whole usage line fits."""
 _LEAST = 20
-"""Columns that options are shown in at least."""
+"""Minimum columns for rendering options."""
 
 
 _SWITCHES = {"-h": "help", "--help": "help", "--dry-run": "dry-run", "--verbose": "verbose"}
 
 
 class ParsedRun(NamedTuple):
-    """What `expertmesh train` was asked to do.
+    """Parsed words of `expertmesh train`.
 
     Attributes:
-        recipe: its name.
-        config: of the run.
-        dry_run: whether it is only to be described.
-        family: of the model.
-        from_file: dotted names of the options that the file of `--config` gives.
-        from_words: the same of those on the command line.
-        verbose: whether every text that is left out is named.
+        recipe: name of the recipe.
+        config: configuration of the run.
+        dry_run: whether the run is only described.
+        family: model family.
+        from_file: dotted names of the options in the `--config` file.
+        from_words: dotted names of the options on the command line.
+        verbose: whether every skipped text is reported by name.
     """
 
     recipe: str
@@ -70,22 +70,23 @@ class _Option:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse for the small verbs, with errors as one-line `ConfigError` and the nearest option named."""
+    """argparse for other verbs than train; errors are one-line `ConfigError`s that suggest the nearest option."""
 
     def __init__(self, **options: Any) -> None:
-        """As argparse's, but lines of description and epilog stay as they are."""
+        """Create a parser that keeps the line breaks of description and epilog; options as for argparse."""
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self._takes_run, self._words = False, ""
 
     def add_run(self, words: str = "", *, what: str = "run directory", **help_of: Any) -> None:
-        """The run as first word, found as `run` afterwards; with `--run` or `--run-dir` in its place all words are others.
+        """Add the run as the first word, stored as `run`; with `--run` or `--run-dir` instead, all words are the
+        others.
 
-        Torchrun takes `--run` for an abbreviation of its own `--run-path`.
+        `--run-dir` is for torchrun, which takes `--run` as an abbreviation of its own `--run-path`.
 
         Args:
-            words: name of the words behind it, a list; "": there are none.
-            what: help of the first word.
-            help_of: of the others, `metavar` and `help`.
+            words: destination of the words after the run, a list; "": none.
+            what: help of the run.
+            help_of: `metavar` and `help` of the other words.
         """
         self._takes_run, self._words = True, words
         self.add_argument("folder", nargs="?", metavar="RUN", help=what)
@@ -94,14 +95,14 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument("--run", "--run-dir", metavar="RUN", help="the same, in its place")
 
     def parse_args(self, args: Sequence[str]) -> Any:  # type: ignore[override]
-        """Options and words in any order; behind `--` all are words.
+        """Parse options and words in any order; after `--` all are words.
 
         Raises:
-            ConfigError: a word breaks a rule, or the run is not there.
+            ConfigError: a word breaks a rule, or the run does not exist.
         """
         self.usage = self._usage() if self.usage is None else self.usage
         cut = list(args).index("--") if "--" in args else len(args)
-        # no word that is typed begins with NUL, nor with what makes it an option then
+        # NUL, which cannot be typed, keeps argparse from taking the word for an option
         shielded = [f"\0{word}" for word in args[cut + 1 :]]
         found = self.parse_intermixed_args([*args[:cut], *shielded])
         if self._takes_run and self._words and None not in (found.run, found.folder):
@@ -119,7 +120,7 @@ class OptionParser(argparse.ArgumentParser):
         return found
 
     def _check_one_run(self, found: Any) -> None:
-        """Whether no word beside `--run` is a run, too; words behind `--` may be what they like."""
+        """Raise ConfigError if a word next to `--run` is a run as well; words after `--` are not checked."""
         for word in (found.folder, *getattr(found, self._words)):
             if word and not word.startswith("\0") and _holds_model(word):
                 raise ConfigError(
@@ -151,11 +152,11 @@ class OptionParser(argparse.ArgumentParser):
         return command(f"{self.prog.removeprefix('expertmesh ')} runs/demo{words}")
 
     def format_help(self) -> str:
-        """The help, in lines that fit the terminal; its usage has what must be given, and not every option."""
+        """Help wrapped to the terminal; the usage line shows required options only."""
         return fitted(super().format_help())
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As argparse's, which passes over a disk that is full."""
+        """Print like argparse, but do not ignore write errors."""
         if message:
             (file or sys.stderr).write(message)
 
@@ -180,7 +181,7 @@ class OptionParser(argparse.ArgumentParser):
         return command(f"{self.prog.removeprefix('expertmesh ')} --help")
 
     def error(self, message: str) -> NoReturn:
-        """Raises `ConfigError` where argparse would print its usage and exit."""
+        """Raise `ConfigError`, where argparse would print its usage and exit."""
         unknown = re.search(r"unrecognized arguments: (\S+)", message)
         if unknown is not None and unknown.group(1).startswith("-"):
             word = unknown.group(1).split("=")[0]
@@ -191,22 +192,22 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def _holds_model(word: str) -> bool:
-    """Whether a word names a run's folder or a hub's."""
+    """Whether a word is the path of a run or hub folder."""
     try:
         return (expanded(word) / "config.json").is_file()
-    except (OSError, ConfigError):  # a text, too long or odd for a path
+    except (OSError, ConfigError):  # a text that is no valid path
         return False
 
 
 def check_least(options: Any, **least: float) -> None:
-    """Whether numbers of a verb's options are finite and large enough; those that are not given are.
+    """Raise ConfigError unless given numbers are finite and large enough.
 
     Args:
-        options: what an `OptionParser` found.
-        least: the smallest value of each, by its name.
+        options: result of an `OptionParser`.
+        least: minimum of each number, by name.
 
     Raises:
-        ConfigError: one is smaller, or no number.
+        ConfigError: a number is smaller, or not finite.
     """
     for name, smallest in least.items():
         value = getattr(options, name)
@@ -218,19 +219,19 @@ def check_least(options: Any, **least: float) -> None:
 
 
 def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:
-    """Reads the words after `expertmesh train`.
+    """Parse the words after `expertmesh train`.
 
-    A recipe whose warm-up does not fit into a shorter `--train.steps` (or `--optim.schedule-steps`) keeps the warm-up's
-    share of the steps, unless `--optim.warmup-steps` is given too.
+    If a shorter `--train.steps` (or `--optim.schedule-steps`) leaves no room for the recipe's warm-up, the warm-up
+    keeps its share of the steps, unless `--optim.warmup-steps` is given.
 
     Args:
-        argv: RECIPE, `--section.field value` in any order, `--dry-run`, `--verbose`, `--family module:name`, `--config FILE`. The recipe may be left out where
-            a family of the user's own has one only.
-        recipes: Functions by name; None: those of the family, or of all families of this package.
+        argv: RECIPE, `--section.field value` in any order, `--dry-run`, `--verbose`, `--family module:name`, `--config
+            FILE`. The recipe may be left out if a user's family has only one.
+        recipes: functions by name; None: recipes of the family, or of all families of this package.
 
     Raises:
-        ConfigError: Something cannot be understood or breaks a rule; one line that names it and the fix.
-        SystemExit: With code 0 after `--help`.
+        ConfigError: a word is unknown or breaks a rule; one line with the word and the fix.
+        SystemExit: with code 0 after `--help`.
     """
     name, argv = taken("family", argv)
     given = None if name is None else find_family(name)
@@ -274,7 +275,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
 
 
 def taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of an option that is no part of the configuration, if it is given, and the other words."""
+    """Value of an option that is not part of the configuration, or None, and the other words."""
     others, found, words = [], None, iter(argv)
     for word in words:
         spelled, equals, text = word.partition("=")
@@ -293,21 +294,21 @@ def taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
 def print_train_help(
     recipe: str | None, recipes: Recipes, without: Callable[[], RunConfig] = DEFAULT.config
 ) -> None:
-    """Prints the options with the defaults of a recipe (None: with those of `without`)."""
+    """Print the options with the defaults of a recipe; None: with the defaults of `without`."""
     import tyro
 
     default = without() if recipe is None else _recipe(recipe, recipes)()
     print(_train_help_head(recipe, recipes))
     columns = get_terminal_size().columns
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(max(columns, _LEAST))  # in one column tyro wraps for ever
+    os.environ["COLUMNS"] = str(max(columns, _LEAST))  # with one column tyro never ends
     try:
         tyro.cli(
             type(default),
             default=default,
             args=["--help"],
             prog=f"{'expertmesh ' if columns >= _WIDE else ''}train {recipe or 'RECIPE'}",
-            description="",  # what stands above says it
+            description="",  # the head above describes the verb
         )
     except SystemExit:
         return
@@ -355,7 +356,7 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
 def _split(
     argv: Sequence[str], config_type: type[RunConfig], recipes: Collection[str]
 ) -> tuple[list[str], dict[str, tuple[_Option, list[str]]], set[str]]:
-    """Bare words, texts by option, and the switches, by what they ask for."""
+    """Bare words, texts by option, and switches by purpose."""
     options = _options(config_type)
     words: list[str] = []
     flags: dict[str, tuple[_Option, list[str]]] = {}
@@ -406,7 +407,7 @@ def _options(config_type: type[BaseModel], prefix: str = "") -> dict[str, _Optio
 
 
 def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
-    """The option of a word, and whether it was spelled `--section.no-field`."""
+    """Option of a word, and whether it was written as `--section.no-field`."""
     name = current_name(spelled.lstrip("-").replace("-", "_"))
     if spelled.startswith("--") and name in options:
         return options[name], False
@@ -426,19 +427,19 @@ def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
 
 
 def _texts_after(option: _Option, words: Sequence[str], recipes: Collection[str]) -> list[str]:
-    """The words that belong to an option: one; of a list all; true, false or none of a switch.
+    """Words that belong to an option: one; for a list all; for a switch true, false or none.
 
     Args:
-        option: that they follow.
-        words: all that follow it.
-        recipes: names that end a list or follow a switch, where there was none yet.
+        option: the option.
+        words: all words after it.
+        recipes: recipe names, which end a list or follow a switch, if no recipe was given yet.
     """
     following: list[str] = []
     for word in words:
         if word.startswith("--") or word in ("-h", "-"):
             break
         if option.is_bool and recipes and word.lower() not in ("true", "false"):
-            break  # it is the recipe's name
+            break  # the word is the recipe
         if option.is_list and word in recipes:
             break
         following.append(word)
@@ -453,11 +454,11 @@ def _texts_after(option: _Option, words: Sequence[str], recipes: Collection[str]
 
 
 def listed(texts: Sequence[str], *, are_paths: bool = False) -> list[str]:
-    """The values of a list, which have blanks or commas between them, or an option before each.
+    """Values of a list option, separated by spaces or commas, or with the option repeated.
 
     Args:
         texts: the words.
-        are_paths: whether a word with commas is one value where there is such a file; it may have a weight.
+        are_paths: whether a word with commas may be one existing path, perhaps with a weight.
     """
     values: list[str] = []
     for text in texts:
@@ -470,12 +471,12 @@ def listed(texts: Sequence[str], *, are_paths: bool = False) -> list[str]:
 
 
 def _of_file(option: _Option, value: Any) -> Any:
-    """The value of a file: a text is read as on the command line."""
+    """Value from a file; texts are parsed as on the command line."""
     return _value(option, [value]) if isinstance(value, str) else value
 
 
 def _value(option: _Option, texts: list[str]) -> Any:
-    """The value as the configuration takes it; numbers stay text, which the configuration converts and checks."""
+    """Value for the configuration; numbers remain text, which the configuration converts and checks."""
     if not option.is_list:
         return None if option.is_optional and texts[0].lower() == "none" else texts[0]
     values = listed(texts, are_paths=not option.may_be_empty or option.name.endswith("path"))

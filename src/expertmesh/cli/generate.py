@@ -1,4 +1,4 @@
-"""`expertmesh generate RUN "prompt"`: continues a text with the newest checkpoint of a run, or with a model as the hub has it."""
+"""`expertmesh generate RUN "prompt"`: continue a text with the newest checkpoint of a run, or with a hub model."""
 
 import json
 import sys
@@ -51,16 +51,16 @@ _NO_TALK = (
     "not know how to answer"
 )
 _ROOM = 4
-"""Share of the model's window, 1 / 4, that a conversation leaves for the answer."""
+"""Inverse share of the model's maximum length that a conversation leaves for the answer: 1 / 4."""
 _FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
 _NO_PROMPT = "no prompt; write it last, and -- before one that begins with -: generate RUN -- '-x'"
 
 Asked = str | list[dict[str, Any]]
-"""A prompt: a text, or the messages of a conversation."""
+"""Prompt: a text, or the messages of a conversation."""
 
 
 def run(argv: list[str]) -> int:
-    """Prints each prompt and its continuation, a single one piece by piece as it is generated, and returns 0.
+    """Print each prompt and its continuation, a single one as a stream, and return 0.
 
     Args:
         argv: words after `generate`.
@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
 
 
 def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None:
-    """Continue texts on ranks that share the model: the first one has the texts, the others follow it."""
+    """Continue texts on ranks that share the model: rank 0 has the texts, the others follow it."""
     from expertmesh.engine.engine import Engine
 
     text = opened.text
@@ -113,7 +113,7 @@ def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel"
 
 
 def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
-    """An engine for what only an engine does: guessed tokens, an adapter, by its folder; None: nothing of it is asked."""
+    """Engine for options that need one (draft tokens, adapters); None: not needed."""
     from expertmesh.engine.checks import why_not
     from expertmesh.engine.engine import Engine
     from expertmesh.engine.texts import writer
@@ -132,7 +132,7 @@ def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
 def _generate(
     options: Any, prompts: list[Asked], opened: "LoadedModel", engine: "Engine | None" = None
 ) -> None:
-    """Continue texts; all ranks have the same, or the first one has an engine that the others follow."""
+    """Continue texts; either all ranks have the same texts, or rank 0 has an engine that the others follow."""
     model, ranks = opened.decoder, opened.ranks
     import torch
 
@@ -162,7 +162,7 @@ def _generate(
     def answer(prompt: list[int], shown: str = "") -> str:
         pieces = stream_text(model, prompt, params, text=text, by=engine, adapter=adapter)
         said = [next(pieces, "")]
-        # Only now, so that a failure prints its line alone.
+        # After the first piece, so that an error prints only its line.
         _write(shown + said[0])
         for piece in pieces:
             _write(piece)
@@ -234,7 +234,7 @@ def _write_all(path: Path, prompts: list[Asked], answers: Iterator[Any]) -> None
 
 
 def _params(options: Any) -> "SamplingParams":
-    """How tokens are drawn, as the options say."""
+    """Sampling parameters from the options."""
     from expertmesh.engine.request import SamplingParams
 
     temperature = _TEMPERATURE if options.temperature is None else options.temperature
@@ -248,7 +248,7 @@ def _params(options: Any) -> "SamplingParams":
 
 
 def _parse(argv: list[str]) -> Any:
-    """The options; says what to do where a prompt was taken for one."""
+    """Parsed options; suggests a fix if a prompt was taken for an option."""
     try:
         options = _parser().parse_args(argv)
         check_least(options, batch_size=1)
@@ -380,14 +380,14 @@ def _last(messages: list[dict[str, Any]]) -> str:
 
 
 def _line(prompt: Asked, output: Any) -> str:
-    """One answer as a line of JSON."""
+    """Answer as a line of JSON."""
     key = "prompt" if isinstance(prompt, str) else "messages"
     found = {key: prompt, "text": output.text, "finish_reason": output.finish_reason}
     return json.dumps(found, ensure_ascii=False) + "\n"
 
 
 def _asked_in(path: Path, text: str) -> list[Asked]:
-    """The prompts of a file: its lines, or the objects on them."""
+    """Prompts of a file: its lines, or the JSON objects on them."""
     lines = [(number, line) for number, line in enumerate(lines_of(text), 1) if line.strip()]
     if path.suffix != ".jsonl":
         return [line for _, line in lines]
@@ -423,7 +423,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def _prompts(options: Any) -> list[Asked]:
-    """The texts to continue, checked before anything is loaded; none of an interactive call."""
+    """Texts to continue, checked before the model is loaded; empty for --interactive."""
     try:
         if options.input is not None:
             path = expanded(options.input)
@@ -452,10 +452,10 @@ def _prompts(options: Any) -> list[Asked]:
 
 
 def read_standard_input() -> str:
-    """All of standard input, in UTF-8 wherever the terminal is, or in what its mark says.
+    """All of standard input, as UTF-8 whatever the locale, or in the encoding of its byte-order mark.
 
     Raises:
-        ConfigError: it is no text.
+        ConfigError: the input is not text.
     """
     raw = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if raw is None else _text_of(raw.read())
@@ -470,7 +470,7 @@ def _text_of(data: bytes) -> str:
 
 
 def _asked() -> Iterator[str]:
-    """Prompts from standard input, one line each, until it ends; a person is asked for each."""
+    """Prompts from standard input, one per line, until it ends; a terminal shows a prompt sign."""
     source = getattr(sys.stdin, "buffer", sys.stdin)
     while True:
         if sys.stdin.isatty():
@@ -480,7 +480,9 @@ def _asked() -> Iterator[str]:
             return
         try:
             if isinstance(line, bytes):
-                is_marked = encoding_of(line)[0] != "utf-8"  # a file, whose lines end otherwise
+                is_marked = (
+                    encoding_of(line)[0] != "utf-8"
+                )  # a file in another encoding is read whole
                 text = _text_of(line + sys.stdin.buffer.read() if is_marked else line)
             else:
                 text = line

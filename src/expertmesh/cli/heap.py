@@ -1,4 +1,4 @@
-"""Memory of finished steps stays with the process: a step on the CPU spends up to a third of its time without this on page faults."""
+"""Setting of glibc's allocator to keep freed memory: without it, page faults take up to a third of a training step on the CPU."""
 
 import ctypes
 import sys
@@ -12,11 +12,12 @@ _LARGEST_INT = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Tell glibc's allocator to keep freed blocks for the next step instead of giving them back to the system.
 
-    Every large tensor is otherwise mapped, zeroed page by page by the kernel, and unmapped, in every step. The
-    process then holds its peak memory until it ends. Results do not change. Not thread-local and not undone.
+    Otherwise every large tensor is mapped, zeroed page by page by the kernel, and unmapped in every step. With this
+    setting the process holds its peak memory until it ends. Results do not change. The setting is process-wide and is
+    not undone.
 
     Returns:
-        Whether the allocator took the settings: False where it is not glibc's.
+        Whether the settings were accepted; False if the allocator is not glibc's.
     """
     if not sys.platform.startswith("linux"):
         return False

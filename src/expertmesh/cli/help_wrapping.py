@@ -1,21 +1,21 @@
-"""Help that fits the terminal: words and commands stay whole, so that they can be read and copied."""
+"""Wrapping of help texts to the terminal, without breaking words and commands."""
 
 import re
 import shutil
 import textwrap
 
 _ROOM = 32
-"""Columns that words beside others must have; with fewer they stand below."""
+"""Minimum columns for words beside others; with fewer they are placed below."""
 _COLUMNS = re.compile(r"( *\S.*?  +)(\S.*)")
 _COMMAND = re.compile(r"(.*?: )? *(expertmesh .*)")
 
 
 def fitted(text: str, width: int | None = None) -> str:
-    """A text with every line broken that is too long: commands after a backslash, columns and sentences between words.
+    """Text with long lines wrapped: commands after a backslash, columns and sentences between words.
 
     Args:
         text: lines; "NAME  words" is two columns, "words:  expertmesh ..." and "  expertmesh ..." have a command.
-        width: of the terminal; None: that of this one.
+        width: columns; None: the terminal's.
     """
     width = shutil.get_terminal_size().columns if width is None else width
     return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
@@ -56,7 +56,7 @@ def _beside(head: str, words: str, width: int) -> list[str]:
 
 
 def _joined(parts: list[str], width: int) -> list[str]:
-    """Parts in lines, each part whole."""
+    """Parts joined to lines, each part unbroken."""
     lines = [""]
     for part in parts:
         space = " " if lines[-1].strip() else ""
@@ -68,9 +68,9 @@ def _joined(parts: list[str], width: int) -> list[str]:
 
 
 def _command(command: str, indent: int, width: int) -> list[str]:
-    """A command in lines that a shell takes as one: broken before options, and before other words if it must be.
+    """Command wrapped to lines that a shell reads as one, broken before options, else before other words.
 
-    A remark behind it stands above it: a shell reads one to the end of its line, backslash and all.
+    A trailing comment is moved above: a shell reads a comment to the end of its line, including the backslash.
     """
     command, _, remark = command.partition(" # ")
     head = " " * indent + "# "
@@ -79,7 +79,7 @@ def _command(command: str, indent: int, width: int) -> list[str]:
     parts = re.findall(r'(?:--\S+(?: (?!--)(?:"[^"]*"|\S+))*)|"[^"]*"|\S+', command)
     if (
         max(map(len, parts)) > width - indent - 6
-    ):  # an option's values may follow it on lines of their own
+    ):  # long options: their values may be on separate lines
         parts = re.findall(r'--\S+ (?!--)(?:"[^"]*"|\S+)|"[^"]*"|\S+', command)
     for part in parts:
         space = "" if lines[-1].isspace() else " "

@@ -1,4 +1,4 @@
-"""A cluster file of the machine that runs: what its ranks reach while all of them compute. `bench comm` fills in its links."""
+"""Cluster file of this machine, measured while all of its ranks compute. `bench comm` adds the links."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ CALIBRATION: tuple[tuple[dict[str, Any], int, int], ...] = (
     (_WIDE | {"model.moe.num_experts": (), "model.ffn_hidden_dim": 1024}, 8, 128),
     (_WIDE | {"model.moe.num_experts": 8, "model.moe.hidden_dim": 512}, 8, 128),
 )
-"""Changes to gpt-moe-test with sequences and their length, whose steps tell what launches and element-wise work cost here."""
+"""Changes to gpt-moe-test with number and length of sequences; their step times calibrate launch and element-wise costs."""
 CPU_BOUNDS = {
     "dense": (0.2, 1.2),
     "grouped": (0.1, 1.2),
@@ -47,12 +47,12 @@ CPU_USUAL = Efficiency(
 
 
 def measured_cluster(world: "World | None", nodes: list[int], name: str) -> Cluster:
-    """What the ranks of this world reach, all of them at once: of each number the least.
+    """Measured cluster of the ranks of a world, all measuring at once; each number is the minimum over ranks.
 
     Args:
         world: the ranks; None: this process alone.
-        nodes: the node of each rank.
-        name: of the cluster.
+        nodes: node of each rank.
+        name: name of the cluster.
     """
     import torch
 
@@ -98,7 +98,7 @@ def _least(world: "World | None", value: float) -> float:
 
 
 def _repeated(run: Callable[[], object], is_gpu: bool) -> float:
-    """The median time of some work, in seconds of its device or, on a CPU, of this process' cores."""
+    """Median time of a function, in seconds of the device or, on a CPU, of this process's cores."""
     import torch
 
     times: list[float] = []
@@ -116,21 +116,21 @@ def _repeated(run: Callable[[], object], is_gpu: bool) -> float:
 
 
 def _cpu_s() -> float:
-    """Seconds of this process, each of its threads having a core: what others compute meanwhile is none of it."""
+    """CPU seconds of this process per thread, so that other processes are not counted."""
     import torch
 
     return time.process_time() / torch.get_num_threads()
 
 
 def _share(per_node: int) -> float:
-    """Part of a core that each thread has where the ranks of a node have more threads than cores."""
+    """Share of a core that each thread has, if the ranks of a node have more threads than cores."""
     import torch
 
     return min(1.0, len(allowed_cores()) / (per_node * torch.get_num_threads()))
 
 
 def _products(size: int, dtype: Any, device: str) -> float:
-    """Operations per second of a square product, in 1e12."""
+    """Speed of a square matmul, in 1e12 operations per second."""
     import torch
 
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -138,7 +138,7 @@ def _products(size: int, dtype: Any, device: str) -> float:
 
 
 def _bandwidth(num_bytes: int, device: str) -> float:
-    """Of reading two and writing one of three arrays, in 1e9 bytes per second."""
+    """Memory bandwidth of reading two arrays and writing one, in 1e9 bytes per second."""
     import torch
 
     x, y = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
@@ -160,7 +160,7 @@ def _cpu(per_node: int) -> dict[str, float]:
 
 
 def _gpu() -> dict[str, float]:
-    """Peaks are the vendor's: of these the fitted constants are shares."""
+    """Memory of the GPU and the vendor's peaks, of which fitted constants are shares."""
     import torch
 
     usual = find_cluster(f"{_known_gpu()}x1").device
@@ -173,7 +173,7 @@ def _gpu() -> dict[str, float]:
 
 
 def _known_gpu() -> str:
-    """The device of hardware.toml that is most like this one: by its name, and of several by its memory."""
+    """Device of hardware.toml that is most like this one, by name, then by memory."""
     import torch
 
     name = torch.cuda.get_device_name().lower()
@@ -183,7 +183,7 @@ def _known_gpu() -> str:
 
 
 def _calibrated(cluster: Cluster, world: "World | None") -> Software:
-    """Constants that fit the steps of some small models on one rank, while the others do the same."""
+    """Constants fitted to the steps of some small models on one rank, while other ranks run the same."""
     alone = cluster.model_copy(update={"num_gpus": 1, "ranks_per_node": 1})
     rows = []
     for changes, sequences, length in CALIBRATION:
@@ -200,7 +200,7 @@ def _calibrated(cluster: Cluster, world: "World | None") -> Software:
 
 
 def _step_s(config: Any, sequences: int, length: int, world: "World | None" = None) -> float:
-    """The median time of a step of a language model with AdamW in FP32, of so many sequences on this rank; spread where there is a world."""
+    """Median time of an FP32 AdamW step of a language model with `sequences` on this rank; sharded if a world is given."""
     import torch
 
     builder = find_family(config.family).open_task(config).builder
@@ -222,10 +222,10 @@ def _step_s(config: Any, sequences: int, length: int, world: "World | None" = No
 
 
 def spread_steps(cluster: Cluster, world: "World") -> list[Row]:
-    """Steps of the calibration's models spread over these ranks, as `with_spread_steps` takes them. Every rank must call.
+    """Step times of the calibration models sharded over these ranks, for `with_spread_steps`. Every rank must call.
 
     Args:
-        cluster: of these ranks, with measured links.
+        cluster: cluster of these ranks, with measured links.
         world: the ranks.
     """
     rows = []
@@ -238,7 +238,7 @@ def spread_steps(cluster: Cluster, world: "World") -> list[Row]:
 def spread_models(
     cluster: Cluster, num_ranks: int
 ) -> Iterator[tuple[RawStep, tuple[Any, int, int]]]:
-    """The calibration's models as so many ranks train them: what is counted, and the configuration, sequences of a rank and their length."""
+    """Calibration models for a number of ranks: raw costs of a step; configuration, sequences per rank and their length."""
     for changes, sequences, length in CALIBRATION:
         sizes = {
             "model.max_seq_len": length,
@@ -254,13 +254,14 @@ def spread_models(
 
 
 def with_spread_steps(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
-    """A measured CPU cluster, what a layer costs the host being that of spread models.
+    """Measured CPU cluster whose host time per layer is fitted to sharded models.
 
-    One rank alone has no collectives: their hooks, copies and waits for the slowest rank are a cost of each layer that grows with the ranks.
+    A single rank has no collectives; their hooks, copies and waiting for the slowest rank cost host time per layer,
+    which grows with the number of ranks.
 
     Args:
-        cluster: of these ranks, with measured links.
-        rows: of `spread_steps`.
+        cluster: cluster of these ranks, with measured links.
+        rows: step times from `spread_steps`.
     """
     usual = efficiency_of(cluster, CPU_USUAL)
     e = fit_rows(rows, usual=usual, bounds={"host_s": CPU_BOUNDS["host_s"]})
@@ -269,12 +270,12 @@ def with_spread_steps(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
 
 
 def with_links(path: str, network: Network, per_node: int) -> Cluster:
-    """A cluster file's cluster with measured links, those that were not measured as they were.
+    """Cluster of a cluster file with measured links; unmeasured links are unchanged.
 
     Args:
-        path: of the file.
-        network: measured.
-        per_node: ranks that share a node's link.
+        path: path of the file.
+        network: measured links.
+        per_node: number of ranks that share a node's link.
     """
     from expertmesh.costs.communication import assumed_links
 
@@ -295,12 +296,12 @@ def write_cluster(cluster: Cluster, path: str) -> Path:
     """Write a cluster file.
 
     Args:
-        cluster: that it describes.
-        path: of the file.
+        cluster: the cluster.
+        path: path of the file.
 
     Raises:
-        ConfigError: it cannot be a file.
-        OSError: it cannot be written.
+        ConfigError: the path cannot be a file.
+        OSError: the file cannot be written.
     """
     target = output_file("cluster", path)
     write_whole(target, cluster_toml(cluster))
@@ -308,7 +309,7 @@ def write_cluster(cluster: Cluster, path: str) -> Path:
 
 
 def cluster_toml(cluster: Cluster) -> str:
-    """A cluster as TOML, which `find_cluster` reads."""
+    """TOML text of a cluster, for `find_cluster`."""
     lines = [
         f'name = "{cluster.name}"',
         f"num_gpus = {cluster.num_gpus}",
@@ -330,5 +331,5 @@ def _toml(value: Any) -> str:
 
 
 def name_of(path: str) -> str:
-    """Of a cluster: its file's, without what is no name."""
+    """Name of a cluster from its file's name, without invalid characters."""
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in expanded(path).stem)

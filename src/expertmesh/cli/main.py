@@ -1,4 +1,4 @@
-"""`expertmesh VERB ...`: picks the verb, and turns every expected failure into one line on stderr.
+"""`expertmesh VERB ...`: dispatch to the verb, and print every expected error as one line on stderr.
 
 Exit codes: 0 done; 1 the run failed (damaged checkpoint, diverged training, full disk, ...); 2 the user's input breaks
 a rule; 129 the terminal was closed; 130 interrupted by Ctrl-C; 141 nobody reads the output any more; 143 stopped by
@@ -35,7 +35,7 @@ from expertmesh.errors import (
 )
 
 _MISTAKE = 2
-"""Exit code of wrong input, which is found before work begins."""
+"""Exit code of invalid input, which is detected before work starts."""
 
 
 def _run_verb(name: str, argv: list[str]) -> int:
@@ -62,14 +62,14 @@ _HELP = {
     "bench": "links between ranks, a server: torchrun ... -m expertmesh bench comm; expertmesh bench serve",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
-"""What each verb does, given its words, and a line of help."""
+"""Function of each verb, and its line of help."""
 
 VERBS_OF_ALL_RANKS = ("train", "generate", "serve", "translate", "doctor", "bench")
-"""Under torchrun every process runs these; all else is for the first one alone."""
+"""Verbs that every process runs under torchrun; all others run on rank 0 only."""
 
 
 def help_text() -> str:
-    """The text of `expertmesh --help`."""
+    """Text of `expertmesh --help`."""
     verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
     text = f"""\
 ExpertMesh trains and runs mixture-of-experts models.
@@ -85,22 +85,23 @@ verbs:
 
 
 def program() -> NoReturn:
-    """Runs the command line and ends the process."""
+    """Run the command line and end the process."""
     wait_passively()
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the code is settled, and nothing is left to stop
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the exit code is final, and nothing is left to interrupt
     leave(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code.
+    """Run the command line and return the exit code.
 
     Args:
-        argv: Words after the program's name; None: those of this process.
+        argv: words after the program's name; None: from sys.argv.
 
     Returns:
-        0, 1, 2, 129, 130, 141 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
-        that it is.
+        0, 1, 2, 129, 130, 141 or 143, see the module's docstring. With `--debug` exceptions are not caught.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     options = words[: words.index("--")] if "--" in words else words
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_folder() -> None:
-    """In a folder that is no more MKL ends the process as torch is loaded, and no path leads anywhere."""
+    """Raise ConfigError if the current folder was deleted: MKL would end the process when torch is loaded, and relative paths fail."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -142,7 +143,7 @@ def _check_folder() -> None:
 
 
 def _check_closed(words: list[str]) -> None:
-    """Standard output is closed: a training says so and goes on, an answer would be lost."""
+    """Handle a closed standard output: a training continues with a warning, other verbs fail."""
     if not words or words[0] != "train":
         raise ConfigError(
             "standard output is closed: the answer has no place; open it, or send it to a file"
@@ -158,7 +159,7 @@ def _check_closed(words: list[str]) -> None:
 def _run(words: list[str]) -> int:
     alone = not words or words[0] not in VERBS_OF_ALL_RANKS
     if alone and launched_rank()[0] > 0:
-        return 0  # the first rank answers
+        return 0  # rank 0 answers
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return 0
@@ -171,10 +172,11 @@ def _run(words: list[str]) -> int:
 
 
 def _open_streams() -> bool:
-    """Makes all three streams usable: text that an encoding lacks is escaped, and what is closed leads nowhere.
+    """Make all three streams usable: unencodable text is escaped, and closed streams go to the null device.
 
     Returns:
-        Whether standard output was closed. Files opened later would get its number, and what libraries print.
+        Whether standard output was closed. Files opened later would otherwise get its descriptor, and receive what
+        libraries print.
     """
     was_closed = sys.stdout is None
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -188,7 +190,7 @@ def _open_streams() -> bool:
 
 
 def _name_failures(stream: Any) -> None:
-    """What fails to be written there says so: an unbuffered or long text fails in `print`, and the next flush is fine."""
+    """Name standard output in errors of writing to it: unbuffered or long text fails in `print`, not in a later flush."""
 
     def naming_it(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
@@ -197,7 +199,7 @@ def _name_failures(stream: Any) -> None:
 
         return called
 
-    if "write" not in vars(stream):  # done before, in this process
+    if "write" not in vars(stream):  # patched already in this process
         stream.write, stream.flush = naming_it(stream.write), naming_it(stream.flush)
 
 
@@ -210,7 +212,7 @@ def _verb(name: str) -> Callable[[list[str]], int]:
 
 
 def _report_error(error: Exception, verb: str) -> int:
-    """Prints one line for an error of a verb and returns the exit code."""
+    """Print the error of a verb on one line and return the exit code."""
     if isinstance(error, PeerError):
         return 1 if another_speaks() else _fail(Flags(verb).spell(error), 1, follows=True)
     if isinstance(error, CollectiveError):
@@ -222,9 +224,7 @@ def _report_error(error: Exception, verb: str) -> int:
     if isinstance(error, OSError) and error.errno is not None:
         try:
             sys.stdout.flush()
-        except (
-            OSError
-        ):  # what could not be written would be tried, and complained of, once more at exit
+        except OSError:  # otherwise Python retries at exit and prints a traceback
             silence_output()
         return _fail(_os_error_text(error), 1)
     if (needs := _out_of_memory(error, verb)) is not None:
@@ -235,7 +235,7 @@ def _report_error(error: Exception, verb: str) -> int:
 
 
 def _out_of_memory(error: Exception, verb: str) -> str | None:
-    """What to say where there was no memory, of a GPU or of the machine; None: it was something else. Without importing torch."""
+    """Message for an out-of-memory error of a GPU or of the machine; None: another error. Does not import torch."""
     text = str(error)
     fix = "use a smaller model"
     if verb in ("train", "sweep"):
@@ -274,7 +274,7 @@ def _os_error_text(error: OSError) -> str:
 
 def _fail(message: str, code: int, *, follows: bool = False) -> int:
     line = "error: " + " ".join(message.split())
-    with suppress(OSError):  # nobody reads, but the exit code tells
+    with suppress(OSError):  # nobody reads stderr; the exit code remains
         print(line, file=sys.stderr, flush=True)
     report_to_elastic(line, is_mistake=code == _MISTAKE, follows=follows)
     return code

@@ -1,4 +1,4 @@
-"""`expertmesh plan`: what a mixture costs on a cluster before anyone pays for it. Never imports torch."""
+"""`expertmesh plan`: predict cost, memory and time of a model on a cluster. Never imports torch."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Runs the verb; returns 0.
+    """Run the verb; returns 0.
 
     Args:
         argv: words after `plan`.
 
     Raises:
-        ConfigError: a word breaks a rule, or the model fits nowhere.
+        ConfigError: a word breaks a rule, or the model does not fit the cluster.
     """
     options = _parser().parse_args(argv)
     check_least(options, imbalance=1, pp=1, vpp=1)
@@ -128,7 +128,7 @@ def _plan(options: Any) -> int:
     from expertmesh.planner.plan import plan
 
     if options.page is not None:
-        output_file("page", options.page)  # before anything is computed
+        output_file("page", options.page)  # checked before the computation
     found = plan(
         options.model,
         cluster=options.cluster,

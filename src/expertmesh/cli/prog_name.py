@@ -1,4 +1,4 @@
-"""How this program is called here, and how its messages spell options and commands."""
+"""Name of this program in messages, and their command-line spelling of options and commands."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ _OF_VERBS = {
         "model.moe.drop_policy": "drop-policy",
     },
 }
-"""Options of the library that a verb has under a name of its own."""
+"""Options of the library that a verb has under another name."""
 _ARGUMENTS = {
     *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
     *("cluster", "goal", "tokens_per_batch", "max_context", "tokens", "imbalance", "states"),
@@ -32,11 +32,11 @@ _ARGUMENTS = {
     *("expert_slots", "group_size", "calibration"),
     *("device", "temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
 }
-"""Arguments of functions that verbs have as options; other names without a section are of a file that was read."""
+"""Function arguments that are options of verbs; other names without a section come from a file that was read."""
 
 
 def prog_name() -> str:
-    """`expertmesh` where that name leads here, because its environment is activated; else the path to it."""
+    """Program name: `expertmesh` if it is on the PATH (activated environment), else its path."""
     own = Path(sys.executable).with_name("expertmesh")
     found = shutil.which("expertmesh")
     if not own.exists() or (found is not None and Path(found).resolve() == own.resolve()):
@@ -46,22 +46,22 @@ def prog_name() -> str:
 
 
 def flag_name(name: str) -> str:
-    """An option as it is typed: `model.moe.top_k` as `--model.moe.top-k`; places in a list are left out."""
+    """Option as it is typed: `model.moe.top_k` as `--model.moe.top-k`; list indices are dropped."""
     return "--" + name.partition("[")[0].replace("_", "-")
 
 
 class Flags:
-    """Spells the lines of errors and notes as the command line writes options and commands.
+    """Command-line spelling of options and commands in errors and notes.
 
     Args:
-        verb: that runs; it may have names of its own for options.
+        verb: the current verb, which may have other names for options.
     """
 
     def __init__(self, verb: str = "") -> None:
         self._own = _OF_VERBS.get(verb, {})
 
     def option(self, name: str, value: str | None) -> str:
-        """`--train.steps 20`. A degree that is named without its section, as functions do, gets it."""
+        """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its section."""
         if name in ParallelConfig.model_fields:
             name = f"parallel.{name}"
         own = self._own.get(name, name)
@@ -71,10 +71,10 @@ class Flags:
         return flag if not value else f"{flag} {value}"
 
     def command(self, words: str) -> str:
-        """A command that can be copied as it stands."""
+        """Command that can be copied to a shell."""
         return f"{prog_name()} {words}"
 
     def spell(self, told: object) -> str:
-        """The text of an error, of a `Line`, or any other as it is."""
+        """Text of an error or a `Line` in this spelling; other objects as str."""
         line = told if isinstance(told, Line) else getattr(told, "line", None)
         return str(told) if line is None else line.spelled(self)

@@ -1,4 +1,4 @@
-"""`expertmesh quantize DIR --to DIR --format int8|int4|fp8`: a model whose experts take a half or a quarter of the bytes."""
+"""`expertmesh quantize DIR --to DIR --format int8|int4|fp8`: quantize the experts of a model to 8 or 4 bits."""
 
 from expertmesh.cli.flags import OptionParser
 
@@ -11,13 +11,13 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Quantises, says what it made, and returns 0.
+    """Quantize, print a summary, and return 0.
 
     Args:
         argv: words after `quantize`.
 
     Raises:
-        ConfigError: a path breaks a rule, or sizes of the model do not fit the format.
+        ConfigError: a path breaks a rule, or a size of the model does not fit the format.
         CheckpointError: the source is damaged.
     """
     options = _parser().parse_args(argv)

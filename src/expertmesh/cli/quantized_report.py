@@ -1,4 +1,4 @@
-"""What `expertmesh report` says of a quantised folder: its bytes, and what they cost beside the model that it was made of."""
+"""Part of `expertmesh report` for quantized folders: their size, and their quality next to the source model's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
-    """Prints the sizes, and the measure of the folder and of its source on the source's validation data, where these are there.
+    """Print sizes, and the metric of the folder and of its source on the source's validation data, if available.
 
     Args:
-        folder: of `expertmesh quantize`, or of another program.
-        most_samples: validation samples, at most; None: as many as the trainer's evaluations had.
+        folder: quantized folder, from `expertmesh quantize` or another program.
+        most_samples: maximum number of validation samples; None: as in the trainer's evaluations.
 
     Raises:
-        ConfigError: the folder is of a form that is not read.
-        CheckpointError: it is damaged.
+        ConfigError: the format of the folder is not supported.
+        CheckpointError: the folder is damaged.
     """
     from expertmesh.checkpoints.compressed_tensors import QuantizedModel
     from expertmesh.runs.open import find_model, open_model
@@ -87,7 +87,7 @@ def _compare(before: "LoadedModel", after: "LoadedModel", most: int | None) -> N
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a folder holds quantised weights; a folder that cannot be read is none."""
+    """Whether a folder holds quantized weights; False for an unreadable folder."""
     from expertmesh.checkpoints.compressed_tensors import quantization_of
     from expertmesh.config.base import expanded
 

@@ -1,4 +1,4 @@
-"""`expertmesh report RUN`: what a run learned, against a baseline, and samples of models that generate text."""
+"""`expertmesh report RUN`: learning curve of a run, its metric against a baseline, and samples of models that generate text."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 _CURVE_ROWS = 12
 _TOKENS = 64
-"""Of a sample, about; the number of threads is measured with so many."""
+"""Approximate tokens of a sample, for which the number of threads is measured."""
 
 
 class _Runs:
-    """The runs of a call, which page and summary share. A run is looked for once; its model is kept where it is the only one.
+    """Runs of a call, shared by page and summary. Each run is looked up once; the model is kept in memory for a single
+    run.
 
     Args:
-        family: of runs of a family of one's own, as module:name.
-        keeps_models: whether a model stays in memory for the next who asks.
+        family: model family outside this package, as module:name.
+        keeps_models: whether opened models are kept in memory.
     """
 
     def __init__(self, family: str | None, *, keeps_models: bool) -> None:
@@ -42,11 +43,11 @@ class _Runs:
         self._opened: dict[str, LoadedModel] = {}
 
     def open(self, name: str) -> "LoadedModel":
-        """A run's model.
+        """Model of a run.
 
         Raises:
-            ConfigError: this is no run, or of another family.
-            CheckpointError: it has no usable checkpoint.
+            ConfigError: the path is not a run, or is of another family.
+            CheckpointError: the run has no usable checkpoint.
         """
         from expertmesh.runs.open import open_model
 
@@ -57,7 +58,7 @@ class _Runs:
         return opened
 
     def sample(self, name: Any) -> "Tokens":
-        """The sample of a run for the page; errors as those of `open`."""
+        """Sample of a run for the page; raises the errors of `open`."""
         from expertmesh.reporting.sample import sample_of_run
 
         run = self._find(str(name))
@@ -78,7 +79,7 @@ class _Runs:
 
 
 def run(argv: list[str]) -> int:
-    """Runs the verb.
+    """Run the verb.
 
     Args:
         argv: words after `report`.
@@ -137,13 +138,15 @@ def run(argv: list[str]) -> int:
             return 0
         with loading():
             runs = _Runs(options.family, keeps_models=len(options.run) == 1)
-            told = _write_page(options, runs)  # first, for runs without a checkpoint have one, too
+            told = _write_page(
+                options, runs
+            )  # first: runs without a checkpoint have a page as well
         print(told)
         return max([_report(options, runs, run) for run in options.run])
 
 
 def _write_page(options: Any, runs: _Runs) -> str:
-    """Writes the page; one line that says where it is, or why there is none: the summary was the answer."""
+    """Write the page; returns a line with its path, or with the reason why there is none."""
     from expertmesh.reporting.page import find_plotly, write_page
 
     try:
@@ -168,7 +171,7 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
     try:
         opened = runs.open(run)
     except CheckpointError as error:
-        # Where nothing can be judged the curve is all there is to see.
+        # Without a checkpoint only the learning curve can be shown.
         metrics = read_metrics(folder.metrics)
         if metrics:
             print(curve_table(metrics, folder.read_config(runs.family)[1]))
@@ -212,7 +215,7 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
 
 
 def _find_data(found: "Run", task: "Task", key: str) -> "tuple[Data | None, str | None]":
-    """The data of the run, whose key is given, or why they are not there: moved, or changed."""
+    """Data of the run with a given key, or the reason why they are unavailable (moved or changed)."""
     from expertmesh.training.state import check_same_data
 
     if not key:
@@ -232,10 +235,11 @@ def _print_measures(
     metrics: list[dict[str, Any]],
     step: int,
 ) -> bool | None:
-    """What the trainer measured on its sample of the validation data, and the measure on all of them beside the baseline.
+    """Print the trainer's metric on its sample of the validation data, and the metric on all of them with the
+    baseline's.
 
     Returns:
-        Whether the model is better than the baseline; None: not known.
+        Whether the model is better than the baseline; None: unknown.
     """
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.metrics import evaluations
@@ -279,7 +283,7 @@ def _print_measures(
 
 
 def curve_table(metrics: list[dict[str, Any]], family: Family = DEFAULT) -> str:
-    """Some steps of the learning curve as a table; the rows with an evaluation first of all."""
+    """Table of selected steps of the learning curve; rows with an evaluation are preferred."""
     if not metrics:
         return "no metrics"
     evaluated = [m for m in metrics if "eval_loss" in m]
@@ -308,11 +312,11 @@ def curve_table(metrics: list[dict[str, Any]], family: Family = DEFAULT) -> str:
 
 
 def _count(line: dict[str, Any], name: str) -> str:
-    """A whole number of a metrics file; empty where it has none."""
+    """Whole number of a metrics file as text; "" if it is missing."""
     value = line.get(name)
     return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
 
 
 def _number(value: float | None, places: int = 4) -> str:
-    """A number of a metrics file, where null stands for what is not finite."""
+    """Number of a metrics file as text; null stands for a non-finite number."""
     return "not finite" if value is None or not math.isfinite(value) else f"{value:.{places}f}"

@@ -1,7 +1,7 @@
-"""Samples of a report: which prompts, their continuations, and a measure that fits what the model was trained on.
+"""Samples of a report: prompts, continuations, and a measure of the samples.
 
-A text is judged by the share of sampled words that the training text has, too; the first word and, where the continuation was cut
-off, the last do not count.
+The measure is the share of sampled words that occur in the training text. The first word, and the last word of a
+truncated continuation, are not counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,12 +30,12 @@ _MOST_CHARACTERS = 20_000_000
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation.
+    """Prompt and its continuation.
 
     Attributes:
-        prompt: what the model was given.
-        text: what it went on with.
-        is_cut: whether it ended at its length, not at the end of the text.
+        prompt: the prompt.
+        text: the continuation.
+        is_cut: whether it ended at its maximum length, not at the end of the text.
     """
 
     prompt: str
@@ -44,17 +44,17 @@ class Sample:
 
 
 def is_python(corpus: "Corpus") -> bool:
-    """Whether the documents are Python source: by their names."""
+    """Whether the documents are Python source, by their names."""
     documents = (*corpus.training, *corpus.validation)
     return all(document.name.partition("#")[0].endswith(".py") for document in documents)
 
 
 def prompts_of(corpus: "Corpus | None", count: int) -> list[str]:
-    """Prompts that look like what the model was trained on.
+    """Prompts in the style of the training data.
 
     Args:
-        corpus: its data; None: they are not known, and the model begins by itself.
-        count: how many; they repeat after the last.
+        corpus: the data; None: unknown, and the prompt is empty.
+        count: number of prompts; they repeat if there are fewer.
     """
     if corpus is None:
         found: Sequence[str] = ("",)
@@ -66,14 +66,14 @@ def prompts_of(corpus: "Corpus | None", count: int) -> list[str]:
 
 
 def shortened(prompt: str, tokenizer: "Tokenizer", most: int) -> str:
-    """A prompt, halved until it has at most so many tokens: four words of a language without blanks may be a whole page."""
+    """Prompt, halved until it has at most `most` tokens: in a language without spaces four words may fill a page."""
     while len(tokenizer.encode(prompt, add_special_tokens=False).ids) > most:
         prompt = prompt[: len(prompt) // 2]
     return prompt
 
 
 def _beginning(text: str) -> str:
-    """The first words of the first line that has any."""
+    """First words of the first nonblank line."""
     line = next(filter(str.strip, text.splitlines()), "")
     return " ".join(line.split()[:_PROMPT_WORDS])
 
@@ -86,14 +86,14 @@ def sample(
     temperature: float,
     seed: int,
 ) -> list[Sample]:
-    """Continuations, each from the beginning of a text.
+    """Continuations of prompts.
 
     Args:
         opened: the model.
-        prompts: one for each; "" is continued, too.
-        num_tokens: most tokens for each.
-        temperature: 0: the most likely token always.
-        seed: of the random numbers.
+        prompts: the prompts; "" is allowed.
+        num_tokens: maximum number of tokens of each.
+        temperature: 0: always the most likely token.
+        seed: seed of sampling.
     """
     from expertmesh.data.data_progress import Progress
     from expertmesh.engine.request import SamplingParams
@@ -120,7 +120,7 @@ def sample(
 
 
 def measure(samples: Sequence[Sample], corpus: "Corpus | None") -> str:
-    """One line on how the samples look beside what the model was trained on."""
+    """Share of sampled words that occur in the training text, as one line."""
     if corpus is None:
         return "samples are not judged: the data are no text, or not there"
     parts = [word for sampled in samples for word in countable_words(sampled)]
@@ -131,7 +131,7 @@ def measure(samples: Sequence[Sample], corpus: "Corpus | None") -> str:
 
 
 def countable_words(sampled: Sample) -> list[str]:
-    """The words of the continuation, but for those that it has only a part of."""
+    """Words of the continuation, without incomplete ones."""
     words = sampled.text.split()
     begins_inside = bool(sampled.prompt) and not sampled.text[:1].isspace()
     ends_inside = sampled.is_cut and not sampled.text[-1:].isspace()
@@ -139,7 +139,7 @@ def countable_words(sampled: Sample) -> list[str]:
 
 
 def _words(texts: Iterable[str]) -> set[str]:
-    """Different words of about the first `_MOST_CHARACTERS` characters."""
+    """Distinct words of about the first `_MOST_CHARACTERS` characters."""
     found: set[str] = set()
     seen = 0
     for text in texts:

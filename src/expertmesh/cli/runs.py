@@ -1,4 +1,4 @@
-"""`expertmesh runs DIR`: the runs below a folder, and less of their checkpoints."""
+"""`expertmesh runs DIR`: list the runs below a folder, and remove old checkpoints."""
 
 import argparse
 import shutil
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from expertmesh.training.runs import ListedRun
 
 _WIDTH = 1000
-"""Columns of a table that goes to no terminal, where COLUMNS is not set."""
+"""Columns of the table without a terminal, if COLUMNS is not set."""
 _EXAMPLES = """\
 examples:
   expertmesh runs runs/
@@ -25,13 +25,13 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Prints the list and returns 0, or 1 where checkpoints of some run could not be removed.
+    """Print the list and return 0, or 1 if checkpoints of a run could not be removed.
 
     Args:
         argv: words after `runs`.
 
     Raises:
-        ConfigError: the folder is none, or has no run.
+        ConfigError: the path is not a folder, or has no runs.
     """
     from expertmesh.training.runs import find_runs, look_at, remove_old
 
@@ -58,11 +58,11 @@ def run(argv: list[str]) -> int:
 
 
 def table(runs: Sequence["ListedRun"], width: int | None = None) -> str:
-    """The runs, a line each; a few lines each where the columns do not fit the terminal.
+    """Runs, one per line, or a few lines per run if the columns do not fit the terminal.
 
     Args:
-        runs: in their order.
-        width: of the terminal; None: that of this one.
+        runs: the runs.
+        width: columns; None: the terminal's.
     """
     width = shutil.get_terminal_size((_WIDTH, 0)).columns if width is None else width
     rows = [("run", "recipe", "steps", "loss", "validation", "checkpoints", "size", "")]

@@ -1,4 +1,4 @@
-"""`expertmesh serve DIR`: a model behind OpenAI's interface, and a page that shows its experts."""
+"""`expertmesh serve DIR`: serve a model with OpenAI's API, and a page that shows its experts."""
 
 import logging
 import signal
@@ -37,17 +37,17 @@ examples:
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MOST_KEY_BYTES = 2**20
 _SWITCH_S = 0.001
-"""The engine's thread gives way to the event loop after so long (Python's default is 5 ms, which every event waits for)."""
+"""Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every event)."""
 
 
 def run(argv: list[str]) -> int:
-    """Serves until a signal ends it, and returns 0, or 128 and the second signal.
+    """Serve until a signal, and return 0, or 128 plus the second signal.
 
     Args:
         argv: words after `serve`.
 
     Raises:
-        ConfigError: a value breaks a rule, the model is no decoder, or the extra is not installed.
+        ConfigError: a value breaks a rule, the model is not a decoder, or the extra is not installed.
         CheckpointError: the folder has no usable weights or tokenizer.
     """
     with once_per_host():
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     if launched_rank()[0] > 0:
         assert parallel is not None
         return _follow(options.run, engine_config, parallel)
-    logging.raiseExceptions = False  # a disk that is full for the log is no reason to fail
+    logging.raiseExceptions = False  # a full disk for the log must not end the server
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -79,7 +79,9 @@ def run(argv: list[str]) -> int:
         from expertmesh.serve.app import ServerApp
         from expertmesh.serve.server import bind, serve
 
-        place = bind(server)  # before the weights are read: a port that is taken is said at once
+        place = bind(
+            server
+        )  # before the weights are read, so that a taken port is reported at once
         stack = ExitStack()
         try:
             engine = stack.enter_context(_open_engine(options.run, engine_config, parallel))
@@ -108,7 +110,7 @@ def run(argv: list[str]) -> int:
 def _open_engine(
     run: str, config: EngineConfig, parallel: ParallelConfig | None
 ) -> "Iterator[Engine]":
-    """The engine of this process, or this rank's part of it."""
+    """Engine of this process, or this rank's part of it."""
     from expertmesh.engine.engine import Engine
 
     if parallel is None:
@@ -127,7 +129,7 @@ def _open_engine(
 
 
 def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:
-    """Compute what the first rank is asked, until it ends; signals are for that one alone."""
+    """Run rank 0's engine steps on another rank until rank 0 ends; signals are handled by rank 0 only."""
     with _open_engine(run, config, parallel) as engine:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -149,7 +151,7 @@ def _parser() -> OptionParser:
 
 
 def add_options(parser: OptionParser, config: type[BaseModel]) -> None:
-    """An option for each field, with its help."""
+    """Add an option for each field of a config class, with its help."""
     for name, field in config.model_fields.items():
         kind, default = field.annotation, field.default
         text = (field.description or "").rstrip(".")
@@ -173,17 +175,17 @@ def add_options(parser: OptionParser, config: type[BaseModel]) -> None:
 
 
 def options_of(kind: type[BaseModel], options: Any) -> dict[str, Any]:
-    """The fields of a group that were given."""
+    """Fields of a config class that were given."""
     given = {name: getattr(options, name) for name in kind.model_fields}
     values = {name: value for name, value in given.items() if value is not None}
     return {n: tuple(listed(v)) if isinstance(v, list) else v for n, v in values.items()}
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:
-    """The keys of a file, one on each line.
+    """API keys of a file, one per line.
 
     Raises:
-        ConfigError: it cannot be read, or has none.
+        ConfigError: the file is unreadable, or has no key.
     """
     if path is None:
         return ()

@@ -1,4 +1,4 @@
-"""How every verb that trains begins: the words parsed, what another run fixes taken over, the process made ready."""
+"""Start of all verbs that train: parse the words, apply `train.init_from`, prepare the process."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ from expertmesh.errors import ConfigError, named
 
 
 def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
-    """Read the words of a verb that trains; a run that begins with another's weights has what these fix.
+    """Parse the words of a verb that trains; with `train.init_from` the other run's model options are applied.
 
     Args:
-        argv: those of `parse_run_config`.
+        argv: see `parse_run_config`.
 
     Raises:
-        ConfigError: the words, or what they ask for, break a rule.
-        CheckpointError: the run to begin with has no usable checkpoint, or a file is missing.
-        PeerError: on the other processes of a host, in its place.
+        ConfigError: a word or an option breaks a rule.
+        CheckpointError: the run of `train.init_from` has no usable checkpoint, or a file is missing.
+        PeerError: on the other processes of a host, instead of the errors above.
         SystemExit: with code 0 after `--help`.
     """
     with once_per_host():
@@ -45,15 +45,15 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
 
 @contextmanager
 def ready_to_train(config: RunConfig, *, verbose: bool = False) -> Iterator[None]:
-    """Load what training needs and tell of the data; on a CPU freed memory stays with the process.
+    """Context of a training: libraries are loaded, data preparation is reported, and on a CPU freed memory is kept.
 
     Args:
-        config: of the run.
-        verbose: name every text that is left out.
+        config: configuration of the run.
+        verbose: report every skipped text by name.
 
     Raises:
-        ConfigError: there is no such device.
-        PeerError: on the other processes of a host, in its place.
+        ConfigError: the device does not exist.
+        PeerError: on the other processes of a host, instead of it.
     """
     with told_of_data(verbose=verbose):
         with loading():

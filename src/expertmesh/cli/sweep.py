@@ -1,4 +1,4 @@
-"""`expertmesh sweep RECIPE --rates 1e-3,2e-3`: a run for each rate, a table of what they end with."""
+"""`expertmesh sweep RECIPE --rates 1e-3,2e-3`: train at several learning rates, and compare the results in a table."""
 
 import signal
 import sys
@@ -26,7 +26,7 @@ goes on where it stopped. All other options are those of `expertmesh train RECIP
 
 
 def run(argv: list[str]) -> int:
-    """Runs the verb.
+    """Run the verb.
 
     Args:
         argv: words after `sweep`.
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
         0; 1: no run is finished with a finite loss; 128 + N when signal N stopped it after a clean save.
 
     Raises:
-        ConfigError: the words, or what they ask for, break a rule.
+        ConfigError: a word or an option breaks a rule.
     """
     if "--help" in argv or "-h" in argv:
         print(fitted(_HELP), end="")
@@ -49,7 +49,9 @@ def run(argv: list[str]) -> int:
         )
     if parsed.dry_run:
         raise ConfigError("--dry-run: is for one run; use expertmesh train with it")
-    if "optim.lr" in parsed.from_file:  # a run's config.json has all options: no mistake
+    if (
+        "optim.lr" in parsed.from_file
+    ):  # a run's config.json has all options, so this is not an error
         print(
             f"note: --optim.lr {parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates",
             file=sys.stderr,
@@ -75,7 +77,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check_its_own(words: Sequence[str]) -> None:
-    """Refuse options that a sweep sets itself."""
+    """Raise ConfigError for options that a sweep sets itself."""
     for word in words:
         option = word.partition("=")[0].replace("_", "-")
         for name, fix in (
@@ -87,7 +89,7 @@ def _check_its_own(words: Sequence[str]) -> None:
 
 
 def _rates(argv: Sequence[str]) -> tuple[list[float], list[str]]:
-    """The rates, and the other words."""
+    """Learning rates, and the other words."""
     texts: list[str] = []
     others: list[str] = []
     place = 0
@@ -119,7 +121,7 @@ def _is_rates(text: str) -> bool:
 
 
 def table(runs: Sequence["SweptRate"], family: Family) -> str:
-    """The runs, a line each."""
+    """Table of the runs, one per line."""
     lines = [f"{'rate':>10} {'loss':>10} {family.metric.short:>12} {'steps':>8} {'seconds':>9}"]
     for one in runs:
         missing = "diverged" if one.stopped_by is None else "-"

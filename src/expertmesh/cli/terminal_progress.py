@@ -1,4 +1,4 @@
-"""What a person is told while a verb prepares: progress in place on a terminal, now and then elsewhere; warnings always."""
+"""Messages while a verb prepares: progress in place on a terminal, occasional lines elsewhere, and warnings."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ _THE_END = b"\0"
 
 
 class _News(logging.Handler):
-    """Writes to standard error. Elsewhere than on a terminal, the pauses between lines of progress double."""
+    """Logging handler for standard error. Without a terminal the interval between progress lines doubles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,28 +44,28 @@ class _News(logging.Handler):
             self._next = now + (now - self._began)
         self.clear()
         self._is_open = in_place
-        # A terminal that does not know its width says 0.
+        # A terminal of unknown width reports 0.
         width = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if in_place else None
         self._write(text[:width] if in_place else f"{text}\n")
 
     def clear(self) -> None:
-        """Wipe the line of progress that is on the terminal."""
+        """Erase the progress line on the terminal."""
         if self._is_open:
             self._write(_CLEAR)
         self._is_open = False
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # a full disk below standard error stops no work
+        with suppress(OSError):  # errors of standard error are ignored
             sys.stderr.write(text)
             sys.stderr.flush()
 
 
 @contextmanager
 def told_of_data(*, verbose: bool = False) -> Iterator[None]:
-    """Show what the package says of the data that it prepares. Under torchrun only the first rank speaks.
+    """Context that shows messages about data preparation. Under torchrun only rank 0 prints.
 
     Args:
-        verbose: each text that is left out, too.
+        verbose: also every skipped text.
     """
     log = logging.getLogger("expertmesh.data")
     handler = _News() if launched_rank()[0] == 0 else logging.NullHandler()
@@ -86,7 +86,7 @@ def told_of_data(*, verbose: bool = False) -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Says that something is on its way, while libraries and weights are read."""
+    """Context that shows a loading message, while libraries and weights are read."""
     log = logging.getLogger("expertmesh.data")
     log.info("loading", extra={"is_progress": True})
     try:
@@ -97,10 +97,10 @@ def loading() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_heard() -> Iterator[None]:
-    """On a terminal, Ctrl-C is answered at once, and a second one ends the process at once.
+    """Context on a terminal in which Ctrl-C is acknowledged at once, and a second one ends the process at once.
 
-    Python raises KeyboardInterrupt when the library that runs comes back to it, which takes seconds where a tokenizer is
-    learned. What is half made then is removed by the next run.
+    Python raises KeyboardInterrupt only when the running library returns to it, which takes seconds while a tokenizer
+    is trained. Incomplete files are removed by the next run.
     """
     if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
         yield
@@ -116,17 +116,19 @@ def _interrupts_heard() -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.write(write_end, _THE_END)  # a closed end would not do: a forked process may hold it
+        os.write(
+            write_end, _THE_END
+        )  # closing the pipe is not enough: a forked process may hold it
         thread.join()
         os.close(write_end)
         os.close(read_end)
 
 
 def _answer(read_end: int, usual: object) -> None:
-    """Answers each number of a signal that comes through a pipe, where nobody else does."""
+    """Acknowledge signals whose numbers arrive in a pipe, unless another handler is installed."""
     heard = 0
     while (number := os.read(read_end, 1)) != _THE_END:
-        # The training loop has a handler of its own.
+        # The training loop has its own handler.
         if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) != usual:
             continue
         heard += 1
@@ -137,5 +139,5 @@ def _answer(read_end: int, usual: object) -> None:
 
 
 def silence_output() -> None:
-    """Let standard output go nowhere: at exit Python would flush it, and print a traceback of the same failure."""
+    """Redirect standard output to the null device: otherwise Python flushes it at exit, and prints a traceback of the same error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

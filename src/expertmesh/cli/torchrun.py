@@ -1,4 +1,4 @@
-"""Several processes with one voice: what torchrun's ranks print, and what torchrun learns of a failure."""
+"""Output of several ranks as one: rank 0 prints, and torchrun learns the cause of a failure."""
 
 import json
 import os
@@ -18,22 +18,22 @@ from expertmesh.config.base import (
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
 _PATIENCE_S = 30.0
-"""How long a rank that stops because of another waits for that one to say why; torchrun ends all at the first exit."""
+"""Seconds that a rank which stops because of another waits for that rank's message; torchrun ends all ranks at the first exit."""
 
 _LINGER_S = 10.0
-"""The same, of a rank that has said itself what it knows: that another one is lost."""
+"""Seconds that a rank waits after it has reported that another rank was lost."""
 
 _POLL_S = 0.05
 _FOLLOWS = "follows_another"
-"""Key in a rank's error file: its failure may only follow from another rank's."""
+"""Key in a rank's error file: its failure may be a consequence of another rank's."""
 
 
 @contextmanager
 def once_per_host() -> Iterator[None]:
-    """Mistakes that every process of a host makes alike, as in the command line, are said by the first of them.
+    """Context in which only the first process of a host raises errors that all of its processes detect alike.
 
     Raises:
-        PeerError: on the others, in the place of a ConfigError or CheckpointError, with the same words.
+        PeerError: on the other processes, instead of a ConfigError or CheckpointError, with the same text.
     """
     try:
         yield
@@ -45,10 +45,10 @@ def once_per_host() -> Iterator[None]:
 
 @contextmanager
 def once_by_rank_0() -> Iterator[None]:
-    """As `once_per_host`, over several hosts: mistakes that all ranks find alike are said by rank 0.
+    """Context in which only rank 0 raises errors that all ranks of all hosts detect alike.
 
     Raises:
-        PeerError: on the others, with the same words.
+        PeerError: on the other ranks, with the same text.
     """
     try:
         yield
@@ -59,15 +59,16 @@ def once_by_rank_0() -> Iterator[None]:
 
 
 def another_speaks() -> bool:
-    """Whether another rank of this host has said why it fails; waits for that.
+    """Whether another rank of this host has reported its failure; waits for it.
 
-    A rank that stops because of another must neither be silent nor leave before that one has spoken: at the first exit torchrun ends all.
+    A rank that stops because of another must neither be silent nor exit before that rank has reported: torchrun ends
+    all ranks at the first exit.
     """
     return _hears_another(_PATIENCE_S)
 
 
 def linger() -> None:
-    """Wait a little for the rank whose failure was the cause, before this one's exit ends it. For one that has spoken and told the launcher."""
+    """Wait a little for the rank that caused the failure, before this rank's exit ends it. Call it after this rank has reported."""
     if launcher_error_file() is not None:
         _hears_another(_LINGER_S)
 
@@ -79,33 +80,33 @@ def _hears_another(patience_s: float) -> bool:
         if any(not follows for follows in told):
             return True
         if len(told) >= ranks_on_host() - 1 or time.monotonic() >= end:
-            return False  # all others follow from something else, or nobody speaks
+            return False  # all others are consequences as well, or nobody reports
         time.sleep(_POLL_S)
 
 
 def _told_by_others() -> list[bool]:
-    """Of each other rank of this host that has told torchrun of a failure: whether it only follows from another's.
+    """Failures that other ranks of this host have reported: for each, whether it may be a consequence of another's.
 
-    Torchrun gives each rank a file in a folder of its own, and these folders are neighbours.
+    Torchrun gives each rank an error file in its own folder, and these folders are neighbours.
     """
     own = launcher_error_file()
     found = []
     for path in [] if own is None else own.parent.parent.glob(f"*/{own.name}"):
         if path != own:
-            with suppress(OSError, ValueError):  # it is being written
+            with suppress(OSError, ValueError):  # the file is being written
                 found.append(bool(json.loads(path.read_text()).get(_FOLLOWS)))
     return found
 
 
 def report_to_elastic(message: str, *, is_mistake: bool, follows: bool = False) -> None:
-    """Let torchrun's own report end with the reason of the failure; without torchrun, nothing.
+    """Write the reason of a failure for torchrun's own report; without torchrun it does nothing.
 
-    Torchrun takes the oldest failure for the cause, in whole seconds. A mistake was there before any rank ended; another
-    failure is older than what follows from it.
+    Torchrun takes the oldest failure, in whole seconds, as the cause. Invalid input precedes the end of any rank, and
+    other failures precede their consequences.
 
     Args:
         message: the line that was printed.
-        is_mistake: of the user, found before work began.
+        is_mistake: whether it is invalid input, detected before work started.
         follows: whether another rank may have failed before.
     """
     path = launcher_error_file()
@@ -119,10 +120,11 @@ def report_to_elastic(message: str, *, is_mistake: bool, follows: bool = False) 
 
 
 def leave(code: int) -> NoReturn:
-    """End this process; a rank of torchrun does it without the interpreter's tidying up, when all its files are closed.
+    """End this process; under torchrun without the interpreter's shutdown, after all files are closed.
 
-    A thread of gloo may still hold a tensor of the last collective. When it lets go of it while the interpreter ends, torch
-    2.13 asks for the interpreter's lock, and the process aborts after a good run (seen once in 71 runs on a busy machine).
+    A gloo thread may still hold a tensor of the last collective. If it frees the tensor during shutdown, torch 2.13
+    acquires the interpreter's lock, and the process aborts after a successful run (seen once in 71 runs on a busy
+    machine).
     """
     if not is_launched():
         raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""`expertmesh train RECIPE`: parse, train, print what came out."""
+"""`expertmesh train RECIPE`: train a model and print the result."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-    """Runs the verb.
+    """Run the verb.
 
     Args:
         argv: words after `train`.
@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
         143 SIGTERM.
 
     Raises:
-        ConfigError: the words, or what they ask for, break a rule.
+        ConfigError: a word or an option breaks a rule.
     """
     parsed = parse_and_begin(argv)
     if parsed.dry_run:
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 
 
 def _say(text: str) -> None:
-    """The end of a good run, on standard error where standard output cannot take it; the run has its numbers."""
+    """Print the summary of a finished run, on standard error if standard output fails; the run's files have the numbers."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -63,14 +63,14 @@ def _say(text: str) -> None:
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
-    """The smallest number of ranks that the degrees ask for."""
+    """Smallest number of ranks for the degrees."""
     holding = (parallel.dp_shard_degree or 1) * parallel.tp_degree
     wanted = max(parallel.ep_degree, default=1) * (parallel.es_degree or 1)
     return parallel.dp_replicate_degree * max(holding, wanted, parallel.route_degree or 1)
 
 
 def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int = 1) -> str:
-    """What a run would be: resolved configuration, and parameters, operations and memory of each rank where they are known.
+    """Description of a run: resolved configuration, and parameters, FLOPs and memory of each rank if known.
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
@@ -106,7 +106,7 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
 
 
 def _memory(costs: "RunCosts", num_ranks: int) -> str:
-    """Memory of one process, or of each of several: those have gathered weights in the place of compute copies."""
+    """Memory of one process, or of each of several ranks, which have gathered weights instead of compute copies."""
     alone, each = costs.alone, costs.each
     if each is None:
         return (
@@ -114,7 +114,7 @@ def _memory(costs: "RunCosts", num_ranks: int) -> str:
             f"compute copies {_bytes(alone.compute_copy_bytes)}, gradients {_bytes(alone.gradients_bytes)}, "
             f"optimiser {_bytes(alone.optimizer_bytes)}, activations {_bytes(alone.activations_bytes)} (estimate)"
         )
-    # Activations of the items that a rank has; experts may get more or fewer.
+    # Activations for a rank's own items; its experts may get more or fewer.
     activations = alone.activations_bytes // num_ranks
     return (
         f"of each of {num_ranks} ranks {_bytes(each.peak_bytes + activations)}: weights {_bytes(each.parameters_bytes)}, "
@@ -125,7 +125,7 @@ def _memory(costs: "RunCosts", num_ranks: int) -> str:
 
 
 def summary(result: "TrainResult", family: Family) -> str:
-    """How a run ended, in a few lines."""
+    """Summary of a finished run, in a few lines."""
     rate = result.items / result.seconds if result.seconds else 0.0
     done = (
         f"{result.step:,} steps, {result.items:,} {family.items} in {result.seconds:,.1f} s of training"

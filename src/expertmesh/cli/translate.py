@@ -1,4 +1,4 @@
-"""`expertmesh translate RUN --to de "..."`: translates with the newest checkpoint of a run."""
+"""`expertmesh translate RUN --to de "..."`: translate with the newest checkpoint of a run."""
 
 import sys
 from collections.abc import Callable
@@ -26,13 +26,13 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Prints or writes a translation for each text, and scores with a reference; returns 0.
+    """Print or write a translation of each text, and scores if references are given; returns 0.
 
     Args:
         argv: words after `translate`.
 
     Raises:
-        ConfigError: a value breaks a rule, or files do not fit together.
+        ConfigError: a value breaks a rule, or files do not match.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     with once_per_host():
@@ -141,7 +141,7 @@ def _parser() -> OptionParser:
 
 
 def _texts(options: Any) -> tuple[list[str], list[str] | None]:
-    """What to translate, and its references: as many lines."""
+    """Texts to translate, and references of as many lines, or None."""
     if bool(options.text) == (options.input is not None):
         raise ConfigError("no text, or text and --input; give one of the two, for example 'a dog'")
     texts: list[str] = options.text
@@ -171,7 +171,7 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None]:
 
 
 def _scored(texts: list[str], references: list[str]) -> list[int]:
-    """Which lines have both: files of parallel text are blank where a line is not translated."""
+    """Indices of lines where text and reference are nonblank; parallel text has blank lines where a translation is missing."""
     pairs = zip(texts, references, strict=True)
     return [i for i, (text, right) in enumerate(pairs) if text.strip() and right.strip()]
 

@@ -1,23 +1,23 @@
-"""Threads that have nothing to do sleep. By default they look for work in a loop, and take cores from the threads that have some."""
+"""Passive waiting of OpenMP threads: idle threads sleep, where by default they spin and take cores from busy threads."""
 
 import os
 import sys
 from collections.abc import Container, MutableMapping
 
 _SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""By which users of GCC's, LLVM's and Intel's OpenMP say how threads wait; all of these libraries read the first one."""
+"""Environment variables that control waiting in the OpenMP of GCC, LLVM and Intel; all of them read the first."""
 
 
 def wait_passively(
     environment: MutableMapping[str, str] = os.environ, loaded: Container[str] = sys.modules
 ) -> bool:
-    """Let the threads of OpenMP, and of the programs that this one starts, sleep while they wait, unless the user has set how they wait.
+    """Make OpenMP threads of this process and its children sleep while waiting, unless the user has set how they wait.
 
-    The library reads the setting when torch loads it: this has no effect afterwards.
+    OpenMP reads the setting when torch loads it; later calls have no effect.
 
     Args:
-        environment: of this process.
-        loaded: modules.
+        environment: environment of this process.
+        loaded: loaded modules.
 
     Returns:
         Whether the setting was made.
