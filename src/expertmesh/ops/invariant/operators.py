@@ -4,14 +4,11 @@ Ordinary operators do not guarantee this. A library's matrix product selects its
 by the number of rows, and at the edge of a matrix even by a row's position. A vectorised `exp` may use other code for
 the last elements of a tensor. Here
 
-* products run in calls of few rows, with matrix sizes that are multiples of 16. A trial at run time finds the numbers of
-  rows with equal results at all positions and beside any number of other rows. Other calls are padded, or run row by row.
-  (The Triton backend uses our kernel, with tiles that do not depend on the number of rows);
-* `exp` and other point-wise functions run over pieces of one fixed length, below the size at which PyTorch divides work
-  among threads;
-* sums along a row are PyTorch's, with so few elements that they are not divided among threads, if a trial has shown that
-  a row's sum is the same beside any other rows; otherwise a tree of element-wise additions. All other operations are
-  additions, products, quotients, roots and maxima, which are rounded correctly at every position.
+* products run in calls of few rows, with matrix sizes that are multiples of 16. A trial finds the numbers of rows with
+  equal results at all positions; other calls are padded, or run row by row. (Triton: our kernel, with fixed tiles);
+* `exp` and other point-wise functions run over pieces of one fixed length, which PyTorch does not divide among threads;
+* sums along a row are PyTorch's, with as few elements, if a trial has shown that other rows do not matter; otherwise a
+  tree of additions. Additions, products, quotients, roots and maxima are rounded correctly at every position.
 
 They are slower than the ordinary operators, and differ from them by rounding. `docs/numerics.md` states the guarantees.
 """
@@ -100,8 +97,7 @@ def _doubled(t: Tensor, sign: int) -> Tensor:
 
 
 def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor]) -> RowRange:
-    """Find the calls of a product that give a row the same result, by trials with ordinary rows, then with cancelling
-    rows.
+    """Find the calls of a product that give a row the same result, by trials with ordinary and with cancelling rows.
 
     Args:
         product: function of rows (M, K) -> (M, ...), with columns from `_doubled`.
@@ -160,9 +156,7 @@ def _rows_of(
 
 
 def _goes_to_onednn(w_NK: Tensor) -> bool:
-    """Whether oneDNN multiplies, whose weights can be packed; for small weights its call overhead exceeds the
-    product.
-    """
+    """Whether oneDNN multiplies, whose weights can be packed; small weights are not worth its call."""
     return w_NK.is_cpu and w_NK.numel() >= _SMALLEST_WEIGHT and can_pack(w_NK.dtype)
 
 
@@ -274,9 +268,7 @@ def _packs_alike(
     rows: RowRange,
     num_threads: int,
 ) -> bool:
-    """Whether products with the packed weight have the same bits as without, for all numbers of rows of a call; tested
-    once.
-    """
+    """Whether products with the packed weight have the same bits as without, for all numbers of rows; tested once."""
     draw = _drawing(num_columns * 65537 + num_products, torch.empty(0, dtype=dtype))
     w_NK = _doubled(draw(num_columns, num_products), 1)
     b_N = draw(num_columns) * 2**-20 if with_bias else None
