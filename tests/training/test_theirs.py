@@ -41,10 +41,11 @@ def stepped(model, optimizer, steps=2):
 
 
 @pytest.fixture
-def as_it_is(monkeypatch):
-    """A function that leaves torchao's step uncompiled: it compiles one for each shape, most of a minute for a small model."""
+def compiled(request):
+    """Whether torchao's step is compiled: for each shape one, most of a minute for a small model. Or it runs as it is."""
     pytest.importorskip("torchao", reason="torchao not installed")
-    return lambda: monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with torch.compiler.set_stance("default" if request.param else "force_eager"):
+        yield request.param
 
 
 @pytest.mark.slow
@@ -55,11 +56,10 @@ def as_it_is(monkeypatch):
         (TYPES[1], False),
         pytest.param(TYPES[1], True, marks=pytest.mark.exhaustive),
     ],
+    indirect=["compiled"],
 )
-def test_theirs(state_dtype, compiled, as_it_is):
+def test_theirs(state_dtype, compiled):
     """The first step is FP32's, rates of the loop reach it and bytes are the formula's."""
-    if not compiled:
-        as_it_is()
     (model, optimizer), (plain, fp32) = built(state_dtype), built("float32")
     before = model.large.weight.detach().clone()
     stepped(model, optimizer, 1)
@@ -84,12 +84,12 @@ def tensors(state):
 
 
 @pytest.mark.parametrize("state_dtype", TYPES)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], indirect=True
+)
 def test_a_run_goes_on_to_the_bit_with_the_same_type_only(
-    compiled, as_it_is, state_dtype, tiny, tmp_path, run_quietly
+    compiled, state_dtype, tiny, tmp_path, run_quietly
 ):
-    if not compiled:
-        as_it_is()
 
     def run_of(folder, steps, **changes):
         options = {"model.dim": 64, "model.moe.hidden_dim": 32, "optim.schedule_steps": 4}
