@@ -91,8 +91,7 @@ def _near_gpu(nodes: dict[int, set[int]]) -> set[int]:
 
 @contextmanager
 def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
-    """Bind this process to one NUMA node inside the context, if torchrun started several on this host and `how` is
-    "auto".
+    """Bind this process to one NUMA node inside the context, if torchrun started several on this host and `how` is "auto".
 
     Args:
         how: "auto"; any other value binds nothing.

@@ -148,8 +148,7 @@ def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
 
 
 def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] | None:
-    """Gather the equally shaped tensors of all ranks on the group's first rank; returns None on the others. Not seen by
-    autograd.
+    """Gather the equally shaped tensors of all ranks on the group's first rank; returns None on the others. Not seen by autograd.
 
     Args:
         x: contiguous, any dtype.

@@ -1,6 +1,4 @@
-"""Number of threads that this process can run at once, from its cores, its container's quota and the other ranks of its
-host.
-"""
+"""Number of threads that this process can run at once, from its cores, its container's quota and the other ranks of its host."""
 
 import os
 import platform
@@ -96,8 +94,7 @@ def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
 
 
 def users_threads(launcher: int | None = None) -> str | None:
-    """Environment variable by which the user has set the number of threads, as NAME=VALUE; None if not set, or set by
-    torchrun.
+    """Environment variable by which the user has set the number of threads, as NAME=VALUE; None if not set, or set by torchrun.
 
     Torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it. The environment that torchrun itself
     started with tells the two apart.

@@ -171,9 +171,7 @@ def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
 
 
 def data_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
-    """Submesh of `dense_mesh` over which batches are split: its first two axes, or "dp_shard" alone if there is one
-    copy.
-    """
+    """Submesh of `dense_mesh` over which batches are split: its first two axes, or "dp_shard" alone if there is one copy."""
     mesh = dense_mesh(world, degrees)
     return mesh[DENSE_AXES[:2]] if degrees.dp_replicate > 1 else mesh["dp_shard"]
 

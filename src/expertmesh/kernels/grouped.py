@@ -63,8 +63,7 @@ class Rows:
 def hidden_descriptor(
     h_RH: Tensor, num_branches: int, block: list[int], *, interleaved: bool
 ) -> Any:
-    """Make a tensor descriptor of H or dH as (rows, branches, columns); interleaved branches are one of twice the
-    columns.
+    """Make a tensor descriptor of H or dH as (rows, branches, columns); interleaved branches are one of twice the columns.
 
     Args:
         h_RH: (R, G * F).
@@ -80,9 +79,7 @@ def hidden_descriptor(
 
 @triton.jit
 def tile_place(index, num_m, num_n, GROUP_M: tl.constexpr):
-    """Compute row tile and column tile of a tile index: GROUP_M row tiles, then the next column, so that weights stay
-    in L2.
-    """
+    """Compute row tile and column tile of a tile index: GROUP_M row tiles, then the next column, so that weights stay in L2."""
     group = index // (GROUP_M * num_n)
     rows = tl.minimum(num_m - group * GROUP_M, GROUP_M)
     within = index % (GROUP_M * num_n)
@@ -105,9 +102,7 @@ def rows_from(first, end, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def unit_of_column(n, G: tl.constexpr, UNITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute hidden unit and branch of each column of a tile that begins at unit n; UNITS columns of a branch are
-    adjacent.
-    """
+    """Compute hidden unit and branch of each column of a tile that begins at unit n; UNITS columns of a branch are adjacent."""
     column = tl.arange(0, BLOCK_N * G)
     return n + column // (G * UNITS) * UNITS + column % UNITS, column // UNITS % G
 
@@ -203,9 +198,7 @@ def round_pairs(x):
 
 @triton.jit
 def sigmoid(h):
-    """Compute 1 / (1 + exp(-h)) in FP32 by exp2 and rsqrt, because exp and a division each rescale numbers below
-    2**-126.
-    """
+    """Compute 1 / (1 + exp(-h)) in FP32 by exp2 and rsqrt, because exp and a division each rescale numbers below 2**-126."""
     root = tl.rsqrt(1.0 + tl.exp2(h * -1.4426950408889634))
     return root * root
 

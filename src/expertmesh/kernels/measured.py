@@ -18,9 +18,7 @@ _NEAR = 2.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Entry of the file: `tiles` by the GEMM's name in `LaunchConfig`, then by `Tile`'s attributes; other attributes as
-    in the file.
-    """
+    """Entry of the file: `tiles` by the GEMM's name in `LaunchConfig`, then by `Tile`'s attributes; other attributes as in the file."""
 
     rows_per_expert: float
     dim: int

@@ -74,9 +74,7 @@ def _up(
     GROUP_M: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Compute H and A' of all rows; h or a may be None. h_low and a_low are the same tensors as pointers, for tiles of
-    half height.
-    """
+    """Compute H and A' of all rows; h or a may be None. h_low and a_low are the same tensors as pointers, for tiles of half height."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -173,9 +171,7 @@ def _store_hidden(
     BLOCK_N: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Add the bias to a tile of H; store H and A'. Recurses by halves down to CHUNK_N hidden units, because of
-    registers.
-    """
+    """Add the bias to a tile of H; store H and A'. Recurses by halves down to CHUNK_N hidden units, because of registers."""
     if BLOCK_N > CHUNK_N:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()

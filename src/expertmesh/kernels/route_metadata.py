@@ -249,9 +249,7 @@ def route_metadata(
 
 
 def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Upper bound on the number of tiles of block_m rows for num_rows rows of num_experts experts, without their
-    counts.
-    """
+    """Upper bound on the number of tiles of block_m rows for num_rows rows of num_experts experts, without their counts."""
     return num_rows // block_m + min(num_experts, num_rows)
 
 

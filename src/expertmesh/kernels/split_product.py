@@ -87,9 +87,7 @@ def _split_product(
 
 
 def split(tensor: Tensor, num_parts: int) -> Tensor:
-    """Split an FP32 tensor into (parts, ...) BF16 numbers that sum to it: exactly with three, to 16 bits with two. One
-    launch.
-    """
+    """Split an FP32 tensor into (parts, ...) BF16 numbers that sum to it: exactly with three, to 16 bits with two. One launch."""
     tensor = tensor.contiguous()
     size = tensor.numel()
     # parts are a multiple of 16 numbers apart, so that another number of tokens compiles no new kernel
@@ -104,9 +102,7 @@ def split(tensor: Tensor, num_parts: int) -> Tensor:
 
 
 def _strides(factor: Tensor) -> tuple[int, ...]:
-    """Strides of a factor in parts; 0 between parts if there is one, because that stride would depend on the number of
-    tokens.
-    """
+    """Strides of a factor in parts; 0 between parts if there is one, because that stride would depend on the number of tokens."""
     part, *others = factor.stride()
     return (part if factor.shape[0] > 1 else 0, *others)
 

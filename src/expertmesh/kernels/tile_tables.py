@@ -82,9 +82,7 @@ TABLES: dict[str, dict[str, Table]] = {
     "gfx942": _GROUPS,
     "interpreter": {"low-tails": Table({"tails": True}, leaves_low=False)} | _GROUPS,
 }
-"""Tables by architecture and name, beside the default one; `direct-stores` is Hopper's table without stores by
-descriptor.
-"""
+"""Tables by architecture and name, beside the default one; `direct-stores` is Hopper's table without stores by descriptor."""
 
 
 def names(arch: str) -> tuple[str, ...]:

@@ -304,9 +304,7 @@ def _is_described(tensor: Tensor) -> bool:
 
 
 def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:
-    """Choose the tile of a GEMM over routed rows: padding wastes up to half a tile per expert, so few rows need low
-    tiles.
-    """
+    """Choose the tile of a GEMM over routed rows: padding wastes up to half a tile per expert, so few rows need low tiles."""
     if arch == "interpreter":
         return Tile(32, 64, 64, 4, 1, group_m=2)
     if itemsize == 4 and precision == "ieee" and not arch.startswith("gfx"):
@@ -377,9 +375,7 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
 
 
 def _for_single_elements(tile: Tile) -> Tile:
-    """Reduce a tile for rows that are no multiple of 16 elements: Triton then loads single elements, through
-    registers.
-    """
+    """Reduce a tile for rows that are no multiple of 16 elements: Triton then loads single elements, through registers."""
     return Tile(min(tile.block_m, 64), min(tile.block_n, 128), min(tile.block_k, 32), 8, 2)
 
 
@@ -414,9 +410,7 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
 
 
 def _columns_at_once(gemm: str, tile: Tile) -> int:
-    """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the
-    branches.
-    """
+    """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the branches."""
     if gemm == "up":
         return 2 * min(tile.block_n, tile.chunk or UP_CHUNK)
     if gemm == "hidden_grad":  # and a buffer for loaded H if operands keep theirs

@@ -92,9 +92,7 @@ def make_shared_gate(options: LayerOptions, **place: Any) -> Linear | None:
 
 
 def make_residual(options: LayerOptions, **place: Any) -> tuple[DenseMLP | None, Linear | None]:
-    """Make PR-MoE's residual MLP and the map D -> 2 to its mixing coefficients, or (None, None). `place` is device and
-    dtype.
-    """
+    """Make PR-MoE's residual MLP and the map D -> 2 to its mixing coefficients, or (None, None). `place` is device and dtype."""
     if not options.residual:
         return None, None
     hidden_dim = options.residual_hidden_dim or options.hidden_dim

@@ -205,9 +205,7 @@ def _check_dense(name: str, value: Tensor) -> None:
 
 
 def check_ids(ids: Tensor, num_experts: int, *, what: str, fix: str) -> None:
-    """Raise ConfigError unless expert ids are in [0, E]. Checked only on the CPU in eager mode, where reading them does
-    not synchronise.
-    """
+    """Raise ConfigError unless expert ids are in [0, E]. Checked only on the CPU in eager mode, where reading them does not synchronise."""
     if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
         return
     low, high = int(ids.min()), int(ids.max())

@@ -69,9 +69,7 @@ class Experts(Protocol):
         max_rows: int | None,
         parameters: ExpertParameters | None,
     ) -> Tensor:
-        """Compute (T, D) weighted sums over each token's local experts. `parameters` replaces the module's own if not
-        None.
-        """
+        """Compute (T, D) weighted sums over each token's local experts. `parameters` replaces the module's own if not None."""
 
 
 def apply_experts(
@@ -101,9 +99,7 @@ class RoundTrip(Protocol):
     """Dispatch and combine in flight, from `start` until the sums have returned."""
 
     def advance(self) -> None:
-        """Send the tokens that `start` had to hold back until row counts of other processes arrived. Optional to
-        call.
-        """
+        """Send the tokens that `start` had to hold back until row counts of other processes arrived. Optional to call."""
 
     def finish(self, experts: Experts) -> Tensor:
         """Wait for arriving tokens, run the experts on them, and return the sums to the tokens' processes.

@@ -21,9 +21,7 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 
 OfRows = Callable[[], tuple[AdapterRun, ...]]
-"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps
-it up to date.
-"""
+"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps it up to date."""
 
 
 @dataclass(frozen=True)
@@ -291,8 +289,7 @@ class ExpertList(nn.ModuleList):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """Compute weighted sums as `GroupedExperts.forward` does; waits on the host for the number of rows of each
-        expert.
+        """Compute weighted sums as `GroupedExperts.forward` does; waits on the host for the number of rows of each expert.
 
         `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert
         without a row is not called, and the gradients of its parameters are zeros, as in grouped experts.
@@ -325,16 +322,13 @@ class ExpertList(nn.ModuleList):
     def callables(
         self, x_TD: Tensor
     ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
-        """Tokens, experts and parameters of each expert for one call; a subclass may insert a step before the
-        experts.
-        """
+        """Tokens, experts and parameters of each expert for one call; a subclass may insert a step before the experts."""
         experts = list(self.children())
         return x_TD, [*experts], [list(expert.parameters()) for expert in experts]
 
 
 def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
-    """(0, D) slices of parameters: a `torch.cat` with them gives the parameters zero gradients, even if weights are not
-    finite.
+    """(0, D) slices of parameters: a `torch.cat` with them gives the parameters zero gradients, even if weights are not finite.
 
     Args:
         parameters: the parameters; those without a gradient and DTensors are left out.
@@ -350,9 +344,7 @@ def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
 
 
 class FirstOutput(nn.Module):
-    """Wraps an expert whose forward may return a tuple: its first entry counts. `expert` is None if it is on another
-    rank.
-    """
+    """Wraps an expert whose forward may return a tuple: its first entry counts. `expert` is None if it is on another rank."""
 
     def __init__(self, expert: nn.Module | None) -> None:
         """Hold the expert as `expert`."""

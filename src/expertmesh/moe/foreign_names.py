@@ -11,19 +11,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ForeignName:
-    """A tensor of another system's state dict, and the place of its values in ours.
-
-    Attributes:
-        theirs: name of the tensor in the other system.
-        ours: name of our tensor that holds the values.
-        part: index into our tensor; ... is all of it.
-        transposed: whether the other system has the last two dimensions exchanged.
-    """
+    """A tensor of another system's state dict, and the place of its values in ours."""
 
     theirs: str
+    """Name of the tensor in the other system."""
     ours: str
+    """Name of our tensor that holds the values."""
     part: tuple[int | slice, ...] | EllipsisType = ...
+    """Index into our tensor; ... is all of it."""
     transposed: bool = False
+    """Whether the other system has the last two dimensions exchanged."""
 
 
 def to_foreign(

@@ -17,18 +17,14 @@ from expertmesh.moe.types import Routing
 
 
 class SharedTokens(Protocol):
-    """Protocol of processes with equally many tokens of one call, for example
-    `expertmesh.parallel.tensor.SharedSequences`.
-    """
+    """Protocol of processes with equally many tokens of one call, for example `expertmesh.parallel.tensor.SharedSequences`."""
 
     @property
     def rank(self) -> int:
         """Index of this process among those that share the tokens."""
 
     def gather_tokens(self, x_T: Tensor) -> Tensor:
-        """(T, ...) of each process -> (P T, ...) in the order of processes. Gradients of floating-point tensors are
-        summed.
-        """
+        """(T, ...) of each process -> (P T, ...) in the order of processes. Gradients of floating-point tensors are summed."""
 
 
 @dataclass(frozen=True)

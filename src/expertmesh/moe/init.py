@@ -59,9 +59,7 @@ def _fill_whole(param: Tensor, values: Tensor) -> None:
 
 
 def _own_experts(param: Tensor) -> tuple[Tensor, int, tuple[slice, ...]]:
-    """(e, ...) local part of a stack of experts, index of its first expert, and the window of each expert's tensor that
-    it holds.
-    """
+    """(e, ...) local part of a stack of experts, index of its first expert, and the window of each expert's tensor that it holds."""
     if not _is_spread(param):
         return param, 0, ()
     from torch.distributed.tensor import DTensor
@@ -81,8 +79,7 @@ def draw_seed() -> int:
 
 
 def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
-    """Call `reset_parameters` of every submodule that has it, each with its own seed. The global generator is not
-    changed.
+    """Call `reset_parameters` of every submodule that has it, each with its own seed. The global generator is not changed.
 
     Args:
         module: the custom module.

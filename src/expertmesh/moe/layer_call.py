@@ -98,9 +98,7 @@ class LayerCall:
         )
 
     def kept(self, routing: Routing) -> Routing:
-        """Apply the capacity and the output masking to the choices. Expert-choice routing has applied its own
-        capacity.
-        """
+        """Apply the capacity and the output masking to the choices. Expert-choice routing has applied its own capacity."""
         options, factor = self.options, self.drop_factor
         if factor is None:
             zero = torch.zeros((), dtype=torch.int64, device=routing.expert_ids_TK.device)

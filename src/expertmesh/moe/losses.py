@@ -97,9 +97,7 @@ def _sums(
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
-    """(T, E) -> (number of groups, E) sums over the valid tokens of each routing group, or of one group over all
-    processes.
-    """
+    """(T, E) -> (number of groups, E) sums over the valid tokens of each routing group, or of one group over all processes."""
     if token_mask_T is not None:
         values_TE = values_TE.masked_fill(~token_mask_T[:, None], 0)
     T, E = values_TE.shape

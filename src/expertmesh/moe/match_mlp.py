@@ -1,6 +1,4 @@
-"""Recognises feed-forward blocks in foreign modules that grouped experts can compute: by structure, then by comparing
-outputs.
-"""
+"""Recognises feed-forward blocks in foreign modules that grouped experts can compute: by structure, then by comparing outputs."""
 
 import copy
 from collections.abc import Callable
@@ -17,9 +15,7 @@ from expertmesh.ops.activation import inner_name, num_branches, pointwise
 _PLAIN = tuple(name for name in get_args(Activation) if num_branches(name) == 1)
 _NUM_PROBES = 64
 _ROUNDING = 1e-9
-"""Relative difference in FP64 below which two functions count as equal; different activations differ by 1e-5 and
-more.
-"""
+"""Relative difference in FP64 below which two functions count as equal; different activations differ by 1e-5 and more."""
 
 
 PROBED = tuple(name for name in get_args(Activation) if name != "clamped_swiglu")

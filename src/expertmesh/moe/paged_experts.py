@@ -22,9 +22,7 @@ from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.route_metadata import check_range
 
 Read = Callable[[str, int, Tensor], None]
-"""Function (name, expert, into) that copies one expert's part of a tensor, by its name in the state dict of the
-experts.
-"""
+"""Function (name, expert, into) that copies one expert's part of a tensor, by its name in the state dict of the experts."""
 
 
 @cache

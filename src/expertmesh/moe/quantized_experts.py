@@ -87,9 +87,7 @@ class QuantizedExperts(nn.Module):
 
     @torch.no_grad()
     def arrange(self) -> None:
-        """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the
-        matrices.
-        """
+        """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the matrices."""
         w_in, w_out = self.w_in, self.w_out
         if self.format != "int4" or w_in.device.type != "cpu" or w_in.numel() == 0:
             return

@@ -1,6 +1,4 @@
-"""Route stage: noise and jitter on the router's input and logits, the choice of experts (or its replay), and the
-mask.
-"""
+"""Route stage: noise and jitter on the router's input and logits, the choice of experts (or its replay), and the mask."""
 
 import inspect
 from dataclasses import replace

@@ -183,6 +183,4 @@ BATCH_INVARIANT_OPS = OpSet(
     attention=invariant_attention.attention,
     mlp=partial(_of_one_expert, batch_invariant=True),
 )
-"""Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`,
-section 6.
-"""
+"""Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`, section 6."""

@@ -11,9 +11,7 @@ from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly
 
 MOST_TRITON_EXPERTS = 2047
-"""Maximum number of experts of the Triton kernels, which hold one value per expert in one program;
-`kernels.route_metadata.MAX_EXPERTS`.
-"""
+"""Maximum number of experts of the Triton kernels, which hold one value per expert in one program; `kernels.route_metadata.MAX_EXPERTS`."""
 
 
 @dataclass(frozen=True)

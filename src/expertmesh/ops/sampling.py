@@ -1,6 +1,4 @@
-"""Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row
-only.
-"""
+"""Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row only."""
 
 from dataclasses import dataclass
 

@@ -15,9 +15,7 @@ def forward(
     transposed: bool,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Compute (R, N), zeros behind the last live row. With batch_invariant, tiles do not depend on R. Does not
-    synchronise.
-    """
+    """Compute (R, N), zeros behind the last live row. With batch_invariant, tiles do not depend on R. Does not synchronise."""
     from expertmesh.kernels import moe_forward, tiles
 
     x_RK, w = x_RK.contiguous(), w.contiguous()

@@ -1,6 +1,4 @@
-"""Data of a run as plain values for the page; the run may be finished, interrupted, diverged, dense or without a
-checkpoint.
-"""
+"""Data of a run as plain values for the page; the run may be finished, interrupted, diverged, dense or without a checkpoint."""
 
 import json
 import os
@@ -15,9 +13,7 @@ from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics
 
 MOST_POINTS = 1500
-"""Largest number of drawn points, within a factor of two: in a longer run every n-th step is drawn, and every
-evaluation.
-"""
+"""Largest number of drawn points, within a factor of two: in a longer run every n-th step is drawn, and every evaluation."""
 _CURVES = ("loss", "lr", "grad_norm", "load_imbalance", "dropped_fraction", "dead_experts")
 
 
@@ -126,9 +122,7 @@ def _by_position(lines: list[dict[str, Any]], num_layers: int) -> list[list[floa
 
 
 def _by_label(lines: list[dict[str, Any]], sizes: list[int]) -> dict[str, list[float]]:
-    """Rows of each expert relative to the mean, layer after layer, for each kind of sample, over the last quarter of
-    the records.
-    """
+    """Rows of each expert relative to the mean, layer after layer, for each kind of sample, over the last quarter of the records."""
     found: dict[str, list[float]] = {}
     for label in lines[-1].get("counts_by_label", {}):
         uses = [

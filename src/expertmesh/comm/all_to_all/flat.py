@@ -116,8 +116,7 @@ def start_all_to_all(
 
 
 class _Messages:
-    """All-to-all as point-to-point messages between pairs of ranks that have rows; all receives are posted before any
-    send.
+    """All-to-all as point-to-point messages between pairs of ranks that have rows; all receives are posted before any send.
 
     Gloo's own all-to-all posts the receive from a rank after the send to it. If one rank of a pair is early, the
     other's rows wait until the early rank's rows have arrived, so the two directions of a link are used one after the

@@ -1,5 +1,4 @@
-"""Causal attention of many queries on a CPU without AMX and without gradients, as batched products over blocks of
-queries.
+"""Causal attention of many queries on a CPU without AMX and without gradients, as batched products over blocks of queries.
 
 PyTorch's fused attention in BF16 takes twice as long as this one without AMX, and a fifth of its time with AMX
 (docs/log.md). All query heads of a key head are rows of one product, and a block's scores stay in the cache.
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ROWS = 128
-"""Rows of one product: queries times query heads per key head. With more rows PyTorch's batched product takes a slower
-path.
-"""
+"""Rows of one product: queries times query heads per key head. With more rows PyTorch's batched product takes a slower path."""
 
 
 def serves(q_BHSd: Tensor, k_BhLd: Tensor) -> bool:

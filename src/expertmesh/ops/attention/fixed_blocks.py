@@ -65,8 +65,7 @@ def one_query_attention(
     mask_BL: Tensor,
     rule: ScoreRule,
 ) -> Tensor:
-    """Attention of the last token of each of B sequences over a paged cache, bitwise equal to `attention`; not seen by
-    autograd.
+    """Attention of the last token of each of B sequences over a paged cache, bitwise equal to `attention`; not seen by autograd.
 
     Args:
         q_BHd: (B, H, d) queries.

@@ -13,9 +13,7 @@ LONGEST = 256
 
 
 def serves(q_BHSd: Tensor, k_BHSd: Tensor) -> bool:
-    """Whether `masked_attention` is the fastest choice: short sequences on a CPU with gradients, equally many heads of
-    keys and queries.
-    """
+    """Whether `masked_attention` is the fastest choice: short sequences on a CPU with gradients, equally many heads of keys and queries."""
     return (
         q_BHSd.device.type == "cpu"
         and torch.is_grad_enabled()

@@ -1,5 +1,4 @@
-"""Attention with a soft cap or sinks over blocks of queries: only one block's scores are in memory, forward and
-backward.
+"""Attention with a soft cap or sinks over blocks of queries: only one block's scores are in memory, forward and backward.
 
 The backward pass recomputes a block's scores, using the saved log-sum-exp of each query. A block reads only the keys
 from the first to the last that its queries may attend to.
@@ -140,9 +139,7 @@ class _Scores:
         return self.sinks_hG[at.heads].repeat_interleave(count, 1)[..., None]
 
     def _hidden(self, at: _Block) -> Tensor | None:
-        """Bool mask, broadcastable to (B, h, G, S, L), True for keys hidden from a block's queries; None: no key is
-        hidden.
-        """
+        """Bool mask, broadcastable to (B, h, G, S, L), True for keys hidden from a block's queries; None: no key is hidden."""
         found = None
         if self.mask is not None:
             sequences = at.sequences if self.mask.shape[0] > 1 else slice(None)

@@ -21,8 +21,7 @@ _BLOCK_ELEMENTS = 1 << 19
 
 
 def serves(q_BHSd: Tensor, k_BhSd: Tensor) -> bool:
-    """Whether `causal_attention` is the fastest choice: short BF16 sequences without cached keys, on a CPU, not
-    compiled.
+    """Whether `causal_attention` is the fastest choice: short BF16 sequences without cached keys, on a CPU, not compiled.
 
     It was measured to be faster than `scaled_dot_product_attention` up to SHORT_SEQUENCE tokens.
     """
@@ -53,9 +52,7 @@ def causal_attention(q_BHSd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor) -> Tensor:
 
 
 def _spans(S: int) -> list[tuple[int, int]]:
-    """Spans [start, stop) of queries, each with keys before `stop`: the first half of the queries needs half of the
-    keys.
-    """
+    """Spans [start, stop) of queries, each with keys before `stop`: the first half of the queries needs half of the keys."""
     half = S // 2
     return [(0, half), (half, S)] if S >= HALVED_SEQUENCE else [(0, S)]
 
@@ -66,9 +63,7 @@ def _blocks(num_sequences: int, elements_of_each: int) -> Iterator[slice]:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Causal attention in which the M = H / h query heads of a key head are rows of one product; keys and values are
-    not repeated.
-    """
+    """Causal attention in which the M = H / h query heads of a key head are rows of one product; keys and values are not repeated."""
 
     @staticmethod
     def forward(ctx: Any, q_BHSd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor) -> Tensor:

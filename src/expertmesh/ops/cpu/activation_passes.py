@@ -24,9 +24,7 @@ from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.dtypes import accumulate_dtype
 
 BLOCK_ELEMENTS = 262144
-"""Elements of one buffer per thread (1 MiB in FP32); smaller blocks lose more to calls than they gain from the L2
-cache.
-"""
+"""Elements of one buffer per thread (1 MiB in FP32); smaller blocks lose more to calls than they gain from the L2 cache."""
 
 _aten = torch.ops.aten
 

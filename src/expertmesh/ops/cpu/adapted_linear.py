@@ -71,9 +71,7 @@ class Panel(NamedTuple):
             low_Rr[block.start : block.stop] = wide[rows, own]
 
     def each(self, values: Tensor, live: int) -> Tensor:
-        """Rows to multiply if each has its own result: padding may be rows of the next panel, but not rows behind the
-        last live one.
-        """
+        """Rows to multiply if each has its own result: padding may be rows of the next panel, but not rows behind the last live one."""
         end = self.rows.start + self.rows.size
         shares = len(self.blocks) > 1 and end <= live
         return values[self.rows.start : end] if shares else self.rows.alone(values)
@@ -109,9 +107,7 @@ def _panel(gathered: list[ExpertRows], w_ENK: Tensor, dtype: torch.dtype) -> Pan
 
 
 def instructions_for(dtype: torch.dtype) -> str:
-    """Product instructions of this processor for a 16-bit dtype: "tiles" (AMX), "dots" (AVX-512) or "none"; "none" for
-    other dtypes.
-    """
+    """Product instructions of this processor for a 16-bit dtype: "tiles" (AMX), "dots" (AVX-512) or "none"; "none" for other dtypes."""
     if dtype == torch.float16:
         return "tiles" if torch.cpu._is_amx_fp16_supported() else "none"
     if dtype != torch.bfloat16:

@@ -31,9 +31,7 @@ _OPTIONS = {
     "compile_threads": 1,  # no process pool for one loop
 }
 _ONE_AT_A_TIME = threading.Lock()
-"""Lock for tracing, which changes the behaviour of torch's modules until it ends; torch.compile has such a lock, taken
-too.
-"""
+"""Lock for tracing, which changes the behaviour of torch's modules until it ends; torch.compile has such a lock, taken too."""
 _said: list[str] = []
 
 
@@ -122,9 +120,7 @@ def while_tracing() -> Iterator[None]:
 
 @contextmanager
 def while_compiling() -> Iterator[None]:
-    """Context for compiling: holds torch's compile lock and hides the work from dispatch modes; other threads compute
-    as usual.
-    """
+    """Context for compiling: holds torch's compile lock and hides the work from dispatch modes; other threads compute as usual."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about torch's own old parts
         from torch._dynamo.config import disable

@@ -23,9 +23,7 @@ _OVER_BLOCKS_AND_COLUMNS = {"cpp.threads": 256, "cpp.min_chunk_size": 1}
 the number of threads.
 """
 _ROW_ELEMENTS = 1 << 12
-"""Maximum number of elements of the rows taken at once: 16 KiB in FP32, a third of an L1 cache. More are read at half
-the speed.
-"""
+"""Maximum number of elements of the rows taken at once: 16 KiB in FP32, a third of an L1 cache. More are read at half the speed."""
 
 
 def rows_at_once(w_ENK: Tensor, sizes: list[int]) -> int:

@@ -1,6 +1,4 @@
-"""Torch backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by
-autograd.
-"""
+"""Torch backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by autograd."""
 
 from itertools import pairwise
 

@@ -42,8 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 def norm_and_rope(
     x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Apply RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`;
-    differentiable once.
+    """Apply RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`; differentiable once.
 
     Args:
         x_BSHd: (B, S, H, head_dim) queries or keys on the CPU, any strides.
@@ -117,9 +116,7 @@ class _RMSNorm(torch.autograd.Function):
 def _whole_tables(
     cos: Tensor, sin: Tensor, num_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Tables (S, H, head_dim) for whole rows: products of contiguous rows are several times as fast as products of half
-    rows.
-    """
+    """Tables (S, H, head_dim) for whole rows: products of contiguous rows are several times as fast as products of half rows."""
     S, half = cos.shape
 
     def whole(first: Tensor, second: Tensor) -> Tensor:

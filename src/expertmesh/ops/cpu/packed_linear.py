@@ -8,9 +8,7 @@ from torch import Tensor
 from expertmesh.ops.onednn import can_pack, onednn_linear, pack
 
 MOST_ROWS = 64
-"""Maximum number of rows of a product with a packed weight; with more, the library's own packing costs little beside
-the product.
-"""
+"""Maximum number of rows of a product with a packed weight; with more, the library's own packing costs little beside the product."""
 
 
 class PackedWeights:

@@ -16,9 +16,7 @@ from torch.fx.passes.tools_common import legalize_graph
 from expertmesh.ops.cpu.compiled_loops import compile_graph, while_tracing
 
 Rewrite = Callable[[fx.Graph, fx.Node], fx.Node]
-"""Function that replaces an operator's node by its own implementation or by a formula for the compiler, and returns the
-new node.
-"""
+"""Function that replaces an operator's node by its own implementation or by a formula for the compiler, and returns the new node."""
 
 _aten = torch.ops.aten
 _FREE = {

@@ -136,9 +136,7 @@ def is_worth_it(a_MK: Tensor, b_KN: Tensor) -> bool:
 
 
 def _onednn(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Product by oneDNN, which copies its first operand if not contiguous; the smaller of two such operands goes
-    first.
-    """
+    """Product by oneDNN, which copies its first operand if not contiguous; the smaller of two such operands goes first."""
     swap = bias_N is None and not a_MK.is_contiguous() and b_KN.shape[1] < a_MK.shape[0]
     x, w = (b_KN.T, a_MK) if swap else (a_MK, b_KN.T)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, bias_N, "none", [], "")

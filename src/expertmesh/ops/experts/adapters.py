@@ -24,9 +24,7 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata
 
 Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function ((R, K) rows sorted by expert, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with the
-adapted matrices.
-"""
+"""Function ((R, K) rows sorted by expert, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with the adapted matrices."""
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
@@ -45,9 +43,7 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
 
 
 def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not
-    synchronise.
-    """
+    """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not synchronise."""
     assert call.maps is not None
     if call.batch_invariant:
         return invariant_forward(call)

@@ -1,5 +1,4 @@
-"""Deferred weight gradients: a backward of `moe_mlp` that returns the tokens' gradients at once, and weight gradients
-on request.
+"""Deferred weight gradients: a backward of `moe_mlp` that returns the tokens' gradients at once, and weight gradients on request.
 
 The weight gradients are then computed while the tokens' gradients are exchanged between ranks (zero-bubble schedules do
 the same between pipeline stages: Qi et al., arXiv 2401.10241).

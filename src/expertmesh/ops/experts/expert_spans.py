@@ -81,8 +81,7 @@ class ExpertSpan:
         return torch.split_with_sizes(values_W, self.sizes)
 
     def rows_of(self, values: Tensor, first: int = 0) -> Sequence[Tensor]:
-        """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts'
-        rows.
+        """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts' rows.
 
         Args:
             values: the values of the rows from `first` on.

@@ -42,9 +42,7 @@ MOST_ELEMENTS = 1 << 20
 _BLOCK_ELEMENTS = 1 << 16
 """Elements of one branch of H that are widened at a time: 256 KiB, which stay in the L2 cache."""
 MOST_ROWS = 16
-"""Maximum number of rows of one expert; products of more rows are padded (`gemm_rows`), which only the general path
-does.
-"""
+"""Maximum number of rows of one expert; products of more rows are padded (`gemm_rows`), which only the general path does."""
 
 
 def serves(
@@ -138,9 +136,7 @@ def moe_mlp_of_few(
 
 
 class _Maps:
-    """Maps of `RouteMetadata` as int32 tensors, with each token's first slot; dead slots have the row behind the last
-    one.
-    """
+    """Maps of `RouteMetadata` as int32 tensors, with each token's first slot; dead slots have the row behind the last one."""
 
     def __init__(self, parts: Sequence[Tensor], some_are_dead: bool) -> None:
         self.ends_E, self.token_of_row, self.slot_of_row, self.row_of_slot, self.first_slot_T = (

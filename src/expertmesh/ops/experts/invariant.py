@@ -91,9 +91,7 @@ class _LowRanks:
         self._of_runs, self._run_of_R = of_runs, run_of_R
 
     def add(self, expert: int, rows: slice, x_RK: Tensor, y_RN: Tensor) -> None:
-        """Add the adapters' products to the products of one expert's rows; each row's sum is independent of the
-        others.
-        """
+        """Add the adapters' products to the products of one expert's rows; each row's sum is independent of the others."""
         if self._run_of_R is None:
             return
         run_of_n, x, y = self._run_of_R[rows], x_RK[rows], y_RN[rows]

@@ -21,9 +21,7 @@ _OVER_BLOCKS_AND_COLUMNS = {"cpp.threads": 256, "cpp.min_chunk_size": 1}
 
 
 def is_there(w_ENK: Tensor, num_blocks: int) -> bool:
-    """Whether a loop can multiply `num_blocks` blocks of rows by this weight; the first call for a large weight
-    compiles the loops.
-    """
+    """Whether a loop can multiply `num_blocks` blocks of rows by this weight; the first call for a large weight compiles the loops."""
     return (
         num_blocks > 1
         and w_ENK.numel() >= SMALLEST

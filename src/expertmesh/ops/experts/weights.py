@@ -48,7 +48,7 @@ class WeightFormat:
         return E, G, F, D
 
     def unit(self, experts: "ExpertSlice") -> int:
-        """Of how many numbers along F a slice has a multiple, because they share a scale."""
+        """Divisor of a slice's size along F: the number of values that share a scale."""
         return 1
 
     def unpack(self, experts: "ExpertSlice", e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -126,9 +126,7 @@ class ExpertSlice:
 
     @property
     def are_narrow(self) -> bool:
-        """Whether a weight is so small that the CPU library's code generation for a new shape costs more than its
-        products.
-        """
+        """Whether a weight is so small that the CPU library's code generation for a new shape costs more than its products."""
         _, G, F, D = self.shape
         return G * F * D <= 1 << 16
 
@@ -309,9 +307,7 @@ class ExpertWeights:
         ]
 
     def joined(self, dtype: torch.dtype) -> ExpertSlice:
-        """Concatenate all slices to one dense slice; a single dense slice is not copied. `dtype` applies to quantised
-        formats.
-        """
+        """Concatenate all slices to one dense slice; a single dense slice is not copied. `dtype` applies to quantised formats."""
         slices = [one.unpacked(dtype) for one in self.slices()]
         if len(slices) == 1:
             return slices[0]

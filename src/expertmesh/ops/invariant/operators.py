@@ -325,9 +325,7 @@ def _batched_rows_of(
     device: torch.device,
     num_threads: int,
 ) -> RowRange:
-    """Numbers of rows of calls of a batched product; `ONE_BY_ONE` also if the other matrices of the batch change a
-    result.
-    """
+    """Numbers of rows of calls of a batched product; `ONE_BY_ONE` also if the other matrices of the batch change a result."""
     like = torch.empty(0, device=device, dtype=dtype)
     draw = _drawing(num_columns * 65537 + num_products, like)
     w_BKN = _doubled(draw(_BATCHES[0], num_columns, num_products), 1).mT
@@ -487,9 +485,7 @@ _pointwise.register_autograd(_pointwise_backward, setup_context=_save_pointwise)
 
 
 def pointwise(x: Tensor, name: str) -> Tensor:
-    """Compute exp, erf, cos, sin or tanh of FP32 or FP64 elements, independent of their positions; differentiable; does
-    not synchronise.
-    """
+    """Compute exp, erf, cos, sin or tanh of FP32 or FP64 elements, independent of their positions; differentiable; does not synchronise."""
     y: Tensor = (_plain_pointwise if runs_plainly(x) else _pointwise)(x, name)
     return y
 
@@ -573,9 +569,7 @@ def unit_rows(x: Tensor, *, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """RMSNorm x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's dtype
-    once.
-    """
+    """RMSNorm x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's dtype once."""
     dtype = accumulate_dtype(x.dtype)
     wide = x.to(dtype)
     mean = row_sum(wide * wide) / x.shape[-1]

@@ -11,9 +11,7 @@ _CPU_ROWS = 64
 
 
 def nibbles(values: Tensor) -> Tensor:
-    """Pack (..., K) numbers in [-8, 7] two to a byte, (..., K / 2) uint8: offset by 8, the first number in the low
-    half.
-    """
+    """Pack (..., K) numbers in [-8, 7] two to a byte, (..., K / 2) uint8: offset by 8, the first number in the low half."""
     offset = (values.to(torch.int16) + 8).to(torch.uint8)
     return offset[..., ::2] | offset[..., 1::2] << 4
 
@@ -25,8 +23,7 @@ def from_nibbles(packed: Tensor) -> Tensor:
 
 
 def to_words(values: Tensor, bits: int) -> Tensor:
-    """Pack (N, K) numbers into (N, K * bits / 32) int32 words, rounded up: offset binary, the first number in the low
-    bits.
+    """Pack (N, K) numbers into (N, K * bits / 32) int32 words, rounded up: offset binary, the first number in the low bits.
 
     Args:
         values: int8 numbers of 8 or 4 bits.
@@ -77,9 +74,7 @@ def for_cpu(packed: Tensor) -> Tensor:
 
 
 def from_cpu(packed: Tensor) -> Tensor:
-    """Unpack the bytes of `for_cpu` to the transposed matrix, (K, N) int8 in [-8, 7], which is contiguous in whole rows
-    of blocks.
-    """
+    """Unpack the bytes of `for_cpu` to the transposed matrix, (K, N) int8 in [-8, 7], which is contiguous in whole rows of blocks."""
     N, half = packed.shape
     blocks = packed.view(N // _CPU_ROWS, 2 * half, _CPU_ROWS // 2)
     both = torch.cat((blocks & 15, blocks >> 4), -1).to(torch.int8) - 8

@@ -21,9 +21,7 @@ _SHARES = {
     8: (1.0, 0.99, 0.98, 0.96, 0.94, 0.92),
     4: (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7, 0.65, 0.6),
 }
-"""Candidate scales, relative to the scale that fits the largest number: smaller ones clip it, and round all others more
-finely.
-"""
+"""Candidate scales, relative to the scale that fits the largest number: smaller ones clip it, and round all others more finely."""
 _DAMPING = 0.01
 """Fraction of the mean square added to all columns, so that columns with tiny inputs stay near their values."""
 _FP8_LARGEST = 448.0
