@@ -413,7 +413,7 @@ def _columns_at_once(gemm: str, tile: Tile) -> int:
     """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the branches."""
     if gemm == "up":
         return 2 * min(tile.block_n, tile.chunk or UP_CHUNK)
-    if gemm == "hidden_grad":  # and a buffer for loaded H if operands keep theirs
+    if gemm == "hidden_grad":  # one more for loaded H if flattened: operands keep their buffers
         return (2 + tile.flatten) * min(tile.block_n, tile.chunk or HIDDEN_GRAD_CHUNK)
     return tile.block_n // 2
 

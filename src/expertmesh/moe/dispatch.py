@@ -105,7 +105,7 @@ class RoundTrip(Protocol):
         """Wait for arriving tokens, run the experts on them, and return the sums to the tokens' processes.
 
         Args:
-            experts: the experts of this process, called on what arrives, perhaps in several parts.
+            experts: the experts of this process, called on the arriving tokens, perhaps in several parts.
 
         Returns:
             (T, D) sums for the tokens that this process sent.

@@ -169,7 +169,7 @@ def async_all_to_all(
     Args:
         x_RD: rows (R, ...) of any dtype, grouped by destination in the order of the group's ranks.
         counts: rows to and from each rank, of `AsyncCounts`; None: R / n to and from each of the n ranks.
-        group: who takes part; all of its ranks must call.
+        group: the ranks that take part; all of them must call.
         where: layer and purpose, for the byte counter and for errors.
         payload: dtype in which rows are sent. In 8 bits they arrive rounded; the gradient ignores the rounding.
 

@@ -195,7 +195,7 @@ class BlockProduct:
 
     @staticmethod
     def of(w_NK: Tensor, b_N: Tensor | None = None) -> "BlockProduct":
-        """Prepare a weight (N, K) and a bias (N,) of one dtype; copies what is not contiguous or has odd sizes."""
+        """Prepare a weight (N, K) and a bias (N,) of one dtype; non-contiguous weights and odd sizes are copied."""
         N, K = w_NK.shape
         more_n, more_k = -N % _ALIGNMENT, -K % _ALIGNMENT
         w_NK = F.pad(w_NK, (0, more_k, 0, more_n)) if more_n or more_k else w_NK.contiguous()
