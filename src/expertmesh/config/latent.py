@@ -12,7 +12,7 @@ class LatentAttentionConfig(Config):
     """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector per token."""
 
     kv_lora_rank: int | None = Field(default=None, gt=0)
-    """Size of that vector, which a cache keeps beside the rotary key; none: ordinary attention."""
+    """Size of the vector that keys and values come from, which a cache keeps beside the rotary key; none: ordinary attention."""
     q_lora_rank: int | None = Field(default=None, gt=0)
     """Size of the vector that queries come from; none: they come from the token itself."""
     qk_nope_head_dim: int = Field(default=128, gt=0)

@@ -124,7 +124,7 @@ class TrainConfig(Config):
     init_from: str | None = None
     """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
     branch_from: str | None = None
-    """Run with schedule=wsd, the trunk, whose checkpoint at the step where this run's decay begins is taken further; none: no branch."""
+    """Run with schedule=wsd, the trunk, whose checkpoint at the step where this run's decay begins is continued; none: no branch."""
     freeze: tuple[Frozen, ...] = ()
     """Parts of the mixture-of-experts layers that do not learn: experts, router, or both; best with init_from."""
     resume: Resume = "never"
@@ -226,7 +226,7 @@ class ParallelConfig(Config):
     all_to_all: AllToAll = "flat"
     """flat: tokens go straight to the ranks of their experts; hierarchical: between nodes first, once to each node; auto: the faster by the cost model."""
     ranks_per_node: int | None = Field(default=None, gt=0)
-    """Neighbouring ranks on one node, where that is asked; none: as torchrun started them."""
+    """Neighbouring ranks on one node, for adaptive and all_to_all hierarchical or auto; none: as torchrun started them."""
     dispatch_dtype: DispatchDtype = "same"
     """Type in which tokens are dispatched: their own (same), or 8 bits with a scale for every 128 elements."""
     replicated_experts: int = Field(default=0, ge=0)

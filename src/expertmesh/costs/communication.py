@@ -41,7 +41,7 @@ class Network:
 SECOND_HOP = 1.08
 """Ratio of modelled times from which hierarchical is chosen over flat: ranks spend time on its second hop, too."""
 USUAL_NETWORK = Network(Link(1e-4, 1e9), Link(3e-4, 1e8))
-"""Assumed where nothing was measured (`expertmesh bench comm` measures): only orders of magnitude."""
+"""Network that is assumed without measurements (of `expertmesh bench comm`): orders of magnitude only."""
 
 
 def assumed_links(network: Network) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class TokenLoad:
 
     @staticmethod
     def even(num_tokens: float, top_k: int, num_experts: int) -> "TokenLoad":
-        """A load that is the same for all experts."""
+        """A load spread evenly over all experts."""
         return TokenLoad(num_tokens, top_k, (1 / num_experts,) * num_experts)
 
     def chance(self, share: float) -> float:
@@ -155,7 +155,7 @@ class Copies:
 
 
 class TravelTime(NamedTuple):
-    """Seconds that tokens travel.
+    """Seconds of dispatch and combine, by kind of link.
 
     Attributes:
         inside_s: seconds within nodes.

@@ -12,7 +12,7 @@ GIB = 2**30
 CONTEXT_BYTES = 0.5 * GIB
 """Bytes of a CUDA context and its kernels."""
 NCCL_BYTES = 0.37 * GIB
-"""Buffers of one set of communicators (ai-dynamo/aiconfigurator: 342 to 392 MiB)."""
+"""Bytes of the buffers of one set of communicators (ai-dynamo/aiconfigurator: 342 to 392 MiB)."""
 FRAGMENTS = 0.05
 """Fragmentation as a share of live bytes, with expandable segments; three times as much without (docs/planner.md)."""
 LOGITS_CHUNKS = 8

@@ -215,7 +215,7 @@ def claims() -> list[Claim]:
 
 
 def _switching() -> str:
-    """The capacity factor at which gathering weights beats sending tokens by the claim."""
+    """The capacity factor, in words, at which gathering weights is faster than sending tokens by the claimed ratio."""
     cluster = find_cluster("a100-80x64")
     sizes = layer(2048, 2048, 16, 2)
 

@@ -21,7 +21,7 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 
 REPORT = "quantization.json"
-"""File of the folder with the quantisation's settings and errors."""
+"""File of the folder with the quantisation's settings and sizes."""
 
 
 def open_quantized(folder: Path, config: Any) -> QuantizedModel:
