@@ -7,7 +7,7 @@ Example:
     [[2, 1, 3]]
 """
 
-from expertmesh.moe.assignment import count_choices
+from expertmesh.moe.capacity import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
 from expertmesh.moe.warm_up import warm_up

@@ -9,7 +9,7 @@ from expertmesh.config.moe import MoEConfig
 from expertmesh.layout.spec import LEARNED_AS, Parameter, parameter
 from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.moe.layer import MoELayer
-from expertmesh.training.roles import parameter_roles
+from expertmesh.training.param_groups import parameter_roles
 
 _EXPERTS = {"num_experts": (4,), "top_k": 1}
 OPTIONS = {

@@ -23,7 +23,7 @@ from expertmesh.models.task import Part
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.roles import parameter_roles
+from expertmesh.training.param_groups import parameter_roles
 
 SOURCES = [[2, 30, 14, 50, 9, 0], [3, 7, 0], [2, 8, 8, 61, 0]]
 TARGETS = [[0, 5, 260, 17], [0, 9, 12, 4, 44, 7], [0, 20]]

@@ -16,7 +16,7 @@ from expertmesh.models.swin.drop_path import DropPath
 from expertmesh.models.swin.model import Swin
 from expertmesh.models.swin.recipes import RECIPES
 from expertmesh.moe.routing_noise import key_noise
-from expertmesh.training.roles import parameter_roles
+from expertmesh.training.param_groups import parameter_roles
 
 MILLIONS = {
     "swin-t": 28.35, "swin-s": 49.73, "swin-b": 87.92,

@@ -11,8 +11,8 @@ from tests.support.layer_case import LayerCase, check_exact
 
 from expertmesh import MoELayer, Routing
 from expertmesh.config.moe_rules import NOT_READ_BY
-from expertmesh.moe import assignment, losses
-from expertmesh.moe.assignment import capacity_of
+from expertmesh.moe import capacity, losses
+from expertmesh.moe.capacity import capacity_of
 from expertmesh.moe.losses import router_z_loss
 from expertmesh.moe.selection import hash_experts
 
@@ -310,7 +310,7 @@ def one_more_row_of_capacity(layer, patch):
     def larger(*args, **kwargs):
         return 1 + capacity_of(*args, **kwargs)
 
-    patch.setattr(assignment, "capacity_of", larger)
+    patch.setattr(capacity, "capacity_of", larger)
 
 
 def loss_over_padding(layer, patch):

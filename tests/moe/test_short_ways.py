@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from expertmesh.moe import assignment
+from expertmesh.moe import capacity
 from expertmesh.ops import route_metadata, router_linear
 
 
@@ -31,12 +31,12 @@ def test_choices_are_counted_alike(group_size, backend):
         """Of which nothing is known, so that the general way is taken."""
 
     ids_TK = torch.randint(0, 6, (11, 2))
-    plain = assignment.count_choices(ids_TK, 5, group_size)
+    plain = capacity.count_choices(ids_TK, 5, group_size)
     with (
-        patch.object(assignment, "resolve_backend", return_value=backend),
+        patch.object(capacity, "resolve_backend", return_value=backend),
         patch.object(route_metadata, "resolve_backend", return_value=backend),
     ):
-        general = assignment.count_choices(ids_TK.as_subclass(Subclass), 5, group_size)
+        general = capacity.count_choices(ids_TK.as_subclass(Subclass), 5, group_size)
     assert torch.equal(plain, general)
     assert plain.sum() == (ids_TK < 5).sum()
     assert plain.dtype == general.dtype == torch.int64

@@ -15,7 +15,7 @@ MODULES = [
     "integrations.deepspeed",
     "integrations.fairseq",
     "integrations.tutel",
-    "moe.assignment",
+    "moe.capacity",
     "moe.checkpointing",
     "moe.losses",
     "moe.match_mlp",

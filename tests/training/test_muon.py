@@ -20,7 +20,7 @@ from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training import muon
 from expertmesh.training.fused import fused_halves
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.roles import parameter_roles
+from expertmesh.training.param_groups import parameter_roles
 
 CONFIG = OptimConfig(name="muon", lr=0.02, momentum=0.9, weight_decay=0.3)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import assign, give_kept_the_sum
+from expertmesh.moe.capacity import assign, give_kept_the_sum
 from expertmesh.moe.types import Routing
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
-from expertmesh.moe.assignment import Ratio, assign, drop_factor, drop_policy
+from expertmesh.moe.capacity import Ratio, assign, drop_factor, drop_policy
 from expertmesh.moe.check_arguments import (
     check_call_factor,
     check_input,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import (
+from expertmesh.moe.capacity import (
     count_all_choices,
     count_choices,
     group_sizes,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import choice_factor
+from expertmesh.moe.capacity import choice_factor
 from expertmesh.moe.check_arguments import check_ids
 from expertmesh.moe.layer_call import LayerCall
 from expertmesh.moe.routing_noise import (

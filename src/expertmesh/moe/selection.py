@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.moe_rules import GROUP_SCORES, LayerOptions
-from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
+from expertmesh.moe.capacity import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.routing_noise import STREAM_HASH, philox4x32
 from expertmesh.moe.types import Routing
 from expertmesh.ops.op_set import OpSet

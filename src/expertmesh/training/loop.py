@@ -46,8 +46,8 @@ from expertmesh.training.optim import (
     set_learning_rate,
 )
 from expertmesh.training.pace import Pace
+from expertmesh.training.param_groups import summary
 from expertmesh.training.progress import ProgressReport
-from expertmesh.training.roles import summary
 from expertmesh.training.state import (
     RunProgress,
     TrainState,

@@ -15,7 +15,7 @@ from expertmesh.training.compact import CompactAdamW
 from expertmesh.training.fused import fused_halves
 from expertmesh.training.moment_types import is_kept_as
 from expertmesh.training.muon import Muon
-from expertmesh.training.roles import DECAYED, parameter_roles
+from expertmesh.training.param_groups import DECAYED, parameter_roles
 from expertmesh.training.theirs import TorchaoAdamW, check_theirs
 
 

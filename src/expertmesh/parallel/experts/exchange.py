@@ -23,7 +23,7 @@ from expertmesh.comm.collectives import async_all_gather
 from expertmesh.comm.group import RankGroup
 from expertmesh.config.dispatch_options import DispatchDtype
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import count_all_choices
+from expertmesh.moe.capacity import count_all_choices
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.permute import combine, permute

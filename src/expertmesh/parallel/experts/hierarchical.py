@@ -17,7 +17,7 @@ from torch import Tensor
 from expertmesh.comm.all_to_all.flat import AsyncCounts, Counts, async_all_to_all
 from expertmesh.comm.async_collective import AsyncTensor
 from expertmesh.comm.group import RankGroup
-from expertmesh.moe.assignment import count_all_choices
+from expertmesh.moe.capacity import count_all_choices
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertmesh import MoELayer, Routing
-from expertmesh.moe.assignment import (
+from expertmesh.moe.capacity import (
     assign,
     capacity_of,
     exact_ratio,

@@ -11,7 +11,7 @@ from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.learning import learn_as
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.roles import DECAYED, parameter_roles, summary
+from expertmesh.training.param_groups import DECAYED, parameter_roles, summary
 
 V, D, S, E = 40, 8, 12, 3
 OLD_EDGES = frozenset(
