@@ -1,1 +1,1 @@
-"""Generation for many requests at once: a paged key-value cache, a scheduler, one batch per step."""
+"""Inference engine: continuous batching of many requests over a paged KV cache."""

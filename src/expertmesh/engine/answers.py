@@ -1,4 +1,4 @@
-"""What is said of answers: texts, logprobs, experts and ends, step by step, from what a step drew."""
+"""Answers of unfinished requests: text, logprobs, experts and end conditions, updated from the results of each step."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from expertmesh.engine.timing import Timing
 
 @dataclass
 class _Answer:
-    """What is known of a sequence beside what the scheduler needs."""
+    """Output state of a sequence, beside the scheduler's."""
 
     text: AnswerText
     logprobs: list[Logprob] = field(default_factory=list)
@@ -31,14 +31,14 @@ class _Answer:
 
 
 class Answers:
-    """The answers of requests that have not ended.
+    """Answers of unfinished requests.
 
     Args:
-        tokenizer: of the model; None: answers have no text.
+        tokenizer: tokenizer of the model; None: answers have no text.
 
     Attributes:
-        known: what is known of each sequence.
-        num_tokens: that all answers have got so far.
+        known: output state of each sequence.
+        num_tokens: number of generated tokens so far.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -47,19 +47,19 @@ class Answers:
         self.num_tokens = 0
 
     def begin(self, request: Request) -> None:
-        """Take a request's answers."""
+        """Start the answers of a request."""
         for sequence in request.sequences:
             text = AnswerText(self._tokenizer, request.params.stop)
             self.known[sequence] = _Answer(text)
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
-        """Tokens, at most so many, that may come next."""
+        """Draft tokens, at most `most`, that may come next."""
         return self.known[sequence].lookup.guess(sequence.token_ids, most)
 
     def settle(
         self, step: Step, result: RunnerOutput, scheduler: Scheduler | GroupScheduler
     ) -> list[RequestOutput]:
-        """Put a step into the books, end what has ended, and say what is new."""
+        """Apply the results of a step: commit tokens, end finished sequences, and return updated outputs."""
         scheduler.commit(step, result.tokens)
         for sequence, position, logprob in result.logprobs:
             answer = self.known.get(sequence)
@@ -87,7 +87,7 @@ class Answers:
         result: RunnerOutput,
         scheduler: Scheduler | GroupScheduler,
     ) -> None:
-        """The tokens behind guesses that were right."""
+        """Append the tokens that follow accepted draft tokens."""
         for one in step.guessed.get(sequence, ()):
             if not scheduler.accept(sequence, one, result.tokens[one]):
                 return
@@ -107,7 +107,7 @@ class Answers:
         *,
         is_broken: bool,
     ) -> None:
-        """One more token of an answer."""
+        """Append a token to an answer, and end it if it is finished."""
         self.num_tokens += 1
         answer, request = self.known[sequence], sequence.request
         answer.timing.drew(time.perf_counter())
@@ -162,10 +162,10 @@ class Answers:
         )
 
     def of(self, request: Request) -> list[RequestOutput]:
-        """The answers of a request as they are."""
+        """Current outputs of a request."""
         return [self._output(sequence) for sequence in request.sequences]
 
     def forget(self, request: Request) -> None:
-        """Nobody asks for a request's answers any more."""
+        """Drop the answers of a request."""
         for sequence in request.sequences:
             del self.known[sequence]

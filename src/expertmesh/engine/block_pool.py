@@ -1,7 +1,7 @@
-"""The blocks of a paged key-value cache: who holds which, and which prefixes their contents are. Torch-free.
+"""Block pool of the paged KV cache: reference counts of blocks, and an index of cached prefixes. Torch-free.
 
-A block is free (no content that counts), used (held by at least one table) or cached (held by none, but its content is a
-known prefix, which the next request may take up again). free + used + cached is always the number of blocks.
+A block is free (no valid content), used (in at least one block table) or cached (in none, but its content is a known
+prefix that a later request may reuse). free + used + cached is always the number of blocks.
 """
 
 from collections import OrderedDict
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 ROOT = -1
-"""The prefix before the first block of a request without an adapter; with one it is a number below."""
+"""Parent of the first block of a request without an adapter; adapters have smaller numbers."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a full block holds: its tokens behind another prefix.
+    """Key of a full block: its tokens after another prefix.
 
-    Prefixes are compared by the number of the one before them, which is never used twice, and by their ids: a hash that
-    collides finds nothing.
+    Prefixes are compared by the unique number of their parent and by token ids, not by a hash alone, so hash collisions
+    cannot match.
 
     Attributes:
-        parent: number of the prefix before, or ROOT.
-        ids: token ids of the block, as many as its size.
+        parent: number of the parent prefix, or ROOT.
+        ids: token ids of the block, block_size of them.
     """
 
     parent: int
@@ -30,7 +30,7 @@ class Prefix:
 
 
 class BlockPool:
-    """Reference counts, the free list, and the index of prefixes.
+    """Reference counts, free list, and prefix index of the blocks.
 
     Args:
         num_blocks: blocks of the cache.
@@ -49,41 +49,41 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the first was used longest ago
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._block_of: dict[Prefix, int] = {}
         self._prefix_of: dict[
             int, tuple[Prefix, int]
-        ] = {}  # of a sealed block: its prefix and number
+        ] = {}  # prefix and number of each sealed block
         self._next_number = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks without content that counts."""
+        """Number of blocks without valid content."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds, with the content of a known prefix."""
+        """Number of unused blocks that hold a known prefix."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that a table holds."""
+        """Number of blocks in block tables."""
         return self.num_blocks - self.num_free - self.num_cached
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give."""
+        """Number of blocks that `take` can return."""
         return self.num_free + self.num_cached
 
     def take(self, *, after: int | None = None) -> int:
-        """A block of one's own, without content; the prefix that was used longest ago is forgotten where none is free.
+        """Allocate a block; if none is free, the least recently used cached block is evicted.
 
         Args:
-            after: the block that lies before the wanted one, so that tables are contiguous where they can be.
+            after: block before it in the table, to keep tables contiguous if possible.
 
         Raises:
-            IndexError: every block is held.
+            IndexError: every block is used.
         """
         if after is not None and after + 1 in self._free:
             block = after + 1
@@ -100,21 +100,21 @@ class BlockPool:
         return block
 
     def _roomiest(self) -> int:
-        """A free block with many behind it: where a table begins, so that it and its neighbour's can grow in one piece."""
+        """Free block with many free blocks after it, where a new table and its neighbours can grow contiguously."""
         free = sorted(self._free)
         starts = [i for i, block in enumerate(free) if i == 0 or block != free[i - 1] + 1]
         _, start, stop = max((b - a, a, b) for a, b in pairwise([*starts, len(free)]))
-        # in the middle of a gap, whose beginning is for the table before it
+        # the middle of a gap: its start is left to the table before it
         return free[start] if free[start] == 0 else free[(start + stop) // 2]
 
     def share(self, block: int) -> None:
-        """Hold a block once more; one that was cached is used again."""
+        """Increment the reference count of a block; a cached block becomes used."""
         if self.references[block] == 0:
-            del self._cached[block]  # a free block has nothing to share
+            del self._cached[block]  # a KeyError for a free block, which has no content
         self.references[block] += 1
 
     def release(self, block: int) -> None:
-        """Hold a block once less; the last holder leaves its prefix in the cache."""
+        """Decrement the reference count of a block; an unused block with a known prefix becomes cached."""
         self.references[block] -= 1
         assert self.references[block] >= 0, f"block {block} was held by nobody"
         if self.references[block] == 0:
@@ -122,20 +122,20 @@ class BlockPool:
             kept[block] = None
 
     def release_all(self, blocks: list[int]) -> None:
-        """Release a table, its end first, so that the beginnings of prefixes outlive their ends; the table is emptied."""
+        """Release all blocks of a table, last first, so that starts of prefixes are evicted last; the table is emptied."""
         while blocks:
             self.release(blocks.pop())
 
     def seal(self, block: int, parent: int, ids: Sequence[int]) -> int:
-        """Say what a full block holds, so that later requests find it.
+        """Register the content of a full block, so that later requests can find it.
 
         Args:
-            block: held by the caller, and never written again.
-            parent: number of the prefix before it, as `seal` or `number` gave it, or ROOT.
-            ids: its tokens.
+            block: a block of the caller, never written again.
+            parent: number of the parent prefix, from `seal` or `number`, or ROOT.
+            ids: token ids of the block.
 
         Returns:
-            The number of this prefix. Where another block holds the same one, that block stays the one that is found.
+            The number of this prefix. If another block is registered for it, that block is kept.
         """
         prefix = Prefix(parent, tuple(ids))
         assert len(prefix.ids) == self.block_size, "only full blocks are sealed"
@@ -148,17 +148,17 @@ class BlockPool:
         return number
 
     def number(self, block: int) -> int | None:
-        """The number of a block's prefix; None: it is not the one that is found for it."""
+        """Number of a block's prefix; None: the block is not registered."""
         sealed = self._prefix_of.get(block)
         return None if sealed is None else sealed[1]
 
     def match(self, ids: Sequence[int], *, most: int, root: int = ROOT) -> list[int]:
-        """Blocks whose contents are the longest known prefix of some tokens; the caller has yet to `share` them.
+        """Blocks of the longest known prefix of some tokens; the caller must `share` them.
 
         Args:
-            ids: tokens.
-            most: tokens that may be found; only whole blocks are.
-            root: the prefix before the first of them.
+            ids: token ids.
+            most: maximum number of tokens to match; only whole blocks are matched.
+            root: parent of the first block.
         """
         found: list[int] = []
         parent, size = root, self.block_size
@@ -171,7 +171,7 @@ class BlockPool:
         return found
 
     def forget_all(self) -> None:
-        """Forget every prefix, as after a change of weights; blocks that are held stay held."""
+        """Drop all prefixes, as after a change of weights; used blocks remain used."""
         for block in list(self._prefix_of):
             self._forget(block)
         self._free.update(self._cached)

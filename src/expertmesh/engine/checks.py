@@ -1,4 +1,4 @@
-"""What callers hand to the engine, checked before anything is computed: models, prompts and weights."""
+"""Checks of the engine's inputs before any computation: models, prompts and weights."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -12,7 +12,7 @@ from expertmesh.models.decoder import EncoderDecoder
 
 
 def why_not(model: Any) -> str | None:
-    """Why the engine cannot serve a model, in a line; None: it can."""
+    """Reason in one line why the engine does not support a model; None: it does."""
     wanted = ("end_ids", "vocab_size", "max_seq_len", "device", "config")
     has_all = all(hasattr(model, name) for name in wanted) and hasattr(model.config, "moe")
     if not has_all or isinstance(model, EncoderDecoder):
@@ -30,7 +30,7 @@ def why_not(model: Any) -> str | None:
 
 
 def check_model(model: Any, config: EngineConfig, *, is_alone: bool = True) -> None:
-    """Raise ConfigError unless the engine can serve the model, on one process or over ranks."""
+    """Raise ConfigError unless the engine supports the model, in one process or over ranks."""
     if is_alone and config.enable_eplb:
         raise ConfigError(
             "enable_eplb",
@@ -48,7 +48,7 @@ def check_model(model: Any, config: EngineConfig, *, is_alone: bool = True) -> N
 
 
 def check_no_folder(config: EngineConfig) -> None:
-    """Raise ConfigError where a model is given with options of folders."""
+    """Raise ConfigError if a model object is given with options for folders."""
     for name in ("device", "dtype", "expert_slots", "implementation"):
         if getattr(config, name) != EngineConfig.model_fields[name].default:
             raise ConfigError(
@@ -60,7 +60,7 @@ def check_no_folder(config: EngineConfig) -> None:
 
 
 def check_mode(model: Any) -> None:
-    """Raise ConfigError where the model is in training mode."""
+    """Raise ConfigError if the model is in training mode."""
     if model.training:
         raise ConfigError(
             "the model is in training mode: the engine would drop and draw; call model.eval()"
@@ -68,14 +68,14 @@ def check_mode(model: Any) -> None:
 
 
 def token_ids_of(prompt: Any, *, what: str = "prompt") -> list[Any]:
-    """What stands in a prompt of token ids, as Python's integers where these are integers.
+    """Entries of a prompt of token ids, with integers of any kind as Python ints.
 
     Args:
-        prompt: a list, a tuple, or a tensor or array of one dimension.
-        what: named in the message.
+        prompt: list, tuple, or one-dimensional tensor or array.
+        what: name in the message.
 
     Raises:
-        ConfigError: it is nothing of the kind.
+        ConfigError: the prompt has another type or shape.
     """
     is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set | bytes)
     if not is_list or getattr(prompt, "ndim", 1) != 1:
@@ -94,10 +94,10 @@ def _is_id(value: Any) -> bool:
 
 
 def prompts_of(prompts: Any) -> list[Any]:
-    """A batch of prompts, or one prompt, as a list of prompts.
+    """List of prompts from a batch or a single prompt.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the argument is neither.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -110,10 +110,10 @@ def prompts_of(prompts: Any) -> list[Any]:
 
 
 def one_for_each(what: str, given: Any, count: int) -> list[Any]:
-    """What a caller gives for prompts, one for all (a text is one) or one for each, as one for each.
+    """Argument per prompt, from one for all (also a string) or one for each.
 
     Raises:
-        ConfigError: there are others than prompts.
+        ConfigError: the number of arguments is not the number of prompts.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
@@ -125,7 +125,7 @@ def one_for_each(what: str, given: Any, count: int) -> list[Any]:
 
 
 def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
-    """Raise ConfigError unless all are token ids of the model; `what` is named in the message."""
+    """Raise ConfigError unless all are token ids of the model; `what` is their name in the message."""
     for i in ids:
         if not is_number(i, int) or not 0 <= i < vocab_size:
             shown = repr(i) if len(repr(i)) < 60 else f"a {type(i).__name__}"
@@ -136,7 +136,7 @@ def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: str) -> None:
-    """Raise ConfigError where there are none, one is empty, or an id is not the model's; `what` one of them is."""
+    """Raise ConfigError if there are no prompts, one is empty, or an id is invalid; `what` is a prompt's name in the message."""
     if not prompts:
         raise ConfigError(f"{what}s=[]: there is nothing to continue; give at least one {what}")
     for prompt in prompts:
@@ -146,7 +146,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: st
 
 
 def check_asked(ids: list[int], params: SamplingParams, vocab_size: int, *, has_text: bool) -> None:
-    """Raise ConfigError where the ids of a prompt or of its parameters are none of the model's, or text is asked for and there is none."""
+    """Raise ConfigError if ids of a prompt or its parameters are invalid, or text is requested without a tokenizer."""
     check_prompts([ids], vocab_size, what="prompt")
     check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
     check_ids(params.logit_bias, vocab_size, what="logit_bias")
@@ -155,7 +155,7 @@ def check_asked(ids: list[int], params: SamplingParams, vocab_size: int, *, has_
 
 
 def check_text(prompt: str) -> None:
-    """Raise ConfigError where a text holds half a character, which no tokenizer takes."""
+    """Raise ConfigError if a text has lone surrogates, which no tokenizer accepts."""
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise ConfigError(
             f"prompt: {ascii(prompt)[:60]} is no text (it holds half a character, or bytes that are not UTF-8); give text in UTF-8"
@@ -163,14 +163,14 @@ def check_text(prompt: str) -> None:
 
 
 def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
-    """Whether weights are those of a model.
+    """Check that weights fit a model.
 
     Args:
-        state: what was given.
+        state: the given weights.
         own: the model's `state_dict()`.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they do not fit.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(

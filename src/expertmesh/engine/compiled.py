@@ -1,7 +1,7 @@
-"""The model's forward pass over the tokens of a step, in compiled pieces: what decoding takes its speed from on a CPU.
+"""Compiled forward pass of a step, in pieces: makes decoding fast on a CPU.
 
-The pass is traced through the very modules of the model, so that every router, layer and option of it is in the pieces too.
-Products with weights, attention over pages and the experts are called between the pieces as they are (`ops.cpu.pieces`).
+The pass is traced through the model's own modules, so all routers, layers and options are included. Matmuls with
+weights, attention over block tables and experts are called between the compiled pieces (`ops.cpu.pieces`).
 """
 
 import copy
@@ -36,9 +36,9 @@ from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.op_set import DEFAULT_OPS
 
 FEWEST_WEIGHTS = 1 << 25
-"""From about here on a token takes a third of the time (docs/log.md); smaller models are not worth the compiler's seconds."""
+"""Parameters from which a token takes a third of the time (docs/log.md); smaller models are not worth the compile time."""
 STEPS_BEFORE = 8
-"""Steps of a kind before it is compiled, so that a short answer does not begin what it will not use."""
+"""Number of steps of a kind before it is compiled, so that short answers do not trigger unused compilation."""
 
 _log = logging.getLogger("expertmesh.engine")
 _aten = torch.ops.aten
@@ -55,7 +55,7 @@ def _attend(
     chunk: int | None,
     layer_index: int,
 ) -> Tensor:
-    """Stands in a trace for what a context does."""
+    """Placeholder in a trace for the attention of a context."""
     raise NotImplementedError("only in a trace")
 
 
@@ -65,7 +65,7 @@ def _(q_THd: Tensor, k_Thd: Tensor, v_Thd: Tensor, *rest: Any) -> Tensor:
 
 
 class _TracedContext:
-    """Attention of a pass that is traced."""
+    """Attention context for tracing."""
 
     keeps = True
 
@@ -105,7 +105,7 @@ def _attend_now(
 
 
 def _experts_now(ids_TK: Tensor, *fields: Any) -> tuple[Tensor]:
-    """The experts, by the ids in the place of `maps`."""
+    """Experts from expert ids, which replace the routing metadata."""
     given: tuple[Any, ...] = (*fields[:-3], [ids_TK] * 4, *fields[-3:])
     call = make_experts_call(*given)
     return (compute(call._replace(ids_TK=ids_TK, maps=None)),)
@@ -125,13 +125,13 @@ def _router(x_TD: Tensor, w_ED: Tensor) -> Tensor:
 
 
 def _no_order(ids_TK: Tensor, num_experts: int, *rest: Any) -> tuple[Tensor, ...]:
-    """The ids themselves in the place of `route_metadata`: rows are in the order of the tokens' choices."""
+    """Expert ids in place of `route_metadata`: rows keep the order of the tokens' choices."""
     ids_N = ids_TK.flatten()
     return ids_TK.new_empty(num_experts + 1), ids_N, ids_N, ids_N
 
 
 def _experts(*fields: Any) -> list[Tensor]:
-    """Choices in the order of their experts, some at once: a weight that several of them want is read from memory for the first."""
+    """Experts on choices sorted by expert, a few at a time, so that a weight shared by several choices is read from memory once."""
     x_TD, weights_TK, w_in, w_out, b_in, b_out, scales, maps, activation, format, *_ = fields
     if len(w_in) != 1 or format != "dense":
         return NotImplemented
@@ -169,7 +169,7 @@ OF_FEW: dict[Any, Callable[..., Any]] = {
     torch.ops.expertmesh.route_metadata.default: _no_order,
     torch.ops.expertmesh.moe_mlp.default: _experts,
 }
-"""With few choices most experts have one row, and a product only reads its weight: the compiler's loop is as good as a library."""
+"""Formulas for few choices: most experts then have one row and matmuls are bound by reading weights, so compiled loops match a library."""
 OF_ONE: dict[Any, Callable[..., Any]] = {
     **OF_FEW,
     _aten.mm.default: _product_of_one,
@@ -182,17 +182,17 @@ _KINDS: dict[str, tuple[int, dict[Any, Callable[..., Any]]]] = {
     "few": (3, OF_FEW),
     "many": (7, {}),
 }
-"""Tokens of the example that a kind of step is traced with, and its formulas."""
+"""Kinds of steps: number of tokens of the traced example, and formulas."""
 
 
 class CompiledForward:
-    """`model(ids, context=..., logit_rows_R=...)` in pieces, which are compiled while the engine goes on without them.
+    """`model(ids, context=..., logit_rows_R=...)` in pieces, compiled in the background while the engine runs uncompiled.
 
     Args:
-        model: in evaluation mode, on a CPU.
+        model: model in evaluation mode, on a CPU.
 
     Attributes:
-        problem: why there is nothing compiled, in one line; empty: nothing is wrong.
+        problem: why compilation failed, in one line; empty: it did not.
     """
 
     def __init__(self, model: Any) -> None:
@@ -211,7 +211,7 @@ class CompiledForward:
             for named in (model.named_parameters, model.named_buffers)
             for name, _ in named(remove_duplicate=False)
         ]
-        # tracing puts other tensors into modules for a while, and those of the model may be at work
+        # tracing replaces tensors in modules for a while, and the model's own modules may be in use
         shared = {id(tensors[name]): tensors[name] for tensors, name in self._state}
         self._copy = copy.deepcopy(model, shared)
         self._packed = PackedWeights()
@@ -225,18 +225,19 @@ class CompiledForward:
             if isinstance(module, GroupedExperts)
         )
         counts = [num for num in model.config.experts_per_layer() if num]
-        # with more choices, a library that packs each weight once is faster
+        # with more choices, a library with prepacked weights is faster
         self._most_few = 2 * min(counts, default=0) // model.config.moe.top_k
 
     def __call__(
         self, ids_T: Tensor, context: Any, rows_R: Tensor
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Logits (R, V), and (T, K) expert ids of each layer that has experts; None: these pieces are not ready.
+        """Logits (R, V), and (T, K) expert ids of each layer that has experts; None: this kind of step is not compiled
+        yet.
 
         Args:
             ids_T: (T,) token ids.
             context: an `AttentionContext`.
-            rows_R: (R,) which tokens get logits.
+            rows_R: (R,) indices of the tokens that get logits.
         """
         T, R = len(ids_T), len(rows_R)
         kind = "one" if T == 1 else "few" if self._most_few >= T else "many"
@@ -245,21 +246,21 @@ class CompiledForward:
             self._ask_for(kind)
             return None
         least = min(T, 2)
-        if least > R:  # what is compiled knows of no other numbers
+        if least > R:  # sizes 0 and 1 are not covered by the compiled code
             rows_R = F.pad(rows_R, (0, least - R))
         state = [tensors[name] for tensors, name in self._state]
         logits_RV, *ids_of_layers = graph(ids_T, context.positions, rows_R, *state, context)
         return logits_RV[:R], ids_of_layers
 
     def compile_all(self) -> None:
-        """Compile every kind of step now, and wait for it; where that fails, `problem` says why."""
+        """Compile every kind of step and wait; on failure `problem` gives the reason."""
         with self._going_on():
             for kind in _KINDS:
                 if kind not in self._graphs and (kind != "few" or self._most_few > 1):
                     self._graphs[kind] = self._compiled(kind)
 
     def _ask_for(self, kind: str) -> None:
-        """Compile a kind in the background once enough steps have wanted it; one at a time."""
+        """Compile a kind of step in the background after enough such steps; one kind at a time."""
         self._steps[kind] += 1
         if self.problem or self._steps[kind] < STEPS_BEFORE:
             return
@@ -269,13 +270,13 @@ class CompiledForward:
             self._worker.start()
 
     def _work(self, kind: str, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # each thread of Python has its own number
+        torch.set_num_threads(num_threads)  # the number of threads is per Python thread
         with self._going_on():
             self._graphs[kind] = self._compiled(kind)
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """What cannot be compiled is a problem, and no error: a compiler has many ways to fail, and the engine another way to go."""
+        """Context in which a failed compilation is recorded as `problem`, because the engine can run uncompiled."""
         try:
             yield
         except Exception as error:
@@ -283,7 +284,7 @@ class CompiledForward:
             _log.warning("the engine computes without compiled pieces: %s", self.problem)
 
     def _compiled(self, kind: str) -> fx.GraphModule:
-        """A function of (ids, positions, rows, *state, context)."""
+        """Compiled function of (ids, positions, rows, *state, context)."""
         num_tokens, formulas = _KINDS[kind]
         if not self._are_dense:
             formulas = {}
@@ -310,7 +311,7 @@ class CompiledForward:
         return in_pieces(module, self._own_ways(context), self._loops)
 
     def _own_ways(self, context: fx.Node) -> dict[Any, Rewrite]:
-        """What is called between the pieces."""
+        """Rewrites of operations that are called between the pieces."""
 
         def attend(graph: fx.Graph, node: fx.Node) -> fx.Node:
             return graph.call_function(_attend_now, (context, *node.args))
@@ -318,7 +319,7 @@ class CompiledForward:
         def experts(graph: fx.Graph, node: fx.Node) -> fx.Node:
             given: Any = node.args
             *fields, maps, activation, format, backend, _, _ = given
-            ids = maps[0].args[0].args[0]  # what `route_metadata` was asked for
+            ids = maps[0].args[0].args[0]  # argument of `route_metadata`
             return graph.call_function(_experts_now, (ids, *fields, activation, format, backend))
 
         def product(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -345,12 +346,12 @@ class CompiledForward:
 
 
 def is_large(model: Any) -> bool:
-    """Whether decoding gains so much that the compiler's seconds are well spent."""
+    """Whether the model is large enough that faster decoding outweighs the compile time."""
     return sum(p.numel() for p in model.parameters()) >= FEWEST_WEIGHTS
 
 
 def why_not_compiled(model: Any) -> str:
-    """Why a model's steps cannot be compiled, in words that follow "compile=True"; empty: they can."""
+    """Reason why a model's steps cannot be compiled, as a continuation of "compile=True"; empty: they can."""
     if not isinstance(model, LanguageModel):
         return "is for models of ours"
     parameters = list(model.parameters())
@@ -373,10 +374,10 @@ def why_not_compiled(model: Any) -> str:
 
 
 def compiled_forward(model: Any, config: EngineConfig) -> CompiledForward | None:
-    """The compiled pass of a model, which nothing has been compiled of yet; None: it goes without.
+    """Compiled forward of a model, of which no kind is compiled yet; None: run uncompiled.
 
     Raises:
-        ConfigError: compiling was asked for, and cannot be.
+        ConfigError: compile=True, but the model cannot be compiled.
     """
     if config.compile is False or model.config.batch_invariant:
         return None

@@ -1,8 +1,8 @@
-"""Guesses of the next tokens from what a sequence has said before, which one step verifies together. Torch-free.
+"""Draft tokens from prompt lookup: n-grams of the sequence itself, verified together in one step. Torch-free.
 
-A sequence that repeats its prompt or itself (code, quotations, lists) gets several tokens for one pass through the weights.
-A guess is taken where it is what the sequence would have drawn, so that answers are the same as without, drawn ones too:
-a draw depends on the seed, the position and the logits alone.
+A sequence that repeats its prompt or itself (code, quotations, lists) gets several tokens per forward pass. A draft
+token is accepted if it equals the token that the sequence samples, which depends only on the seed, the position and the
+logits. Answers are therefore the same as without drafts, also with sampling.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,11 +10,11 @@ from collections.abc import Sequence as Seq
 from expertmesh.engine.request import Sequence, State
 
 LONGEST, SHORTEST = 4, 2
-"""Tokens at the end of a sequence that have to occur before it, the most at first."""
+"""Lengths of the final n-gram that is looked up in the sequence, longest first."""
 
 
 class PromptLookup:
-    """Where the n-grams of a growing sequence occurred last.
+    """Index of the last occurrence of each n-gram of a growing sequence.
 
     Example:
         >>> from expertmesh.engine.drafts import PromptLookup
@@ -23,15 +23,15 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._behind: dict[tuple[int, ...], int] = {}  # an n-gram: the place behind it
+        self._behind: dict[tuple[int, ...], int] = {}  # n-gram: position after it
         self._read = 0
 
     def guess(self, ids: Seq[int], most: int) -> list[int]:
-        """The tokens that followed the last occurrence of the sequence's end; none where there was none.
+        """Tokens that followed the last occurrence of the sequence's final n-gram; empty if there is none.
 
         Args:
-            ids: the sequence, which begins with that of the last call.
-            most: tokens, at most. Where fewer followed, they are repeated.
+            ids: the sequence, which extends the last call's.
+            most: maximum number of tokens. If fewer followed, they are repeated.
         """
         for place in range(self._read + 1, len(ids)):
             for size in range(SHORTEST, min(LONGEST, place) + 1):
@@ -46,9 +46,9 @@ class PromptLookup:
 
 
 def ahead(sequence: Sequence, ids: Seq[int]) -> tuple[Sequence, ...]:
-    """What a sequence is after one, two, ... of some guessed tokens: each has the last of them yet to compute.
+    """States of a sequence after one, two, ... of some draft tokens; each has its last token left to compute.
 
-    They share its blocks, and so see one another's keys and values, which lie at places of their own.
+    They share its block table, so each sees the keys and values of the others, at different positions.
     """
     found = []
     for count in range(1, len(ids) + 1):

@@ -1,4 +1,4 @@
-"""What a draw takes of the parameters of its requests, for all rows at once."""
+"""Conversion of sampling parameters of several requests to one `SamplingBatch`."""
 
 from collections.abc import Sequence
 
@@ -18,15 +18,15 @@ def sampling_batch(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingBatch:
-    """How the next token of each row is drawn.
+    """Sampling parameters of the next token of each row.
 
     Args:
-        params: of each row.
-        seeds: of each row's random numbers.
-        answers: which answer of its request a row belongs to.
-        positions: of the token that is drawn.
+        params: sampling parameters of each row.
+        seeds: seed of each row.
+        answers: index of each row's answer within its request.
+        positions: position of each sampled token.
         vocab_size: V.
-        device: of the logits.
+        device: device of the logits.
     """
 
     def reals(values: list[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The engine: requests in, answers out; continuous batching over a paged key-value cache."""
+"""Inference engine: continuous batching over a paged KV cache."""
 
 import atexit
 import copy
@@ -66,17 +66,17 @@ Prompt = str | Seq[int]
 
 
 class Engine:
-    """Answers many requests at once with one model.
+    """Inference engine that answers many requests at once with one model.
 
     Args:
-        model: a run directory or a folder of the hub; or a GPT in evaluation mode.
-        tokenizer: of a GPT that is given; None: prompts are token ids, and answers have no text.
-        end_ids: tokens that end an answer, beside those of the model and of its text.
-        config: options; None: the default ones.
-        parallel: how the ranks that torchrun started share the model: a `ParallelConfig` or its options (`tp_degree`, `ep_degree`,
-            `es_degree`, `timeout_s`), the same on all ranks; rank 0 then takes requests, and the others `follow`. A model that is given is
-            cut in place, and must be the same on all ranks. None: this process alone.
-        adapters: folders of peft's low-rank adapters by the names by which requests choose them; see `load_adapter`.
+        model: a run directory, a hub folder, or a GPT in evaluation mode.
+        tokenizer: tokenizer of a GPT; None: prompts are token ids, and answers have no text.
+        end_ids: more end tokens than the model's and its text format's.
+        config: options; None: defaults.
+        parallel: a `ParallelConfig` or its options (`tp_degree`, `ep_degree`, `es_degree`, `timeout_s`), equal on all
+            ranks, to share the model over torchrun's ranks: rank 0 takes requests, the others `follow`. A GPT is
+            sharded in place, and must be equal on all ranks. None: this process alone.
+        adapters: folders of peft's low-rank adapters by name, for requests to choose; see `load_adapter`.
         **options: fields of `EngineConfig`, instead of `config`.
 
     Raises:
@@ -90,11 +90,11 @@ class Engine:
         (4, 'length')
 
     Attributes:
-        model: that answers.
-        config: its options.
-        max_len: tokens of a sequence, at most.
-        tokenizer: of the model; None: prompts are token ids.
-        text: what text is to the model; None without a tokenizer.
+        model: the model.
+        config: options.
+        max_len: maximum tokens of a sequence.
+        tokenizer: tokenizer of the model; None: prompts are token ids.
+        text: text format of the model; None without a tokenizer.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Engine:
                 device=device,
                 dtype=dtype,
             )
-        except RuntimeError as error:  # of the allocator, which says it in several lines
+        except RuntimeError as error:  # the allocator's message has several lines
             raise ConfigError(
                 "num_blocks",
                 num_blocks,
@@ -203,25 +203,25 @@ class Engine:
 
     @property
     def num_tokens_held(self) -> int:
-        """Tokens of one sequence that the cache has room for."""
+        """Maximum number of cached tokens of one sequence."""
         return self._scheduler.pools[0].num_blocks * self.config.block_size
 
     def warm_up(self) -> None:
-        """Compile now what would be compiled in the background (`compile` in `EngineConfig`), and wait for it; else do nothing."""
+        """Compile now what is otherwise compiled in the background (`compile` in `EngineConfig`), and wait; else do nothing."""
         if self._runner.compiled is not None:
             self._runner.compiled.compile_all()
 
     @property
     def leads(self) -> bool:
-        """Whether this process takes requests: alone, or as rank 0."""
+        """Whether this process takes requests: a single process, or rank 0."""
         return self._ranks is None or self._ranks.leads
 
     @torch.no_grad()
     def follow(self) -> None:
-        """On all ranks but the first: compute this rank's part of what rank 0 is asked, until it ends.
+        """Compute this rank's part of rank 0's steps until rank 0 closes the engine; for all other ranks.
 
         Raises:
-            ConfigError: this is no such rank.
+            ConfigError: this process takes requests.
             CollectiveError: a rank is gone or late.
         """
         if self.leads or not isinstance(self._runner, RankedRunner):
@@ -229,30 +229,30 @@ class Engine:
         self._runner.follow()
 
     def close(self) -> None:
-        """Over ranks: let the others end. May be called again; on one process it does nothing."""
+        """Let the other ranks return from `follow`. May be called again; does nothing in a single process."""
         if isinstance(self._runner, RankedRunner):
             self._runner.close()
 
     def check_ranks(self) -> None:
-        """Raise CollectiveError where other ranks have been lost since, as signs of life tell between steps; without ranks never."""
+        """Raise CollectiveError if other ranks were lost since the last step (heartbeats detect it); never in a single process."""
         if isinstance(self._runner, RankedRunner):
             self._runner.check_together()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Read a low-rank adapter, which requests may choose from now on; those that choose none are as before.
+        """Load a low-rank adapter that requests can choose; requests without an adapter are unaffected.
 
-        It is W + s B A on matrices of attention, of dense layers, of shared and of routed experts, as peft saves it for a model of
-        transformers or for `ExpertMeshForCausalLM`, or as `expertmesh.integrations.peft.save_adapters` does. Steps are not compiled
-        from now on.
+        Adapters are W + s B A on matrices of attention, dense layers, shared and routed experts, saved by peft for a
+        model of transformers or for `ExpertMeshForCausalLM`, or by `expertmesh.integrations.peft.save_adapters`. Steps
+        are uncompiled from now on.
 
         Args:
-            name: that no other adapter has.
-            folder: with adapter_config.json and adapter_model.safetensors.
+            name: unique name.
+            folder: folder with adapter_config.json and adapter_model.safetensors.
 
         Raises:
-            ConfigError: the name is taken; the folder holds no adapter, or one that is not served here (DoRA, on the router or the
-                vocabulary, on quantised experts or experts in slots, over ranks that cut products or move experts, on a model of
-                transformers, ...), or another rank cannot read it; names it.
+            ConfigError: the name is taken; the folder has no adapter, or an unsupported one (DoRA, on the router or the
+                vocabulary, on quantised or paged experts, over ranks that slice matmuls or move experts, on a model of
+                transformers, ...); or another rank cannot read it.
             CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
 
         Example:
@@ -266,10 +266,10 @@ class Engine:
         self._runner.compiled = None
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter.
+        """Unload an adapter.
 
         Raises:
-            ConfigError: there is no such adapter, or a request that has not ended has it.
+            ConfigError: the adapter is unknown, or an unfinished request uses it.
         """
         one = self._adapter(name)
         busy = sum(request.root == one.root for request in self._requests.values())
@@ -281,12 +281,12 @@ class Engine:
 
     @property
     def adapters(self) -> dict[str, Path]:
-        """The folders of the adapters that are there, by name."""
+        """Folders of the loaded adapters, by name."""
         known = self._runner.adapters
         return {} if known is None else {one.name: one.folder for one in known.all}
 
     def adapter_requests(self) -> dict[str, int]:
-        """How many requests have chosen each adapter so far."""
+        """Number of requests so far per adapter."""
         known = self._runner.adapters
         return {} if known is None else {one.name: one.num_requests for one in known.all}
 
@@ -298,7 +298,7 @@ class Engine:
         return self._runner.adapters.get(name)
 
     def _check_adapters(self) -> None:
-        """Raise ConfigError where the engine serves none."""
+        """Raise ConfigError if adapters are unsupported here."""
         problem = why_no_adapters(self.model)
         if self._ranks is not None:
             is_whole = self._ranks.degrees.is_whole and not self.config.enable_eplb
@@ -312,7 +312,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended."""
+        """Whether any request is unfinished."""
         return self._scheduler.has_work
 
     def add(
@@ -323,19 +323,19 @@ class Engine:
         request_id: str | None = None,
         adapter: str | None = None,
     ) -> str:
-        """Take a request; `step` computes it.
+        """Add a request; `step` computes it.
 
         Args:
-            prompt: text, or token ids, before which nothing is put.
-            params: how to answer; None: as `SamplingParams()`.
-            request_id: a name that no unfinished request has; None: a number.
-            adapter: name of the adapter that answers; None: the model alone.
+            prompt: text, or token ids, to which no start tokens are added.
+            params: sampling parameters; None: `SamplingParams()`.
+            request_id: id, unique among unfinished requests; None: a number.
+            adapter: name of the adapter; None: the model alone.
 
         Returns:
             The request's id.
 
         Raises:
-            ConfigError: a value breaks a rule, or the request could never run; no other request is touched.
+            ConfigError: a value breaks a rule, or the request could never run; other requests are unaffected.
         """
         if not self.leads:
             raise ConfigError("requests go to rank 0; call follow() on this one")
@@ -377,14 +377,14 @@ class Engine:
 
     @cached_property
     def json_rules(self) -> JsonRules:
-        """Rules of JSON schemas, from any thread, so that one is compiled beside the steps; ConfigError where there can be none."""
+        """Compiler of JSON schemas to rules, usable from any thread beside the steps; ConfigError if unsupported."""
         return JsonRules(self.tokenizer, vocab_size=self.model.vocab_size, end_ids=self._end_ids)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request now, in whatever state it is; one that has ended, or is unknown, is no error.
+        """Abort a request in any state; a finished or unknown one is ignored.
 
         Returns:
-            Its answers, those that had not ended with finish_reason "abort".
+            Its answers; unfinished ones get finish_reason "abort".
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -398,8 +398,8 @@ class Engine:
         """Compute one step.
 
         Returns:
-            The present state of every answer that got a token or ended; those of a request whose answers have all ended
-            come once, whole, and are then forgotten.
+            Current state of every answer that got a token or ended; answers of a finished request are returned once,
+            complete, and are then dropped.
 
         Raises:
             ConfigError: the model is in training mode.
@@ -429,19 +429,19 @@ class Engine:
         told: Callable[[int], None] | None = None,
         adapter: str | Seq[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts and return when all answers have ended; other requests go on meanwhile.
+        """Answer prompts and return when all answers have ended; other requests continue meanwhile.
 
         Args:
-            prompts: texts or lists of token ids; or one of them.
-            params: for all, or one for each.
-            told: called with the number of finished requests, for a progress bar.
-            adapter: name of the adapter for all, or one for each, None among them.
+            prompts: one or several texts or lists of token ids.
+            params: parameters of all prompts, or one for each.
+            told: called with the number of finished requests, for progress bars.
+            adapter: name of the adapter of all prompts, or one (or None) for each.
 
         Returns:
-            n answers of the first prompt, then those of the next, and so on.
+            The n answers of the first prompt, then of the next, and so on.
 
         Raises:
-            ConfigError: as `add`, before anything is computed; nothing is left behind.
+            ConfigError: see `add`; raised before any computation, with no request left.
         """
         found: dict[int, list[RequestOutput]] = {}
         for place, outputs in self.as_they_end(prompts, params, adapter=adapter):
@@ -457,10 +457,10 @@ class Engine:
         *,
         adapter: str | Seq[str | None] | None = None,
     ) -> Iterator[tuple[int, list[RequestOutput]]]:
-        """As `generate`, but gives each prompt's place and answers as soon as these have ended; closing the iterator aborts the others.
+        """Like `generate`, but yields each prompt's index and answers once these have ended; closing the iterator aborts the others.
 
         Raises:
-            ConfigError: as `generate`, at once.
+            ConfigError: see `generate`; raised at once.
         """
         many, names = prompts_of(prompts), list[str]()
         each, chosen = (
@@ -470,7 +470,7 @@ class Engine:
         try:
             for prompt, one, its_adapter in zip(many, each, chosen, strict=True):
                 names.append(self.add(prompt, one, adapter=its_adapter))
-        except BaseException:  # also where a later prompt is refused
+        except BaseException:  # also if a later prompt is refused
             list(map(self.abort, names))
             raise
         return self._as_they_end(names)
@@ -486,7 +486,7 @@ class Engine:
                 for name in [name for name in places if name not in self._requests]:
                     own = found.pop(name)
                     yield places.pop(name), [own[index] for index in sorted(own)]
-        finally:  # also where the caller interrupts
+        finally:  # also if the caller stops early
             list(map(self.abort, names))
 
     def stream(
@@ -496,12 +496,12 @@ class Engine:
         *,
         adapter: str | None = None,
     ) -> Iterator[RequestOutput]:
-        """Answer one prompt, and give the answer so far after each step that gave it tokens; closing the iterator aborts it.
+        """Answer a prompt as a stream: yields the answer after each step with new tokens; closing the iterator aborts it.
 
-        The text so far never takes back what was given: what may be the beginning of a stop string is held back.
+        Streamed text is never retracted: a possible start of a stop string is held back.
 
         Raises:
-            ConfigError: as `add`, at once.
+            ConfigError: see `add`; raised at once.
         """
         name = self.add(prompt, params, adapter=adapter)
         return self._streamed(name)
@@ -515,13 +515,13 @@ class Engine:
 
     @torch.no_grad()
     def update_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model; known prefixes are forgotten, and answers in work go on with the new weights.
+        """Copy new weights into the model; the prefix cache is cleared, and unfinished answers continue with the new weights.
 
         Args:
-            state: tensors by name, as `model.state_dict()` has them; names may be left out.
+            state: tensors by their names in `model.state_dict()`; may be partial.
 
         Raises:
-            ConfigError: a name or a shape that the model has not; then nothing is changed.
+            ConfigError: a name or a shape differs from the model's; then nothing is changed.
         """
         if state and self._ranks is not None:
             raise ConfigError(
@@ -535,7 +535,7 @@ class Engine:
         self._scheduler.forget_prefixes()
 
     def stats(self) -> EngineStats:
-        """Numbers for a log or metrics."""
+        """Statistics for logs and metrics."""
         scheduler, pools = self._scheduler, self._scheduler.pools
         return EngineStats(
             len(scheduler.running),
@@ -554,17 +554,17 @@ class Engine:
         )
 
     def expert_load(self) -> list[list[int]]:
-        """Tokens that each expert has served so far, layer by layer of those with experts."""
+        """Number of tokens that each expert has served so far, per MoE layer."""
         return [load[:-1] for load in self._runner.loads()]
 
     def expert_placement(self) -> PlacementCounts | None:
-        """What became of the placement of experts over ranks so far; None without `enable_eplb`."""
+        """Counters of expert placement over ranks; None without `enable_eplb`."""
         runner = self._runner
         placed = runner.placed if isinstance(runner, RankedRunner) else None
         return None if placed is None else copy.deepcopy(placed.counts)
 
     def expert_paging(self) -> list[PagingCounts]:
-        """What the slots of each layer have seen so far; empty where all experts are on the device."""
+        """Counters of each layer's expert slots; empty if all experts are on the device."""
         return [replace(layer.counts) for layer in paged_layers(self.model)]
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -576,7 +576,7 @@ class Engine:
         return self.text.prompt_ids(prompt) if prompt else []
 
     def _room(self, ids: list[int], params: SamplingParams) -> int:
-        """Most tokens of an answer."""
+        """Maximum number of tokens of an answer."""
         left = self.max_len - len(ids)
         if left < 1:
             raise ConfigError(

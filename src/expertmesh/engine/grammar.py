@@ -1,4 +1,4 @@
-"""Answers that are JSON of a schema: which tokens may come next, by llguidance (the extra `json`)."""
+"""JSON-constrained answers: masks of allowed next tokens from a schema, with llguidance (extra `json`)."""
 
 import json
 from collections import OrderedDict
@@ -16,42 +16,41 @@ from expertmesh.errors import ConfigError
 from expertmesh.text.stream import TextStream
 
 _MOST_KEPT = 64
-"""Schemas that are kept compiled."""
+"""Maximum number of compiled schemas to keep."""
 _OPTIONS: Any = {
-    "lenient": False,  # a keyword that cannot be kept is refused, not passed over
+    "lenient": False,  # an unsupported keyword is an error, not ignored
     "coerce_one_of": False,
-    # between two parts of a value; without a bound a model could write blanks for ever
+    # bounded: otherwise a model could write whitespace forever
     "whitespace_pattern": r"\n[ ]{0,32}|[ ]?",
 }
-_OWN = "x-guidance"  # llguidance's keyword, which would change these options
-_BEFORE = "\x02"  # no token goes over it
+_OWN = "x-guidance"  # llguidance's keyword that overrides these options
+_BEFORE = "\x02"  # no token crosses this character
 
 
 class JsonRule:
-    """Follows one answer, whatever becomes of it: every call names the tokens so far.
+    """Rule of one answer. Every call gets all tokens so far, so answers may be rolled back.
 
     Args:
-        matcher: llguidance's, at the beginning; this one's from now on.
+        matcher: llguidance matcher at its start, owned by this rule.
         vocab_size: V.
-        end_ids: tokens that end an answer.
+        end_ids: end tokens.
     """
 
     def __init__(self, matcher: Any, *, vocab_size: int, end_ids: Iterable[int]) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._ends = list(end_ids)
         self._seen: list[int] = []
-        self._found_V: Tensor | None = None  # behind these
+        self._found_V: Tensor | None = None  # allowed tokens after `_seen`
 
     def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Tensor | None:
-        """Which tokens may follow.
+        """Tokens that may follow.
 
         Args:
-            ids: the answer so far.
-            may_end: False: not an end, where anything else is left.
+            ids: token ids of the answer so far.
+            may_end: False: mask end tokens, unless nothing else is allowed.
 
         Returns:
-            (V,) bool, with at least one that is True; None: the answer has left the schema, as a wrong guess does, and the matcher
-            cannot say.
+            (V,) bool with at least one True; None: the answer has left the schema (as wrong draft tokens do).
         """
         if not self._follow(ids):
             return None
@@ -67,14 +66,14 @@ class JsonRule:
         return found_V if found_V.any() else None
 
     def problem(self, ids: Seq[int]) -> str | None:
-        """Why no token can follow an answer that keeps to the schema; None: one can."""
+        """Reason why no token can follow a valid answer; None: one can."""
         if self.allowed(ids) is not None:
             return None
         reason = _line(self._matcher.get_error()) or "no token of this vocabulary goes on"
         return f"the schema cannot be kept any further ({reason})"
 
     def _follow(self, ids: Seq[int]) -> bool:
-        """Bring the matcher to the end of some tokens; whether they keep to the schema."""
+        """Move the matcher to the end of some tokens; returns whether they fit the schema."""
         same = 0
         for old, new in zip(self._seen, ids, strict=False):
             if old != new:
@@ -96,12 +95,12 @@ class JsonRule:
 
 
 class JsonRules:
-    """Makes the rules of schemas; may be called from any thread.
+    """Compiler of JSON schemas to rules; thread-safe.
 
     Args:
-        tokenizer: of the model; None is refused.
+        tokenizer: tokenizer of the model; None is an error.
         vocab_size: V, at least the tokenizer's.
-        end_ids: tokens that end an answer.
+        end_ids: end tokens.
 
     Raises:
         ConfigError: there is no tokenizer, or llguidance is not installed.
@@ -125,10 +124,10 @@ class JsonRules:
         self._lock = Lock()
 
     def rule(self, schema: Mapping[str, Any]) -> JsonRule:
-        """The rule of a schema, at the beginning of an answer.
+        """Rule of a schema, at the start of an answer.
 
         Raises:
-            ConfigError: it is no schema, or says what cannot be kept.
+            ConfigError: the schema is invalid, or has unsupported keywords.
         """
         from llguidance import LLMatcher
 
@@ -150,7 +149,7 @@ class JsonRules:
 
 
 class _Words:
-    """A tokenizer as llguidance wants it: the bytes of every token."""
+    """Tokenizer wrapper for llguidance, with the bytes of every token."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -164,7 +163,7 @@ class _Words:
         self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text behind other text: SentencePiece's put a blank before the beginning of one."""
+        """Tokens of a text that follows other text: SentencePiece adds a space at the start of a text."""
         before, ids = self._encode(_BEFORE), self._encode(_BEFORE + text)
         ids = ids[len(before) :]
         if b"".join(self.tokens[i] for i in ids) == text.encode():
@@ -176,7 +175,7 @@ class _Words:
         return ids
 
     def _longest(self, left: bytes) -> list[int]:
-        """The longest token that a text begins with, then that of the rest; it ends where there is none."""
+        """Greedy longest-match tokens of some bytes; stops where no token matches."""
         found = []
         while left:
             fits = (i for i in range(len(self.tokens)) if i not in self._special)

@@ -1,4 +1,4 @@
-"""Several groups of ranks that answer together: a scheduler and blocks of its own for each. Numbers only, as `scheduler.py`."""
+"""Scheduling over several tensor groups of ranks, each with its own scheduler and blocks. Torch-free, as `scheduler.py`."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ from expertmesh.engine.scheduler import Counters, Scheduler, Step
 
 @dataclass(frozen=True)
 class JointStep(Step):
-    """What all groups compute in one step.
+    """Step of all groups.
 
     Attributes:
-        parts: of each group.
+        parts: step of each group.
     """
 
     parts: tuple[Step, ...] = ()
@@ -20,10 +20,10 @@ class JointStep(Step):
 
 @dataclass
 class GroupScheduler:
-    """Gives each request to the group with least to do; else as a `Scheduler`.
+    """Scheduler that assigns each request to the least loaded group; otherwise with the interface of `Scheduler`.
 
     Args:
-        schedulers: of each group.
+        schedulers: scheduler of each group.
     """
 
     schedulers: list[Scheduler]
@@ -31,7 +31,7 @@ class GroupScheduler:
 
     @property
     def pools(self) -> list[BlockPool]:
-        """The blocks of each group."""
+        """Block pool of each group."""
         return [one.pool for one in self.schedulers]
 
     @property
@@ -41,18 +41,18 @@ class GroupScheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Sequences that wait."""
+        """Waiting sequences."""
         return [sequence for one in self.schedulers for sequence in one.waiting]
 
     @property
     def counters(self) -> Counters:
-        """What happened so far, in all groups."""
+        """Counters summed over all groups."""
         each = [vars(one.counters) for one in self.schedulers]
         return Counters(**{name: sum(one[name] for one in each) for name in each[0]})
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence has not ended."""
+        """Whether any sequence is unfinished."""
         return any(one.has_work for one in self.schedulers)
 
     def add(self, request: Request) -> None:
@@ -102,7 +102,7 @@ class GroupScheduler:
 
 
 def _tokens_to_do(scheduler: Scheduler) -> int:
-    """About so many tokens are left to compute, prompts and answers."""
+    """Approximate number of tokens left to compute, of prompts and answers."""
     return sum(
         len(one.request.prompt_ids) + one.request.max_tokens - one.num_computed
         for queue in (scheduler.waiting, scheduler.running)

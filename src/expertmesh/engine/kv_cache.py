@@ -1,4 +1,4 @@
-"""Keys and values in blocks, and the attention of a step's tokens over them."""
+"""Paged KV cache, and attention of a step's tokens over it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +16,16 @@ from expertmesh.ops.op_set import OpSet
 
 
 class PagedCache:
-    """Keys and values of all layers for num_blocks blocks of block_size tokens, in one allocation each.
+    """Paged KV cache of all layers, with num_blocks blocks of block_size tokens; keys and values are one allocation
+    each.
 
     Args:
-        config: of the model: its num_layers, cache_heads, cache_size and is_latent are read.
-        num_blocks: blocks.
+        config: configuration of the model; num_layers, cache_heads, cache_size and is_latent are read.
+        num_blocks: number of blocks.
         block_size: tokens of a block.
-        device: of the cache.
-        dtype: of keys and values: the type that the model computes in.
-        num_parts: ranks that share the heads; latent attention has one, which each of them keeps.
+        device: device of the cache.
+        dtype: dtype of keys and values, the model's compute dtype.
+        num_parts: ranks that share the heads; latent attention has one, which each rank keeps.
     """
 
     def __init__(
@@ -41,16 +42,16 @@ class PagedCache:
         heads = config.cache_heads if config.is_latent else config.cache_heads // num_parts
         shape = (config.num_layers, num_blocks * block_size, heads, config.cache_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
-        # latent attention keeps one vector per token, which is key and value
+        # latent attention caches one vector per token, as key and value
         self.v = self.k if config.is_latent else torch.zeros_like(self.k)
 
     @property
     def memories(self) -> tuple[Tensor, ...]:
-        """The allocations."""
+        """Allocations of the cache."""
         return (self.k,) if self.v is self.k else (self.k, self.v)
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), one after the other."""
+        """Copy whole blocks, (from, to), in order."""
         size = self.block_size
         for source, target in pairs:
             for memory in self.memories:
@@ -59,22 +60,22 @@ class PagedCache:
                 ]
 
     def places(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
-        """Where the tokens start ... stop - 1 of a sequence with this block table lie."""
+        """Cache slots of the tokens start ... stop - 1 of a sequence with this block table."""
         size = self.block_size
         return [blocks[i // size] * size + i % size for i in range(start, stop)]
 
 
 @dataclass(frozen=True)
 class Span:
-    """The rows of one sequence in a step.
+    """Rows of one sequence in a step.
 
     Attributes:
-        first: its first row.
-        count: its rows, the last of its tokens.
-        num_keys: keys that the last of them sees.
-        places_L: (num_keys,) where each of its keys lies; None: in one piece.
-        pieces_L: (1, heads, num_keys, d) keys, and values, of each layer, if they lie in one piece.
-        seen: which of them its rows see, the same in every layer.
+        first: index of its first row.
+        count: number of rows, the last tokens of the sequence.
+        num_keys: number of keys that the last row sees.
+        places_L: (num_keys,) cache slots of its keys; None: contiguous.
+        pieces_L: (1, heads, num_keys, d) views of keys and of values per layer, if contiguous.
+        seen: keys that each row sees, the same in all layers.
     """
 
     first: int
@@ -87,13 +88,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Ones:
-    """Sequences with one row each, of about as many keys, that batch-invariant attention takes together.
+    """Sequences with one row each and similar numbers of keys, which batch-invariant attention computes together.
 
     Attributes:
-        rows: (B,) which row is whose.
-        num_keys: that each of them sees.
-        places_BL: (B, L) where the keys lie, from the first one on; behind a sequence's last key it is that one's place.
-        masks: what the rows see, by window and chunk: made by the first layer that asks.
+        rows: (B,) row of each sequence.
+        num_keys: number of keys of each sequence.
+        places_BL: (B, L) cache slots of the keys, padded with the slot of the last key.
+        masks: visible keys by window and chunk, created on first use.
     """
 
     rows: Tensor
@@ -102,7 +103,7 @@ class Ones:
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
 
     def mask(self, rule: ScoreRule) -> Tensor:
-        """(B, L) bool."""
+        """(B, L) bool mask of visible keys."""
         found = self.masks.get((rule.window, rule.chunk))
         if found is None:
             device = self.places_BL.device
@@ -116,14 +117,14 @@ class Ones:
 
 @dataclass(frozen=True)
 class PagedContext:
-    """What the tokens of a step see: an `expertmesh.models.attention.AttentionContext`.
+    """Attention context of a step on the paged cache: an `expertmesh.models.attention.AttentionContext`.
 
     Attributes:
-        cache: keys and values so far, which gets those of these tokens.
+        cache: KV cache, to which the step's keys and values are written.
         positions: (T,) position of each token in its sequence.
-        places_T: (T,) where its key and value go.
-        spans: the sequences, in the order of their rows.
-        ones: those of which only one row is computed, where they are none of the spans.
+        places_T: (T,) cache slot of each token.
+        spans: sequences in the order of their rows.
+        ones: sequences with a single row that are not in `spans`.
     """
 
     cache: PagedCache
@@ -134,7 +135,7 @@ class PagedContext:
 
     @property
     def keeps(self) -> bool:
-        """Whether later tokens will see these."""
+        """Whether keys and values are stored for later tokens."""
         return True
 
     def attend(
@@ -147,13 +148,13 @@ class PagedContext:
         arithmetic: OpSet,
         rule: ScoreRule | None = None,
     ) -> Tensor:
-        """See `AttentionContext.attend`; none sees how many others there are."""
+        """Attention of the step's tokens, each sequence on its own; see `AttentionContext.attend`."""
         rule = PLAIN if rule is None else rule
         k_all, v_all = self.cache.k[layer_index], self.cache.v[layer_index]
         k_all.index_copy_(0, self.places_T, k_Thd.to(k_all.dtype))
         if v_all.data_ptr() != k_all.data_ptr():
             v_all.index_copy_(0, self.places_T, v_Thd.to(v_all.dtype))
-        # the query heads of a key head are its queries where there is one row
+        # with one row, the query heads of a key head act as its queries
         q_T1hGd = q_THd.reshape(len(q_THd), 1, k_all.shape[1], -1, q_THd.shape[2]).unbind(0)
         is_plain = rule.is_plain and rule.window is None and rule.chunk is None
         parts = []
@@ -196,15 +197,15 @@ class PagedContext:
 def ones_of(
     sequences: Iterable[tuple[int, Sequence[int], int]], *, cache: PagedCache
 ) -> tuple[Ones, ...]:
-    """Sequences that compute one token each, some together.
+    """Groups of single-row sequences with similar numbers of keys.
 
     Args:
         sequences: (row, block table, number of keys) of each.
-        cache: that their keys lie in.
+        cache: cache of their keys.
     """
     groups: list[list[tuple[int, Sequence[int], int]]] = []
     for one in sorted(sequences, key=lambda one: one[2]):
-        # what is filled up is at most as much as what is there
+        # padding is at most as long as the keys
         if not groups or one[2] > 2 * max(groups[-1][0][2], BLOCK_KEYS):
             groups.append([])
         groups[-1].append(one)
@@ -226,7 +227,7 @@ def ones_of(
 def span_of(
     blocks: Sequence[int], *, first: int, start: int, count: int, cache: PagedCache
 ) -> Span:
-    """The rows of a sequence that computes tokens start ... start + count - 1."""
+    """Span of a sequence that computes tokens start ... start + count - 1."""
     num_keys = start + count
     seen = visible(count, num_keys, device=cache.k.device)
     used = blocks[: -(-num_keys // cache.block_size)]

@@ -1,6 +1,6 @@
-"""Generation in step: one rectangle of sequences with a dense cache, for models that the engine cannot page.
+"""Lockstep generation: a rectangular batch with a dense cache, for models without support for the paged cache.
 
-These are encoder-decoders, models of a family of your own, and GPTs whose experts choose among all tokens of a call.
+These are encoder-decoders, model families outside this package, and GPTs with expert-choice routers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,16 +31,16 @@ _SERVED = {
 
 
 class Lockstep:
-    """Answers prompts a batch at a time; of `Engine` it has `generate`, `as_they_end` and `stream`.
+    """Answers prompts batch by batch, with the methods `generate`, `as_they_end` and `stream` of `Engine`.
 
     Args:
         model: any language model, or encoder-decoder.
-        tokenizer: of the model; None: answers have no text.
-        end_ids: tokens that end an answer, beside those that the model names.
-        batch_size: prompts that are answered together; all have the room that the longest of them leaves.
+        tokenizer: tokenizer of the model; None: answers have no text.
+        end_ids: end tokens in addition to the model's.
+        batch_size: prompts that are answered together; the longest of them limits the new tokens of all.
 
     Raises:
-        ConfigError: batch_size is no number of at least 1.
+        ConfigError: batch_size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -68,16 +68,17 @@ class Lockstep:
         """Answer prompts.
 
         Args:
-            prompts: token ids, none of them empty. Those of an encoder-decoder are the beginnings of its outputs.
-            params: for all, or one for each; n, penalties, biases, least lengths, logprobs and routed experts are not served.
-            sources: token ids that an encoder-decoder reads first, one list per prompt.
+            prompts: token ids, none of them empty; for an encoder-decoder, the start of its outputs.
+            params: parameters of all prompts, or one for each; n, penalties, biases, min_tokens, logprobs and routed
+                experts are not supported.
+            sources: encoder inputs of an encoder-decoder, one list of token ids per prompt.
 
         Returns:
-            An answer for each.
+            An answer for each prompt.
 
         Raises:
-            ConfigError: before anything is computed: a prompt is empty or too long, an id is outside the vocabulary, an option
-                is not served, or sources are missing or not read.
+            ConfigError: before any computation: a prompt is empty or too long, an id is outside the vocabulary, an
+                option is not supported, or sources are missing or unsupported.
         """
         ended = self.as_they_end(prompts, params, sources=sources)
         return [output for _, (output,) in ended]
@@ -89,10 +90,10 @@ class Lockstep:
         *,
         sources: Sequence[Sequence[int]] | None = None,
     ) -> Iterator[tuple[int, list[RequestOutput]]]:
-        """As `generate`, but gives each prompt's place and its answer, in their order, when its batch has ended.
+        """Like `generate`, but yields each prompt's index and its answer, in order, when its batch has ended.
 
         Raises:
-            ConfigError: as `generate`, at once.
+            ConfigError: see `generate`; raised at once.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         rooms = self._check(prompts, each, sources)
@@ -107,10 +108,10 @@ class Lockstep:
         return batches()
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
-        """Answer one prompt, and give the answer so far after each of its tokens.
+        """Answer a prompt as a stream: yields the answer so far after each token.
 
         Raises:
-            ConfigError: as `generate`, at once.
+            ConfigError: see `generate`; raised at once.
         """
         rooms = self._check([prompt], [params], None)
         return (one for (one,) in self._answers([prompt], [params], rooms, None))
@@ -121,7 +122,7 @@ class Lockstep:
         params: Sequence[SamplingParams],
         sources: Sequence[Sequence[int]] | None,
     ) -> list[int]:
-        """Most tokens of each answer."""
+        """Checked maximum number of tokens of each answer."""
         for one in params:
             for name in one.__dataclass_fields__:
                 if name not in _SERVED and getattr(one, name) != getattr(SamplingParams(), name):
@@ -196,7 +197,7 @@ class Lockstep:
         sources: Sequence[Sequence[int]] | None,
         reasons: Sequence[str | None],
     ) -> Iterator[list[tuple[int, bool]]]:
-        """(token, whether its logits are finite) of every row; ends when `reasons` says that every row has ended."""
+        """(token, whether its logits are finite) of every row; ends when `reasons` has a reason for every row."""
         model, device = self.model, self.model.device
         ids_BS, token_mask_BS = pad_left(prompts, device=device)
         cache: Any = None
@@ -227,7 +228,7 @@ class Lockstep:
             running = [reason is None for reason in reasons]
             if not any(running):
                 return
-            # Ended sequences stay in the batch as padding, so that no shape depends on the data.
+            # Finished sequences stay in the batch as padding, so that shapes do not depend on the data.
             ids_BS = agreed_2B[0][:, None]
             token_mask_BS = None
             if not all(running):
@@ -237,10 +238,10 @@ class Lockstep:
 def check_sources(
     model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
 ) -> None:
-    """Whether the model reads sources, and can read these, one per prompt.
+    """Check that the model takes sources, one per prompt, and that these are valid.
 
     Raises:
-        ConfigError: it does not, or cannot.
+        ConfigError: it does not, or they are invalid.
     """
     if not isinstance(model, EncoderDecoder):
         if sources is not None:
@@ -263,10 +264,10 @@ def check_sources(
 def check_context_room(
     model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None
 ) -> int:
-    """The number of new tokens, checked against the longest prompt.
+    """Number of new tokens, checked against the longest prompt.
 
     Raises:
-        ConfigError: they do not fit the model's longest sequence.
+        ConfigError: they exceed the model's maximum length.
     """
     limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
     if longest >= limit:
@@ -294,14 +295,14 @@ def check_context_room(
 def pad_left(
     prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one batch, aligned at their ends.
+    """Prompts as a batch, padded on the left.
 
     Args:
         prompts: token ids.
-        device: the device of the result.
+        device: device of the result.
 
     Returns:
-        (B, S) int64 ids, 0 where padded, and the (B, S) bool mask, False where padded; None if nothing is.
+        (B, S) int64 ids, 0 where padded, and a (B, S) bool mask, False where padded; None without padding.
     """
     return _padded(prompts, side="left", device=device)
 
@@ -309,7 +310,7 @@ def pad_left(
 def pad_right(
     prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The same, aligned at their beginnings."""
+    """Prompts as a batch, padded on the right; see `pad_left`."""
     return _padded(prompts, side="right", device=device)
 
 

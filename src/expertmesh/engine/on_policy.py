@@ -1,4 +1,4 @@
-"""Logprobs of given tokens with gradients: the same bits that the engine gave when it drew them."""
+"""Differentiable logprobs of given tokens, bitwise equal to the engine's when it sampled them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,24 +17,26 @@ from expertmesh.ops.sampling import logprobs
 def token_logprobs(
     model: Any, ids: Sequence[Sequence[int]], *, routing: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """The logprob of every token behind the first one, given those before it; differentiable.
+    """Logprob of every token after the first, given the tokens before it; differentiable.
 
-    The model computes as in evaluation: nothing is dropped and nothing is drawn. With batch_invariant in its config these are,
-    to the bit, the logprobs that `Engine(model, deterministic=True)` returns for the same tokens, whatever batch they were
-    drawn in; the gradients are ordinary ones. So the ratio of a policy to the one that has just written is exactly 1.
-    Without it they are equal to rounding, which may send a token to other experts than the engine did, unless `routing` is given.
+    The model computes as in evaluation: dropless, without dropout and noise. With batch_invariant in its config the
+    results are bitwise equal to the logprobs that `Engine(model, deterministic=True)` returns for the same tokens, in
+    any batch, so the ratio of the policy to the sampling policy is exactly 1. Gradients are computed as usual. Without
+    it they are equal up to rounding, which may route a token to other experts than in the engine, unless `routing` is
+    given.
 
     Args:
-        model: a GPT, in training or evaluation mode, which is put back.
-        ids: token ids of each sequence, prompt and answer; two or more each, of any lengths.
-        routing: for each sequence (length - 1, layers, K) expert ids to replay, as `RequestOutput.routed_experts` has them; weights
-            are computed anew at these, so that routers learn. None: the routers choose.
+        model: a GPT in training or evaluation mode; the mode is restored.
+        ids: token ids of each sequence, prompt and answer; at least two per sequence.
+        routing: expert ids to replay, (length - 1, layers, K) per sequence, as in `RequestOutput.routed_experts`;
+            routing weights are computed at these experts, so routers get gradients. None: the routers choose.
 
     Returns:
-        For each sequence (length - 1,) logprobs: log-softmax of raw logits, FP32 (FP64 of an FP64 model).
+        For each sequence (length - 1,) logprobs: log-softmax of raw logits, FP32 (FP64 for an FP64 model).
 
     Raises:
-        ConfigError: a sequence of fewer than two tokens, or longer than the model's; routing of another model or other sequences.
+        ConfigError: a sequence has fewer than two tokens or is too long for the model, or routing is of another model
+            or other sequences.
 
     Example:
         >>> model = em.GPT(em.recipe("gpt-moe-test").model, seed=0)
@@ -94,7 +96,7 @@ def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[T
 
 @contextmanager
 def _replayed(model: Any, routing: Sequence[Tensor] | None, length: int) -> Iterator[None]:
-    """Layers with experts are told which ones they choose; tokens of which nothing is said get none."""
+    """Context in which MoE layers use the given expert ids; padding tokens get no expert."""
     handles = []
     if routing is not None:
         layers = [block.moe for block in model.layers if block.moe is not None]
@@ -111,7 +113,7 @@ def _replayed(model: Any, routing: Sequence[Tensor] | None, length: int) -> Iter
 
 
 def _choice(routing: Sequence[Tensor], layer: int, length: int, *, none: int) -> Tensor:
-    """(B * S, K) expert ids of a layer, whose own K may be smaller than the largest of all layers."""
+    """(B * S, K) expert ids of a layer, whose K may be smaller than the largest K of all layers."""
     own = [one[:, layer] for one in routing]
     width = max(int((one >= 0).any(0).sum()) for one in own)
     ids_BSK = torch.full((len(own), length, width), none, dtype=torch.int64)

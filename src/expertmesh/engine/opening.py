@@ -1,4 +1,4 @@
-"""A folder as the engine opens it: on this process, or a part of it on each rank."""
+"""Opening of a model folder for the engine: whole in this process, or sharded over ranks."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -22,7 +22,7 @@ def open_served(
     config: EngineConfig,
     parallel: ParallelConfig | None,
 ) -> tuple[Any, TextFormat, EngineRanks | None]:
-    """The model of a folder, what text is to it, and the ranks that share it."""
+    """Model of a folder, its text format, and the ranks that share it."""
     if tokenizer is not None:
         raise ConfigError("tokenizer: the folder has its own; leave it out")
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
@@ -34,7 +34,7 @@ def open_served(
                 "is served by one process",
                 "leave parallel out, or open the model as our GPT",
             )
-        # by name, since the doors to other libraries lie above the engine and are imported by those who use them only
+        # by name: integrations are above the engine, and are imported on use only
         door = import_module("expertmesh.integrations.transformers.decoder")
         opened_there: tuple[Any, TextFormat] = door.open_decoder(
             path, device=config.device, dtype=dtype

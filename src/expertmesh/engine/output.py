@@ -1,4 +1,4 @@
-"""What the engine answers."""
+"""Outputs of the engine."""
 
 from dataclasses import dataclass, field
 
@@ -11,17 +11,17 @@ NOT_FINITE = (
     "logits after {} tokens are not finite: the weights are damaged, or the compute dtype is too small for them; use another "
     "checkpoint or float32"
 )
-"""What an answer ends with whose model is broken, after so many tokens."""
+"""Error of an answer whose logits are not finite, formatted with the number of tokens before it."""
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Logprobs of one token: log-softmax of the raw logits, in FP32.
+    """Logprobs at one token: log-softmax of the raw logits, in FP32.
 
     Attributes:
-        token_id: the token that is there.
+        token_id: the actual token.
         logprob: its logprob.
-        top: the most likely tokens and theirs, most likely first, as many as were asked for.
+        top: the requested number of most likely tokens with their logprobs, most likely first.
     """
 
     token_id: int
@@ -31,21 +31,22 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One answer to a prompt.
+    """Answer to a prompt.
 
     Attributes:
-        request_id: of the request.
-        index: which of its n answers.
+        request_id: id of the request.
+        index: index among the request's n answers.
         prompt_ids: token ids of the prompt.
-        token_ids: generated ids, the one that ended the answer included.
-        text: their text, before a stop string; "" of an engine without a tokenizer.
-        finish_reason: "stop" (end token or stop), "length", "abort" or "error"; None: it goes on.
-        error: why, where finish_reason is "error".
-        logprobs: of each generated token, where they were asked for.
-        prompt_logprobs: of each prompt token behind the first, where they were asked for; None stands for the first.
-        routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer so far but its last token, where asked for.
-        num_cached_tokens: prompt tokens that were found in the cache.
-        timing: when it was asked for, admitted and computed; None where nothing waits, and no time is taken.
+        token_ids: generated ids, including the one that ended the answer.
+        text: generated text before a stop string; "" for an engine without a tokenizer.
+        finish_reason: "stop" (end token or stop), "length", "abort" or "error"; None: not finished.
+        error: error message, if finish_reason is "error".
+        logprobs: logprobs of each generated token, if requested.
+        prompt_logprobs: logprobs of each prompt token, if requested; None for the first token.
+        routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer so far, without the last
+            token, if requested.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        timing: times of the answer; None for `Lockstep`, which has no queue and takes no times.
 
     Example:
         >>> engine = em.Engine(em.GPT(em.recipe("gpt-moe-test").model, seed=0).eval(), num_blocks=8)

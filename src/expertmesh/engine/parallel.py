@@ -1,10 +1,12 @@
-"""An engine over ranks: rank 0 has the requests and plans every step, and tells the others in a few numbers what to compute.
+"""Engine over ranks: rank 0 has the requests, plans every step, and broadcasts the inputs as integers.
 
-    rank 0: Scheduler of each group -> StepBatch of each group -> broadcast -> its own group's part -> logits of all rows -> draw
-    others:                                                       receive   -> their group's part   -> rows of hidden states to rank 0
+    rank 0: Scheduler of each group -> StepBatch of each group -> broadcast -> its own group's part -> logits of all
+    rows -> sample
+    others:                                                       receive   -> their group's part   -> rows of hidden
+        states to rank 0
 
-A step is one broadcast of integers. Tables of blocks are sent once and then only what is new of them. Between steps rank 0 says now and
-then that it is there, so that no rank's patience ends while nobody asks anything.
+A step is one broadcast of integers. Block tables are sent once, then only their changes. Between steps rank 0 sends
+heartbeats, so that collectives do not time out while there are no requests.
 """
 
 import json
@@ -47,22 +49,22 @@ from expertmesh.runs.open import LoadedModel, device_of, open_model
 from expertmesh.runs.run_dir import Run
 
 _WORDS = 512
-"""Of a message; a longer one has a second part."""
+"""Integers of a message; a longer message has a second part."""
 _STEP, _ALIVE, _LOAD, _STOP, _PLACE, _ADAPTER, _NO_ADAPTER = range(7)
 _BEATS = 8
-"""Signs of life within the time after which a collective fails."""
+"""Heartbeats within the timeout of a collective."""
 _MOST_BEAT_S = 10.0
 
 
 @dataclass
 class EngineRanks:
-    """The ranks that answer together, as one of them sees them.
+    """Ranks of an engine, as seen from one of them.
 
     Attributes:
-        degrees: how they share the model.
-        groups: of this rank.
-        sizes: of the step that is computed.
-        world: all of them.
+        degrees: parallel degrees of the model.
+        groups: process groups of this rank.
+        sizes: sizes of the current step.
+        world: all ranks.
     """
 
     degrees: ServingDegrees
@@ -76,7 +78,7 @@ class EngineRanks:
         return self.groups.everyone.rank == 0
 
     def check(self, config: EngineConfig) -> None:
-        """Raise ConfigError where options ask for what these degrees do not give."""
+        """Raise ConfigError if options are incompatible with the degrees."""
         if config.deterministic and not self.degrees.is_whole:
             raise ConfigError(
                 "deterministic",
@@ -87,12 +89,12 @@ class EngineRanks:
 
 
 def share(model: Any, config: ParallelConfig, world: World) -> EngineRanks:
-    """Cut a GPT over ranks, in place; `as_plain` is due when it has its weights. Every rank must call.
+    """Shard a GPT over ranks, in place; call `as_plain` once it has its weights. Every rank must call.
 
     Raises:
-        ConfigError: the model is none that ranks can share, the degrees do not fit, or the ranks' group moves no tensors of the host.
+        ConfigError: the model cannot be sharded, the degrees do not fit, or the process group has no CPU backend.
     """
-    world.check_moves("cpu")  # steps are numbers there, whatever computes
+    world.check_moves("cpu")  # steps are host tensors, on any compute device
     degrees, groups, sizes = spread_for_engine(model, config, world)
     return EngineRanks(degrees, groups, sizes, world)
 
@@ -100,12 +102,12 @@ def share(model: Any, config: ParallelConfig, world: World) -> EngineRanks:
 def open_shared(
     run: Run, config: ParallelConfig, *, ranks: Ranks | None = None, **place: Any
 ) -> LoadedModel:
-    """A model of which each rank reads and has its part, `shared` among them. Every rank must call.
+    """Open a model of which each rank reads and holds its part. Every rank must call.
 
     Args:
-        run: its folder.
-        config: how they share it.
-        ranks: the ranks; None: those that torchrun started, or of torch's group.
+        run: the run of the model.
+        config: parallel options.
+        ranks: the ranks; None: from torchrun, or of torch's group.
         **place: see `open_model`.
 
     Raises:
@@ -129,10 +131,10 @@ def open_shared(
 
 
 def as_parallel(value: Any) -> ParallelConfig:
-    """Options of how ranks share a model, as a caller gives them.
+    """Checked `parallel` argument of an engine.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: the argument is neither a ParallelConfig nor a mapping.
     """
     if isinstance(value, ParallelConfig):
         return value
@@ -145,14 +147,14 @@ def as_parallel(value: Any) -> ParallelConfig:
 
 @dataclass(frozen=True)
 class _KnownSequence:
-    """A sequence as the other ranks know it."""
+    """Sequence as known by the other ranks."""
 
     number: int
     blocks: list[int]
 
 
 class Wire:
-    """Messages of integers from rank 0 to all others.
+    """Broadcast of integer messages from rank 0.
 
     Args:
         group: all ranks.
@@ -162,10 +164,10 @@ class Wire:
         self._group = group
 
     def send(self, words: list[int]) -> None:
-        """Tell all other ranks.
+        """Send a message to all other ranks.
 
         Raises:
-            CollectiveError: one is gone or late.
+            CollectiveError: a rank is gone or late.
         """
         first = torch.zeros(_WORDS, dtype=torch.int64)
         first[0] = len(words)
@@ -176,10 +178,10 @@ class Wire:
             self._broadcast(torch.tensor(words[_WORDS - 1 :], dtype=torch.int64))
 
     def receive(self) -> list[int]:
-        """What rank 0 tells next; waits for it.
+        """Wait for the next message from rank 0.
 
         Raises:
-            CollectiveError: it is gone or late.
+            CollectiveError: rank 0 is gone or late.
         """
         first = torch.empty(_WORDS, dtype=torch.int64)
         self._broadcast(first)
@@ -195,7 +197,7 @@ class Wire:
 
 
 class StepWriter:
-    """Puts steps into words; remembers what the others know of block tables."""
+    """Encoder of steps as integers; remembers the block tables that the other ranks know."""
 
     def __init__(self) -> None:
         self._known: dict[Sequence, _KnownSequence] = {}
@@ -204,12 +206,12 @@ class StepWriter:
     def words(
         self, parts: tuple[Step, ...], batches: list[StepBatch], *, experts: bool
     ) -> list[int]:
-        """One step of all groups.
+        """Encode a step of all groups.
 
         Args:
-            parts: of each group.
-            batches: of the same groups.
-            experts: whether rank 0 wants to know the experts of tokens.
+            parts: step of each group.
+            batches: inputs of each group.
+            experts: whether rank 0 needs the experts of tokens.
         """
         gone = [s for s in self._known if s.is_guessed or s.state is State.FINISHED]
         words = [_STEP, int(experts), len(gone), *(self._known.pop(s).number for s in gone)]
@@ -223,7 +225,7 @@ class StepWriter:
         return words
 
     def _table(self, sequence: Sequence) -> list[int]:
-        """The number of a sequence, how many blocks of its table are as before, and the others."""
+        """Number of a sequence, number of unchanged blocks of its table, and the other blocks."""
         known = self._known.get(sequence)
         if known is None:
             self._count += 1
@@ -238,13 +240,13 @@ class StepWriter:
 
 
 class StepReader:
-    """Takes steps from words; keeps the block tables."""
+    """Decoder of steps; keeps the block tables."""
 
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}
 
     def batches(self, words: list[int]) -> tuple[list[StepBatch], bool]:
-        """The step of each group, and whether rank 0 wants to know the experts of tokens."""
+        """Step of each group, and whether rank 0 needs the experts of tokens."""
         left = iter(words)
 
         def some(count: int | None = None) -> list[int]:
@@ -269,13 +271,13 @@ class StepReader:
 
 
 def _text(words: list[int]) -> str:
-    """A text that was sent as its bytes."""
+    """Text from its UTF-8 bytes."""
     return bytes(words).decode()
 
 
 @dataclass(frozen=True)
 class _Idle:
-    """What the one token of a group without tokens sees: nothing; it is no token of anybody."""
+    """Attention context of the dummy token of a group without tokens; it attends to nothing."""
 
     positions: Tensor
     keeps: bool = True
@@ -295,17 +297,17 @@ class _Idle:
 
 
 class RankedRunner(Runner):
-    """One rank's part of every step. On rank 0 its `run` is the engine's; the others are in `follow`.
+    """Runner of one rank's part of every step. On rank 0 the engine calls `run`; other ranks are in `follow`.
 
     Args:
-        model: of which each rank has its part.
-        cache: of this rank's heads, for the sequences of its group.
+        model: this rank's part of the model.
+        cache: KV cache of this rank's heads, for the sequences of its group.
         ranks: the ranks.
-        config: of the engine.
+        config: options of the engine.
 
     Attributes:
-        lost: why the ranks are no longer together; None: they are.
-        placed: the experts with slots for copies; None: each is where it was cut to.
+        lost: error by which ranks were lost; None: all are connected.
+        placed: experts with slots for redundant copies; None: without EPLB.
     """
 
     def __init__(
@@ -338,7 +340,7 @@ class RankedRunner(Runner):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """One talk with the other ranks at a time; a failed one is the last.
+        """Context of one exchange with the other ranks at a time; after a failure there are no more.
 
         Raises:
             CollectiveError: a rank is gone or late, now or before.
@@ -351,7 +353,7 @@ class RankedRunner(Runner):
             try:
                 yield
             except BaseException as error:
-                # whatever it was, the others are in the middle of a step that does not go on
+                # after any error the other ranks are in a step that cannot continue
                 self.lost = (
                     error
                     if isinstance(error, CollectiveError)
@@ -364,7 +366,7 @@ class RankedRunner(Runner):
 
     @torch.no_grad()
     def run(self, step: Step) -> RunnerOutput:
-        """Tell all ranks what to compute, and compute this one's part.
+        """Send the step to all ranks, and compute this rank's part.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -386,7 +388,7 @@ class RankedRunner(Runner):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Compute this rank's part of every step until rank 0 ends.
+        """Compute this rank's part of every step until rank 0 closes the engine.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -406,15 +408,15 @@ class RankedRunner(Runner):
             elif words[0] == _ADAPTER:
                 self._load_as_told(words)
             elif words[0] == _NO_ADAPTER and self.adapters is not None:
-                with suppress(ConfigError):  # it could not be read here
+                with suppress(ConfigError):  # loading failed on this rank
                     self.adapters.unload(_text(words[1:]))
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """See `Engine.load_adapter`; each rank reads it, and keeps the factors of its experts.
+        """Load an adapter on all ranks, each with the factors of its experts; see `Engine.load_adapter`.
 
         Raises:
-            ConfigError: it is no such adapter, or another rank cannot read it.
-            CheckpointError: see there.
+            ConfigError: see `Engine.load_adapter`.
+            CheckpointError: see `Engine.load_adapter`.
             CollectiveError: a rank is gone or late.
         """
         loaded = self._room_for_adapters().load(name, folder)
@@ -429,28 +431,28 @@ class RankedRunner(Runner):
             )
 
     def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`."""
+        """Unload an adapter on all ranks; see `Engine.unload_adapter`."""
         super().unload_adapter(name)
         with self._together():
             self._wire.send([_NO_ADAPTER, *name.encode()])
 
     def _load_as_told(self, words: list[int]) -> None:
-        """Read an adapter that rank 0 has read."""
+        """Load an adapter that rank 0 has loaded."""
         name, folder, root = json.loads(_text(words[1:]))
         failed = False
         try:
             self._room_for_adapters().load(name, folder, root=root)
-        except (ConfigError, CheckpointError, OSError):  # rank 0 says it
+        except (ConfigError, CheckpointError, OSError):  # rank 0 reports it
             failed = True
         self._count_failed(failed)
 
     def _count_failed(self, failed: bool) -> int:
-        """On how many ranks something has failed."""
+        """Number of ranks on which loading failed."""
         own = torch.tensor(int(failed), device=self.device)
         return int(all_reduce(own, self.ranks.groups.everyone, where="an adapter"))
 
     def _adapted(self, batch: StepBatch) -> AbstractContextManager[None]:
-        """Experts see the tokens of all groups, each group's behind as many places as the one with most tokens has."""
+        """Context with adapters: experts receive the tokens of all groups, each group's padded to the largest group."""
         if self.adapters is None:
             return nullcontext()
         each = self.ranks.sizes.most_tokens
@@ -462,7 +464,7 @@ class RankedRunner(Runner):
         return self.adapters.on(runs_of(self.adapters, batch), tuple(of_experts))
 
     def _place(self) -> None:
-        """Move experts to where the load since the last time wants them."""
+        """Rebalance experts by the load since the last call."""
         assert self.placed is not None
         self._sum_load()
         new = [
@@ -475,7 +477,7 @@ class RankedRunner(Runner):
     def _part(
         self, batches: list[StepBatch], *, wants_experts: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """This rank's part of a step; on rank 0 the logits of all groups' rows and, if wanted, the expert ids of all their tokens."""
+        """Compute this rank's part of a step; on rank 0 returns logits of all groups' rows and, if requested, expert ids of all tokens."""
         groups, sizes = self.ranks.groups, self.ranks.sizes
         own = batches[groups.number]
         counts = [sum(len(chunk.ids) for chunk in batch.chunks) for batch in batches]
@@ -493,7 +495,7 @@ class RankedRunner(Runner):
         return logits_RV, [] if flat is None else list(flat.split(widths, 1))
 
     def _idle(self, batch: StepBatch) -> tuple[Tensor, list[Tensor]]:
-        """Take part in what all ranks do together, with no token."""
+        """Join the collectives of a step without tokens."""
         self.cache.copy(batch.copies)
         one = self._tensor([0])
         with self._adapted(batch):
@@ -508,11 +510,11 @@ class RankedRunner(Runner):
         return output.logits_BSV, [stats.topk_expert_ids_TK[:0] for stats in output.stats]
 
     def _lasting(self) -> list[Tensor]:
-        """None: copies of experts move between ranks, which no version counts."""
+        """Empty list: rebalancing replaces expert weights, which version counters do not detect."""
         return []
 
     def loads(self) -> list[list[int]]:
-        """Tokens that each expert has served on all ranks; where a step is under way, those of the last time."""
+        """Tokens that each expert has served on all ranks; during a step, the last known numbers."""
         if not self._lock.acquire(blocking=False):
             return self._load
         self._lock.release()
@@ -522,7 +524,7 @@ class RankedRunner(Runner):
         return self._load
 
     def _sum_load(self) -> None:
-        """Add up what the ranks have counted; those of a tensor group counted the same tokens."""
+        """Sum the loads over ranks; ranks of a tensor group count the same tokens."""
         if not self.expert_load:
             return
         sizes = [len(one) for one in self.expert_load]
@@ -531,12 +533,12 @@ class RankedRunner(Runner):
         self._load = [one.tolist() for one in total.split(sizes)]
 
     def check_together(self) -> None:
-        """Raise CollectiveError where the other ranks have been lost, which a sign of life tells, too."""
+        """Raise CollectiveError if other ranks were lost, as heartbeats detect."""
         if self.lost is not None:
             raise self.lost
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """Let the other ranks return from `follow`."""
         if self.ranks.leads:
             with suppress(CollectiveError, ConfigError), self._together():
                 self._wire.send([_STOP])
@@ -544,7 +546,7 @@ class RankedRunner(Runner):
         self._talked.set()
 
     def _beat(self) -> None:
-        """Tell the others now and then that there is nothing to do."""
+        """Send heartbeats while no steps are sent."""
         while not self._over.is_set():
             self._talked.clear()
             if not self._talked.wait(self._beat_s) and not self._over.is_set():

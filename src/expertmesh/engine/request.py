@@ -1,4 +1,4 @@
-"""What is asked of the engine: sampling parameters, requests, and the sequences that answer them. Torch-free."""
+"""Inputs of the engine: sampling parameters, requests, and the sequences that answer them. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -12,48 +12,52 @@ from expertmesh.errors import ConfigError
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 LONGEST_STOP = 1024
-"""Characters of a stop string, at most: so much text is held back while a stop may be coming."""
+"""Maximum characters of a stop string; this much text may be held back while a stop string is possible."""
 MOST_STOPS = 64
 MOST_LOGPROBS = 100
 COLDEST = 1e-6
-"""Logits over a smaller temperature leave FP32; what remains is the most likely token."""
+"""Temperature below which sampling is greedy, because logits divided by it exceed FP32."""
 
 
 def is_number(value: object, kind: type) -> bool:
-    """Whether a value is a whole number (`kind` is int), or any (float). True and False are none; NumPy's numbers are."""
+    """Whether a value is an integer (`kind` is int) or a real number, also of NumPy; bool is neither."""
     abstract = Integral if kind is int else Real
     return isinstance(value, abstract) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, and when they end.
+    """Sampling parameters and end conditions of a request.
 
-    Logits are changed in this order: penalties, logit_bias, temperature, top_k, top_p, min_p. A logprob is the log-softmax
-    of the raw logits, before any of these.
+    Logits are processed in this order: penalties, logit_bias, temperature, top_k, top_p, min_p. Logprobs are the
+    log-softmax of the raw logits, before any of these.
 
     Attributes:
-        temperature: logits are divided by it; 0: the most likely token, the smaller id on a tie.
-        top_k: only the k most likely tokens stay; None: all.
-        top_p: of those, the fewest most likely whose probabilities sum to at least p stay (Holtzman et al. 2020); None: all.
-        min_p: tokens less likely than min_p times the most likely one go; 0: none.
+        temperature: divisor of the logits; 0: the most likely token, the smaller id on a tie.
+        top_k: keeps only the k most likely tokens; None: all.
+        top_p: of those, keeps the smallest set of most likely tokens whose probabilities sum to at least p (Holtzman et
+            al. 2020); None: all.
+        min_p: removes tokens less likely than min_p times the most likely one; 0: none.
         presence_penalty: subtracted from the logit of each token that was generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that it was generated; in [-2, 2].
         repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
             (Keskar et al. 2019); above 0, 1: off.
         logit_bias: added to the logits of these token ids; each in [-100, 100].
-        n: answers to one prompt, each drawn on its own.
-        seed: of the random numbers, which depend on it, the answer's index and the position alone; None: a fresh one.
-        max_tokens: most tokens of an answer; None: as many as the model has room for.
-        min_tokens: an answer does not end by an end token or stop before it has so many.
-        stop: text before which an answer ends; a string or several.
-        stop_token_ids: tokens before which it ends, beside the model's own.
-        ignore_eos: whether the model's own end tokens count for nothing.
-        logprobs: the chosen token's logprob, and those of so many most likely ones; None: none are returned.
-        prompt_logprobs: the same of the prompt's tokens.
+        n: number of answers to the prompt, sampled independently.
+        seed: seed of the random numbers, which depend only on it, the answer's index and the position; None: a fresh
+            one.
+        max_tokens: maximum number of tokens of an answer; None: up to the model's maximum length.
+        min_tokens: minimum number of tokens before an end token or stop string can end the answer.
+        stop: stop string or strings; an answer ends before them.
+        stop_token_ids: end tokens in addition to the model's.
+        ignore_eos: whether the model's end tokens are ignored.
+        logprobs: number of most likely tokens whose logprobs are returned with the chosen token's; None: no logprobs.
+        prompt_logprobs: number of most likely tokens whose logprobs are returned at each prompt token; None: no
+            logprobs.
         return_routed_experts: whether the experts of every token are returned.
-        json_schema: the answer is JSON of this schema, {} for any, unless max_tokens or a stop of the request cuts it; end tokens count
-            whatever `ignore_eos` and `min_tokens` say where nothing else may follow. Needs the extra `json`; None: any text.
+        json_schema: JSON schema of the answer, {} for any JSON; max_tokens or a stop may cut the answer. Where nothing
+            else may follow, end tokens are allowed despite `ignore_eos` and `min_tokens`. Needs the extra `json`. None:
+            any text.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -84,7 +88,7 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the values, and makes tuples of what may be given as one string or a list."""
+        """Check the values, and convert single strings and lists to tuples."""
         for name, rule in _RULES.items():
             rule.check(name, getattr(self, name))
         for name in ("ignore_eos", "return_routed_experts"):
@@ -132,7 +136,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature < COLDEST
 
 
@@ -146,13 +150,13 @@ class _Rule:
     fix: str = "choose another"
 
     def check(self, name: str, value: object) -> None:
-        """Raise ConfigError unless the value is of the kind and in the range."""
+        """Raise ConfigError unless the value is of the kind and within the range."""
         if value is None and self.optional:
             return
         what = "a whole number" if self.kind is int else "a number"
         if not is_number(value, self.kind):
             raise ConfigError(name, repr(value), f"must be {what}", "give one")
-        # whole numbers as they are: 2^63 - 1 as a float is 2^63
+        # integers are not converted: 2^63 - 1 as a float is 2^63
         known: Any = value
         number = int(known) if self.kind is int else float(known)
         inside = self.lowest < number if self.is_open else self.lowest <= number
@@ -185,19 +189,19 @@ _RULES = {
 
 
 class Rule(Protocol):
-    """Which tokens may come next in an answer; see `expertmesh.engine.grammar`."""
+    """Constraint on the next tokens of an answer; see `expertmesh.engine.grammar`."""
 
     def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Any:
-        """(V,) bool: which may follow some tokens; None: nobody can say."""
+        """(V,) bool: tokens that may follow; None: unknown."""
         ...
 
     def problem(self, ids: Seq[int]) -> str | None:
-        """Why no token can follow; None: one can."""
+        """Reason why no token can follow; None: one can."""
         ...
 
 
 class State(Enum):
-    """Where a sequence is: `waiting` for room or for its request's prompt, `running` with blocks, or `finished`."""
+    """State of a sequence: `waiting` for blocks or for its request's prompt, `running` with blocks, or `finished`."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -206,18 +210,18 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and all answers to it.
+    """Prompt with all answers to it.
 
     Attributes:
         request_id: chosen by the caller, or counted.
-        prompt_ids: not empty.
-        params: how its answers are chosen.
-        arrival: place in the order of all requests.
-        max_tokens: most tokens of an answer, settled when the request was taken.
-        end_ids: tokens that end an answer, settled then, too.
-        seed: of its random numbers.
-        root: number of the prefix before its first token: -1, or that of its adapter, whose keys and values are others.
-        sequences: one per answer; the first one computes the prompt, from which the others go on.
+        prompt_ids: token ids of the prompt, not empty.
+        params: sampling parameters.
+        arrival: index in the order of all requests.
+        max_tokens: maximum tokens of an answer, determined on arrival.
+        end_ids: end tokens, determined on arrival.
+        seed: seed of its random numbers.
+        root: root prefix of its tokens: -1, or its adapter's, so that prefixes with different adapters are not shared.
+        sequences: one per answer; the first computes the prompt, and the others share it.
     """
 
     request_id: str
@@ -231,7 +235,7 @@ class Request:
     sequences: list["Sequence"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Makes the sequences."""
+        """Create the sequences."""
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
 
     @property
@@ -242,20 +246,20 @@ class Request:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer: a state machine that the scheduler moves.
+    """Answer to a prompt, as a state machine driven by the scheduler.
 
     Attributes:
-        request: whose answer this is.
-        index: which of its answers.
-        token_ids: the prompt, then what was generated.
-        num_computed: tokens whose keys and values are in blocks; prefix hits and preemption only move this.
-        num_cached: tokens of the prompt that a prefix hit gave when the sequence was first admitted.
-        blocks: the block table.
-        prefix: number of the prefix that its sealed blocks make up, and how many blocks these are; see `BlockPool.seal`.
+        request: its request.
+        index: index among the request's answers.
+        token_ids: prompt, then generated tokens.
+        num_computed: number of tokens whose keys and values are cached; prefix hits and preemption change only this.
+        num_cached: prompt tokens found in the prefix cache at the first admission.
+        blocks: block table.
+        prefix: number of the prefix of its sealed blocks, and the number of these blocks; see `BlockPool.seal`.
         state: see `State`.
-        finish_reason: why it ended.
-        is_guessed: whether this only stands for the answer after some tokens that are guesses; see `drafts`.
-        rule: says which tokens may come next; None: all.
+        finish_reason: reason why it ended, or None.
+        is_guessed: whether it is a draft state of an answer; see `drafts`.
+        rule: constraint on the next tokens; None: no constraint.
     """
 
     request: Request
@@ -271,25 +275,25 @@ class Sequence:
     rule: "Rule | None" = None
 
     def __post_init__(self) -> None:
-        """Begins with the prompt."""
+        """Start with the prompt."""
         self.token_ids = list(self.request.prompt_ids)
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Nothing of it is in blocks any more."""
+        """Reset the cache state: no token is computed."""
         self.num_computed, self.prefix = 0, (self.request.root, 0)
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property
     def new_ids(self) -> list[int]:
-        """What was generated."""
+        """Generated token ids."""
         return self.token_ids[self.num_prompt :]
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who comes first: earlier requests, then earlier answers."""
+        """Scheduling order: earlier requests first, then earlier answers."""
         return self.request.arrival, self.index

@@ -1,7 +1,8 @@
-"""Low-rank adapters of an engine, of which each request may have one: W + s B A for its tokens, W for those beside them.
+"""Low-rank adapters of an engine, at most one per request: W + s B A for the request's tokens, W for others in the same step.
 
-The products with W are those of all tokens of a step. Tokens with one adapter lie together in a step (`Scheduler.schedule`), and
-s (x A^T) B^T is added to theirs, by the arithmetic of the module: in deterministic mode a token has the same bits alone and beside others.
+Matmuls with W run once over all tokens of a step. Tokens with the same adapter are adjacent in a step
+(`Scheduler.schedule`), and s (x A^T) B^T is added to their outputs in the module's arithmetic: in deterministic mode a
+token has the same bits alone and in any batch.
 """
 
 import itertools
@@ -30,14 +31,14 @@ OVER_RANKS = (
     " enable_eplb, or one process"
 )
 _RANK = 16
-"""Ranks are filled up to a multiple of it: products that keep a row's bits take no others without a copy."""
+"""Multiple to which adapter ranks are padded, because matmuls that keep a row's bits need it."""
 
 
 def folders_by_name(adapters: Any) -> Mapping[str, Any]:
-    """What a caller gives as adapters; None: there are none.
+    """Checked `adapters` argument; an empty mapping for None.
 
     Raises:
-        ConfigError: it is nothing of the kind.
+        ConfigError: the argument is not a mapping.
     """
     if adapters is None or isinstance(adapters, Mapping):
         return adapters or {}
@@ -47,7 +48,7 @@ def folders_by_name(adapters: Any) -> Mapping[str, Any]:
 
 
 def why_no_adapters(model: Any) -> str | None:
-    """Why none are served on a model, in a line; None: they are."""
+    """Reason in one line why adapters are unsupported on a model; None: they are supported."""
     if not hasattr(model, "spec"):
         return (
             f"adapters on a {type(model).__name__} are not served, only on a GPT of ours; open the folder without"
@@ -61,15 +62,15 @@ def why_no_adapters(model: Any) -> str | None:
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """One adapter.
+    """Adapter of an engine.
 
     Attributes:
-        name: as requests say.
-        folder: that it was read from.
-        root: number of the prefix before the tokens of its requests; below `ROOT`, and never used twice.
-        of_module: what it adds to the matrices of each module, by path: of a linear map to its one, of experts to w_in and w_out.
-        num_bytes: of its factors.
-        num_requests: that had it, so far.
+        name: name for requests.
+        folder: folder that it was read from.
+        root: unique root prefix of its requests' tokens, below `ROOT`.
+        of_module: low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts.
+        num_bytes: bytes of its factors.
+        num_requests: number of requests so far.
     """
 
     name: str
@@ -81,7 +82,7 @@ class LoadedAdapter:
 
 
 class AdapterSpan(NamedTuple):
-    """Tokens of a step, one after the other, with one adapter."""
+    """Consecutive tokens of a step with the same adapter."""
 
     first: int
     stop: int
@@ -89,11 +90,11 @@ class AdapterSpan(NamedTuple):
 
 
 class Adapters:
-    """The adapters of a model, by name.
+    """Adapters of a model, by name.
 
     Args:
-        model: a GPT on this process, or with some of the experts, of which the factors are kept then.
-        dtype: of the factors.
+        model: a GPT in this process, or with a part of the experts, whose factors are kept.
+        dtype: dtype of the factors.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -106,11 +107,11 @@ class Adapters:
 
     @property
     def all(self) -> list[LoadedAdapter]:
-        """Those that are there, in the order in which they came."""
+        """Loaded adapters, in the order of loading."""
         return list(self._known.values())
 
     def get(self, name: Any) -> LoadedAdapter:
-        """One by its name.
+        """Adapter of a name.
 
         Raises:
             ConfigError: there is none.
@@ -124,15 +125,15 @@ class Adapters:
         )
 
     def load(self, name: Any, folder: str | Path, *, root: int | None = None) -> LoadedAdapter:
-        """Read a folder of peft's.
+        """Load a folder in peft's format.
 
         Args:
-            name: that no other has.
-            folder: to read.
-            root: of the adapter, where another rank has chosen it; None: a new one.
+            name: unique name.
+            folder: the folder.
+            root: root prefix chosen by another rank; None: a new one.
 
         Raises:
-            ConfigError: the name is taken or none, or the folder holds what the engine does not serve; names it.
+            ConfigError: the name is taken or invalid, or the folder has something unsupported; names it.
             CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
         """
         if not isinstance(name, str) or not name:
@@ -160,18 +161,18 @@ class Adapters:
         return loaded
 
     def unload(self, name: Any) -> None:
-        """Forget one, which no request has any more.
+        """Remove an adapter that no request uses any more.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none of this name.
         """
         del self._known[self.get(name).name]
 
     def runs(self, chunks: Sequence[tuple[int, int]]) -> tuple[AdapterSpan, ...]:
-        """Runs of tokens with one adapter.
+        """Spans of tokens with the same adapter.
 
         Args:
-            chunks: number of tokens and root of each chunk of a step.
+            chunks: number of tokens and root prefix of each chunk of a step.
         """
         by_root = {one.root: one for one in self._known.values()}
         found: list[AdapterSpan] = []
@@ -191,11 +192,12 @@ class Adapters:
     def on(
         self, runs: tuple[AdapterSpan, ...], of_experts: tuple[AdapterSpan, ...] | None = None
     ) -> Iterator[None]:
-        """While a step is computed: which of its tokens have which adapter.
+        """Context of a step, with the adapters of its tokens.
 
         Args:
-            runs: of the step.
-            of_experts: of the tokens that the experts here see, where other ranks send theirs, too; None: of the step.
+            runs: adapter spans of the step.
+            of_experts: adapter spans of the tokens that this rank's experts receive, if other ranks send some; None: as
+                `runs`.
         """
         self._runs, self._expert_runs = runs, runs if of_experts is None else of_experts
         try:
@@ -204,7 +206,7 @@ class Adapters:
             self._runs = self._expert_runs = ()
 
     def _check(self, path: str, folder: Path) -> None:
-        """Raise ConfigError where a module that has an adapter is none of those that take one."""
+        """Raise ConfigError if the module of an adapter is of an unsupported kind."""
         module = self._model.get_submodule(path)
         if not isinstance(module, Linear | DenseMLP | GroupedExperts):
             kind = type(module).__name__
@@ -218,7 +220,7 @@ class Adapters:
             )
 
     def _own(self, path: str, factors: Factors) -> Factors:
-        """The factors of the experts that are here."""
+        """Factors of the experts on this rank."""
         layer = self._model.get_submodule(path.rpartition(".")[0])
         if not isinstance(layer, MoELayer) or not path.endswith(".experts"):
             return factors
@@ -232,7 +234,7 @@ class Adapters:
         return LowRank(a, b, 1.0, False)
 
     def _attach(self) -> None:
-        """Let the modules ask what the tokens of a step have; without adapters among them they compute as before."""
+        """Attach hooks to the modules; without adapters in a step, modules compute as before."""
         self._is_attached = True
         for path, module in self._model.named_modules():
             if isinstance(module, Linear):
@@ -246,7 +248,7 @@ class Adapters:
                 module.experts.of_rows = partial(self._of_rows, f"{path}.experts", each)
 
     def _of_rows(self, path: str, each: int = 0) -> tuple[AdapterRun, ...]:
-        """What the tokens of a module have; of experts `each` rows are a token's."""
+        """Adapter runs for the rows of a module; for experts, each token has `each` rows."""
         found = []
         for first, stop, adapter in self._expert_runs if each else self._runs:
             own = adapter.of_module.get(path, {})
@@ -256,7 +258,7 @@ class Adapters:
         return tuple(found)
 
     def _add_to(self, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-        """Add to the output of a linear map, in place."""
+        """Add the adapters' outputs to the output of a linear map, in place."""
         if not self._runs:
             return
         assert isinstance(module, Linear)

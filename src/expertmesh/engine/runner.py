@@ -1,4 +1,4 @@
-"""One step on this device: tokens into the model, logits out, tokens drawn."""
+"""Execution of a step on this device: forward pass, logits and sampling."""
 
 from collections import Counter
 from collections.abc import Sequence as Seq
@@ -25,18 +25,18 @@ from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, p
 from expertmesh.parallel.inference import broadcast_from_rank0
 
 KEPT_BYTES = 1 << 30
-"""Of experts' weights that deterministic mode keeps as products want them, about."""
+"""Approximate bytes of expert weights that deterministic mode keeps in the layout of its matmuls."""
 
 
 @dataclass(frozen=True)
 class LogitsRow:
-    """A row of logits that somebody waits for.
+    """Row of logits that is needed.
 
     Attributes:
-        token: its place among the tokens of the step.
-        sequence: who waits.
-        position: of the token that follows, in the sequence.
-        is_drawn: whether a token is drawn; else it is known, and its logprob is wanted.
+        token: index of its token in the step.
+        sequence: sequence that needs it.
+        position: position of the following token in the sequence.
+        is_drawn: True: the following token is sampled; False: it is known, and its logprob is requested.
     """
 
     token: int
@@ -47,13 +47,13 @@ class LogitsRow:
 
 @dataclass(frozen=True)
 class RunnerOutput:
-    """What a step gave.
+    """Results of a step.
 
     Attributes:
-        tokens: the drawn token of each sequence.
-        logprobs: (sequence, position, logprob) of drawn and known tokens, where they were asked for.
+        tokens: sampled token of each sequence.
+        logprobs: (sequence, position, logprob) of sampled and known tokens, if requested.
         broken: sequences whose logits are not finite.
-        experts: per chunk of the step whose request wants them, (count, layers, K) expert ids.
+        experts: for chunks whose request returns them, (count, layers, K) expert ids.
     """
 
     tokens: dict[Sequence, int]
@@ -64,13 +64,13 @@ class RunnerOutput:
 
 @dataclass(frozen=True)
 class BatchChunk:
-    """Tokens of one sequence, as numbers.
+    """Tokens of one sequence in a step, as numbers.
 
     Attributes:
-        ids: the tokens.
-        start: place of the first of them in the sequence.
-        blocks: the sequence's block table.
-        root: what adapter the sequence has, by the number of the prefix before it; see `LoadedAdapter`.
+        ids: token ids.
+        start: position of the first token in the sequence.
+        blocks: block table of the sequence.
+        root: root prefix of the sequence, which identifies its adapter; see `LoadedAdapter`.
     """
 
     ids: Seq[int]
@@ -81,12 +81,12 @@ class BatchChunk:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All that the device computes in a step, as numbers.
+    """Inputs of a step, as numbers.
 
     Attributes:
-        chunks: whose tokens lie one after the other.
-        rows: places among these tokens whose logits somebody waits for.
-        copies: (from, to) blocks that are copied before anything is written.
+        chunks: chunks whose tokens are concatenated.
+        rows: indices of tokens whose logits are needed.
+        copies: (from, to) blocks that are copied first.
     """
 
     chunks: tuple[BatchChunk, ...]
@@ -95,7 +95,7 @@ class StepBatch:
 
 
 def batch_of(step: Step) -> tuple[StepBatch, list[LogitsRow]]:
-    """What a step computes, and who waits for which of its rows."""
+    """Inputs of a step, and the rows of logits that it must return."""
     chunks, rows, first = [], [], 0
     for chunk in step.chunks:
         sequence, stop = chunk.sequence, chunk.start + chunk.count
@@ -107,21 +107,21 @@ def batch_of(step: Step) -> tuple[StepBatch, list[LogitsRow]]:
 
 
 def runs_of(adapters: Adapters, batch: StepBatch) -> tuple[AdapterSpan, ...]:
-    """The tokens of a step that have an adapter."""
+    """Spans of a step's tokens that have an adapter."""
     return adapters.runs([(len(one.ids), one.root) for one in batch.chunks])
 
 
 class Runner:
-    """The model and its cache.
+    """Model with its KV cache, which computes steps.
 
     Args:
-        model: takes flat tokens with an `AttentionContext`, as GPT does.
-        cache: of the model.
-        compiled: the model's pass in compiled pieces, where it has one; None: it is computed as it is.
+        model: a model that takes flat tokens with an `AttentionContext`, as GPT.
+        cache: KV cache of the model.
+        compiled: compiled forward of the model; None: uncompiled.
 
     Attributes:
-        adapters: that its requests may have; None: it was asked for none.
-        expert_load: (E + 1,) int64 of each layer with experts: tokens that they have served so far; the last one stands for none.
+        adapters: adapters for requests; None: none were requested.
+        expert_load: (E + 1,) int64 per MoE layer: tokens served so far by each expert; the last entry counts no expert.
     """
 
     def __init__(
@@ -141,25 +141,25 @@ class Runner:
         ]
 
     def _lasting(self) -> list[Tensor]:
-        """Parameters that stay as they are from step to step: all but experts in slots."""
+        """Parameters that do not change between steps: all except paged experts."""
         modules = [m for m in self.model.modules() if not isinstance(m, PagedExperts)]
         return [p for module in modules for p in module.parameters(recurse=False)]
 
     def forget_weights(self) -> None:
-        """Make anew what has been made of weights."""
+        """Drop data derived from weights."""
         if self._kept is not None:
             self._kept.clear()
 
     @torch.no_grad()
     def run(self, step: Step) -> RunnerOutput:
-        """Compute a step. Synchronises with the device once."""
+        """Compute a step. Synchronizes with the device once."""
         batch, rows = batch_of(step)
         logits_RV, ids_of_layers = self.compute(batch)
         self._count(ids_of_layers)
         return self._result(logits_RV, rows, wanted_experts(step, ids_of_layers))
 
     def compute(self, batch: StepBatch) -> tuple[Tensor, list[Tensor]]:
-        """Logits (R, V) of a step's rows, and (T, K) expert ids of each layer that has experts."""
+        """Logits (R, V) of a step's rows, and (T, K) expert ids of each MoE layer."""
         self.cache.copy(batch.copies)
         ids: list[int] = []
         positions: list[int] = []
@@ -203,7 +203,7 @@ class Runner:
         return self.adapters
 
     def _adapted(self, batch: StepBatch) -> AbstractContextManager[None]:
-        """While the adapters know what the tokens of a step have."""
+        """Context in which the adapters know the adapter of each token of a step."""
         if self.adapters is None:
             return nullcontext()
         return self.adapters.on(runs_of(self.adapters, batch))
@@ -211,7 +211,7 @@ class Runner:
     def _forward(
         self, ids_T: Tensor, context: PagedContext, rows_R: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits of the rows, and (T, K) expert ids of each layer that has experts."""
+        """Logits of the rows, and (T, K) expert ids of each MoE layer."""
         if self.compiled is not None and (found := self.compiled(ids_T, context, rows_R)):
             return found
         with keeping(self._kept):
@@ -225,7 +225,7 @@ class Runner:
         return output.logits_BSV, [one.topk_expert_ids_TK for one in output.stats]
 
     def _count(self, ids_of_layers: list[Tensor]) -> None:
-        """Add a step's choices to `expert_load`, without a wait for the device."""
+        """Add a step's choices to `expert_load`, without synchronizing."""
         for load, ids_TK in zip(self.expert_load, ids_of_layers, strict=True):
             ids = ids_TK.flatten()
             load.scatter_add_(0, ids, load.new_ones(()).expand_as(ids))
@@ -280,7 +280,7 @@ class Runner:
         return found
 
     def _changed(self, logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
-        """Logits with penalties, biases, and end tokens that may not come yet."""
+        """Logits with penalties, biases, JSON rules, and end tokens masked until min_tokens."""
         pairs: list[tuple[int, int, int]] = []
         biases: list[tuple[int, int]] = []
         added: list[float] = []
@@ -340,7 +340,7 @@ class Runner:
 
 
 def _allowed(sequences: list[Sequence], vocab_size: int) -> Tensor:
-    """(R, V) bool: the tokens that the rule of each sequence lets come next."""
+    """(R, V) bool: tokens that the rule of each sequence allows next."""
     found_RV = torch.ones(len(sequences), vocab_size, dtype=torch.bool)
     for row_V, sequence in zip(found_RV, sequences, strict=True):
         if sequence.rule is not None:
@@ -353,7 +353,7 @@ def _allowed(sequences: list[Sequence], vocab_size: int) -> Tensor:
 
 
 def _rows(chunk: Chunk, first: int) -> list[LogitsRow]:
-    """The rows of logits that a chunk has to give; `first` is the place of its first token in the step."""
+    """Rows of logits that a chunk must return; `first` is the index of its first token in the step."""
     sequence, stop = chunk.sequence, chunk.start + chunk.count
     rows = []
     if sequence.request.params.prompt_logprobs is not None:
@@ -364,7 +364,7 @@ def _rows(chunk: Chunk, first: int) -> list[LogitsRow]:
 
 
 def wanted_experts(step: Step, ids_of_layers: list[Tensor]) -> list[tuple[Chunk, Tensor]]:
-    """The expert ids of the chunks whose requests return them, of those of all tokens of a step."""
+    """Expert ids of the chunks whose requests return them, selected from all tokens of a step."""
     found, first = [], 0
     for chunk in step.chunks:
         if chunk.sequence.request.params.return_routed_experts:
@@ -374,7 +374,7 @@ def wanted_experts(step: Step, ids_of_layers: list[Tensor]) -> list[tuple[Chunk,
 
 
 def _experts_of(ids_of_layers: list[Tensor], first: int, count: int) -> Tensor:
-    """(count, layers, most K) expert ids of some tokens; where a layer has fewer choices, -1 fills up."""
+    """(count, layers, most K) expert ids of some tokens; -1 pads layers with fewer choices."""
     layers = [ids_TK[first : first + count] for ids_TK in ids_of_layers]
     if not layers:
         return torch.empty(count, 0, 0, dtype=torch.int64)

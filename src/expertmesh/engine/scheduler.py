@@ -1,8 +1,8 @@
-"""Who computes which tokens in the next step. Numbers only: no tensor, no model, no clock.
+"""Scheduler: chooses the tokens of the next step. Torch-free: no tensors, no model, no clock.
 
-First come, first served. Running sequences go on in the order of their arrival, then waiting ones are admitted while budget,
-places and blocks last. Where blocks run out the youngest running sequence gives its blocks back and is computed again later:
-nothing is lost, and the oldest one always goes on, so that none starves.
+First come, first served. Running sequences continue in order of arrival, then waiting ones are admitted while token
+budget, slots and blocks last. If blocks run out, the youngest running sequence is preempted: it releases its blocks and
+is recomputed later. No output is lost, and the oldest sequence always continues, so none starves.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +16,14 @@ from expertmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one sequence in one step.
+    """Tokens of one sequence in a step.
 
     Attributes:
-        sequence: whose tokens.
-        start: first of them, in the sequence.
-        count: so many; its keys and values before them are in blocks already.
-        samples: sequences that get a token from the logits of the last one: itself and, behind a prompt, the other answers to
-            it; none where the chunk ends inside the known tokens.
+        sequence: the sequence.
+        start: position of the first token.
+        count: number of tokens; keys and values of earlier tokens are in the cache.
+        samples: sequences that sample a token from the logits of the last token: this one and, after a prompt, the
+            other answers to it. Empty if the chunk ends before the last known token.
     """
 
     sequence: Sequence
@@ -34,13 +34,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """All that one step computes.
+    """Plan of a step.
 
     Attributes:
-        chunks: at most one per sequence, and one for each guessed token.
-        copies: (from, to) blocks to copy before anything is written: a shared block that a sequence is about to write.
-        preempted: sequences that gave their blocks back.
-        guessed: of sequences with guessed tokens, what they are after one, two, ... of them.
+        chunks: at most one per sequence, and one per draft token.
+        copies: (from, to) blocks to copy first: shared blocks that a sequence will write.
+        preempted: preempted sequences.
+        guessed: for sequences with draft tokens, their states after one, two, ... of these.
     """
 
     chunks: tuple[Chunk, ...]
@@ -50,13 +50,13 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all chunks."""
+        """Number of tokens of all chunks."""
         return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass
 class Counters:
-    """What happened so far, for `Engine.stats` and metrics."""
+    """Counters for `Engine.stats` and metrics."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -67,15 +67,15 @@ class Counters:
 
 @dataclass
 class Scheduler:
-    """The queue, the running sequences and the blocks that they hold.
+    """Queue of waiting sequences, running sequences, and their blocks.
 
     Args:
-        pool: the blocks.
-        token_budget: most tokens of a step.
-        max_sequences: most sequences that hold blocks at once.
-        reuses_prefixes: whether blocks of earlier requests are taken up again.
-        num_guesses: most guessed tokens of a sequence in a step.
-        guess: gives the tokens, at most so many, that may come next in a sequence.
+        pool: block pool.
+        token_budget: maximum number of tokens of a step.
+        max_sequences: maximum number of running sequences.
+        reuses_prefixes: whether prefix caching is enabled.
+        num_guesses: maximum number of draft tokens of a sequence per step.
+        guess: returns draft tokens of a sequence, at most the given number.
     """
 
     pool: BlockPool
@@ -90,18 +90,18 @@ class Scheduler:
 
     @property
     def pools(self) -> list[BlockPool]:
-        """The blocks, as of several groups."""
+        """List of the block pool, with the interface of several groups."""
         return [self.pool]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens of a sequence take."""
+        """Number of blocks for `num_tokens` tokens of a sequence."""
         return -(-num_tokens // self.pool.block_size)
 
     def add(self, request: Request) -> None:
-        """Take a request.
+        """Add a request.
 
         Raises:
-            ConfigError: it could never run, even alone.
+            ConfigError: the request could never run, even alone.
         """
         tokens = len(request.prompt_ids) + request.max_tokens
         # keys and values of the last token are never needed
@@ -114,12 +114,12 @@ class Scheduler:
         self.waiting.extend(request.sequences)
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
-        """End what has not ended of a request, in whatever state it is, and free all that it holds."""
+        """End all unfinished sequences of a request, in any state, and free their blocks."""
         for sequence in request.sequences:
             self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence and free its blocks; one that has ended stays as it ended."""
+        """End a sequence and free its blocks; a finished sequence is unchanged."""
         if sequence.state is State.FINISHED:
             return
         queue = self.running if sequence.state is State.RUNNING else self.waiting
@@ -129,14 +129,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence has not ended."""
+        """Whether any sequence is unfinished."""
         return bool(self.waiting or self.running)
 
     def schedule(self) -> Step:
-        """Plan the next step and take its blocks; `commit` says what came of it.
+        """Plan the next step and allocate its blocks; `commit` applies its results.
 
         Returns:
-            The step; without chunks only if nothing is left to do.
+            The step; it has no chunks only if no work is left.
         """
         budget, chunks, copies = self.token_budget, [], []
         preempted: list[Sequence] = []
@@ -164,19 +164,18 @@ class Scheduler:
         for one in (one for several in guessed.values() for one in several):
             chunks.append(Chunk(one, one.num_computed, 1, (one,)))
         self.counters.preemptions += len(preempted)
-        # tokens with one adapter lie together
+        # tokens with the same adapter are adjacent
         chunks.sort(key=lambda chunk: chunk.sequence.request.root)
         return Step(tuple(chunks), tuple(copies), tuple(preempted), guessed)
 
     def commit(self, step: Step, tokens: dict[Sequence, int]) -> None:
-        """Put a computed step into the books: tokens are appended, full blocks can be found from now on.
+        """Apply the results of a step: append tokens, and register full blocks in the prefix cache.
 
-        Sequences that were aborted while the step was computed are left alone. Whether an answer has ended is the caller's
-        to say, by `finish`.
+        Sequences aborted during the step are skipped. The caller ends finished answers with `finish`.
 
         Args:
-            step: as `schedule` gave it.
-            tokens: what was drawn for each of `samples` of its chunks; those that have ended may be left out.
+            step: step from `schedule`.
+            tokens: sampled token for each of its chunks' `samples`; finished sequences may be left out.
         """
         for chunk in step.chunks:
             first = chunk.sequence
@@ -192,15 +191,15 @@ class Scheduler:
                     sequence.token_ids.append(tokens[sequence])
 
     def accept(self, sequence: Sequence, guessed: Sequence, token: int) -> bool:
-        """Take the token behind a guess after `commit`, if the guess is what was drawn before it.
+        """Append the token after a draft token, after `commit`, if the draft token equals the sampled one.
 
         Args:
             sequence: the answer.
-            guessed: what it was taken for: the next of the step's.
-            token: what was drawn behind the guess.
+            guessed: its state after the draft token, the next in the step's `guessed`.
+            token: token sampled after the draft token.
 
         Returns:
-            Whether it was taken; if not, neither can those behind it be.
+            Whether it was appended; if not, later draft tokens are rejected as well.
         """
         size = len(guessed.token_ids)
         if sequence.state is not State.RUNNING or len(sequence.token_ids) != size:
@@ -214,13 +213,13 @@ class Scheduler:
         return True
 
     def forget_prefixes(self) -> None:
-        """Forget all that was computed, as after a change of weights: running sequences begin anew."""
+        """Drop all cached keys and values, as after a change of weights: running sequences are recomputed."""
         for sequence in reversed(list(self.running)):
             self._preempt(sequence)
         self.pool.forget_all()
 
     def _guessed(self, chunks: list[Chunk], budget: int) -> dict[Sequence, tuple[Sequence, ...]]:
-        """Guesses for those who write, with the budget and blocks that are left; nobody gives way to them."""
+        """Draft tokens for decoding sequences, from the remaining budget and blocks; no sequence is preempted for them."""
         found = {}
         for chunk in chunks if self.guess is not None else ():
             sequence = chunk.sequence
@@ -248,17 +247,17 @@ class Scheduler:
         return Chunk(sequence, start, count, samples)
 
     def _waits_for(self, sequence: Sequence, first: Sequence) -> bool:
-        """Whether an answer has yet to begin and this one computes its prompt."""
+        """Whether an answer has not started and another sequence computes its prompt."""
         is_new = sequence.state is State.WAITING and not sequence.new_ids
         return is_new and sequence is not first and not first.new_ids
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may be admitted: not while another answer is about to compute its prompt."""
+        """Whether a waiting sequence may be admitted: not while an earlier answer of its request computes the prompt."""
         before = sequence.request.sequences[: sequence.index]
         return bool(sequence.new_ids) or all(s.state is State.FINISHED or s.new_ids for s in before)
 
     def _admitted(self, budget: int) -> Iterator[Sequence]:
-        """Waiting sequences in order, each given its prefix, while there are budget, places and blocks."""
+        """Admit waiting sequences in order, with their cached prefix, while budget, slots and blocks last."""
         self.waiting.sort(key=lambda sequence: sequence.order)
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) == self.max_sequences:
@@ -281,7 +280,7 @@ class Scheduler:
             yield sequence
 
     def _take_prefix(self, sequence: Sequence) -> None:
-        """Share the blocks of the longest known prefix; at least one token is left, so that a logit exists."""
+        """Share the blocks of the longest cached prefix; at least one token is left to compute, for its logits."""
         ids = sequence.token_ids
         params = sequence.request.params
         wants_all = params.prompt_logprobs is not None or params.return_routed_experts
@@ -300,7 +299,7 @@ class Scheduler:
             sequence.prefix = number, len(blocks)
 
     def _wants_copy(self, sequence: Sequence) -> bool:
-        """Whether the block that the next token goes to has other holders, who must not see it."""
+        """Whether the block of the next token is shared, so that it must be copied before writing."""
         place = sequence.num_computed // self.pool.block_size
         return place < len(sequence.blocks) and self.pool.references[sequence.blocks[place]] > 1
 
@@ -309,7 +308,7 @@ class Scheduler:
         return more + self._wants_copy(sequence) <= self.pool.num_available
 
     def _take_blocks(self, sequence: Sequence, count: int) -> list[tuple[int, int]]:
-        """Blocks for the next tokens; returns the (from, to) of a block that has to be copied."""
+        """Allocate blocks for the next tokens; returns (from, to) of a block to copy."""
         blocks, copies = sequence.blocks, []
         if self._wants_copy(sequence):
             place = sequence.num_computed // self.pool.block_size
@@ -329,7 +328,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
-        """Make the blocks that are full known."""
+        """Register full blocks in the prefix cache."""
         size = self.pool.block_size
         number, sealed = sequence.prefix
         while (sealed + 1) * size <= sequence.num_computed:
@@ -339,9 +338,9 @@ class Scheduler:
         sequence.prefix = number, sealed
 
     def _fork(self, first: Sequence, sequence: Sequence) -> None:
-        """Another answer goes on from the same prompt, whose blocks both hold until one of them writes."""
+        """Start another answer from the same prompt; both share its blocks until one writes."""
         if first.state is not State.RUNNING or len(self.running) == self.max_sequences:
-            return  # it is admitted later, and finds the prompt's full blocks
+            return  # admitted later, with the prompt's full blocks from the prefix cache
         for block in first.blocks:
             self.pool.share(block)
         sequence.blocks = list(first.blocks)

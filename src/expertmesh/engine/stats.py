@@ -1,26 +1,26 @@
-"""Numbers of an engine."""
+"""Statistics of an engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine is doing, and has done.
+    """Current state of the engine, and counters.
 
     Attributes:
         num_running: sequences that hold blocks.
-        num_waiting: sequences that wait.
+        num_waiting: waiting sequences.
         num_blocks: blocks of the cache.
-        num_used_blocks: blocks that sequences hold.
-        num_cached_blocks: blocks that nobody holds, whose prefix is known.
+        num_used_blocks: blocks held by sequences.
+        num_cached_blocks: unused blocks with a known prefix.
         num_steps: steps so far.
-        num_prompt_tokens: tokens of prompts that were computed.
-        num_generated_tokens: tokens that were drawn.
-        num_preemptions: sequences that gave their blocks back.
-        prefix_queries: tokens that were looked for in the cache.
-        prefix_hits: tokens that were found.
-        num_draft_tokens: tokens that were guessed.
-        num_accepted_tokens: guesses that were right.
+        num_prompt_tokens: prompt tokens that were computed.
+        num_generated_tokens: generated tokens.
+        num_preemptions: preempted sequences.
+        prefix_queries: tokens looked up in the prefix cache.
+        prefix_hits: tokens found in the prefix cache.
+        num_draft_tokens: draft tokens.
+        num_accepted_tokens: accepted draft tokens.
     """
 
     num_running: int

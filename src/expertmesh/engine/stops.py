@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens come: whole characters, nothing of a stop string, nothing eaten before it."""
+"""Incremental text of an answer: whole characters, cut at the first stop string."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from expertmesh.text.stream import TextStream
 
 
 class AnswerText:
-    """Text of one answer, and whether a stop string has come.
+    """Text of an answer, and detection of stop strings.
 
     Args:
-        tokenizer: of the model; None: there is no text.
+        tokenizer: tokenizer of the model; None: no text.
         stops: strings before which the text ends.
     """
 
@@ -19,26 +19,26 @@ class AnswerText:
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stops, self._most = tuple(stops), max(map(len, stops), default=0)
         self.text, self.is_stopped = "", False
-        self._first = 0  # stop strings count from here on
+        self._first = 0  # stop strings are searched from here on
 
     def feed(self, token_id: int, *, may_stop: bool = True) -> None:
-        """Add a token; a stop string that it completes ends the text, the earliest one where several do.
+        """Append a token; a completed stop string ends the text, the earliest one if there are several.
 
         Args:
             token_id: the token.
-            may_stop: whether stop strings count yet; those of text before them never do.
+            may_stop: whether stop strings are active yet; text before them is never searched.
         """
         if self._stream is not None and not self.is_stopped:
             self._append(self._stream.feed(token_id), may_stop=may_stop)
 
     def finish(self) -> None:
-        """No token follows: what is left of a character becomes U+FFFD."""
+        """Finish the text; an incomplete character becomes U+FFFD."""
         if self._stream is not None and not self.is_stopped:
             self._append(self._stream.finish(), may_stop=True)
 
     @property
     def settled(self) -> str:
-        """The text that no later token takes back: all but what may be the beginning of a stop string."""
+        """Text that later tokens cannot remove: all except a possible start of a stop string."""
         if self.is_stopped:
             return self.text
         for size in range(min(self._most - 1, len(self.text)), 0, -1):

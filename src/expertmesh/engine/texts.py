@@ -1,4 +1,4 @@
-"""Texts continued by a model, of whatever kind: by the engine where it serves the model, else in step."""
+"""Text generation for models of any kind: with the engine if it supports the model, else in lockstep."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,16 +21,16 @@ def writer(
     batch_size: int = 32,
     num_draft_tokens: int = 0,
 ) -> Engine | Lockstep:
-    """What answers prompts with a model in evaluation mode.
+    """Engine, or `Lockstep` for models that the engine does not support.
 
     Args:
-        model: a `CausalLM`, perhaps spread by `spread_for_inference`; then every rank makes one and asks for the same.
-        text: of the model; None: answers have no text.
-        batch_size: answers that are computed together.
-        num_draft_tokens: tokens that the engine guesses at a time, see `EngineConfig`.
+        model: a `CausalLM`, perhaps sharded by `spread_for_inference`; then every rank must make the same calls.
+        text: text format of the model; None: answers have no text.
+        batch_size: number of answers computed together.
+        num_draft_tokens: draft tokens of the engine, see `EngineConfig`.
 
     Raises:
-        ConfigError: tokens are to be guessed for a model that the engine does not serve.
+        ConfigError: num_draft_tokens is given for a model that the engine does not support.
     """
     tokenizer, ends = (None, ()) if text is None else (text.tokenizer, text.end_ids)
     lockstep = Lockstep(model, tokenizer, end_ids=ends, batch_size=batch_size)
@@ -38,7 +38,7 @@ def writer(
         if num_draft_tokens:
             raise ConfigError("num_draft_tokens", num_draft_tokens, problem, "leave it out")
         return lockstep
-    # compiling takes longer than most texts, and would change their bits on the way
+    # compiling takes longer than most texts, and would change bits in the middle of them
     return Engine(
         model,
         tokenizer,
@@ -58,10 +58,10 @@ def continue_prompts(
     """Continue several prompts.
 
     Returns:
-        What `continued` gives, when all have ended.
+        All outputs of `continued`.
 
     Raises:
-        ConfigError: see there.
+        ConfigError: see `continued`.
         CheckpointError: the model's logits are not finite.
     """
     return list(continued(model, prompts, params, **options))
@@ -77,24 +77,24 @@ def continued(
     by: Engine | None = None,
     adapter: str | None = None,
 ) -> Iterator[RequestOutput]:
-    """Continue several prompts, and give each answer when it and those before it have ended. Sets the model to evaluation mode while
-    it computes.
+    """Continue several prompts; yields each answer once it and all before it have ended. The model is in evaluation
+    mode meanwhile.
 
     Args:
         model: see `writer`.
         prompts: token ids, none of them empty.
-        params: for all; prompt i draws with seed + i.
+        params: parameters of all prompts; prompt i has seed + i.
         text: see `writer`.
-        batch_size: prompts that are continued together; each draws the same numbers whatever it is.
-        by: the engine that answers, of this model; None: one that is made.
-        adapter: of that engine, that answers; None: the model alone.
+        batch_size: prompts that are continued together; it does not change their random numbers.
+        by: engine of this model; None: a new one.
+        adapter: adapter of that engine; None: the model alone.
 
     Returns:
-        Iterator of one answer for each prompt, in their order.
+        Iterator of one answer per prompt, in order.
 
     Raises:
-        ConfigError: an empty or too long prompt, an id outside the vocabulary, or an option breaks a rule; at once, before anything
-            is computed.
+        ConfigError: a prompt is empty or too long, an id is outside the vocabulary, or an option breaks a rule; raised
+            at once, before any computation.
         CheckpointError: while generating: the model's logits are not finite.
     """
     check_prompts(prompts, model.vocab_size, what="prompt")
@@ -111,7 +111,7 @@ def _in_order(
     known: dict[int, RequestOutput] = {}
     place = 0
     while True:
-        with evaluating(model):  # whoever takes the answers may train in between
+        with evaluating(model):  # the consumer may train the model between answers
             one = next(ended, None)
         if one is None:
             return
@@ -124,7 +124,7 @@ def _in_order(
 
 
 def _chosen(adapter: str | None) -> dict[str, Any]:
-    """What an engine is told of an adapter, and others, which know none, are not."""
+    """Adapter argument for an engine; empty without an adapter, because `Lockstep` has no such argument."""
     return {} if adapter is None else {"adapter": adapter}
 
 
@@ -137,22 +137,22 @@ def stream_text(
     by: Engine | None = None,
     adapter: str | None = None,
 ) -> Iterator[str]:
-    """Continue one prompt.
+    """Continue a prompt as a stream.
 
     Args:
         model: see `writer`.
         prompt: token ids, not empty.
-        params: how.
-        text: of the model.
+        params: sampling parameters.
+        text: text format of the model.
         by: see `continued`.
-        adapter: see there.
+        adapter: see `continued`.
 
     Returns:
-        Iterator of the pieces of the continuation, none of them empty, cut between characters.
+        Iterator of nonempty pieces of the continuation, split between characters.
 
     Raises:
-        ConfigError: as `continued`, at once and not at the first token.
-        CheckpointError: while generating.
+        ConfigError: see `continued`; raised at once, not at the first token.
+        CheckpointError: the model's logits are not finite; raised while generating.
     """
     check_prompts([prompt], model.vocab_size, what="prompt")
     with evaluating(model):
@@ -165,7 +165,7 @@ def stream_text(
 def _pieces(model: Any, outputs: Iterator[RequestOutput]) -> Iterator[str]:
     said = 0
     while True:
-        with evaluating(model):  # whoever takes the pieces may train in between
+        with evaluating(model):  # the consumer may train the model between pieces
             output = next(outputs, None)
         if output is None:
             return
@@ -176,15 +176,15 @@ def _pieces(model: Any, outputs: Iterator[RequestOutput]) -> Iterator[str]:
 
 
 def prompt_ids(text: TextFormat, prompt: str, *, start: bool = True) -> list[int]:
-    """Tokens of a text to continue, behind those that the model's texts begin with.
+    """Tokens of a text to continue, after the model's start tokens.
 
     Args:
-        text: of the model.
-        prompt: not empty.
-        start: whether anything is put before it.
+        text: text format of the model.
+        prompt: a nonempty text.
+        start: whether start tokens are added.
 
     Raises:
-        ConfigError: it is empty, or no text.
+        ConfigError: the prompt is empty, or not valid text.
     """
     check_text(prompt)
     if not prompt:

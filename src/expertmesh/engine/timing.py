@@ -1,4 +1,4 @@
-"""When an answer was asked for, begun and computed."""
+"""Times at which an answer was added, admitted and computed."""
 
 import time
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from expertmesh.engine.scheduler import Step
 
 @dataclass
 class Timing:
-    """Times of one answer in seconds of `time.perf_counter`; None: it has not come so far.
+    """Times of an answer in seconds of `time.perf_counter`; None: not reached yet.
 
     Attributes:
-        added: its request was taken.
-        admitted: the first step with some of its tokens began; of an answer that goes on from another one's prompt, the first step
-            that drew a token for it.
-        first_token: its first token was drawn.
-        last_token: its last one so far was.
-        num_preemptions: so often it gave its blocks back.
+        added: its request was added.
+        admitted: the first step with its tokens began; for an answer that shares another's prompt, the first step that
+            sampled a token for it.
+        first_token: its first token was sampled.
+        last_token: its latest token was sampled.
+        num_preemptions: number of its preemptions.
 
     Example:
         >>> timing = Timing(added=1.0)
@@ -34,25 +34,25 @@ class Timing:
     num_preemptions: int = 0
 
     def drew(self, now: float) -> None:
-        """A token was drawn."""
+        """Record a sampled token."""
         if self.first_token is None:
             self.first_token = now
         self.last_token = now
 
 
 class Timed(Protocol):
-    """What has a timing."""
+    """Object with a timing."""
 
     timing: Timing
 
 
 def note_begin(step: Step, answers: Mapping[Sequence, Timed], now: float) -> None:
-    """A step begins: who is in it has been admitted, and who gave way to it was preempted.
+    """Record the start of a step: its sequences are admitted, preempted ones are counted.
 
     Args:
-        step: as it was planned.
-        answers: by sequence; guessed sequences have none.
-        now: seconds.
+        step: the planned step.
+        answers: timings by sequence; draft states have none.
+        now: time in seconds.
     """
     for chunk in step.chunks:
         for sequence in (chunk.sequence, *chunk.samples):
