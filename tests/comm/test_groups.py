@@ -10,9 +10,8 @@ from tests.support.patience import PATIENCE_S
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.world import World, check_backend, device_type_of, nodes_of
 from expertmesh.errors import ConfigError
-from expertmesh.parallel import ranks
 from expertmesh.parallel.apply import check_current, model_device_type
-from expertmesh.parallel.ranks import Ranks, end_groups, open_ranks
+from expertmesh.parallel.ranks import Ranks, backend_for, end_groups, open_ranks
 
 
 def sum_of_a_pair():
@@ -90,21 +89,11 @@ def test_tensors_that_a_group_cannot_move_are_refused():
         check_backend("cpu", "cuda:nccl")
 
 
-@pytest.mark.parametrize(
-    ("options", "backend"),
-    [
-        ({}, "nccl"),
-        ({"offload": True}, "cpu:gloo,cuda:nccl"),
-        ({"on_host": True}, "cpu:gloo,cuda:nccl"),  # an engine's steps are numbers on the host
-    ],
-)
-def test_ranks_begin_with_a_backend_for_what_travels(monkeypatch, options, backend):
-    begun = []
-    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(ranks, "start_group", lambda found, timeout_s: begun.append(found))
-    monkeypatch.setattr(ranks, "end_groups", lambda *given, **options: None)
-    with ranks.open_ranks(device_type="cuda", timeout_s=PATIENCE_S, **options):
-        assert begun == [backend]
+def test_a_group_has_backends_for_what_travels():
+    assert backend_for("cpu", on_host=True) == backend_for("cpu", on_host=False) == "gloo"
+    assert backend_for("cuda", on_host=False) == "nccl"
+    check_backend("cpu", backend_for("cuda", on_host=True))
+    check_backend("cuda", backend_for("cuda", on_host=True))
 
 
 def test_a_model_is_on_the_current_gpu():

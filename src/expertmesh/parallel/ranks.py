@@ -176,6 +176,18 @@ class Ranks:
             model.set_requires_gradient_sync(is_last)
 
 
+def backend_for(device_type: str, *, on_host: bool) -> str:
+    """Backend of torch's process group for collectives of a device.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        on_host: whether collectives also take tensors in host memory, which NCCL does not.
+    """
+    if device_type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if on_host else "nccl"
+
+
 @contextmanager
 def open_ranks(
     *,
@@ -202,8 +214,7 @@ def open_ranks(
     launched = dist.is_torchelastic_launched()
     ours = not dist.is_initialized() and (launched or offload)
     if ours:
-        on_gpu = "cpu:gloo,cuda:nccl" if offload or on_host else "nccl"
-        backend = on_gpu if device_type == "cuda" else "gloo"
+        backend = backend_for(device_type, on_host=offload or on_host)
         if launched:
             start_group(backend, timeout_s=timeout_s)
         else:

@@ -33,6 +33,7 @@ from expertmesh.parallel.experts.coordinated import (
     ServingGroups,
     StepSizes,
 )
+from expertmesh.parallel.ranks import backend_for
 from expertmesh.parallel.tensor import distribute
 
 _OF_ENGINES = ("tp_degree", "ep_degree", "es_degree", "timeout_s", "num_threads", "bind")
@@ -169,8 +170,7 @@ def world_of(config: ParallelConfig, *, device_type: str) -> World:
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
             raise ConfigError(ONE_PROCESS)
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        start_group(backend, timeout_s=config.timeout_s)
+        start_group(backend_for(device_type, on_host=True), timeout_s=config.timeout_s)
     return World(device_type=device_type, timeout_s=config.timeout_s)
 
 
