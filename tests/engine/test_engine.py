@@ -370,3 +370,15 @@ def test_the_load_of_experts_counts_every_token_of_every_layer_with_experts():
     moe = model.config.moe
     assert [len(one) for one in engine.expert_load()] == list(model.config.experts_per_layer())
     assert [sum(one) for one in engine.expert_load()] == [computed * moe.top_k] * 2
+
+
+def test_answers_come_as_they_end_and_those_behind_are_aborted():
+    engine = Engine(gpt())
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (9, 2, 30)]
+    ended = engine.as_they_end(PROMPTS[:3], params)
+    (place, (short,)), (first, (long,)) = next(ended), next(ended)
+    assert (place, first) == (1, 0) and engine.has_work
+    alone = engine.generate(PROMPTS[:2], params[:2])
+    assert [one.token_ids for one in (long, short)] == [one.token_ids for one in alone]
+    ended.close()
+    assert not engine.has_work
