@@ -10,26 +10,26 @@ Training a language model on your own text, and sampling from it:
     print(em.generate(model, tokenizer, "Once upon a time", max_tokens=50))
 
 MoELayer      the layer, for a model of your own
-Routing       a choice of experts to replay; RoutingStats: what a call of the layer tells;
-              DispatchOptions: how its tokens travel between processes
+Routing       a choice of experts to replay; RoutingStats: statistics of a call of the layer;
+              DispatchOptions: expert-parallel options of a call
 GPT           a language model with such layers
-functional    what the layer is made of: operators and losses
+functional    operators and losses of the layer
 lora          low-rank adapters on experts
-upcycle       the feed-forward blocks of a dense model become such layers; moeify: those that you name
+upcycle       replace all feed-forward blocks of a dense model by such layers; moeify: the named ones
 recipe        a complete configuration by its name; RunConfig: one of your own
 train         train a configuration, or a module of your own
 load          a trained model and its tokenizer
 generate      continue a text
-Engine        answers many requests at once; SamplingParams: how; RequestOutput: what it answers
-token_logprobs  logprobs of given tokens with gradients, to the bit those that the engine drew with
-add_tokens    more tokens for a trained model and its tokenizer
+Engine        inference engine for many requests; SamplingParams: sampling options; RequestOutput: an answer
+token_logprobs  differentiable logprobs of given tokens, bitwise equal to the engine's
+add_tokens    add tokens to a trained model and its tokenizer
 save          write a changed model as a run
-plan          what a model costs on a cluster: memory, time, price
+plan          memory, time and price of a model on a cluster
 report        a page about one run or several
-parallelize   spread a module of your own over ranks
+parallelize   shard a module of your own over ranks
 
-A mistake is a ConfigError in one line: the value, the rule, the fix. Importing this package is cheap: torch is imported when a
-name that needs it is first used (PEP 562).
+Invalid input raises a ConfigError of one line: the value, the rule, the fix. Importing this package is cheap: torch is
+imported when a name that needs it is first used (PEP 562).
 """
 
 from importlib import import_module

@@ -110,15 +110,15 @@ def check_several(options: Any) -> None:
 
 @contextmanager
 def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
-    """A file of answers that is written as they come; where something fails, a line says where those before it are.
+    """File of answers that is written as they come; on a failure a line says where the finished answers are.
 
     Args:
-        path: of the file.
-        total: of answers.
-        unit: what they are, in the plural.
+        path: path of the file.
+        total: number of answers.
+        unit: plural noun of the answers, for the message.
 
     Raises:
-        OSError: it cannot be written; named.
+        OSError: the file cannot be written; names it.
     """
     file: Growing | None = None
     try:
@@ -164,7 +164,7 @@ def open_decoder(
                 found = find_model(options.run)
                 device = device_of(found, options.device)
                 count = getattr(options, "expert_slots", None)
-                # what only an engine shares
+                # options that only an engine over ranks supports
                 adapter = getattr(options, "adapter", None)
                 is_engines = not is_alone and (
                     found.is_quantized or count is not None or adapter is not None

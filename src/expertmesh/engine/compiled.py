@@ -246,7 +246,7 @@ class CompiledForward:
             self._ask_for(kind)
             return None
         least = min(T, 2)
-        if least > R:  # sizes 0 and 1 are not covered by the compiled code
+        if least > R:  # the compiled code needs at least so many rows
             rows_R = F.pad(rows_R, (0, least - R))
         state = [tensors[name] for tensors, name in self._state]
         logits_RV, *ids_of_layers = graph(ids_T, context.positions, rows_R, *state, context)

@@ -8,7 +8,7 @@ not needed. Where Tutel's code differs from its documentation, this module follo
 * dropless means that no token is dropped, also with batch-prioritized routing, and no row is padded;
 * the backward pass of a process group other than the world uses that group;
 * gated experts are correct for every `adaptive_r`, odd `model_dim` and empty batches work, missing experts are an
-error.
+  error.
 """
 
 import re

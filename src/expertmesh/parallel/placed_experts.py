@@ -146,7 +146,7 @@ class PlacedExperts:
         ]
         own, _ = part_of(self._everyone.rank, self._degrees)
         for name, tensor in own_tensors(layer.experts):
-            # as bytes, since collectives do not know every type
+            # as bytes, because collectives do not support all dtypes
             there = (
                 tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
             )

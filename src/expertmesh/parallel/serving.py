@@ -148,7 +148,7 @@ def serving_degrees(
 
 
 def slice_unit(model: nn.Module) -> int:
-    """Of how many numbers of their hidden size all experts of a model can be cut into slices that are a multiple."""
+    """Number of hidden columns of which every slice of the experts must be a multiple, over all formats of a model."""
     slices = [
         module.experts.weights().slices()[0]
         for module in model.modules()
@@ -281,7 +281,7 @@ def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None
         part = full.detach()
         part = part.narrow(0, i * (part.shape[0] // e), part.shape[0] // e)
         axis = _EXPERT_AXES.get(name)
-        if axis is not None and part.shape[axis] > 1:  # a scale of all columns stays as it is
+        if axis is not None and part.shape[axis] > 1:  # a scale shared by all columns is not cut
             cut["f"] = Shard(axis)
             part = part.narrow(axis, j * (part.shape[axis] // f), part.shape[axis] // f)
         shard = DTensor.from_local(

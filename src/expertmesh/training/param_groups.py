@@ -33,14 +33,14 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     """Role of every parameter.
 
     Precedence: `learn_as` of a module, then the spec of a model that has one (`expertmesh.layout.spec`), then the kind
-        of module.
+    of module.
 
     * table: weights of `nn.Embedding`, also if shared; parameters beside an embedding of the same width; parameters
-    whose first of several axes has length 1 (positions).
+      whose first of several axes has length 1 (positions).
     * vector: parameters of one axis, norms, biases of experts.
     * edge: convolutions, recurrent weights, routers and other gates (a linear map to as many outputs as there are
-    experts beside it, or to one), heads (a linear map outside the blocks to as many outputs as an embedding has rows,
-    else the last map of the model), and unknown parameters.
+      experts beside it, or to one), heads (a linear map outside the blocks to as many outputs as an embedding has rows,
+      else the last map of the model), and unknown parameters.
     * matrix: all other linear maps, attention's, and stacks of experts with three or more axes.
 
     Args:

@@ -236,7 +236,7 @@ class CoordinatedJourney:
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
     """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
-    if isinstance(experts, PagedExperts):  # which do it where they take them
+    if isinstance(experts, PagedExperts):  # paged experts cast when they are used
         return None
     assert isinstance(experts, GroupedExperts | QuantizedExperts)
     is_dense = isinstance(experts, GroupedExperts)
