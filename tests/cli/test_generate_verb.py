@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.agent import Agent
+from tests.support.agent import Agent, hasty_main
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import RankPool
 
 import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
-from expertmesh.cli import torchrun
 from expertmesh.cli.main import main
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import prompt_ids, stream_text
@@ -302,12 +301,6 @@ def test_ranks_that_share_a_model_say_the_same(
     assert (codes, agent.printed(0), agent.printed(1)) == ([0, 0], expected, "")
     assert main([*words, "--parallel.tp-degree", "2"]) == 2
     assert "torchrun" in capsys.readouterr().err
-
-
-def hasty_main(words: list[str]) -> int:
-    """The command line of a rank that does not wait long for another to say why it fails, as a killed one never does."""
-    torchrun._LINGER_S = 0.5
-    return main(words)
 
 
 @pytest.mark.slow

@@ -8,10 +8,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from tests.support.agent import Agent
+from tests.support.agent import Agent, hasty_main
 from tests.support.patience import PATIENCE_S
-
-from expertmesh.cli.main import main
 
 NUM_RANKS = 4
 TIMEOUT_S = 20.0
@@ -28,7 +26,7 @@ def agent(tmp_path):
 def begin(agent, folder):
     """Start the server; gives its address when it answers."""
     words = ["serve", str(folder), "--port", "0", "--device", "cpu", "--parallel.tp-degree", "2"]
-    agent.start(main, [*words, "--parallel.timeout-s", str(TIMEOUT_S)])
+    agent.start(hasty_main, [*words, "--parallel.timeout-s", str(TIMEOUT_S)])
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         if found := re.search(r"http://127\.0\.0\.1:\d+", agent.printed(0)):

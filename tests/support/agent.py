@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from expertmesh.cli import torchrun
+from expertmesh.cli.main import main
 from tests.support.nursery import Child, the_nursery
 
 _POLL_S = 0.01
@@ -114,3 +116,9 @@ def _live(
         sys.stderr = os.fdopen(2, "w", closefd=False)
         torch.set_num_threads(1)
         return function(*args)
+
+
+def hasty_main(words: list[str]) -> int:
+    """The command line of a rank that does not wait long for another to say why it fails, as a killed one never does."""
+    torchrun._LINGER_S = 0.5
+    return main(words)
