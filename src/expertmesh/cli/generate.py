@@ -224,7 +224,7 @@ def _print_all(prompts: list[Asked], answers: Iterator[Any], *, is_chat: bool) -
 
 
 def _write_all(path: Path, prompts: list[Asked], answers: Iterator[Any]) -> None:
-    """Write each answer as soon as it and those before it have ended; after a failure say where these are."""
+    """Write each answer once it and all before it have ended; after a failure print where they are."""
     from expertmesh.data.data_progress import Progress
 
     with told_of_data(), kept(path, total=len(prompts), unit="texts") as file:

@@ -114,7 +114,7 @@ class Adapters:
         """Adapter of a name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none of this name.
         """
         if isinstance(name, str) and name in self._known:
             return self._known[name]

@@ -1,1 +1,1 @@
-"""The server: an OpenAI-compatible interface over one engine."""
+"""OpenAI-compatible HTTP server over one engine."""

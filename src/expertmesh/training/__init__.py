@@ -1,1 +1,1 @@
-"""The training stack: data, optimiser, loop, checkpoints, metrics."""
+"""Training: optimizers, loop, checkpoints, metrics."""

@@ -1,7 +1,7 @@
 """Pruning of a trained model's experts by their use (`prune`), and union of two models' experts (`join`).
 
 Both are from Z-code M3 (Kim et al. 2021, arXiv 2109.10465, "expert pruning" and "aggregation of experts"). They write a
-new run, which can be used as it is; a little more training (`train.init_from`) improves it.
+new run, which can be used directly; a little more training (`train.init_from`) improves it.
 """
 
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""The experts of layers spread over ranks: how they are stored and gathered, and how tokens reach them."""
+"""Expert parallelism: storage and gather of expert weights, and exchange of tokens between ranks."""

@@ -167,7 +167,7 @@ def _arranged(names: Sequence[str], views: Sequence[Tensor]) -> list[tuple[Tenso
 
 
 class _Leave(torch.autograd.Function):
-    """Identity at the start of the weights' way; its backward runs last, and waits for their gradients."""
+    """Autograd node from the shards to a scalar token; its backward runs last, and waits for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, use: ReplicatedWeights, *shards: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Identity at the end of the weights' way; its backward starts to sum their gradients."""
+    """Autograd node from the token to the replicated weights; its backward starts to sum their gradients."""
 
     @staticmethod
     def forward(
