@@ -164,12 +164,11 @@ def test_a_dense_context_hands_the_rule_on():
 
 
 @pytest.mark.parametrize(("S", "L"), [(2, 2), (64, 64), (65, 200), (200, 200), (130, 131)])
-def test_blocks_of_queries_are_attention_too(S, L, monkeypatch):
+def test_blocks_of_queries_are_attention_too(S, L):
     q, k, v = (t.transpose(0, 1)[None] for t in draw(S, L, torch.bfloat16))
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not blockwise.serves(q, k)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert blockwise.serves(q, k) and not blockwise.serves(q.requires_grad_(), k)
+    assert not blockwise.serves(q, k, has_amx=True)
+    assert blockwise.serves(q, k, has_amx=False)
+    assert not blockwise.serves(q.requires_grad_(), k, has_amx=False)
     q = q.detach()
     found = blockwise.causal_attention(q, k, v)[0].transpose(0, 1)
     mask = torch.ones(S, L, dtype=torch.bool).tril(L - S)

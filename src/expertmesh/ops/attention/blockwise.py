@@ -13,14 +13,20 @@ BLOCK_ROWS = 128
 """Rows of one product: queries times query heads per key head. With more rows PyTorch's batched product takes a slower path."""
 
 
-def serves(q_BHSd: Tensor, k_BhLd: Tensor) -> bool:
-    """Whether `causal_attention` supports this call and is the fastest choice."""
+def serves(q_BHSd: Tensor, k_BhLd: Tensor, *, has_amx: bool | None = None) -> bool:
+    """Whether `causal_attention` supports this call and is the fastest choice.
+
+    Args:
+        q_BHSd: queries.
+        k_BhLd: keys.
+        has_amx: whether the processor has AMX; None: ask it.
+    """
     return (
         q_BHSd.device.type == "cpu"
         and q_BHSd.dtype == torch.bfloat16
         and q_BHSd.shape[0] == 1
         and q_BHSd.shape[2] > 1
-        and not torch.cpu._is_amx_tile_supported()
+        and not (torch.cpu._is_amx_tile_supported() if has_amx is None else has_amx)
         and not torch.compiler.is_compiling()
         and not (torch.is_grad_enabled() and (q_BHSd.requires_grad or k_BhLd.requires_grad))
     )
