@@ -6,8 +6,8 @@
 Training (`gpt-moe-test`, and some steps of `gpt-moe-demo`) and decoding (greedy, by a model of `gpt-moe-demo` after two steps), each as a command of its own: by
 default, and with every number of threads set by hand (OMP_NUM_THREADS, which also has the default's way of waiting). The
 commands take turns, so that what else runs on the machine meets all of them. Tokens per second are those that the program prints,
-or of decoding the tokens of the whole command without what a command of one token takes. Each round is printed when it ends, and
-a table that has had its minutes begins no other round.
+or of decoding the tokens of the whole command without what a command of one token takes. Each number is printed when it is there,
+and a table that has had its minutes begins no other round.
 
 What it checks: with a busy loop on each core the default is at least 0.8 x the best number; else it takes the number with the best median, or one
 whose median lies within the spread of the best.
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of gpt-moe-test")
     parser.add_argument("--demo-steps", type=int, default=10)
     parser.add_argument(
-        "--minutes", type=float, default=5, help="of each table, after which no round begins"
+        "--minutes", type=float, default=4, help="of each table, after which no round begins"
     )
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
@@ -154,18 +154,19 @@ def name(number: int | None) -> str:
 
 
 def measure(work, numbers, rounds, minutes, loops) -> None:
-    """One table, and each of its rounds as soon as it is there."""
+    """One table, and each of its numbers as soon as it is there."""
     rates: dict[int | None, list[float]] = {n: [] for n in (None, *numbers)}
     taken: list[str] = []
     began = time.monotonic()
     while len(taken) < rounds and (not taken or time.monotonic() - began < 60 * minutes):
+        print(f"  round {len(taken) + 1}, load {os.getloadavg()[0]:.1f}:", end="", flush=True)
         for n in rates:
             rate, found = work(n)
             rates[n].append(rate)
             if n is None:
                 taken.append(found)
-        said = ", ".join(f"{name(n)} {found[-1]:,.1f}" for n, found in rates.items())
-        print(f"  round {len(taken)}, load {os.getloadavg()[0]:.1f}: {said}", flush=True)
+            print(f" {name(n)} {rate:,.1f}", end="", flush=True)
+        print(flush=True)
     print(f"  {len(taken)} rounds by turns; default took {', '.join(taken)} threads")
     best = max(numbers, key=lambda n: median(rates[n]))
     for n, found in rates.items():
