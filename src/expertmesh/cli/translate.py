@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     ):
 
         def write(line: str) -> None:
-            """Write each translation to the file as soon as it is finished."""
+            """Write or print a translation as soon as it is finished."""
             if file is not None:
                 file.write(f"{line}\n")
             elif references is None:
