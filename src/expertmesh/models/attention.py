@@ -1,7 +1,7 @@
-"""Attention of all transformer families here, and the object that knows which keys its queries see.
+"""Attention of all transformer families here, and the context object that decides which keys a query sees.
 
-A model's attention makes queries, keys and values of its tokens and hands them to one object, `AttentionContext`. Dense
-training, padding, documents, caches and pages are implementations of it, which no layer tells apart.
+An attention layer computes queries, keys and values of its tokens and passes them to an `AttentionContext`. Dense training,
+padding, documents, caches and paged caches are implementations of this protocol, and layers do not distinguish them.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 Places = tuple[Tensor, Tensor]
-"""(H, S, head_dim) queries and (H, keys, head_dim) keys of untied positions, which all layers of a side share."""
+"""Untied positions: (H, S, head_dim) queries and (H, keys, head_dim) keys, shared by all layers of an encoder or decoder."""
 
 
 class AttentionContext(Protocol):
-    """What one forward pass knows of its tokens' neighbours: positions, earlier keys, and who sees whom."""
+    """Attention of one forward pass: positions of its tokens, earlier keys, and which keys each query sees."""
 
     @property
     def positions(self) -> Tensor:
@@ -31,7 +31,7 @@ class AttentionContext(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether keys and values are kept for later tokens, so that small ones are worth work."""
+        """Whether keys and values are kept for later tokens, which makes compact ones worthwhile (latent attention)."""
 
     def attend(
         self,
@@ -43,10 +43,10 @@ class AttentionContext(Protocol):
         arithmetic: OpSet,
         rule: ScoreRule | None = None,
     ) -> Tensor:
-        """Keep the keys and values of these tokens, and let the queries look at what they may see.
+        """Store the keys and values of these tokens, and attend with their queries to all keys that they see.
 
         Args:
-            layer_index: the layer that asks, from 0.
+            layer_index: index of the calling layer, from 0.
             q_THd: (T, H, head_dim) rotated queries, in the order of the tokens.
             k_Thd: (T, heads, head_dim) rotated keys; heads divides H.
             v_Thd: (T, heads, head_dim) values.
@@ -54,26 +54,26 @@ class AttentionContext(Protocol):
             rule: the window, the cap and the sinks of the layer; None: it has none.
 
         Returns:
-            (T, H * head_dim), or the same as (B, S, H * head_dim).
+            (T, H * head_dim), or (B, S, H * head_dim).
         """
 
 
 class LayerCache(Protocol):
-    """Memory of earlier tokens that gives them in one piece; `expertmesh.models.cache.KVCache` is one."""
+    """Key-value cache that returns contiguous keys and values, such as `expertmesh.models.cache.KVCache`."""
 
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens and return those of all tokens so far."""
+        """Store the keys and values of new tokens, and return the keys and values of all tokens so far."""
 
 
 @dataclass(frozen=True)
 class DenseContext:
-    """B sequences of S tokens each, in a rectangle; a pytree.
+    """Context of a dense batch, B sequences of S tokens each; a pytree.
 
     Attributes:
         positions: (S,) columns, or (B, S) counted from each sequence's own first token.
-        visible: which keys the tokens see.
-        cache: earlier keys and values, which gets those of these tokens; None: there are none.
-        places: queries and keys of untied positions, whose scores are added to those of the tokens, both over
+        visible: keys that the tokens see.
+        cache: earlier keys and values, to which new ones are added; None: there are none.
+        places: queries and keys of untied positions. Their scores are added to the token scores, both divided by
             sqrt(2 head_dim) (Ke et al. 2021, eq. 7); as many key heads as query heads. None: positions are rotary.
     """
 
@@ -99,17 +99,17 @@ class DenseContext:
         cache: LayerCache | None = None,
         counts_padding: bool = True,
     ) -> "DenseContext":
-        """The context of causal tokens; does not synchronise with the device.
+        """Context of causal attention; does not synchronise with the device.
 
         Args:
             num_new: S, tokens of each sequence in this pass.
             device: the device of the tokens.
             num_seen: tokens of each sequence in the cache, padding included.
             is_token_BL: (B, num_seen + S) bool, False for padding; None: there is none.
-            document_BS: (B, S) integers: tokens see those with the same number only; None: all.
+            document_BS: (B, S) document numbers: tokens see only tokens with the same number; None: all.
             cache: earlier keys and values.
             counts_padding: whether positions are columns; else they begin at each sequence's own first token, so that
-                padding before it turns no bit.
+                padding before it does not change a single bit.
         """
         end = num_seen + num_new
         seen = visible(
@@ -137,7 +137,7 @@ class DenseContext:
         if self.cache is not None:
             k, v = self.cache.update(layer_index, k_BHSD=k, v_BHSD=v)
         if self.places is not None:
-            # one product gives the sum of both, and its usual scale is sqrt(2 head_dim)
+            # concatenated heads give the sum of both scores in one product, whose scale is 1 / sqrt(2 head_dim)
             q, k = (
                 torch.cat((t, own.to(t.dtype).expand(len(t), -1, -1, -1)), -1)
                 for t, own in zip((q, k), self.places, strict=True)
@@ -164,16 +164,16 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
-    Pair i of a head turns by position * base^(-2 i / (fraction * head_dim)), and the pairs behind that fraction not at all.
+    Pair i of a head is rotated by position * base^(-2 i / (fraction * head_dim)). Pairs beyond that fraction are not rotated.
 
     Args:
         positions_S: (S,) or (B, S) integer positions, or of any other shape.
         head_dim: size of one head, even.
         base: base of the frequencies.
         dtype: FP32 or FP64.
-        fraction: share of the pairs that turn.
-        scaling: how positions are stretched; None: they are not.
-        arithmetic: the arithmetic of the cosines and sines.
+        fraction: fraction of the pairs that are rotated.
+        scaling: scaling to longer contexts; None: none.
+        arithmetic: op set that computes the cosines and sines.
 
     Returns:
         Cosines and sines, each (..., S, head_dim / 2).
@@ -195,7 +195,7 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pair (i, i + head_dim / 2) of every head by its position's angle.
+    """Rotate pair (i, i + head_dim / 2) of every head by the angle of its position.
 
     Args:
         x: (..., head_dim) queries or keys.
@@ -203,7 +203,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: the sines, of the shape of cos.
 
     Returns:
-        The turned x, in its dtype; computed in the dtype of the tables.
+        The rotated x, in its dtype; computed in the dtype of the tables.
     """
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -213,8 +213,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
-    One matrix makes queries, keys and values. Its rows are grouped by key-value head: the queries that use the head,
-    its key, its value. So a contiguous slice of it is the projection of a slice of the heads.
+    One matrix projects to queries, keys and values. Its rows are grouped by key-value head: the queries that use the head,
+    then its key, then its value. A contiguous slice of the matrix is therefore the projection of a slice of the heads.
 
     Args:
         dim: model width.
@@ -222,14 +222,14 @@ class Attention(nn.Module):
         num_kv_heads: key and value heads, a divisor of num_heads.
         head_dim: size of one head, even.
         qk_norm: RMSNorm on queries and keys, before the rotation.
-        norm_eps: the epsilon of that norm.
-        layer_index: which layer of a cache is this one's.
-        qk_norm_scope: whether that norm is over each "head", or over all queries (keys) of a token, the "projection".
+        norm_eps: epsilon of the query and key norms.
+        layer_index: index of this layer in a cache.
+        qk_norm_scope: normalised axis: each "head", or all queries (keys) of a token, the "projection".
         qkv_bias: whether queries, keys and values have biases.
         out_bias: whether the output projection has one.
         sinks: whether each query head has a learned score without a value; see `ScoreRule`.
-        window: tokens that a token sees at most, itself among them; None: all before it.
-        arithmetic: the arithmetic of everything in evaluation.
+        window: maximum number of tokens that a token sees, itself included; None: all before it.
+        arithmetic: op set of all operations in evaluation.
         device: the device of the parameters.
         dtype: the type of the parameters.
     """
@@ -275,13 +275,13 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> Tensor:
-        """Attend.
+        """Attend to the keys that the context makes visible.
 
         Args:
             x_BSD: (B, S, D), or (1, T, D) flat tokens.
             cos: (S, head_dim / 2) or (B, S, head_dim / 2) rotary cosines of the positions, see `rope_tables`.
             sin: rotary sines of the same positions.
-            context: which keys these tokens see.
+            context: the context, which stores new keys and values and decides which keys these tokens see.
 
         Returns:
             (B, S, D).
@@ -307,13 +307,13 @@ class Attention(nn.Module):
 
     @property
     def _norms_are_away(self) -> bool:
-        """Whether weights of norms are on disk until the norms are called."""
+        """Whether the weights of the norms are offloaded to disk until the norms are called."""
         return any(norm is not None and norm.weight.is_meta for norm in (self.q_norm, self.k_norm))
 
     def _both_turned(
         self, qk: Tensor, cos: Tensor, sin: Tensor, *, rows: tuple[int, int]
     ) -> Tensor:
-        """Queries and the key of each key head (T, heads, group + 1, d), normalised and turned in half as many calls as one by one."""
+        """Queries and the key of each key head (T, heads, group + 1, d), normalised and rotated together in one call each."""
         if self.q_norm is not None and self.k_norm is not None:
             group = qk.shape[2] - 1
             weight = torch.cat((self.q_norm.weight.expand(group, -1), self.k_norm.weight[None]))
@@ -331,10 +331,10 @@ class Attention(nn.Module):
         *,
         rows: tuple[int, int],
     ) -> Tensor:
-        """(T, H, head_dim), normalised and turned; the tokens are those of B rows of S."""
+        """Queries or keys (T, H, head_dim), normalised and rotated; T = B * S with rows = (B, S)."""
         if norm is not None and not self.norms_heads:
             x_THd, norm = norm(x_THd.flatten(1)).view(x_THd.shape), None
-        elif norm is not None and norm.weight.is_meta:  # on disk until it is called
+        elif norm is not None and norm.weight.is_meta:  # offloaded to disk until it is called
             x_THd, norm = norm(x_THd), None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         turned = self.arithmetic.in_mode(self.training).norm_and_rope(

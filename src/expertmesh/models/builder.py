@@ -1,4 +1,4 @@
-"""How the models of a family are made: built, spread over ranks, begun with another's weights, and handed to those who use them."""
+"""Builders of a family's models: construction, placement on ranks, weights of earlier runs, and interfaces for inference."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ from expertmesh.parallel.ranks import Ranks
 
 
 class ModelBuilder(ABC):
-    """Makes the model of one run.
+    """Builder of the model of one run.
 
     Args:
         config: the run's configuration.
@@ -28,14 +28,14 @@ class ModelBuilder(ABC):
     is_built_empty = False
     """Whether `build` makes a model without memory on "meta", whose `init_weights(seed)` then draws the weights."""
     bytes_beside: float = 0.0
-    """Memory of a rank that a teacher's weights are going to take beside the model; set before `place`."""
+    """Bytes per rank that a teacher's weights will take beside the model; set before `place`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
     @abstractmethod
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The whole model with its initial weights, which depend on the run's seed only: torch's default generator is seeded.
+        """The whole model with its initial weights, which depend only on the run's seed: torch's default generator is seeded.
 
         Args:
             device: the device of the parameters.
@@ -43,10 +43,10 @@ class ModelBuilder(ABC):
         """
 
     def check(self, num_ranks: int) -> None:
-        """Whether the run fits so many ranks, before anything is built.
+        """Check that the run fits a number of ranks, before anything is built.
 
         Raises:
-            ConfigError: it does not, or asks for something that this family cannot do.
+            ConfigError: the run does not fit, or has an option that this family does not support.
         """
         degrees_of(self.config.parallel, num_ranks=num_ranks)
         for name, value in (
@@ -59,11 +59,11 @@ class ModelBuilder(ABC):
                 )
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Modules whose dense parameters are gathered together, one after the other; here, none but the whole model."""
+        """Modules that FSDP gathers one at a time, in order. Default: none, so the whole model is one unit."""
         return ()
 
     def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """The model with its initial weights; spread over the ranks if there are several."""
+        """The model with its initial weights, spread over the ranks if there are several."""
         offload, world = self.config.parallel.offload, ranks.world
         if world is None:
             return self.build(device="cpu" if offload else device, dtype=dtype)
@@ -83,13 +83,13 @@ class ModelBuilder(ABC):
     ) -> nn.Module:
         """The model with its initial weights, spread over ranks.
 
-        Where `is_built_empty`, no rank ever has all of it; else every rank builds the whole model first.
+        With `is_built_empty`, no rank ever holds the whole model; otherwise every rank builds it first.
 
         Args:
-            spread: does it, in place.
-            device: that computes.
-            dtype: of the parameters.
-            offload: parameters rest in host memory.
+            spread: spreads a model over the ranks, in place.
+            device: device that computes.
+            dtype: dtype of the parameters.
+            offload: whether parameters are kept in host memory.
         """
         home, is_empty = "cpu" if offload else device, self.is_built_empty
         model = self.build(device="meta" if is_empty else home, dtype=dtype)
@@ -110,44 +110,44 @@ class ModelBuilder(ABC):
         )
 
     def inherited(self, model: nn.Module, begin: RunConfig, data: Any) -> Mapping[str, Tensor]:
-        """What a model takes from the run that it begins with (train.init_from), by name; here, everything.
+        """Tensors of the model to load from the run in train.init_from, by name. Default: all.
 
         Args:
-            model: as `place` returned it.
-            begin: that run's configuration.
+            model: the model as `place` returned it.
+            begin: configuration of the run in train.init_from.
             data: the `Data` of this run.
         """
         return model.state_dict()
 
     def decoder(self, model: nn.Module) -> CausalLM:
-        """The model as the decoding engine wants it.
+        """The model as a `CausalLM` for decoding.
 
         Raises:
-            ConfigError: models of this family generate nothing; so here.
+            ConfigError: models of this family do not generate text (the default).
         """
         raise ConfigError(
             f"family {self.config.family}: its models generate no text; use gpt, or seq2seq to translate"
         )
 
     def translation(self, tokenizer: Any, *, to: str) -> Translation:
-        """How a text is handed to the `decoder`, which is an encoder-decoder, to be translated.
+        """Special tokens for translation by the `decoder`, which is an encoder-decoder.
 
         Args:
-            tokenizer: of the run.
-            to: language that is wanted.
+            tokenizer: the run's tokenizer.
+            to: target language.
 
         Raises:
-            ConfigError: models of this family translate nothing (so here), or not into this language.
+            ConfigError: models of this family do not translate (the default), or not into this language.
         """
         raise ConfigError(
             f"family {self.config.family}: its models translate nothing; use one that does, for example seq2seq"
         )
 
     def classifier(self, model: nn.Module) -> Classifier:
-        """The model as classification of images wants it.
+        """The model as a `Classifier` of images.
 
         Raises:
-            ConfigError: models of this family classify no images; so here.
+            ConfigError: models of this family do not classify images (the default).
         """
         raise ConfigError(
             f"family {self.config.family}: its models classify no images; use one that does, for example swin"

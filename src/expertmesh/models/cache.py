@@ -1,4 +1,4 @@
-"""A preallocated key-value cache: what attention keeps of the tokens it has seen."""
+"""A preallocated, dense key-value cache."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from expertmesh.models.attention import DenseContext
 
 
 class KVCache:
-    """Keys and values of every layer for up to `max_len` tokens of every sequence, in one allocation each.
+    """Keys and values of every layer for up to `max_len` tokens per sequence, in one allocation each.
 
-    Latent attention keeps one vector per token, which is key and value: there is one allocation.
+    With latent attention there is one allocation, because a single vector per token is both key and value.
 
-    The model announces new tokens once with `begin`, then every layer stores its part with `update`.
+    The model announces new tokens once with `begin`, then every layer stores its keys and values with `update`.
 
     Args:
         config: the config of the model: its max_seq_len, num_layers, cache_heads, cache_size and is_latent are read.
-        batch_size: sequences.
-        max_len: most tokens per sequence, padding included; None: config.max_seq_len.
+        batch_size: number of sequences.
+        max_len: maximum tokens per sequence, padding included; None: config.max_seq_len.
         device: the device of the cache.
-        dtype: the type of keys and values: the type that the model computes in.
+        dtype: dtype of keys and values, the model's compute dtype.
 
     Raises:
-        ConfigError: max_len is more than the model's longest sequence.
+        ConfigError: max_len is larger than the model's max_seq_len.
 
     Attributes:
-        length: tokens stored so far.
+        length: tokens of every sequence stored so far, padding included.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocates the cache."""
+        """Allocate the cache."""
         max_len = config.max_seq_len if max_len is None else max_len
         if max_len > config.max_seq_len:
             raise ConfigError(
@@ -56,7 +56,7 @@ class KVCache:
 
     @property
     def batch_size(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return self._k.shape[1]
 
     @property
@@ -66,19 +66,19 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
-        """Of keys and values."""
+        """Device of keys and values."""
         return self._k.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Dtype of keys and values."""
         return self._k.dtype
 
     def check_new(self, ids_BS: Tensor) -> None:
-        """Whether new tokens are of as many sequences, are where the cache is, and have room.
+        """Check batch size, device and remaining room for new tokens.
 
         Raises:
-            ConfigError: they are not, or have none.
+            ConfigError: the batch size or the device differs, or the cache is full.
         """
         B, S = ids_BS.shape
         if self.batch_size != B:
@@ -96,7 +96,7 @@ class KVCache:
             )
 
     def select(self, rows_B: Tensor) -> None:
-        """Go on with other rows: row i becomes a copy of what row rows_B[i] was.
+        """Reorder the rows: row i becomes a copy of the old row rows_B[i].
 
         Args:
             rows_B: (new batch size,) int64, each any number of times.
@@ -123,14 +123,14 @@ class KVCache:
 
         Args:
             ids_BS: (B, S) the new tokens; only the shape and the device matter.
-            token_mask_BS: (B, S) bool, False for padding, which no later token looks at.
+            token_mask_BS: (B, S) bool, False for padding, which later tokens do not see.
             counts_padding: whether positions are columns of the batch; see `DenseContext.of`.
 
         Returns:
-            What the new tokens may look at.
+            The attention context of the new tokens.
 
         Raises:
-            ConfigError: see `check_new`; the cache is then as it was.
+            ConfigError: see `check_new`; the cache is left unchanged.
         """
         B, S = ids_BS.shape
         self.check_new(ids_BS)
@@ -154,12 +154,12 @@ class KVCache:
         )
 
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the announced tokens' keys and values of one layer.
+        """Store one layer's keys and values of the tokens announced by `begin`.
 
         Args:
-            layer_index: from 0.
+            layer_index: index of the layer, from 0.
             k_BHSD: (B, kv_heads, S, head_size), rotated keys.
-            v_BHSD: values, of the same shape; of latent attention the keys, which are kept once.
+            v_BHSD: values, of the same shape; with latent attention the keys, which are stored once.
 
         Returns:
             Keys and values of all tokens so far: views of the cache, (B, kv_heads, length, head_size).

@@ -1,4 +1,4 @@
-"""What classification needs of a model: images in, scores of classes out, and which experts took which patch."""
+"""Interface of image classifiers: class logits, and the expert that each patch was routed to."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class ImageScores(NamedTuple):
-    """What a model says of some images.
+    """Class logits and expert choices for a batch of images.
 
     Attributes:
-        logits_BC: (B, C) of the classes.
-        experts: by the name of each MoE block the (B, H, W) int64 first choice of every patch; none of a dense model.
+        logits_BC: (B, C) class logits.
+        experts: (B, H, W) int64 first-choice expert of every patch, by name of the MoE block; empty for a dense model.
     """
 
     logits_BC: Tensor
@@ -23,11 +23,11 @@ class Classifier(Protocol):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Channels, height and width of its images."""
+        """Channels, height and width of the input images."""
 
     @property
     def num_experts(self) -> Mapping[str, int]:
         """Experts of each MoE block, by its name."""
 
     def scores(self, images_BCHW: Tensor) -> ImageScores:
-        """Scores of images, FP32 from -1 to 1, on any device."""
+        """Class logits and expert choices of images, which are FP32 from -1 to 1 and on any device."""

@@ -1,6 +1,6 @@
-"""What decoding needs of a model: a language model continues tokens, an encoder-decoder reads sources first.
+"""Interfaces of models for decoding: causal language models, encoder-decoders and their caches.
 
-`expertmesh.engine.lockstep` decodes anything that has these attributes; the `ModelBuilder.decoder` of a family returns one.
+`expertmesh.engine.lockstep` decodes any model with these attributes; the `ModelBuilder.decoder` of a family returns one.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from expertmesh.ops.dtypes import autocast_dtype
 
 
 class DecodingCache(Protocol):
-    """What a model keeps of the tokens that it has seen, all in the model's own hands."""
+    """State of decoded tokens; its contents are private to the model."""
 
     length: int
     """Tokens of every sequence so far, padding included."""
@@ -23,23 +23,23 @@ class DecodingCache(Protocol):
 
 @runtime_checkable
 class BeamCache(DecodingCache, Protocol):
-    """A cache whose rows can go on from one another, for beam search."""
+    """A cache whose rows can be duplicated and reordered, for beam search."""
 
     def branch(self, num_beams: int) -> None:
-        """Every row becomes so many neighbouring rows."""
+        """Repeat every row num_beams times, as neighbouring rows."""
 
     def reorder(self, rows_R: Tensor) -> None:
-        """Row i goes on from what row rows_R[i] was, a row of the same `branch`; (rows,) int64."""
+        """Replace row i by the old row rows_R[i], a row of the same `branch`; (rows,) int64."""
 
 
 class Translation(NamedTuple):
-    """How a text is handed to an encoder-decoder to be written in another language.
+    """Special tokens of sources and outputs for translation by an encoder-decoder.
 
     Attributes:
-        before: ids in front of the text's tokens.
-        after: ids behind them.
+        before: ids before the tokens of a source text.
+        after: ids behind the tokens of a source text.
         start: ids that every output begins with.
-        end_id: that every output ends with.
+        end_id: id that every output ends with.
     """
 
     before: tuple[int, ...]
@@ -50,30 +50,30 @@ class Translation(NamedTuple):
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A model that continues sequences of tokens; `expertmesh.models.gpt.model.GPT` is one. All of them are modules."""
+    """A model that continues sequences of tokens, such as `expertmesh.models.gpt.model.GPT`. All implementations are modules."""
 
     training: bool
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary; token ids are below it."""
 
     @property
     def max_seq_len(self) -> int:
-        """Most tokens of a sequence, new ones included."""
+        """Maximum tokens of a sequence, new ones included."""
 
     @property
     def device(self) -> torch.device:
-        """Where ids are expected."""
+        """Device that ids must be on."""
 
     def new_cache(self, *, batch_size: int, max_len: int) -> Any:
-        """An empty `DecodingCache` for so many sequences of so many tokens each, in the type that the model computes in now."""
+        """An empty `DecodingCache` for batch_size sequences of up to max_len tokens, in the current compute dtype."""
 
     def next_logits(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Any) -> Tensor:
-        """Read new tokens, keep them in the cache, and give the logits of the token after the last column.
+        """Add new tokens to the cache, and return the logits of the token after the last column.
 
         Args:
-            ids_BS: (B, S) int64; the whole prompts at first, padded on the left, then one token of each sequence.
+            ids_BS: (B, S) int64; first the whole prompts, padded on the left, then one token of each sequence.
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
             cache: the cache of `new_cache`.
 
@@ -87,14 +87,14 @@ class CausalLM(Protocol):
 
 @runtime_checkable
 class EncoderDecoder(CausalLM, Protocol):
-    """A model whose sequences each continue under the eye of a source, which it reads once."""
+    """A model whose target sequences attend to a source, which is encoded once."""
 
     @property
     def max_source_len(self) -> int:
-        """Most tokens of a source."""
+        """Maximum tokens of a source."""
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Any) -> None:
-        """Read the sources and keep in the cache what every later token of the same row looks at.
+        """Encode the sources, and store in the cache the keys and values that target tokens of the same row attend to.
 
         Args:
             ids_BS: (B, S) int64, padded on the right.
@@ -105,10 +105,10 @@ class EncoderDecoder(CausalLM, Protocol):
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode, whatever it was before; every module's own mode is put back.
+    """Put a model into evaluation mode; every module's own mode is restored on exit.
 
     Args:
-        model: a module, or what has `training` and `train` as one has.
+        model: a module, or an object with `training` and `train` of a module.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else [model]
     trained = [module for module in modules if module.training]
@@ -122,7 +122,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 class LanguageModel(nn.Module):
-    """What decoding asks of a model of tokens beside its logits: see `CausalLM`."""
+    """Base of language models: vocabulary, lengths, device and cache of a `CausalLM`; subclasses compute the logits."""
 
     config: Any
     embedding: nn.Embedding
@@ -130,23 +130,23 @@ class LanguageModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary; token ids are below it."""
         size: int = self.config.vocab_size
         return size
 
     @property
     def max_seq_len(self) -> int:
-        """Most tokens of a sequence that is written."""
+        """Maximum tokens of a generated sequence, its prompt included."""
         length: int = self.config.max_seq_len
         return length
 
     @property
     def device(self) -> torch.device:
-        """Of the embedding, where ids are expected."""
+        """Device of the embedding, which ids must be on."""
         return self.embedding.weight.device
 
     def new_cache(self, *, batch_size: int, max_len: int) -> Any:
-        """A cache in the dtype that attention computes in: the parameters', or autocast's where that is on."""
+        """An empty cache in the dtype that attention computes in: autocast's if it is on, else the parameters'."""
         dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
         return self.cache_type(
             self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype

@@ -1,4 +1,4 @@
-"""Experts that begin as copies of one dense feed-forward block, whole or cut, exact or told apart."""
+"""Experts initialised as copies of a dense feed-forward block, whole or cut into slices, optionally with noise or redrawn units."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from expertmesh.moe.router import LinearRouter
 
 
 def check_whole(**numbers: object) -> None:
-    """Whether numbers, by the names of their arguments, are whole ones.
+    """Check that arguments, given by name, are integers.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: one is not an integer.
     """
     for name, value in numbers.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
@@ -24,15 +24,15 @@ def check_whole(**numbers: object) -> None:
 
 @dataclass(frozen=True)
 class ExpertCopies:
-    """How a dense block becomes the experts of a layer.
+    """Options for turning a dense block into the experts of a layer.
 
     Attributes:
         num_copies: copies of the block.
         top_k: copies that a token uses.
         granularity: experts that each copy is cut into (g), along its hidden size.
-        noise_std: standard deviation of Gaussian noise on the weights, relative to that of each weight.
-        redraw: share of the hidden units of each expert that are drawn anew (r).
-        seed: of noise and redrawn units.
+        noise_std: standard deviation of Gaussian noise on each weight tensor, relative to the tensor's own.
+        redraw: fraction of the hidden units of each expert that are redrawn (r).
+        seed: seed of the noise and the redrawn units.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -46,7 +46,7 @@ class ExpertCopies:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Checks types and ranges."""
+        """Check types and ranges."""
         whole = {"num_experts": self.num_copies, "top_k": self.top_k}
         check_whole(**whole, granularity=self.granularity, seed=self.seed)
         for name, most in (("noise_std", math.inf), ("redraw", 1.0)):
@@ -56,10 +56,10 @@ class ExpertCopies:
                 raise ConfigError(f"{name}={value!r}: must be {rule}; use 0 for none")
 
     def hidden_dim(self, whole: int) -> int:
-        """Hidden size of an expert of a block with this one.
+        """Hidden size of an expert, made from a block with hidden size `whole`.
 
         Raises:
-            ConfigError: it cannot be cut so.
+            ConfigError: granularity does not divide it.
         """
         if self.granularity < 1 or whole % self.granularity:
             raise ConfigError(
@@ -77,18 +77,18 @@ class ExpertCopies:
         *,
         layer_index: int,
     ) -> None:
-        """Set experts and router of a layer of num_copies g experts; each copy has the g parts in their order.
+        """Fill experts and router of a layer with num_copies * g experts, the g slices of each copy in order.
 
-        Redrawn units (Nakamura et al., arXiv 2502.19261, section 3: Drop-Upcycling) are others in each expert; their weights
+        Each expert redraws different units (Nakamura et al., arXiv 2502.19261, section 3: Drop-Upcycling). Their weights
         are Gaussian with the mean and standard deviation of the weights that they replace.
 
         Args:
-            layer: the layer; its router is drawn already, and its rows become equal within a copy.
-            w_in_GFD: (G, F, D) of the block.
-            w_out_DF: (D, F).
-            b_in_GF: (G, F) or None.
-            b_out_D: (D,) or None.
-            layer_index: of the layer; with the seed it gives the noise.
+            layer: the layer; its router is already initialised, and its rows become equal within a copy.
+            w_in_GFD: (G, F, D) input matrices of the block.
+            w_out_DF: (D, F) output matrix.
+            b_in_GF: (G, F) input biases, or None.
+            b_out_D: (D,) output bias, or None.
+            layer_index: index of the layer, which with the seed determines the noise.
 
         Raises:
             ConfigError: the layer's router cannot choose copies that are cut, or no hidden unit would be redrawn.
@@ -130,7 +130,7 @@ class ExpertCopies:
             if b_in_GF is not None and b_out_D is not None:
                 parts = b_in_GF.unflatten(1, (g, -1)).transpose(0, 1)
                 of["experts.b_in"].copy_(parts.repeat(n, 1, 1))
-                # the g parts of a copy add up to one bias
+                # the outputs of a copy's g slices are summed, so each has a g-th of the bias
                 of["experts.b_out"].copy_((b_out_D / g).expand_as(of["experts.b_out"]))
             if g > 1:
                 rows = of["router.proj.weight"][::g].clone()
@@ -138,7 +138,7 @@ class ExpertCopies:
 
 
 def _alike(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """Gaussian numbers with the mean and standard deviation of some weights; none for none."""
+    """Gaussian numbers with the mean and standard deviation of the given weights; empty for empty weights."""
     if not weights.numel():
         return weights
     noise = torch.randn(weights.shape, generator=generator).to(weights)

@@ -1,7 +1,7 @@
-"""Model families, the half without torch: options, recipes, costs and words of each.
+"""Model families, the part without torch: options, recipes, costs and names.
 
-The half with torch is an `expertmesh.models.task.Task`, which a family names by a function that imports it, or, where the family
-is of your own, as a class or by "module:name".
+The part with torch is an `expertmesh.models.task.Task`. A family gives it as a function that imports it, or, for a family of
+your own, as a class or by "module:name".
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ Recipes = Mapping[str, Callable[[], RunConfig]]
 
 @dataclass(frozen=True)
 class Metric:
-    """The one number by which evaluations of a family are judged.
+    """Metric by which evaluations of a family are compared.
 
     Attributes:
-        key: its name in `Task.evaluation` and, after "eval_", in metrics.jsonl.
-        text: the name for people.
-        short: the same for the head of a column.
-        higher_is_better: whether more of it is better.
+        key: name in `Task.evaluation` and, after "eval_", in metrics.jsonl.
+        text: display name.
+        short: short display name, for the head of a column.
+        higher_is_better: whether larger values are better.
     """
 
     key: str = "loss"
@@ -34,26 +34,27 @@ class Metric:
 
 @dataclass(frozen=True)
 class Family:
-    """What the command line, a run directory and a report need to know of a model family before torch is imported.
+    """Description of a model family for the command line, run directories and reports, without importing torch.
 
     Attributes:
-        name: kept with every run; a run goes on with the family of that name only.
-        task: a class of `expertmesh.models.task.Task`, or "module:name" of one.
-        config: class of its configurations.
-        recipes: functions by name that return configurations, or "module:name" of such a mapping; None: one, "default", with
-            the defaults of `config`.
+        name: name kept with every run; a run resumes only with the family of this name.
+        task: a function or class that makes an `expertmesh.models.task.Task`, or "module:name" of one.
+        config: class of its run configurations.
+        recipes: functions by name that return configurations, or "module:name" of such a mapping; None: a single recipe,
+            "default", with the defaults of `config`.
         costs: a function of (configuration, number of ranks, compute dtype) that returns `expertmesh.costs.run_costs.RunCosts`,
             or "module:name" of one; None: unknown.
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
-            `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: usual ones. What train.dtype=auto measures.
-        items: what losses are means over, and rates count, in the plural.
+            `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: default ones. train.dtype=auto
+            measures these products.
+        items: plural name of the items that losses are averaged over and rates count, such as "tokens".
         metric: the metric of the evaluations.
-        fixed: options besides the model's and train.seed that a run must go on with, by dotted name.
-        free: options of the model that it need not, because they change the speed only.
+        fixed: options, by dotted name, that may not change when a run is resumed, besides the model's and train.seed.
+        free: options of the model that may change when a run is resumed, because they affect speed only.
         generates_text: whether its tasks have a `decoder`, and its runs a tokenizer.json.
         files: names of the files in a run directory without which its models cannot be used.
-        begin: a function of (configuration, that of the run which it begins with) that returns the configuration with all that
-            this run's weights fix, or "module:name" of one; None: no run begins with another one's weights.
+        begin: a function of (configuration, configuration of the run in train.init_from) that returns the configuration with
+            all options that the earlier run's weights fix, or "module:name" of one; None: train.init_from is not supported.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Family:
     begin: str | Callable[[Any, Any], RunConfig] | None = None
 
     def open_task(self, config: RunConfig) -> Any:
-        """The half with torch, for one run.
+        """The `Task` of one run; imports torch.
 
         Raises:
             ConfigError: the configuration is of another family.
@@ -86,25 +87,25 @@ class Family:
         return _resolved(self.task)(config)
 
     def find_recipes(self) -> Recipes:
-        """Functions by name that return configurations."""
+        """The recipes: functions by name that return configurations."""
         found: Recipes | None = _resolved(self.recipes)
         return {"default": self.config} if found is None else found
 
     def costs_of(self, config: RunConfig, *, num_ranks: int, dtype: str) -> Any:
-        """What a run would cost, an `expertmesh.costs.run_costs.RunCosts`; None where the family cannot tell."""
+        """Costs of a run, an `expertmesh.costs.run_costs.RunCosts`; None if the family does not know them."""
         count = _resolved(self.costs)
         return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
 
     def begun_with(self, config: RunConfig, other: RunConfig, *, where: str) -> RunConfig:
-        """The configuration of a run that begins with the weights of another one.
+        """The configuration of a run that starts with the weights of another run.
 
         Args:
-            config: of the run.
-            other: of the one that it begins with.
-            where: that one is, for messages.
+            config: configuration of the run.
+            other: configuration of the run in train.init_from.
+            where: path of the run in train.init_from, for messages.
 
         Raises:
-            ConfigError: it is of another family, or this one has no such thing.
+            ConfigError: the other run is of another family, or this family does not support train.init_from.
         """
         begin = _resolved(self.begin)
         if begin is None:
@@ -125,13 +126,13 @@ class Family:
         return found
 
     def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
-        """The products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty where the family names none."""
+        """The matrix products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty if not known."""
         find = _resolved(self.products)
         return () if find is None else find(config, num_parts=num_parts)
 
 
 def _resolved(part: Any) -> Any:
-    """What a "module:name" stands for; anything else is itself."""
+    """The object that a "module:name" refers to; any other value is returned unchanged."""
     if not isinstance(part, str):
         return part
     module, _, name = part.partition(":")

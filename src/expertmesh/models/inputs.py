@@ -1,7 +1,7 @@
-"""What models of tokens and of images ask of the arguments of a call: shape, type, device and range, each mistake as one line.
+"""Checks of the arguments of a model's call: shape, dtype, device and range, each error in one line.
 
-All of it is known to the host but values. These are looked at on CPUs only, and not inside torch.compile, a trace or a transform: on a
-GPU the host would have to wait for them, and a graph would break.
+Values, such as ids, are checked on CPUs only, and not inside torch.compile, a trace or a transform. On a GPU the host would
+have to wait for them, and a compiled graph would break. All other properties are known to the host.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _IDS = (torch.int64, torch.int32)
 
 
 def can_look_at(tensor: Tensor) -> bool:
-    """Whether the values of a tensor are the host's to look at, without a wait and without a graph that breaks."""
+    """Whether the host can read the values of a tensor without a device synchronisation or a graph break."""
     if not is_plain(tensor) or is_in_torch_dispatch_mode() or get_interpreter_stack():
         return False
     return tensor.numel() > 0
@@ -31,9 +31,9 @@ def check_tensor(name: str, value: Any, *, what: str) -> None:
     """Raise ConfigError unless a value is a dense tensor.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: the argument.
-        what: it must be, in words.
+        what: description of a valid argument.
     """
     if not isinstance(value, Tensor):
         raise ConfigError(
@@ -49,14 +49,14 @@ def check_tensor(name: str, value: Any, *, what: str) -> None:
 def check_ids(
     ids: Any, *, vocab_size: int, max_len: int | None, name: str = "ids_BS", what: str = "sequence"
 ) -> None:
-    """Raise ConfigError unless these are token ids (sequences, tokens) of sequences that are neither empty nor too long; any number.
+    """Raise ConfigError unless ids are (sequences, tokens) token ids of nonempty sequences within max_len; zero rows are valid.
 
     Args:
         ids: the argument.
-        vocab_size: ids are below it.
-        max_len: most tokens of a sequence; None: somebody else counts them.
-        name: of the argument.
-        what: a row of it is.
+        vocab_size: V; ids are below it.
+        max_len: maximum tokens of a sequence; None: checked elsewhere.
+        name: name of the argument.
+        what: name of a row, such as "sequence" or "source".
     """
     check_tensor(name, ids, what="a tensor (sequences, tokens) of integer ids")
     if ids.ndim != 2 or ids.dtype not in _IDS:
@@ -64,7 +64,7 @@ def check_ids(
             f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; it must be (sequences, tokens) of integer ids (int64); one"
             f" sequence is {name.removesuffix('_BS')}[None], and ids.long() converts"
         )
-    if ids.shape[1] < 1:  # no row at all is what a rank may have
+    if ids.shape[1] < 1:  # zero rows are valid: a rank may have none
         raise ConfigError(
             f"{name} has shape {tuple(ids.shape)}; it must hold a token in each {what}; leave the call out"
         )
@@ -79,14 +79,14 @@ def check_ids(
 
 
 def check_range(name: str, values: Tensor, *, below: int, fix: str, but: int | None = None) -> None:
-    """Raise ConfigError unless values that the host can look at are from 0 to below - 1.
+    """Raise ConfigError unless all values are from 0 to below - 1; skipped if the host cannot read them (`can_look_at`).
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         values: integers.
-        below: the first number that is too large.
-        fix: what to do, in words.
-        but: a number that is no mistake either.
+        below: exclusive upper bound.
+        fix: the fix, for the message.
+        but: a further valid number.
     """
     if not can_look_at(values):
         return
@@ -103,14 +103,14 @@ def check_range(name: str, values: Tensor, *, below: int, fix: str, but: int | N
 
 
 def check_shape(name: str, value: Any, like: Tensor, shape: tuple[int, ...], *, of: str) -> None:
-    """Raise ConfigError unless a tensor has this shape and lies where another one does.
+    """Raise ConfigError unless a tensor has a shape and is on the device of another tensor.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: the argument.
-        like: the tensor that it goes with.
-        shape: that it must have.
-        of: in words, what that is the shape of.
+        like: tensor on the required device.
+        shape: required shape.
+        of: meaning of the shape, for the message.
     """
     check_tensor(name, value, what=f"a tensor of shape {shape}, {of}")
     # not ==, which torch.compile cannot guard on where a size is a symbol
@@ -132,13 +132,13 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
 def check_mask(
     name: str, mask: Any, like: Tensor, *, of: str = "one entry per token, True for real ones"
 ) -> None:
-    """Raise ConfigError unless a mask of tokens is bool and of their shape.
+    """Raise ConfigError unless a token mask is bool and has the shape of the tokens.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         mask: the argument.
         like: (B, S) the tokens.
-        of: in words, what its shape is.
+        of: meaning of the shape, for the message.
     """
     check_shape(name, mask, like, tuple(like.shape), of=of)
     if mask.dtype != torch.bool:
@@ -150,14 +150,14 @@ def check_mask(
 def check_whole(
     name: str, value: Any, like: Tensor, shapes: tuple[tuple[int, ...], ...], *, of: str
 ) -> None:
-    """Raise ConfigError unless a tensor holds integers and has one of these shapes.
+    """Raise ConfigError unless a tensor holds integers, has one of the given shapes and is on the device of another tensor.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: the argument.
-        like: the tensor that it goes with.
-        shapes: that it may have.
-        of: in words, what they are the shapes of.
+        like: tensor on the required device.
+        shapes: valid shapes.
+        of: meaning of the shapes, for the message.
     """
     fits = isinstance(value, Tensor) and any(
         value.ndim == len(shape) and all(a == b for a, b in zip(value.shape, shape, strict=True))
@@ -172,13 +172,13 @@ def check_whole(
 
 
 def check_count(name: str, value: Any, *, least: int, fix: str) -> None:
-    """Raise ConfigError unless a number is whole and not too small.
+    """Raise ConfigError unless a number is an integer and at least `least`.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: the argument.
-        least: of it.
-        fix: what to do, in words.
+        least: minimum.
+        fix: the fix, for the message.
     """
     is_whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not is_whole or value < least:
@@ -187,13 +187,13 @@ def check_count(name: str, value: Any, *, least: int, fix: str) -> None:
 
 
 def check_home(name: str, value: Tensor, module: nn.Module, weight: Tensor) -> None:
-    """Raise ConfigError unless an input is where a module's weight is, and neither hooks nor ranks move one of them.
+    """Raise ConfigError unless an input is on the device of a module's weight; skipped for sharded weights and hooked modules.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: the argument.
-        module: that gets it.
-        weight: of the module.
+        module: module that receives it.
+        weight: weight of the module.
     """
     if type(weight) not in (Tensor, nn.Parameter) or hasattr(module, "_hf_hook"):
         return
@@ -207,12 +207,12 @@ def check_home(name: str, value: Tensor, module: nn.Module, weight: Tensor) -> N
 
 
 def check_cache(cache: Any, *, config: Any, weight: Tensor) -> None:
-    """Raise ConfigError unless a cache is one and fits a model; `KVCache.check_new` looks at the tokens.
+    """Raise ConfigError unless a cache fits a model; `KVCache.check_new` checks the tokens.
 
     Args:
         cache: the argument.
-        config: of the model.
-        weight: one of the model's, of the type that it computes in.
+        config: configuration of the model.
+        weight: a weight of the model in its compute dtype.
     """
     if not callable(getattr(cache, "begin", None)):
         raise ConfigError(
@@ -233,13 +233,13 @@ def check_cache(cache: Any, *, config: Any, weight: Tensor) -> None:
 
 
 def check_context(context: Any, ids_BS: Tensor, *, config: Any, weight: Tensor) -> None:
-    """Raise ConfigError unless a context is one, of these tokens and of this model.
+    """Raise ConfigError unless a value is an `AttentionContext` for these tokens and this model.
 
     Args:
         context: the argument.
         ids_BS: the tokens.
-        config: of the model.
-        weight: one of the model's.
+        config: configuration of the model.
+        weight: a weight of the model.
     """
     if not callable(getattr(context, "attend", None)):
         raise ConfigError(

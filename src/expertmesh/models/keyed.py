@@ -1,4 +1,4 @@
-"""What modules with noise of their own share: a key, which the trainer sets before each step."""
+"""Base of modules with keyed noise; the trainer sets the key before each step."""
 
 import torch
 from torch import Tensor, nn
@@ -21,5 +21,5 @@ class Keyed(nn.Module):
         self.register_buffer("noise_key", key, persistent=False)
 
     def key_on(self, device: torch.device) -> Tensor:
-        """(2,) int64 key of this call."""
+        """Key of this call, (2,) int64."""
         return self.noise_key.to(device) if self.noise_is_keyed else fresh_key(device)

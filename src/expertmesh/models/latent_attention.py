@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): the keys and values of all heads are made of one small vector per token."""
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector per token."""
 
 from typing import Any
 
@@ -13,27 +13,27 @@ from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms on the small vectors, in every model of the family."""
+"""Epsilon of the norms on the latent vectors, in every model with latent attention."""
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose cache is one vector of kv_lora_rank + qk_rope_head_dim numbers per token.
+    """Causal attention whose cache holds one vector of kv_lora_rank + qk_rope_head_dim numbers per token.
 
     With c = norm(x W_kv)[:R], R = kv_lora_rank, head h has the key [c K_h, r] and the value c V_h, where r is the rotary key
-    that all heads share. There are two ways to the same result:
+    that all heads share. Two computations give the same result:
 
-    * plain: make keys and values of every head, and attend; for whole sequences.
-    * absorbed: (q_nope K_h^T) c^T + q_rope r^T are the same scores, so that [c, r] is the one key of all heads, and sum p c
-      times V_h the same output: c and r are all that is kept and read. For sequences with a cache, and with batch-invariant
-      arithmetic always, so that bits do not tell the two apart.
+    * plain: compute keys and values of every head, and attend; used for whole sequences.
+    * absorbed: [c, r] is the single key of all heads, with scores (q_nope K_h^T) c^T + q_rope r^T; the output is
+      (sum p c) V_h. Only c and r are stored and read. Used with a cache, and always with batch-invariant arithmetic, so that
+      results have the same bits with and without a cache.
 
     Args:
         dim: model width.
         num_heads: heads.
         latent: sizes; `kv_lora_rank` is set.
-        score_factor: factor on the scores beside 1 / sqrt(qk_head_dim); see `RopeScalingConfig.score_factor`.
-        layer_index: which layer of a cache is this one's.
-        arithmetic: the arithmetic of everything in evaluation.
+        score_factor: factor on the scores besides 1 / sqrt(qk_head_dim); see `RopeScalingConfig.score_factor`.
+        layer_index: index of this layer in a cache.
+        arithmetic: op set of all operations in evaluation.
         device: the device of the parameters.
         dtype: the type of the parameters.
     """
@@ -78,9 +78,9 @@ class LatentAttention(nn.Module):
     def forward(
         self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> Tensor:
-        """Attend; the arguments are those of `expertmesh.models.attention.Attention.forward`.
+        """Attend; see `expertmesh.models.attention.Attention.forward` for the arguments.
 
-        The tables of cosines and sines are of qk_rope_head_dim / 2 columns.
+        The tables of cosines and sines have qk_rope_head_dim / 2 columns.
         """
         B, S, _ = x_BSD.shape
         nope, turning = self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim
@@ -117,14 +117,14 @@ class LatentAttention(nn.Module):
         context: AttentionContext,
         arithmetic: OpSet,
     ) -> Tensor:
-        """(T, H, v_head_dim), with keys and values of every head."""
+        """Attention output (T, H, v_head_dim), computed with keys and values of every head."""
         nope, values = self.latent.qk_nope_head_dim, self.latent.v_head_dim
         kv_THd = self.kv_up(c_T1d).view(len(q_plain), self.num_heads, nope + values)
         k_plain, v_THd = kv_THd.split([nope, values], dim=-1)
         q_THd = torch.cat((q_plain, q_turned), -1) * self.score_factor
         k_THd = torch.cat((k_plain, k_turned.expand(-1, self.num_heads, -1)), -1)
         size = max(q_THd.shape[-1], values)
-        if size > q_THd.shape[-1]:  # heads of one size are what fused attention takes
+        if size > q_THd.shape[-1]:  # fused attention needs equal head sizes of queries and values
             q_THd = q_THd * (size / q_THd.shape[-1]) ** 0.5
         q_THd, k_THd, v_THd = (F.pad(t, (0, size - t.shape[-1])) for t in (q_THd, k_THd, v_THd))
         y = context.attend(self.layer_index, q_THd, k_THd, v_THd, arithmetic=arithmetic)
@@ -139,12 +139,12 @@ class LatentAttention(nn.Module):
         context: AttentionContext,
         arithmetic: OpSet,
     ) -> Tensor:
-        """(T, H, v_head_dim), with one key for all heads, which is its own value."""
+        """Attention output (T, H, v_head_dim), computed with one key for all heads, which is also the value."""
         nope = self.latent.qk_nope_head_dim
         weight = self._up_weight().view(self.num_heads, -1, self.rank)
         q_absorbed = _per_head(q_plain, weight[:, :nope].transpose(1, 2), arithmetic)
         size = self.rank + self.latent.qk_rope_head_dim
-        # attention divides by sqrt(size), and the scores are those of heads of qk_head_dim
+        # attention divides by sqrt(size), but the scores need 1 / sqrt(qk_head_dim)
         factor = self.score_factor * (size / self.latent.qk_head_dim) ** 0.5
         q_THd = torch.cat((q_absorbed, q_turned), -1) * factor
         k_T1d = torch.cat((c_T1d, k_turned), -1)
@@ -153,7 +153,7 @@ class LatentAttention(nn.Module):
         return _per_head(y_small, weight[:, nope:], arithmetic)
 
     def _up_weight(self) -> Tensor:
-        """(H * (nope + v), R): the matrix, or what an adapter around it makes of it."""
+        """Weight of `kv_up`, (H * (nope + v), R), with the update of an adapter around it."""
         if type(self.kv_up) is Linear:
             return self.kv_up.weight
         eye = torch.eye(
@@ -164,7 +164,7 @@ class LatentAttention(nn.Module):
 
 
 def _per_head(x_THd: Tensor, w_per_head: Tensor, arithmetic: OpSet) -> Tensor:
-    """(T, H, n) -> (T, H, m): each head times its own matrix."""
+    """Product of each head with its own matrix, (T, H, n) -> (T, H, m)."""
     if arithmetic.batch_invariant:
         heads = zip(x_THd.unbind(1), w_per_head.unbind(0), strict=True)
         return torch.stack([arithmetic.linear(x.contiguous(), w.contiguous()) for x, w in heads], 1)

@@ -1,4 +1,4 @@
-"""What all transformer families here are made of: initial weights, feed-forward layers, RMSNorm.
+"""Parts of all transformer families here: initial weights, feed-forward layers, RMSNorm.
 
 Attention is in `expertmesh.models.attention`; the dense feed-forward layer is `expertmesh.moe.experts.DenseMLP`, the
 same module as a shared expert.
@@ -20,12 +20,12 @@ from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 
 def draw_weights(model: Any, *, device: torch.device | str | None, seed: int | None) -> None:
-    """Give a model that was built on "meta" memory and its initial weights, each drawn once; on "meta" nothing.
+    """Allocate the parameters of a model built on "meta", and draw its initial weights; do nothing if `device` is "meta".
 
     Args:
-        model: as it was built.
-        device: of the parameters; None: torch's default.
-        seed: None: a fresh one from torch's default generator.
+        model: the model on "meta".
+        device: device of the parameters; None: torch's default.
+        seed: seed of the weights; None: a fresh one from torch's default generator.
     """
     target = torch.get_default_device() if device is None else torch.device(device)
     if target.type != "meta":
@@ -41,17 +41,17 @@ def init_by_spec(
     std: float,
     out_std: Callable[[str], float] | None = None,
 ) -> None:
-    """Draw every parameter anew, as the spec says: N(0, std^2), norms 1, biases 0; those of MoE layers by their own rules.
+    """Initialise every parameter by the spec: N(0, std^2), norms 1, biases 0. MoE layers follow `MoELayer.reset_parameters`.
 
     The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
     Args:
-        model: its MoE layers are called `moe`.
-        spec: of the model.
-        seed: of the whole model.
-        std: standard deviation of all but outputs.
-        out_std: returns that of a matrix whose product is added to the residual stream, or of those in a MoE layer, from its
-            name; None: std, and in MoE layers their own.
+        model: the model; its MoE layers are called `moe`.
+        spec: specification of the model.
+        seed: seed of the whole model.
+        std: standard deviation of all matrices except outputs.
+        out_std: returns, from a name, the standard deviation of an output matrix (its product is added to the residual
+            stream) or of the output matrices of a MoE layer; None: std, and in MoE layers their default.
     """
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
@@ -87,17 +87,17 @@ class FeedForward(nn.Module):
         arithmetic: OpSet = DEFAULT_OPS,
         **place: Any,
     ) -> None:
-        """Make the layer.
+        """Create the feed-forward layer.
 
         Args:
             moe: options of a layer with experts.
-            num_experts: its experts; 0: it is dense.
+            num_experts: experts of the layer; 0: it is dense.
             dim: model width.
             hidden_dim: hidden size of a dense layer, and of the residual MLP beside experts.
-            activation: of experts and of a dense layer.
-            layer_index: which layer of the model this is.
+            activation: activation of experts or of a dense layer.
+            layer_index: index of the layer in the model.
             bias: whether a dense layer has biases.
-            arithmetic: of a dense layer in evaluation.
+            arithmetic: op set of a dense layer in evaluation.
             **place: device and dtype of the parameters.
         """
         self.moe = self.ffn = None
@@ -122,7 +122,7 @@ class FeedForward(nn.Module):
             )
 
     def feed_forward(self, x_TD: Tensor, **call: Any) -> tuple[Tensor, RoutingStats | None]:
-        """(T, D) -> (T, D), and the routing statistics of a layer with experts, which `call` is for."""
+        """Output (T, D) for (T, D), and the routing statistics of a layer with experts; `call` is passed to `MoELayer`."""
         if self.moe is not None:
             y_TD, stats = self.moe(x_TD, **call)
             return y_TD, stats
@@ -138,7 +138,7 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last axis.
         eps: added to the mean square.
-        arithmetic: the arithmetic of the norm in evaluation.
+        arithmetic: op set of the norm in evaluation.
         device: the device of the weight.
         dtype: the type of the weight.
     """
@@ -157,5 +157,5 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim) in the dtype of x."""
+        """Normalised x, (..., dim), in the dtype of x."""
         return self.arithmetic.in_mode(self.training).rms_norm(x, self.weight, eps=self.eps)

@@ -1,4 +1,4 @@
-"""A module of the user's own as a family: `expertmesh.train(module, data=..., loss=...)` without a `Task`."""
+"""User-defined modules as a family: `expertmesh.train(module, data=..., loss=...)` without a `Task`."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.ranks import Ranks
 
 Module = nn.Module | Callable[[], nn.Module]
-"""A module, or what makes one when it is called: a class or a function."""
+"""A module, or a class or function that returns one."""
 
 FAMILY_NAME = "module"
 _RETURN = (
@@ -30,11 +30,11 @@ _RETURN = (
 
 
 class OwnBuilder(ModelBuilder):
-    """Takes a module as it is, or what makes it.
+    """Builder for a user-defined module.
 
     Args:
         config: the run's configuration.
-        module: the module, or what makes it.
+        module: the module, or a class or function that returns it.
     """
 
     def __init__(self, config: RunConfig, module: Module) -> None:
@@ -42,7 +42,7 @@ class OwnBuilder(ModelBuilder):
         self._module = module
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The module itself, moved, or one that is made now."""
+        """The module on a device: the given one, moved, or a new one."""
         module = self._module if isinstance(self._module, nn.Module) else self._module()
         if not isinstance(module, nn.Module):
             raise ConfigError(
@@ -51,11 +51,11 @@ class OwnBuilder(ModelBuilder):
         return module.to(device, dtype)
 
     def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """See `ModelBuilder.place`; a module that was made by every rank for itself must be the same on all."""
+        """The module, placed by `ModelBuilder.place`; a module given as an instance must have equal weights on all ranks."""
         if ranks.world is not None and isinstance(self._module, nn.Module):
             digest = hashlib.sha256()
             for tensor in self._module.state_dict().values():
-                # one axis: BatchNorm's counter has none, and could not be seen as bytes
+                # flattened, because a scalar (BatchNorm's counter) cannot be viewed as bytes
                 digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
             ranks.check_equal(
                 digest.hexdigest(), what="the module's weights (give its class, not one)"
@@ -69,16 +69,16 @@ class OwnBuilder(ModelBuilder):
 
 
 class OwnModule(Task):
-    """A module of the user's own, with samples and a loss.
+    """Task of a user-defined module, with samples and a loss.
 
     Args:
         config: the run's configuration.
-        module: the module, or what makes it.
+        module: the module, or a class or function that returns it.
         data: see `expertmesh.data.samples.data_of`.
-        validation: see there.
-        loss: called as loss(model, *batch); a scalar mean over the batch's samples, and then, in any order, RoutingStats and a
-            dictionary of other means by name.
-        metric: the name of the mean that evaluations are judged by.
+        validation: see `expertmesh.data.samples.data_of`.
+        loss: called as loss(model, *batch); returns a scalar mean over the batch's samples, and then, in any order,
+            RoutingStats and a dictionary of other means by name.
+        metric: name of the mean that evaluations are compared by.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OwnModule(Task):
         return data
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
-        """The user's loss, times the samples; the statistics of upcycled blocks are collected."""
+        """The user's loss times the number of samples, with the routing statistics of upcycled blocks."""
         rows = part.rows
         count_tokens_from(model, first=rows.start, count=rows.stop - rows.start)
         value, stats, _ = self._call(model, batch)
@@ -112,7 +112,7 @@ class OwnModule(Task):
         return Loss(value * num_samples(batch), stats)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
-        """The user's loss and measures, times the samples."""
+        """The user's loss and measures, times the number of samples."""
         count = num_samples(batch)
         value, _, measures = self._call(model, batch)
         found: dict[str, Tensor | float] = {**measures, "loss": value}
@@ -125,7 +125,7 @@ class OwnModule(Task):
     def _call(
         self, model: nn.Module, batch: Batch
     ) -> tuple[Tensor, list[RoutingStats], dict[str, Any]]:
-        """The loss, the statistics of its layers, and the measures beside it."""
+        """The user's loss, the routing statistics, and the other measures."""
         assert self._loss is not None, "a run is trained with a loss"
         with collect_stats() as collected:
             if isinstance(batch, Mapping):
@@ -159,11 +159,11 @@ class OwnModule(Task):
 
 
 def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
-    """The family of a module of the user's own.
+    """The family of a user-defined module.
 
     Args:
         module: see `OwnModule`.
-        metric: name of the measure that evaluations are judged by.
+        metric: name of the measure that evaluations are compared by.
         parts: data, validation and loss of `OwnModule`.
     """
     task = partial(OwnModule, module=module, metric=metric, **parts)

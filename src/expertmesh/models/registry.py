@@ -1,4 +1,4 @@
-"""The families of this package, and where those of your own are found; torch is imported when a task is opened."""
+"""Registry of model families: the package's own, and yours by "module:name". Torch is imported only when a task is opened."""
 
 import difflib
 import sys
@@ -19,14 +19,14 @@ FAMILIES = {family.name: family for family in (GPT, SEQ2SEQ, SWIN)}
 """The families of this package by name."""
 
 DEFAULT = GPT
-"""The family of configurations that name none."""
+"""The default family."""
 
 
 def find_family(name: str) -> Family:
-    """A family of this package by its name, or any by "module:name"; modules are looked for in the working directory, too.
+    """A family of this package by its name, or any family by "module:name"; the working directory is searched for modules, too.
 
     Raises:
-        ConfigError: there is none; says what is wrong.
+        ConfigError: the name is unknown, the import fails, or the object is not a `Family`.
     """
     if name in FAMILIES:
         return FAMILIES[name]
@@ -61,12 +61,12 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Any:
     """The complete configuration of a recipe, with some values changed.
 
     Args:
-        name: as `expertmesh train --help` lists them, for example "gpt-moe-demo".
+        name: name of a recipe, as listed by `expertmesh train --help`, for example "gpt-moe-demo".
         changes: new values by the dotted names of the command line's options, or in sections
             (`{"train": {"steps": 20}}`). A warm-up that does not fit into fewer steps is shortened with them.
 
     Returns:
-        A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`; the `model` of one for text
+        A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`. The `model` of a GPT recipe
         builds an `expertmesh.GPT`.
 
     Raises:
@@ -90,11 +90,11 @@ def changed(default: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """A validated copy of a configuration.
 
     Args:
-        default: what is not changed.
-        changes: new values by dotted name, or in sections; of a section that is named, all other values stay.
+        default: the configuration to copy.
+        changes: new values by dotted name, or in sections; other values of a given section stay.
 
     Raises:
-        ConfigError: the changes are no mapping, a name is unknown, or a value breaks a rule.
+        ConfigError: the changes are not a mapping, a name is unknown, or a value breaks a rule.
     """
     if not isinstance(changes, Mapping):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which models the ranks of an engine can share, and who cuts them."""
+"""Sharding of a model over the ranks of an engine."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from expertmesh.parallel.serving import ServingDegrees
 def spread_for_engine(
     model: Any, config: ParallelConfig, world: World
 ) -> tuple[ServingDegrees, ServingGroups, StepSizes]:
-    """Cut a model over ranks, in place; see `spread_gpt_for_engine`. Every rank must call.
+    """Shard a model over ranks, in place; see `spread_gpt_for_engine`. Every rank must call.
 
     Raises:
-        ConfigError: it is of a kind that one process serves, or the degrees do not fit.
+        ConfigError: the model is not a GPT, which one process must serve, or the degrees do not fit.
     """
     if not isinstance(model, GPT):
         raise ConfigError(

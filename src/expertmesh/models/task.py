@@ -1,8 +1,8 @@
-"""Model families, the half with torch: what trainer and report need of a model's data, its loss and its measure.
+"""Model families, the part with torch: data, loss and measure of a run, as trainer and report use them.
 
-A family of one's own is a `Task` with three methods (`prepare`, `loss`, `measure`) and an
-`expertmesh.models.builder.ModelBuilder` with one (`build`), named by an `expertmesh.models.family.Family`. docs/extending.md
-writes one.
+To write your own family, define a `Task` with three methods (`prepare`, `loss`, `measure`), an
+`expertmesh.models.builder.ModelBuilder` with one (`build`), and an `expertmesh.models.family.Family` that names them.
+docs/extending.md writes one.
 """
 
 from abc import ABC, abstractmethod
@@ -26,32 +26,32 @@ Batch = Any
 
 
 class Data(Protocol):
-    """What a run learns from. Sample i is the same for any batch size and any number of ranks.
+    """Training and validation samples of a run. Sample i is the same for any batch size and any number of ranks.
 
-    It may have `num_validation`, too, the number of validation samples, of which progress then has a total.
+    An optional `num_validation`, the number of validation samples, gives progress of evaluations a total.
     """
 
     @property
     def key(self) -> str:
-        """Digest of all that the samples depend on; a run goes on with the same key only."""
+        """Digest of everything that the samples depend on; a run resumes only with the same key."""
 
     @property
     def description(self) -> str:
-        """Where the samples are from and how many there are, in words."""
+        """Source and number of the samples, in words."""
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """Files to keep with the run, by the name that they get there."""
+        """Files to copy into the run directory, by their names there."""
 
     def batch(self, first_sample: int, num_samples: int) -> Batch:
         """Training samples first_sample ... first_sample + num_samples - 1, on the CPU."""
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Batch]:
-        """At most so many validation samples (None: all) in batches of this size; the last may be smaller."""
+        """Batches of at most max_samples validation samples (None: all); the last batch may be smaller."""
 
 
 class Loss(NamedTuple):
-    """The loss of some samples.
+    """Loss and routing statistics of some samples.
 
     Attributes:
         total: scalar, **summed** over the items of these samples; the trainer divides by the items of the whole batch.
@@ -64,14 +64,14 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a run's batch a call of `Task.loss` or `Task.measure` is about.
+    """Part of a run's batch that a call of `Task.loss` or `Task.measure` processes.
 
     Attributes:
         step: the step of the run, from 0.
-        rows: its samples in the whole batch.
+        rows: slice of its samples in the whole batch.
         ranks: the ranks that work on the batch.
-        num_items: counted before these samples went to the device: in training by `Task.num_items`, in evaluations where
-            the task `measures_items`; None: they were not.
+        num_items: items of these samples, counted by `Task.num_items` before the samples went to the device: always in
+            training, in evaluations if the task `measures_items`; None: not counted.
     """
 
     step: int
@@ -82,12 +82,12 @@ class Part:
     def token_index(
         self, tokens_per_sample: int, device: torch.device, *, stride: int | None = None
     ) -> Tensor:
-        """(T,) int64 indices of its tokens in the whole batch, which key the noise of routers.
+        """Indices (T,) int64 of its tokens in the whole batch, which key the noise of routers.
 
         Args:
-            tokens_per_sample: that are there.
-            device: of the result.
-            stride: tokens of a sample before `Task.cut` took the last ones off, which keep their indices; None: all are there.
+            tokens_per_sample: tokens of a sample in this part.
+            device: device of the result.
+            stride: tokens of a sample before `Task.cut` removed the last ones, which keep their indices; None: none removed.
         """
         start, stop = self.rows.start, self.rows.stop
         stride = tokens_per_sample if stride is None else stride
@@ -97,17 +97,17 @@ class Part:
         return (firsts_B[:, None] + torch.arange(tokens_per_sample, device=device)).flatten()
 
     def positions(self, x_BS: Tensor) -> Tensor:
-        """This rank's positions of its samples, where ranks share sequences."""
+        """Columns of x_BS that belong to this rank, where ranks share sequences."""
         return self.ranks.positions(x_BS)
 
 
 class Baseline(NamedTuple):
-    """Something simple that a trained model should beat.
+    """Simple baseline that a trained model should beat.
 
     Attributes:
-        name: in words.
-        short: in fewer words.
-        value: the value of the family's metric, on all of the validation data.
+        name: display name.
+        short: short display name.
+        value: the family's metric on all of the validation data.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Baseline(NamedTuple):
 
 
 class Task(ABC):
-    """Data, loss and measure of one run; its model is made by the `builder`.
+    """Data, loss and measure of one run; the `builder` makes its model.
 
     Args:
         config: the run's configuration.
@@ -124,13 +124,13 @@ class Task(ABC):
 
     config: Any
     builder_class: ClassVar[type[ModelBuilder]]
-    """Makes the models of the family."""
+    """Builder of the family's models."""
     measures_items = False
     """Whether `measure` needs the number of its items on the host, as `Part.num_items`."""
     has_lessons = False
-    """Whether `loss` listens to a teacher."""
+    """Whether `loss` supports distillation from a teacher."""
     labels: tuple[str, ...] = ()
-    """Kinds of samples, languages or domains, for which the use of the experts is recorded apart; set by `prepare`."""
+    """Kinds of samples, such as languages or domains, for which expert use is recorded separately; set by `prepare`."""
     teacher: nn.Module | None = None
     """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
 
@@ -144,10 +144,10 @@ class Task(ABC):
 
     @abstractmethod
     def prepare(self) -> Data:
-        """Find the data. Every rank calls, rank 0 first, so that it can fill a cache.
+        """Prepare the data. Every rank calls, rank 0 first, so that it can fill a cache.
 
         Raises:
-            ConfigError: there is something wrong with them.
+            ConfigError: the data are missing or damaged.
         """
 
     @abstractmethod
@@ -157,18 +157,18 @@ class Task(ABC):
         Args:
             model: the model as the builder's `place` returned it.
             batch: samples on the model's device.
-            part: which they are.
+            part: their place in the whole batch.
         """
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> Mapping[str, Tensor | float]:
-        """Sums over some validation samples in evaluation mode, under autocast; by name, the same names in every call."""
+        """Sums over validation samples in evaluation mode, under autocast, by name; every call returns the same names."""
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """What an evaluation says, "loss" and the family's metric among it: here, each sum over the one named "items".
+        """Results of an evaluation, with "loss" and the family's metric. Default: each sum divided by the sum "items".
 
         Args:
-            sums: those of `measure` over all validation samples.
+            sums: sums of `measure` over all validation samples.
         """
         return {
             name: value / sums["items"] if sums["items"] else float("nan")
@@ -177,31 +177,31 @@ class Task(ABC):
         }
 
     def num_items(self, batch: Batch) -> int:
-        """Items in a batch on the CPU, over which the loss is a mean; here, its samples."""
+        """Number of items in a batch on the CPU, over which the loss is averaged. Default: its samples."""
         return num_samples(batch)
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> Sequence[int]:
-        """Tokens over which the routing losses of each MoE layer are means, in layer order; one number alone counts for all layers.
+        """Tokens over which the routing losses of each MoE layer are averaged, in layer order; one number stands for all layers.
 
         Args:
-            batch: on the CPU.
-            ranks: those that share sequences count their positions of it each; here, the same part of the items.
+            batch: the batch on the CPU.
+            ranks: the ranks; if they share sequences, each counts its own positions. Default: an equal part of the items.
         """
         return [self.num_items(batch) // ranks.tp_degree]
 
     def cut(self, batch: Batch) -> Batch:
-        """Samples that are computed together, of all ranks, without the padding at their ends that none of them needs; here, all.
+        """The batch without trailing padding that no sample of any rank needs. Default: unchanged.
 
         Args:
-            batch: on the CPU; the same on all ranks.
+            batch: the batch on the CPU, the same on all ranks.
         """
         return batch
 
     def label_of(self, batch: Batch) -> Tensor:
-        """(B,) int64, which of the `labels` each sample has; asked where there are any.
+        """Index (B,) int64 in `labels` of each sample; called only if there are labels.
 
         Raises:
-            ConfigError: here, because only who names labels knows which sample has which.
+            ConfigError: the task has labels and does not override this method.
         """
         raise ConfigError(
             "family",
@@ -211,12 +211,12 @@ class Task(ABC):
         )
 
     def baseline(self, data: Data) -> Baseline | None:
-        """What a report compares the model with; here, nothing."""
+        """Baseline that a report compares the model with. Default: None."""
         return None
 
 
 def num_samples(batch: Batch) -> int:
-    """Samples of a batch."""
+    """Number of samples of a batch."""
     return len(pytree.tree_leaves(batch)[0])
 
 

@@ -9,18 +9,18 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.ops.dtypes import accumulate_dtype
 
-# FP32 rows of 1 MiB fit into the second-level cache of a core; on a GPU larger blocks save launches.
+# blocks of 1 MiB in FP32 fit into a core's L2 cache; on a GPU larger blocks save launches
 _BLOCK_ELEMENTS_CPU = 1 << 18
 _BLOCK_ELEMENTS_GPU = 1 << 28
 
 
 class DistillTargets(NamedTuple):
-    """What a teacher says of the same tokens.
+    """Teacher logits for the same tokens, and weight and temperature of distillation.
 
     Attributes:
-        logits_BSV: (B, S, V), any floating dtype, without gradient.
-        weight: beta, of the divergence beside the loss of the data.
-        temperature: T.
+        logits_BSV: (B, S, V) teacher logits, any floating dtype, without gradient.
+        weight: beta, weight of the KL divergence that is added to the loss.
+        temperature: T, temperature of both softmaxes.
     """
 
     logits_BSV: Tensor
@@ -38,19 +38,19 @@ def token_losses(
 ) -> Tensor:
     """Cross-entropy of every token in nats: log sum_v exp(z_v) - z_target.
 
-    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With a distill of
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With teacher
     logits t, beta T^2 KL(softmax(t / T) || softmax(z / T)) is added (Hinton et al. 2015, section 2).
 
-    Computed in FP32 (FP64 for FP64 logits) over a few rows at a time, forward and backward, so that no copy of the
-    logits in FP32 is made, and on a CPU the rows stay in its cache.
+    Forward and backward compute in FP32 (FP64 for FP64 logits) over blocks of rows. No FP32 copy of all logits is made, and on
+    a CPU the rows stay in its cache.
 
     Args:
         logits_BSV: (B, S, V), any floating dtype.
         targets_BS: (B, S) int64.
         label_smoothing: s, in [0, 1).
-        distill: of a teacher.
-        overwrite_logits: the backward pass writes the gradient over the logits, which nobody may use after it. The
-            logits are the largest tensor of a small model's step; memory that was just read is also the fastest to write.
+        distill: teacher logits; None: no distillation.
+        overwrite_logits: whether the backward pass writes the gradient into the memory of the logits, which must not be
+            used afterwards. This saves the largest tensor of a small model's step, and memory just read is fast to write.
 
     Returns:
         (B * S,) FP32 or FP64, differentiable once. Does not synchronise.
@@ -63,7 +63,7 @@ def token_losses(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits; the softmax is computed again in the backward pass."""
+    """Cross-entropy that saves the logits and recomputes the softmax in the backward pass."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Sparse upcycling: the feed-forward blocks of a trained dense model become mixture-of-experts layers with their weights.
 
 Komatsuzaki et al., arXiv 2212.05055 (copies of the block as experts), He et al., arXiv 2410.07524 (fine-grained experts
-that are slices of it, chosen in virtual groups), and Nakamura et al., arXiv 2502.19261 (a part of each copy drawn anew).
+that are slices of it, chosen in virtual groups), and Nakamura et al., arXiv 2502.19261 (partly redrawn copies).
 """
 
 import logging
@@ -64,9 +64,9 @@ class CollectedStats:
 
 @contextmanager
 def collect_stats() -> Iterator[CollectedStats]:
-    """Collect what the mixture-of-experts blocks of an upcycled model tell while it runs.
+    """Collect the routing statistics of an upcycled model's mixture-of-experts blocks.
 
-    A recomputation by activation checkpointing happens outside and is not counted twice.
+    Recomputation by activation checkpointing runs outside this context and is not counted twice.
 
     Example:
         >>> with collect_stats() as stats:
@@ -84,7 +84,7 @@ def collect_stats() -> Iterator[CollectedStats]:
 class MoEBlock(nn.Module):
     """A mixture-of-experts layer in the place of a feed-forward block: tensor in, tensor out.
 
-    Its routing statistics go to `collect_stats`, if that is open.
+    Its routing statistics are added to an open `collect_stats`, if there is one.
 
     Args:
         layer: the layer.
@@ -95,7 +95,7 @@ class MoEBlock(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D), of the same dtype."""
+        """Output of the layer, (..., D), in the dtype of x."""
         y, stats = self.layer(x)
         collected = _collected.get()
         if collected is not None:
@@ -117,15 +117,15 @@ def upcycle(
 ) -> list[str]:
     """Turn every n-th feed-forward block of a dense model into a mixture-of-experts layer, in place.
 
-    Blocks are found by structure and numbers (`match_mlp`), whatever the model's classes are called: transformers'
-    Llama, Qwen, Mistral, GPT-NeoX and the like, or a model of your own. Experts are copies of the block and the routing
-    weights of a token sum to one, so that the model computes what it did before, to rounding. With `granularity` g every copy
-    is cut into g experts along its hidden size; the router begins with equal rows for the g parts of a copy (a virtual
-    group), so that tokens take whole copies at first.
+    Blocks are found by structure and numbers (`match_mlp`), not by class names: transformers' Llama, Qwen, Mistral, GPT-NeoX
+    and the like, or a model of your own. Experts are copies of the block and the routing weights of a token sum to one, so
+    that the model computes the same function as before, to rounding. With `granularity` g every copy is cut into g experts
+    along its hidden size. The router starts with equal rows for the g slices of a copy (a virtual group), so that tokens
+    choose whole copies at first.
 
-    A GPT of expertmesh stays one: its configuration then has the experts, and it is saved and trained as any other. A model of
-    transformers keeps its class, whose files do not say that there are experts: `integrations.transformers.as_moe_model` makes a
-    Mixtral or Qwen3-MoE of it; or upcycle again the same way and `load_state_dict`.
+    A GPT of expertmesh stays a GPT: its configuration gets the experts, and it is saved and trained like any other. A model of
+    transformers keeps its class, and files that it saves do not describe the experts. `integrations.transformers.as_moe_model`
+    turns it into a Mixtral or Qwen3-MoE; or upcycle again the same way and `load_state_dict`.
 
     Args:
         model: the dense model; its blocks are on any device, but not on the meta device.
@@ -133,9 +133,9 @@ def upcycle(
         num_experts: copies of the block (E / granularity).
         top_k: copies that a token uses (K / granularity).
         granularity: experts that a copy is cut into (g); it must divide the hidden size, and more than 1 needs the linear router.
-        noise_std: standard deviation of Gaussian noise on the copied weights, relative to that of each weight; 0: none.
-        redraw: share of the hidden units of each expert that are drawn anew, so that experts differ from the start (0.5 in
-            Drop-Upcycling); the first step is then not that of the dense model. 0: none.
+        noise_std: standard deviation of Gaussian noise on each copied weight tensor, relative to the tensor's own; 0: none.
+        redraw: fraction of the hidden units of each expert that are redrawn, so that experts differ from the start (0.5 in
+            Drop-Upcycling); the model then no longer computes the dense model's function. 0: none.
         seed: the seed of routers, noise and redrawn units.
         options: further keywords of `MoELayer`, such as capacity_factor, aux_loss_weight or num_shared_experts.
 
@@ -200,20 +200,20 @@ def moeify(
 
     Args:
         model: the model.
-        names: names of its modules, as `model.named_modules()` gives them.
-        num_experts: see `upcycle`, and so are all arguments that follow.
-        top_k: see there.
-        granularity: see there.
-        noise_std: see there.
-        redraw: see there.
-        seed: see there.
-        options: see there.
+        names: names of the blocks, as in `model.named_modules()`.
+        num_experts: see `upcycle`.
+        top_k: see `upcycle`.
+        granularity: see `upcycle`.
+        noise_std: see `upcycle`.
+        redraw: see `upcycle`.
+        seed: see `upcycle`.
+        options: see `upcycle`.
 
     Returns:
         The names.
 
     Raises:
-        ConfigError: a module is not there or is no feed-forward block, or an option breaks a rule; nothing is changed then.
+        ConfigError: a module is missing or is no feed-forward block, or an option breaks a rule; the model is left unchanged.
 
     Example:
         >>> from torch import nn
@@ -246,10 +246,10 @@ def moeify(
 
 
 class _Saving:
-    """`save_pretrained` of an upcycled model of transformers: that of its class, after a word of what nobody reads in it.
+    """`save_pretrained` of an upcycled model of transformers, with a warning that its config does not describe the experts.
 
     Args:
-        model: the model, which has this for a method until it is called.
+        model: the model; the first call restores the `save_pretrained` of its class.
     """
 
     def __init__(self, model: Any) -> None:
@@ -257,7 +257,7 @@ class _Saving:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        del model.save_pretrained  # said once
+        del model.save_pretrained  # warn only once
         _log.warning(
             "%s: config.json describes the dense model, so that from_pretrained draws the replaced blocks anew: save "
             "expertmesh.integrations.transformers.as_moe_model(model) instead, or read these weights by load_state_dict into a "
@@ -275,7 +275,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _find_blocks(model: nn.Module) -> Iterator[tuple[str, MatchedMLP]]:
-    """Recognised blocks that give back the width they take, outermost first, in the order of the model's modules."""
+    """Recognised feed-forward blocks with equal input and output width, outermost only, in the order of the model's modules."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if not name or any(name.startswith(f"{outer}.") for outer in inside):

@@ -1,4 +1,4 @@
-"""Other numbers of tokens for a language model: rows are added to its embedding and output projection, or taken away."""
+"""Vocabulary changes of a language model: rows of its embedding and output projection are added or removed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,22 +17,23 @@ from expertmesh.ops.dtypes import accumulate_dtype
 def add_tokens(
     model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *, special: bool = False
 ) -> int:
-    """Add tokens to a tokenizer, and rows to its model where it has too few; nothing is changed where this is refused.
+    """Add tokens to a tokenizer, and rows to its model if it has too few; on an error nothing is changed.
 
-    New rows are the mean of the others: a new token is first about as likely as a token is on average (Hewitt 2021). Build the optimiser
-    afterwards, and spread the model afterwards; every rank that has the whole embedding calls.
+    New rows are the mean of the others, so that a new token starts with about average probability (Hewitt 2021). Build the
+    optimiser and spread the model afterwards. Every rank that has the whole embedding must call.
 
     Args:
-        model: a GPT or an encoder-decoder of ours, tied or not; `ExpertMeshForCausalLM` has `resize_token_embeddings`.
-        tokenizer: of the model; gets the tokens, with the ids behind its own.
-        tokens: texts; those that the tokenizer has already are left out.
-        special: marks, which a text that quotes them does not become, and which no text shows; else a text that holds one becomes it.
+        model: a GPT or an encoder-decoder of ours, tied or not; for `ExpertMeshForCausalLM` use `resize_token_embeddings`.
+        tokenizer: the model's tokenizer; the tokens get the ids behind its own.
+        tokens: texts of the tokens; tokens that the tokenizer already has are left out.
+        special: whether they are special tokens, which no text is encoded to and which decoding leaves out; else they are
+            plain text, and every text that contains one is encoded with it.
 
     Returns:
-        How many were new.
+        Number of new tokens.
 
     Raises:
-        ConfigError: a token is no text or empty, or the model is no language model, spread over ranks, or wrapped.
+        ConfigError: a token is not a string or is blank, or the model is no language model, spread over ranks, or wrapped.
 
     Example:
         >>> model, tokenizer = em.load("runs/text")
@@ -62,12 +63,12 @@ def add_tokens(
 
 
 def resize_vocabulary(model: nn.Module, vocab_size: int, *, from_mean: bool = True) -> None:
-    """Give a language model another number of tokens, in place, in its configuration as well; nothing is changed where it is refused.
+    """Change the vocabulary size of a language model and its configuration, in place; on an error nothing is changed.
 
     Args:
         model: a GPT or an encoder-decoder of ours, whole, on any device.
-        vocab_size: V; rows are added at the end, or taken from there.
-        from_mean: new rows are the mean of the old ones; else they are N(0, init_std^2).
+        vocab_size: V; rows are added or removed at the end.
+        from_mean: whether new rows are the mean of the old ones; else they are N(0, init_std^2).
 
     Raises:
         ConfigError: the size breaks a rule, or the model is no language model, spread over ranks, or wrapped.
@@ -97,13 +98,13 @@ def resize_vocabulary(model: nn.Module, vocab_size: int, *, from_mean: bool = Tr
 
 
 def _tables(model: LanguageModel) -> dict[str, Any]:
-    """The modules with a row per token; of a tied model there is one."""
+    """The modules with a row per token, by name: one if the model is tied, else two."""
     output: Any = getattr(model, "output", None)
     return {"embedding": model.embedding} | ({} if output is None else {"output": output})
 
 
 def _resizable(model: Any) -> LanguageModel:
-    """The model, if it is one of ours whose rows are all here and its own."""
+    """The model, checked to be one of ours, not spread over ranks and not wrapped."""
     if not isinstance(model, LanguageModel):
         raise ConfigError(
             f"model is a {type(model).__name__}; it must be a GPT or an encoder-decoder of expertmesh; for transformers' models use "

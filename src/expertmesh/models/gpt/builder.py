@@ -1,4 +1,4 @@
-"""How GPTs are made, spread and handed to generation."""
+"""Builder of GPTs: construction, placement on ranks, interface for generation."""
 
 import torch
 from torch import nn
@@ -12,26 +12,26 @@ from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 
 
 class GPTBuilder(ModelBuilder):
-    """Makes the model of a run."""
+    """Builder of a run's GPT."""
 
     config: GPTRunConfig
     is_built_empty = True
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
-        """The whole model on one device, weights drawn by the run's seed."""
+        """The whole model on one device, with weights drawn from the run's seed."""
         model = GPT(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
         model.set_activation_checkpointing(self.config.train.activation_checkpointing)
         return model
 
     def check(self, num_ranks: int) -> None:
-        """See `check_degrees`."""
+        """Check degrees, heads, experts and sequence length; see `check_degrees`."""
         config = self.config
         check_degrees(
             config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
         )
 
     def spread(self, model: nn.Module, world: World) -> None:
-        """Sequences and dense layers, too, where there is a tp_degree."""
+        """Spread a model over ranks, in place; a tp_degree also splits sequences and dense layers."""
         assert isinstance(model, GPT)
         parallelize_gpt(model, self.config.parallel, world=world, bytes_beside=self.bytes_beside)
 

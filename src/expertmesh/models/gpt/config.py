@@ -1,4 +1,4 @@
-"""Options of a GPT, and the complete configuration of a training run of one on text."""
+"""Options of a GPT, and the complete configuration of its training on text."""
 
 from typing import Annotated, Literal, Self
 
@@ -39,23 +39,23 @@ class ModelConfig(Config):
     qk_norm: bool = False
     """RMSNorm on queries and keys of every head."""
     qk_norm_scope: Literal["head", "projection"] = "head"
-    """What that norm is over: each head, or all queries (and all keys) of a token together, as in OLMoE."""
+    """Axis of the query and key norms: each head, or all queries (and all keys) of a token together, as in OLMoE."""
     qkv_bias: bool = False
     """Biases on queries, keys and values."""
     out_bias: bool = False
     """Bias on the output projection of attention."""
     sinks: bool = False
-    """A learned score per head that takes a share of the softmax and has no value, as in gpt-oss."""
+    """A learned score per head that takes part in the softmax and has no value, as in gpt-oss."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """A token sees itself and the tokens before it in a window of so many; none: all before it."""
+    """Window of attention in tokens, the token itself included; none: a token sees all tokens before it."""
     full_attention_every: int | None = Field(default=None, gt=1)
     """Every n-th layer sees all tokens before, without a window (2: layers 1, 3, 5, ...); none: all layers have the window."""
     tie_embeddings: bool = True
-    """One matrix for input embedding and output projection."""
+    """Share one matrix between input embedding and output projection."""
     rope_base: float = Field(default=10000.0, gt=1)
     """Base of the rotary position embedding."""
     rope_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of each head's dimensions that turn with the position; the others stay as they are."""
+    """Fraction of each head's dimensions that are rotated by position; the others stay unchanged."""
     norm_eps: float = Field(default=1e-6, gt=0)
     """Epsilon of RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)
@@ -63,17 +63,17 @@ class ModelConfig(Config):
     moe_every: int = Field(default=1, gt=0)
     """Every n-th layer is MoE, counted from the first group's last layer (2: layers 1, 3, 5, ...)."""
     first_dense_layers: int = Field(default=0, ge=0)
-    """So many layers at the beginning are dense in any case."""
+    """Number of dense layers at the beginning, whatever moe_every is."""
     batch_invariant: bool = False
-    """In evaluation a token's logits are the same to the bit in every batch; slower. No effect in training."""
+    """Evaluate so that a token's logits are the same to the bit in every batch; slower. No effect in training."""
     end_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a generated text beside the tokenizer's end of text; converted models bring theirs."""
+    """Tokens that end a generated text besides the tokenizer's end of text; conversion sets them."""
     start_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Tokens put before a prompt; none: those that the tokenizer puts there, else its end of text. Converted models bring theirs."""
+    """Tokens put before a prompt; none: the tokens that the tokenizer adds there, else its end of text. Conversion sets them."""
     latent: LatentAttentionConfig = LatentAttentionConfig()
-    """Multi-head latent attention, as of DeepSeek."""
+    """Multi-head latent attention, as in DeepSeek-V2."""
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
-    """Positions stretched to longer sequences."""
+    """Scaling of rotary positions to longer sequences."""
     moe: MoEConfig = MoEConfig()
     """The mixture-of-experts layers."""
 
@@ -84,23 +84,23 @@ class ModelConfig(Config):
 
     @property
     def cache_heads(self) -> int:
-        """Heads of keys that a cache keeps of a token."""
+        """Key heads per token in a cache."""
         return 1 if self.is_latent else self.kv_heads
 
     @property
     def cache_size(self) -> int:
-        """Size of one of them; latent attention keeps one vector, which is key and value."""
+        """Size of a key head in a cache; latent attention stores one vector, which is key and value."""
         rank = self.latent.kv_lora_rank
         return self.head_size if rank is None else rank + self.latent.qk_rope_head_dim
 
     @property
     def cache_numbers(self) -> int:
-        """Numbers that a cache keeps per token and layer."""
+        """Numbers that a cache stores per token and layer."""
         return self.cache_heads * self.cache_size * (1 if self.is_latent else 2)
 
     @property
     def turning_dim(self) -> int:
-        """Dimensions of a head that the rotary tables are for."""
+        """Dimensions of a head that the rotary tables cover."""
         return self.latent.qk_rope_head_dim if self.is_latent else self.head_size
 
     @property
@@ -116,7 +116,7 @@ class ModelConfig(Config):
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a layer's attention sees at most; None: all before."""
+        """Attention window of a layer in tokens; None: all tokens before."""
         every = self.full_attention_every
         sees_all = every is not None and layer % every == every - 1
         return None if sees_all else self.sliding_window
@@ -234,7 +234,7 @@ class ModelConfig(Config):
 
 
 class GPTRunConfig(RunConfig):
-    """Everything that defines a training run of a GPT."""
+    """Complete configuration of a training run of a GPT."""
 
     family: str = "gpt"
     """Family of the model: gpt, or module:name of your own."""
@@ -273,11 +273,11 @@ class GPTRunConfig(RunConfig):
 
 
 def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
-    """The configuration with the model of the run that it begins with, and its tokenizer.
+    """The configuration with the model and the tokenizer of the run in train.init_from.
 
     Args:
-        config: of the run.
-        other: of the one that it begins with.
+        config: configuration of the run.
+        other: configuration of the run in train.init_from.
     """
     where = expanded(config.train.init_from or "")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}

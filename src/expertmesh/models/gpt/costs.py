@@ -1,4 +1,4 @@
-"""What training a GPT costs: parameters, operations, memory and the products that dominate it, from its configuration alone."""
+"""Costs of training a GPT from its configuration alone: parameters, FLOPs, memory, and the dominant matrix products."""
 
 from collections import Counter
 from dataclasses import replace
@@ -53,14 +53,14 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
 
 
 def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Product, ...]:
-    """Every weight matrix of a GPT with the tokens of a forward pass; those of one size are one entry.
+    """Products of the tokens of a forward pass with every weight matrix of a GPT; equal sizes are one entry.
 
     Args:
         config: the run. An expert gets K / E of the tokens.
-        num_parts: into which the rows of a batch are split over ranks.
+        num_parts: number of parts into which ranks split the rows of a batch.
 
     Returns:
-        Products of at least a hundredth of the largest's work, the largest first.
+        Products with at least a hundredth of the largest one's work, the largest first.
     """
     model = config.model
     rows = config.train.samples_per_pass

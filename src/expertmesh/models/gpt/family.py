@@ -1,4 +1,4 @@
-"""GPT as a family: language models whose next token is one of a text."""
+"""The GPT family: decoder-only language models of text."""
 
 from typing import Any
 
@@ -29,4 +29,4 @@ GPT = Family(
     files=("tokenizer.json",),
     begin=begun_with,
 )
-"""Decoders of text."""
+"""The GPT family."""

@@ -1,4 +1,4 @@
-"""Floating-point operations of a GPT per token, from its configuration alone; what counts is in `expertmesh.costs.flops`."""
+"""FLOPs of a GPT per token, from its configuration alone; `expertmesh.costs.flops` defines which operations count."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class ForwardFlops:
 
     @property
     def layers_flops(self) -> int:
-        """The transformer layers, without the output projection."""
+        """FLOPs of the transformer layers, without the output projection."""
         return (
             self.projections_flops
             + self.attention_flops
@@ -44,11 +44,11 @@ class ForwardFlops:
 
     @property
     def total_flops(self) -> int:
-        """One forward pass per token."""
+        """FLOPs of a forward pass per token."""
         return self.layers_flops + self.output_flops
 
     def training_flops(self, *, activation_checkpointing: bool = False) -> int:
-        """Forward and backward per token: three times the forward, and once more the layers if they are recomputed."""
+        """FLOPs of forward and backward per token: 3 times the forward, and the layers once more if they are recomputed."""
         return 3 * self.total_flops + (self.layers_flops if activation_checkpointing else 0)
 
 
@@ -58,15 +58,15 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
     Args:
         config: the model.
         seq_len: tokens per sequence (S).
-        causal: count the (S + 1) / 2 keys that a token sees on average, fewer through a window; False: all S, or all of the window,
-            as kernels without causal skipping compute and as many published utilisation figures assume.
+        causal: whether to count the (S + 1) / 2 keys that a token sees on average, fewer with a window. False: all S keys, or
+            the whole window, as kernels without causal skipping compute and many published utilisation figures assume.
 
     Returns:
         Operations per token; attention is rounded down to a whole number.
     """
     dim, layers = config.dim, config.experts_per_layer()
     moe_layers = [experts for experts in layers if experts]
-    # Products with a token's key and value, per head.
+    # sizes of a token's key and value, per head
     size = 2 * config.head_size
     if config.is_latent:
         size = config.head_size + config.latent.v_head_dim
@@ -76,7 +76,7 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
         window = min(config.window_of(layer) or seq_len, seq_len)
         seen = window - window * (window - 1) / (2 * seq_len) if causal else window
         attention += 2 * width * seen
-    # every matrix of attention meets every token once, as training computes it
+    # training multiplies every token with every matrix of attention once
     of_layer = gpt_spec(config).layers[0]
     matrices = num_elements(p for p in of_layer if p.part == "attention" and p.role == "matrix")
 

@@ -10,7 +10,7 @@ from expertmesh.models.gpt.spec import gpt_spec
 
 
 def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
-    """Elements that a dense feed-forward network keeps per token: input, pre-activations, branches, product."""
+    """Elements that a dense feed-forward network saves per token: input, pre-activations, branches, product."""
     branches = num_branches(config.activation)
     kept = branches * hidden_dim + (2 * hidden_dim if branches == 2 else hidden_dim)
     return config.dim + kept
@@ -19,7 +19,7 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
 def layer_activation_bytes(
     config: ModelConfig, *, num_experts: int, dtype: str, seq_len: int
 ) -> int:
-    """Bytes that one layer keeps per token for its backward pass.
+    """Bytes that one layer saves per token for its backward pass.
 
     Args:
         config: the model.
@@ -28,32 +28,32 @@ def layer_activation_bytes(
         seq_len: tokens per sequence.
 
     Returns:
-        An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input,
-        for attention queries, keys, values and output, and for experts the input and, unless
-        they are computed again (`recompute_h`), the pre-activations alone (see `ops/experts/moe_mlp.py`).
+        An estimate from the tensors that PyTorch and our operators save on the CPU. Norms save their input, attention its
+        queries, keys, values and output, experts their input and, without `recompute_h`, their pre-activations (see
+        `ops/experts/moe_mlp.py`).
     """
     compute = DTYPE_BYTES[dtype]
     stream = max(compute, 4)
     moe = config.moe
     width = config.num_heads * config.head_size
     kv_width = config.kv_heads * config.head_size
-    # Two norms keep their input. In the compute dtype: input of the projections; their common output, which values and
-    # unrotated keys are views of; rotated queries and keys; attention output.
+    # Both norms save their input. In the compute dtype are saved: the input of the projections, their common output (values
+    # and unrotated keys are views of it), rotated queries and keys, and the attention output.
     bytes_per_token = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
     if dtype == "bfloat16" and 1 < seq_len <= SHORT_SEQUENCE:
         first = seq_len // 2 if seq_len >= HALVED_SEQUENCE else 0
         seen = seq_len - first + first * first // seq_len  # keys per query, on average
-        bytes_per_token += (config.num_heads * seen + kv_width) * compute  # values of their own
+        bytes_per_token += (config.num_heads * seen + kv_width) * compute  # probabilities, values
         if not config.qk_norm:
-            bytes_per_token -= (width + 2 * kv_width) * compute  # nothing keeps the common output
-    if config.sinks:  # by products in FP32: a score's exponential and its share, queries and keys
+            bytes_per_token -= (width + 2 * kv_width) * compute  # the common output is not saved
+    if config.sinks:  # saved in FP32: exponentials and probabilities of scores, queries and keys
         wide = DTYPE_BYTES["float64" if dtype == "float64" else "float32"]
         bytes_per_token += (2 * config.num_heads * seq_len + width + 2 * kv_width) * wide
     if config.qk_norm:
-        bytes_per_token += width * compute  # the queries before norm and rotation
+        bytes_per_token += width * compute  # queries before norm and rotation
     if config.is_latent:
-        # the small vectors and their norms' inputs; heads of keys and values are counted above
+        # latent vectors and inputs of their norms; heads of keys and values are counted above
         small = (config.latent.q_lora_rank or 0) + (config.latent.kv_lora_rank or 0)
         bytes_per_token += small * (compute + stream)
     if not num_experts:
@@ -65,9 +65,9 @@ def layer_activation_bytes(
         hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
         elements += _mlp_elements(hidden_dim, config)
     if moe.residual:
-        # Beside the MLP's own, both outputs wait for the gradient of their coefficients.
+        # besides the MLP's tensors, both outputs are saved for the gradient of their coefficients
         elements += _mlp_elements(config.ffn_hidden_dim, config) + 2 * config.dim
-    # The router keeps its input, scores and logits in FP32.
+    # the router saves its input, scores and logits in FP32
     router = config.dim * (stream if compute < stream else 0) + 3 * num_experts * stream
     return bytes_per_token + elements * compute + router
 
@@ -89,9 +89,9 @@ def estimate_memory(
         micro_batch_size: sequences per forward pass.
         seq_len: tokens per sequence.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
-        activation_checkpointing: keep only the inputs of the layers, and one layer's activations at a time.
-        optimizer: which one.
-        state_dtype: of its moments.
+        activation_checkpointing: whether only inputs of layers are saved, and activations of one layer at a time.
+        optimizer: name of the optimiser.
+        state_dtype: dtype of its moments.
 
     Returns:
         Bytes by purpose. Of the temporary buffers only the gradient of the logits is counted.
@@ -107,7 +107,7 @@ def estimate_memory(
     layers = sum(per_layer)
     if activation_checkpointing:
         layers = len(per_layer) * config.dim * master + max(per_layer)
-    # Final norm and its output; in the compute dtype, the logits and, at the peak, their gradient.
+    # input and output of the final norm; in the compute dtype, the logits and, at the peak, their gradient
     head = config.dim * (master + compute) + 2 * config.vocab_size * compute
     return MemoryEstimate(
         weights_bytes=parameters * master,

@@ -1,4 +1,4 @@
-"""A GPT with mixture-of-experts layers: the forward pass, the initial weights, nothing of training or parallelism."""
+"""A GPT with mixture-of-experts layers: forward pass and initial weights, without training or parallelism."""
 
 import math
 from collections.abc import Mapping
@@ -43,10 +43,10 @@ from expertmesh.ops.op_set import select_op_set
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """What one forward pass returns; a pytree.
+    """Logits and routing statistics of one forward pass; a pytree.
 
     Attributes:
-        logits_BSV: (B, S, V), or (B, num_logits, V), or (R, V) of flat tokens or chosen rows, in the compute dtype.
+        logits_BSV: (B, S, V), or (B, num_logits, V), or (R, V) for flat tokens or logit_rows_R, in the compute dtype.
         stats: one RoutingStats per MoE layer, in layer order; empty for a dense model.
     """
 
@@ -60,24 +60,24 @@ torch.utils._pytree.register_dataclass(
 
 
 class SequenceGroup(SharedTokens, Protocol):
-    """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SharedSequences` is one."""
+    """Group of ranks that share sequences, such as `expertmesh.parallel.tensor.SharedSequences`."""
 
     @property
     def size(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
 
     def own_part(self, x: Tensor, *, dim: int) -> Tensor:
-        """This rank's positions of what the ranks have in common."""
+        """Slice along dim with this rank's positions, of a tensor that is equal on all ranks."""
 
     def gather(self, parameter: Tensor) -> Tensor:
-        """All of a parameter that is cut over the ranks."""
+        """The whole parameter, gathered from the ranks that it is sharded over."""
 
 
 def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
-    """Whether the ranks that share sequences can split them.
+    """Check that ranks which share sequences can split them evenly.
 
     Raises:
-        ConfigError: they cannot; names the fix.
+        ConfigError: they cannot; the message names a length that fits.
     """
     if seq_len % tp_degree:
         near = max(seq_len // tp_degree, 1) * tp_degree
@@ -98,11 +98,11 @@ def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None
 
 
 class Block(FeedForward):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)), where the feed-forward is dense or MoE.
+    """Transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x)), where the feed-forward is dense or MoE.
 
     Args:
         config: the model.
-        layer_index: which layer this is, from 0.
+        layer_index: index of the layer, from 0.
         num_experts: experts of this layer; 0: a dense feed-forward layer.
         device: the device of the parameters.
         dtype: the type of the parameters.
@@ -149,7 +149,7 @@ class Block(FeedForward):
         token_index: Tensor | None,
         choices: Mapping[str, Any],
     ) -> tuple[Tensor, RoutingStats | None]:
-        """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer, which gets the choices of this call."""
+        """Output (B, S, D), and the routing statistics of a MoE layer; `choices` are passed to `MoELayer`."""
         attended = self.attention(self.attention_norm(x_BSD), cos=cos, sin=sin, context=context)
         x_BSD = x_BSD + attended
         h_TD = self.ffn_norm(x_BSD).flatten(0, 1)
@@ -191,8 +191,8 @@ def _attention(
 class GPT(LanguageModel):
     """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, MoE in every n-th layer.
 
-    With config.batch_invariant, in evaluation, the logits of a token are the same to the bit whatever other sequences and
-    padding are in the batch, and with a cache or without.
+    With config.batch_invariant, in evaluation, the logits of a token are the same to the bit for all other sequences and
+    padding in the batch, with a cache and without.
 
     Args:
         config: the model.
@@ -254,18 +254,18 @@ class GPT(LanguageModel):
 
     @property
     def spec(self) -> ModelSpec:
-        """What it consists of; see `expertmesh.layout.spec`."""
+        """Specification of its parameters; see `expertmesh.layout.spec`."""
         return gpt_spec(self.config)
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
+        """Initialise every parameter: N(0, init_std^2), norms 1, biases 0.
 
         Projections back to the residual stream have init_std / sqrt(2 num_layers) (Radford et al. 2019, 2.3). The
         numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
         Args:
-            seed: None: a fresh one from torch's default generator.
+            seed: seed of the weights; None: a fresh one from torch's default generator.
         """
         seed = draw_seed() if seed is None else seed
         std = self.config.init_std
@@ -273,32 +273,32 @@ class GPT(LanguageModel):
         init_by_spec(self, self.spec, seed=seed, std=std, out_std=lambda name: out_std)
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
-        """Keep only the input of every layer in training, and compute the rest again in the backward pass."""
+        """Set whether training saves only the input of every layer and recomputes the rest in the backward pass."""
         self.activation_checkpointing = enabled
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generated text beside the tokenizer's own."""
+        """Tokens that end a generated text besides the tokenizer's end of text."""
         return self.config.end_ids
 
     @property
     def counts_padding(self) -> bool:
-        """Whether positions are columns of the batch, padding included, in the present mode; see `DenseContext.of`."""
+        """Whether positions are columns of the batch, padding included, in the current mode; see `DenseContext.of`."""
         return not self.arithmetic.in_mode(self.training).batch_invariant
 
     @property
     def start_ids(self) -> tuple[int, ...] | None:
-        """Tokens put before a prompt, see the configuration."""
+        """Tokens put before a prompt; see `ModelConfig.start_ids`."""
         return self.config.start_ids
 
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
     ) -> Tensor:
-        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`.
+        """Logits (B, V) of the token after the last column, without a capacity; see `expertmesh.models.decoder.CausalLM`.
 
         Raises:
-            ConfigError: an argument of another shape, type, device or range, or a cache that is not this model's, or of other sequences,
-                or full; it is then as it was.
+            ConfigError: an argument has a wrong shape, dtype, device or range, or the cache is full or does not fit the model or
+                the batch; the cache is left unchanged.
         """
         self._check_inputs(ids_BS, token_mask_BS, None, None, max_len=self.config.max_seq_len)
         check_cache(cache, config=self.config, weight=self.embedding.weight)
@@ -315,7 +315,7 @@ class GPT(LanguageModel):
         return output.logits_BSV[:, 0]
 
     def share_sequences(self, shared: SequenceGroup) -> None:
-        """From now on this rank computes its own positions, and its own heads; called by `parallelize_gpt`."""
+        """Restrict this rank to its own positions and heads; called by `parallelize_gpt`."""
         self.shared = shared
         for block in self.layers:
             assert isinstance(block, Block)
@@ -323,7 +323,10 @@ class GPT(LanguageModel):
             block.attention.num_kv_heads //= shared.size
 
     def _embed(self, ids_BS: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """(B, S, D) tokens, and the (V, D) matrix; what the call says of single tokens becomes what it says of this rank's."""
+        """Embedded tokens (B, S, D) and the embedding matrix (V, D).
+
+        Where ranks share sequences, the tokens are this rank's, and per-token entries of `call` are cut to them, in place.
+        """
         if self.shared is None:
             return self.embedding(ids_BS), self.embedding.weight
         B, S = ids_BS.shape
@@ -354,7 +357,7 @@ class GPT(LanguageModel):
     def _context(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, document_BS: Tensor | None
     ) -> DenseContext:
-        """What the tokens of whole sequences see."""
+        """Attention context of whole sequences, without a cache."""
         if document_BS is not None and not self.counts_padding:
             raise ConfigError(
                 "document_BS with batch_invariant: documents are told apart in whole windows only; leave one of them out"
@@ -378,7 +381,7 @@ class GPT(LanguageModel):
         logit_rows_R: Tensor | None = None,
         max_len: int | None,
     ) -> None:
-        """Refuse what does not fit the model or the tokens of a call; see `forward`."""
+        """Raise ConfigError for arguments that do not fit the model or the tokens; see `forward`."""
         check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=max_len)
         check_home("ids_BS", ids_BS, self.embedding, self.embedding.weight)
         B, S = ids_BS.shape
@@ -404,7 +407,7 @@ class GPT(LanguageModel):
     def _choices(
         self, top_k: Any, capacity_factor: Any, dispatch: DispatchOptions | None, losses: bool
     ) -> dict[str, Any]:
-        """What the MoE layers are told of this call; what they would refuse is, before the first of them has run."""
+        """Arguments of this call for all MoE layers, checked before the first layer runs."""
         check_call_factor(capacity_factor, arithmetic=self.arithmetic.in_mode(self.training))
         counts = [n for n in self.config.experts_per_layer() if n]
         if counts and top_k is not None:
@@ -439,31 +442,31 @@ class GPT(LanguageModel):
         dispatch: DispatchOptions | None = None,
         losses: bool = True,
     ) -> GPTOutput:
-        """Logits of the next token at every position; of this rank's positions where ranks share sequences.
+        """Logits of the next token at every position, or at this rank's positions where ranks share sequences.
 
-        Does not synchronise with the device: that ids are below the vocabulary's size is checked on CPUs only, and not inside torch.compile.
+        Does not synchronise with the device: values of ids are checked on CPUs only, and not inside torch.compile.
 
         Args:
-            ids_BS: (B, S) int64 token ids. S must not pass config.max_seq_len. With a context also (T,), flat tokens of any
-                sequences, whose positions the context knows; what is said of single tokens is (T,) then.
-            token_mask_BS: (B, S) bool, False for padding: no token looks at it, no expert computes it.
-            document_BS: (B, S) integers: tokens look at those with the same number only, as if each document stood alone.
-                Positions go on from one document to the next, which changes nothing: rotary ones count relative to each other.
+            ids_BS: (B, S) int64 token ids; S is at most config.max_seq_len. With a context also (T,): flat tokens of any
+                sequences, whose positions the context has. All per-token arguments are then (T,), too.
+            token_mask_BS: (B, S) bool, False for padding, which no token sees and no expert computes.
+            document_BS: (B, S) document numbers: tokens see only tokens with the same number. Positions continue from one
+                document to the next, which changes nothing because rotary positions are relative.
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
-            context: what the tokens see, earlier keys included (`KVCache.begin` makes one); None: their own sequences alone.
-            num_logits: only the last so many positions get logits, at least 1; None: all.
-            logit_rows_R: (R,) int64 which of the T = B * S tokens get logits; None: all, or num_logits.
-            top_k: experts per token of all MoE layers, for this call only; None: theirs. So are all that follow.
-            capacity_factor: inf: dropless.
-            dispatch: how tokens travel, of a model spread over several ranks, which all give the same; None: as it was spread.
+            context: attention context, with earlier keys (`KVCache.begin` makes one); None: the given sequences alone.
+            num_logits: number of last positions with logits, at least 1; None: all positions.
+            logit_rows_R: (R,) int64 indices of the T = B * S tokens with logits; None: all, or num_logits.
+            top_k: experts per token in all MoE layers, for this call only; None: each layer's own.
+            capacity_factor: capacity factor of all MoE layers, for this call only; inf: dropless; None: each layer's own.
+            dispatch: dispatch options of this call for a model spread over ranks, equal on all ranks; None: as it was spread.
             losses: see `MoELayer.forward`.
 
         Returns:
-            Logits, (R, V) with logit_rows_R and (T, V) of flat tokens, and the routing statistics of every MoE layer.
+            Logits, (R, V) with logit_rows_R and (T, V) for flat tokens, and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: an argument of another shape, type, device or range, more tokens than config.max_seq_len, or documents beside a
-                cache or batch_invariant.
+            ConfigError: an argument has a wrong shape, dtype, device or range, there are more tokens than config.max_seq_len, or
+                document_BS is given with a context or batch_invariant.
         """
         is_flat = context is not None and isinstance(ids_BS, Tensor) and ids_BS.ndim == 1
         if is_flat:
@@ -523,7 +526,7 @@ class GPT(LanguageModel):
         return GPTOutput(self._logits(x_BSD, table_VD), tuple(all_stats))
 
     def _logits(self, x: Tensor, table_VD: Tensor) -> Tensor:
-        """(..., D) -> (..., V)."""
+        """Logits (..., V) of hidden states (..., D)."""
         x = self.final_norm(x)
         arithmetic = self.arithmetic.in_mode(self.training)
         if self.output is None:

@@ -1,4 +1,4 @@
-"""How a GPT is spread over ranks: layer by layer, experts by their own storage, attention and dense layers in slices."""
+"""Parallelism of a GPT over ranks: FSDP by layer, expert parallelism, and tensor parallelism of attention and dense layers."""
 
 import math
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ def parallelize_gpt(
 ) -> World:
     """Spread a GPT over all ranks, in place; see `expertmesh.parallel.apply.parallelize`.
 
-    With a tp_degree the model is called with whole sequences, the same on the ranks that share them, and each rank gets
-    the logits of its part of the positions.
+    With a tp_degree, ranks that share sequences call the model with the same whole sequences, and each gets the logits of its
+    own positions.
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
@@ -68,15 +68,15 @@ def parallelize_gpt(
 def spread_gpt_for_engine(
     model: GPT, config: ParallelConfig, world: World
 ) -> tuple[ServingDegrees, ServingGroups, StepSizes]:
-    """Share a GPT among ranks that answer requests together, in place; see `expertmesh.parallel.serving`. Every rank must call.
+    """Shard a GPT over ranks that serve requests together, in place; see `expertmesh.parallel.serving`. Every rank must call.
 
     Args:
-        model: with the same parameters on all ranks, or on the meta device; `as_plain` is called when it has its weights.
+        model: the model, with equal parameters on all ranks or on the meta device; call `as_plain` once it has its weights.
         config: degrees, see `serving_degrees`.
         world: the ranks.
 
     Returns:
-        How they share it, this rank's groups, and the sizes that every step has to set.
+        The degrees, this rank's groups, and the sizes that every step must set.
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
@@ -106,7 +106,7 @@ def spread_gpt_for_engine(
 
 
 def _cut(model: GPT, module: str) -> dict[str, int]:
-    """Axis along which each parameter of a module is cut, by its name there; nothing where there is no such module."""
+    """Axis along which each parameter of a module is cut, by its name in the module; empty if there is no such module."""
     inside = f"{module}."
     return {
         one.name.removeprefix(inside): one.tensor_axis
@@ -116,9 +116,9 @@ def _cut(model: GPT, module: str) -> dict[str, int]:
 
 
 def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
-    """Attention by heads, dense layers by their hidden size; the vocabulary's matrices are cut for storage only."""
-    # Each rank computes the logits of its own tokens, which are as large as all tokens' logits of a part of the
-    # vocabulary, and any loss function serves as it is.
+    """Tensor-parallel plan: attention by heads, dense layers by hidden size, embedding and output sharded for storage only."""
+    # Each rank computes all logits of its own tokens. They are as large as the logits of all tokens for a slice of the
+    # vocabulary, and any loss function works unchanged.
     is_even = model.config.dim % group.size == 0
     plan: dict[str, Sliced | ShardedStorage] = {
         name: ShardedStorage(cut if is_even else {})
@@ -142,13 +142,13 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
 def check_degrees(
     model: ModelConfig, config: ParallelConfig, *, num_ranks: int, seq_len: int | None = None
 ) -> None:
-    """Whether a GPT can be spread so, before anything is built.
+    """Check the degrees of parallelism of a GPT, before anything is built.
 
     Args:
         model: the model.
         config: the degrees.
         num_ranks: the number of ranks of the world.
-        seq_len: tokens of a sequence, if they are known.
+        seq_len: tokens of a sequence; None: not known.
 
     Raises:
         ConfigError: degrees do not fit the ranks, the heads, the sequence, or the experts of a layer.

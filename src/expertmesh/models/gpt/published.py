@@ -3,7 +3,7 @@
 Widths, depths, experts, batch sizes, learning rates and token counts are the published ones: sequences of 2048 tokens,
 a vocabulary of 51200, GELU experts of hidden size 4 * dim, MoE in every other layer, top-1 routing with capacity factor
 1.0 and random token selection, FP16, Adam with betas 0.9 and 0.95, warm-up over 375 million tokens, cosine decay over
-300 billion. What differs: RMSNorm, rotary positions and no biases, where the originals have LayerNorm, learned positions
+300 billion. Differences: RMSNorm, rotary positions and no biases, where the originals have LayerNorm, learned positions
 and biases; together under 0.6% of the base models' parameters.
 """
 
@@ -22,7 +22,7 @@ MICRO_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class PublishedGPT:
-    """One row of the published tables.
+    """Recipe of a model in the published tables.
 
     Attributes:
         name: the name of the recipe.
@@ -30,10 +30,10 @@ class PublishedGPT:
         num_layers: transformer layers.
         num_heads: attention heads.
         num_experts: see MoEConfig; none for a dense model.
-        residual: PR-MoE's residual layers.
+        residual: whether MoE layers have PR-MoE's residual MLP.
         batch_size: sequences per step.
         lr: peak learning rate.
-        min_lr: last learning rate.
+        min_lr: final learning rate.
         init_std: standard deviation of the initial weights.
         teacher: recipe of a Mixture-of-Students' teacher; none: no teacher.
     """
@@ -52,7 +52,7 @@ class PublishedGPT:
 
     @property
     def summary(self) -> str:
-        """One line for the list of recipes."""
+        """Description in the list of recipes, one line."""
         if not self.num_experts:
             return "Dense base of the published GPT family."
         kind = "Pyramid-residual MoE" if self.residual else "MoE"
@@ -73,7 +73,7 @@ class PublishedGPT:
                 eval_capacity_factor=1.0,
                 min_capacity=4,
                 drop_policy="random",
-                # The tokens of one forward pass of one rank, as there.
+                # the tokens of one forward pass on one rank, as in the original
                 routing_group_size=MICRO_BATCH_SIZE * SEQ_LEN,
                 residual=self.residual,
                 aux_loss_weight=0.01,
@@ -109,7 +109,7 @@ class PublishedGPT:
                 checkpoint_every=10_000,
                 eval_every=1_000,
             ),
-            # Staged: the published students stop after 400,000 of 572,000 steps.
+            # staged distillation: the published students stop it after 400,000 of 572,000 steps
             distill=DistillConfig(teacher=f"runs/{self.teacher}", until=0.7)
             if self.teacher
             else DistillConfig(),
@@ -136,7 +136,7 @@ PUBLISHED = (
 
 
 def gpt_moe_1b() -> GPTRunConfig:
-    """About 1.0 billion parameters, of which a token uses 0.2: 18 layers, 16 SwiGLU experts, top-2, dropless."""
+    """GPT of about 1.0 billion parameters, of which a token uses 0.2: 18 layers, 16 SwiGLU experts, top-2, dropless."""
     return GPTRunConfig(
         model=ModelConfig(
             vocab_size=32000,

@@ -1,4 +1,4 @@
-"""GPTs for two CPU cores: one for tests, the demo and its dense twin, a pyramid-residual teacher and its student; and all recipes."""
+"""Recipes of GPTs: for two CPU cores (a test, the demo, its dense twin, a PR-MoE teacher and its student), and all others by name."""
 
 import math
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def gpt_prmoe_demo() -> GPTRunConfig:
 
 
 def gpt_mos_demo() -> GPTRunConfig:
-    """Its Mixture-of-Students: 7 layers, taught by runs/gpt-prmoe-demo for the first 70% of the steps."""
+    """The demo's Mixture-of-Students: 7 layers, distilled from runs/gpt-prmoe-demo for the first 70% of the steps."""
     config = _pyramid("gpt-mos-demo", num_layers=7, num_experts=(16, 16, 32))
     distill = DistillConfig(teacher="runs/gpt-prmoe-demo", until=_UNTIL)
     return config.model_copy(update={"distill": distill})
@@ -106,14 +106,13 @@ def _pyramid(name: str, *, num_layers: int, num_experts: tuple[int, ...]) -> GPT
 
 
 def dense_twin(config: GPTRunConfig) -> GPTRunConfig:
-    """The same run with one feed-forward layer in place of the experts.
+    """Dense configuration with the same operations: one feed-forward layer in place of the experts.
 
-    A token passes K experts of hidden size F there, 3 * D * K * F multiplications, and a router, D * E; here one
-    layer of hidden size K * F + E / 3, rounded up to a multiple of 16, so that the dense model has the operations
-    of the router too, and never fewer in all.
+    A token costs 3 * D * K * F multiplications in K experts of hidden size F, and D * E in the router. The dense layer has
+    hidden size K * F + E / 3, rounded up to a multiple of 16, so that it costs as much as experts and router, or a little more.
 
     Args:
-        config: the config of a model with gated experts, equally many in every layer.
+        config: the config of a model with gated experts, the same number in every layer.
     """
     moe = config.model.moe
     multiplications = 3 * moe.top_k * moe.hidden_dim + moe.num_experts[0]

@@ -1,10 +1,10 @@
-"""Mixtures of 0.4 to 3.6 trillion parameters, and dense bases of 15 and 100 billion, for clusters: `expertmesh plan` says which.
+"""Recipes for clusters: MoE models of 0.4 to 3.6 trillion parameters, and dense bases of 15 and 100 billion.
 
-`gpt-1.1t` is fairseq's and Tutel's model (32 layers of 4096, 512 experts in every second one, top-2, GELU, a vocabulary of
-51,200, sequences of 1,024): 1,104,050,130,944 parameters in our counting, without biases, with RMSNorm, rotary positions and
-one matrix for embedding and output. fairseq's own way (biases, LayerNorm, sinusoidal positions) has 1,104,219,021,312. The shapes of
-`gpt-3.5t` (46 layers of 6144, 512 experts: 3,570,511,951,872) and `gpt-400b` (46 of 4096, 128 experts: 401,533,161,472) are
-ours: the published claims of these sizes name none. Dropless, BF16, Adam with betas 0.9 and 0.95.
+`expertmesh plan` finds clusters and layouts for them. `gpt-1.1t` is fairseq's and Tutel's model: 32 layers of width 4096, 512
+experts in every second one, top-2, GELU, a vocabulary of 51,200, sequences of 1,024. It has 1,104,050,130,944 parameters here,
+without biases, with RMSNorm, rotary positions and tied embeddings; fairseq's version (biases, LayerNorm, sinusoidal positions)
+has 1,104,219,021,312. The shapes of `gpt-3.5t` (46 layers of 6144, 512 experts: 3,570,511,951,872) and `gpt-400b` (46 of 4096,
+128 experts: 401,533,161,472) are ours, because publications of these sizes give none. Dropless, BF16, Adam with betas 0.9 and 0.95.
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from expertmesh.models.gpt.published import TRAIN_TOKENS, WARMUP_TOKENS
 
 @dataclass(frozen=True)
 class LargeGPT:
-    """A model for a cluster.
+    """Recipe of a model for a cluster.
 
     Attributes:
         name: the name of the recipe.
         dim: model width; experts and dense layers are four times as wide.
         num_layers: transformer layers.
         num_heads: attention heads.
-        num_experts: in every second layer, top-2; 0: a dense base.
+        num_experts: experts of every second layer, top-2; 0: a dense base.
         seq_len: tokens per sequence.
         batch_size: sequences per step.
-        micro_batch_size: of these, in one pass on all ranks.
+        micro_batch_size: sequences per forward pass, on all ranks together.
         lr: peak learning rate.
     """
 
@@ -44,7 +44,7 @@ class LargeGPT:
 
     @property
     def summary(self) -> str:
-        """One line for the list of recipes."""
+        """Description in the list of recipes, one line."""
         if not self.num_experts:
             return "Dense base for a cluster, of which `model.moe.num_experts` makes a mixture."
         return f"MoE for a cluster: {self.num_experts} experts in every other layer, top-2."
@@ -99,4 +99,4 @@ LARGE = (
     LargeGPT("gpt-1.1t", 4096, 32, 32, 512, 1024, 6144, 6144, 1e-4),
     LargeGPT("gpt-3.5t", 6144, 46, 48, 512, 2048, 2048, 1024, 6e-5),
 )
-"""All, the smallest first."""
+"""Recipes for clusters: dense bases, then MoE models, each from small to large."""

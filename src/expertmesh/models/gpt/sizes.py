@@ -1,4 +1,4 @@
-"""What time and memory of a GPT depend on, for the planner."""
+"""Sizes of a GPT that its time and memory depend on, for the planner."""
 
 from collections import Counter
 
@@ -11,10 +11,10 @@ from expertmesh.models.gpt.spec import gpt_spec
 
 
 def sizes_of(config: ModelConfig) -> ModelSizes:
-    """The sizes of our GPT; its parameters are those of its spec.
+    """Sizes of a GPT, with parameters counted by `gpt_spec`.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
     """
     of_layers = list(
         zip(

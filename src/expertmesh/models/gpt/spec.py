@@ -1,4 +1,4 @@
-"""The parameters of a GPT, written once, and their exact counts."""
+"""Specification of a GPT's parameters, and their exact counts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -25,7 +25,7 @@ def gpt_spec(config: ModelConfig) -> ModelSpec:
 
 def _parameters(config: ModelConfig) -> Iterator[Parameter]:
     D, V = config.dim, config.vocab_size
-    # the vocabulary's matrices are cut along the width, for storage only: who uses them gathers them
+    # embedding and output are sharded along the width for storage only, and gathered for use
     yield parameter(
         "embedding.weight",
         "embedding",
@@ -46,12 +46,12 @@ def _parameters(config: ModelConfig) -> Iterator[Parameter]:
 
 
 def prediction_spec(config: ModelConfig) -> ModelSpec:
-    """The layer behind the last that predicts a further token (DeepSeek-V3, section 2.2), which no GPT of ours has.
+    """The multi-token-prediction layer of some checkpoints (DeepSeek-V3, section 2.2), which no GPT of ours has.
 
-    Embedding and output are the model's own, though some files repeat them. Published counts contain it or not.
+    It uses the model's embedding and output, though some checkpoints repeat them. Published counts include it or not.
 
     Args:
-        config: the model before it, of whose last layer's kind it is.
+        config: the model; the prediction layer has the form of its last layer.
     """
     D, part = config.dim, "prediction"
     rows = [parameter(f"{name}.weight", "norm", part, model=D) for name in ("enorm", "hnorm")]
@@ -126,7 +126,7 @@ def _matrix(name: str, theirs: str, **sizes: Any) -> Parameter:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by what they do. `total` is all of them, each counted once.
+    """Numbers of parameters by part of the model; `total` counts each parameter once.
 
     Attributes:
         embedding: token embedding.
@@ -134,7 +134,7 @@ class ParameterCount:
         attention: projections and query-key norms.
         norms: the norms of the residual stream.
         dense_ffn: feed-forward layers without experts.
-        router: the router of all MoE layers.
+        router: routers of all MoE layers.
         experts: routed experts.
         shared: shared experts.
         residual: residual MLPs and coefficients.
@@ -165,7 +165,7 @@ class ParameterCount:
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Counts the parameters of a GPT exactly, without building it.
+    """Count the parameters of a GPT exactly, without building it.
 
     Args:
         config: the model.

@@ -1,4 +1,4 @@
-"""GPT as a family: what the trainer, a report and the decoding engine need of it."""
+"""Task of GPTs: data, loss and measure of a language model of text or conversations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from expertmesh.parallel.ranks import Ranks
 
 
 class GPTTask(Task):
-    """A GPT that learns the next token of a text; judged by bits per byte."""
+    """Next-token prediction of text by a GPT; evaluated by bits per byte."""
 
     config: GPTRunConfig
     builder_class = GPTBuilder
@@ -34,19 +34,19 @@ class GPTTask(Task):
         return data
 
     def label_of(self, batch: Batch) -> Tensor:
-        """Which place of the text each window begins in."""
+        """Index (B,) in `labels`, the entries of data.path, of the text in which each window begins."""
         label_B: Tensor = batch[2]["label"]
         return label_B
 
     def num_items(self, batch: Batch) -> int:
-        """Tokens that are predicted; of conversations, the assistant's."""
+        """Number of predicted tokens; in conversations, of the assistant's tokens."""
         counts_BS = _more(batch[2:]).get("counts")
         return int(batch[1].numel() if counts_BS is None else counts_BS.sum())
 
     def cut(self, batch: Batch) -> Batch:
-        """Rows of conversations up to the longest, rounded up, so that lengths are few and ranks can split them.
+        """Conversations cut to the longest one, rounded up to one of a few lengths that ranks can split.
 
-        Experts that choose from groups of tokens keep their groups: nothing is cut where these reach over the end of a row.
+        Routing groups stay the same: nothing is cut if a group extends over the end of a row.
         """
         more: Mapping[str, Tensor] = next((one for one in batch if isinstance(one, Mapping)), {})
         is_token_BS = more.get("is_token")
@@ -62,7 +62,7 @@ class GPTTask(Task):
         return each_tensor(batch, lambda x_BS: x_BS[:, :S_cut].contiguous())
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
-        """Tokens that are no padding, the prompts of conversations among them."""
+        """Number of tokens without padding, prompts of conversations included."""
         is_token_BS = _more(batch[2:]).get("is_token")
         if is_token_BS is None:
             return [ranks.positions(batch[0]).numel()]
@@ -89,7 +89,7 @@ class GPTTask(Task):
     def _distill_targets(
         self, ids_BS: Tensor, masks: Mapping[str, Tensor], step: int
     ) -> DistillTargets | None:
-        """What the teacher says; no token is dropped in it."""
+        """Teacher logits of a dropless forward pass; None if there is no teacher or its weight is 0 in this step."""
         if self.teacher is None:
             return None
         config = self.config
@@ -103,7 +103,7 @@ class GPTTask(Task):
         return DistillTargets(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
-        """Nats, tokens, and the bytes that they stand for."""
+        """Sums of cross-entropy in nats, of tokens, and of their bytes of text."""
         ids_BS, targets_BS, num_bytes_BS, *rest = batch
         more = _more(rest)
         output = model(ids_BS, **_masks(more))
@@ -119,9 +119,9 @@ class GPTTask(Task):
         }
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean cross-entropy per token in nats, and total cross-entropy in bits over the bytes of the predicted text.
+        """Mean cross-entropy per token in nats, and total cross-entropy in bits divided by the bytes of the predicted text.
 
-        The end-of-text token costs bits and has no bytes, so bits per byte are an upper bound on that of the text alone.
+        The end-of-text token costs bits but has no bytes, so the value is an upper bound of the text's bits per byte.
         """
         return {
             "loss": sums["nats"] / sums["items"],
@@ -129,7 +129,7 @@ class GPTTask(Task):
         }
 
     def baseline(self, data: Data) -> Baseline | None:
-        """A byte trigram model of the same text; of conversations nothing is as simple."""
+        """Byte trigram model of the same text; None for conversations."""
         if not isinstance(data, TextData):
             return None
         total = sum(document.num_bytes for document in data.corpus.training)
@@ -140,22 +140,22 @@ class GPTTask(Task):
 
 
 def _more(rest: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """A batch's further entries by name, where it has any."""
+    """Further entries of a batch by name; empty if there are none."""
     return rest[0] if rest else {}
 
 
 def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the model is told of tokens where it is known: (B, S) numbers of their documents, and which are no padding."""
+    """Mask arguments of `GPT.forward` that the batch has: (B, S) document numbers, and (B, S) bool, False for padding."""
     names = {"document": "document_BS", "is_token": "token_mask_BS"}
     return {name: more[key] for key, name in names.items() if key in more}
 
 
 def rounded_up(length: int) -> int:
-    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ...: four in each doubling, a fifth more at most."""
+    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ...: four lengths per doubling, so about a fifth more at most."""
     step = max(4, 1 << max(0, (length - 1).bit_length() - 3))
     return max(16, -(-length // step) * step)
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
-    """nats / ln 2 / bytes; NaN for no bytes."""
+    """Bits per byte, nats / ln 2 / bytes; NaN for 0 bytes."""
     return nats / math.log(2) / num_bytes if num_bytes else math.nan

@@ -1,4 +1,4 @@
-"""A dense GPT becomes a GPT with experts: the same class, so that it is trained, spread, saved and exported like any other."""
+"""Upcycling of a dense GPT to a GPT with experts, which is trained, spread, saved and exported like any other."""
 
 from typing import Any
 
@@ -17,16 +17,16 @@ def upcycle_gpt(
     """Replace the feed-forward blocks of every n-th layer, and change the model's configuration, in place.
 
     Args:
-        model: without experts, whole and not on the meta device.
-        copies: how a block becomes experts.
-        every: becomes `moe_every`.
+        model: a dense GPT, not spread over ranks and not on the meta device.
+        copies: options for turning a block into experts.
+        every: new value of `moe_every`.
         options: further options of `expertmesh.config.moe.MoEConfig`.
 
     Returns:
         The names of the replaced modules.
 
     Raises:
-        ConfigError: the model has experts, is not whole, or an option breaks a rule; nothing is changed then.
+        ConfigError: the model has experts, is not whole, or an option breaks a rule; the model is left unchanged.
     """
     before = model.config
     if before.num_moe_layers:

@@ -1,4 +1,4 @@
-"""How encoder-decoders are made and handed to translation."""
+"""Builder of encoder-decoders: construction, and interface for translation."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,17 +15,17 @@ from expertmesh.text.tokenizer import END_OF_TEXT_ID
 
 
 class Seq2SeqBuilder(ModelBuilder):
-    """Makes the model of a run."""
+    """Builder of a run's encoder-decoder."""
 
     config: Seq2SeqRunConfig
     is_built_empty = True
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:
-        """The whole model on one device, weights drawn by the run's seed."""
+        """The whole model on one device, with weights drawn from the run's seed."""
         return Seq2Seq(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The layers of both sides."""
+        """The layers of encoder and decoder."""
         assert isinstance(model, Seq2Seq)
         return [*model.encoder, *model.decoder]
 
@@ -35,7 +35,7 @@ class Seq2SeqBuilder(ModelBuilder):
         return model
 
     def translation(self, tokenizer: Any, *, to: str) -> Translation:
-        """A source begins with the tag of the language that is wanted, a target with the end of text.
+        """Special tokens for a target language: sources begin with its tag, outputs with the end of text.
 
         Raises:
             ConfigError: the language is unknown.

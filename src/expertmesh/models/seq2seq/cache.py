@@ -1,4 +1,4 @@
-"""What an encoder-decoder keeps while it writes: keys and values of the target so far, and those of the source."""
+"""Cache of an encoder-decoder: keys and values of target tokens and of sources."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from expertmesh.models.cache import KVCache
 
 
 class Seq2SeqCache(KVCache):
-    """A key-value cache with keys and values of the sources, which several rows may share (the beams of a sentence).
+    """A key-value cache of target tokens, with keys and values of sources, which several rows may share (beams).
 
     Attributes:
         memory: keys and values of the sources for each decoder layer, (sources, H, S, head_dim) each.
@@ -18,18 +18,18 @@ class Seq2SeqCache(KVCache):
     memory_mask: Tensor | None = None
 
     def branch(self, num_beams: int) -> None:
-        """Every row becomes so many neighbouring rows, which share its source.
+        """Repeat every row num_beams times, as neighbouring rows that share its source.
 
         Args:
-            num_beams: at least 1.
+            num_beams: rows per source, at least 1.
         """
         rows = torch.arange(self.batch_size, device=self._k.device).repeat_interleave(num_beams)
         self.select(rows)
 
     def reorder(self, rows_R: Tensor) -> None:
-        """Row i goes on from what row rows_R[i] was; both are rows of the same source.
+        """Replace row i by the old row rows_R[i], a row of the same source.
 
         Args:
-            rows_R: (rows,) int64.
+            rows_R: (rows,) int64 row indices.
         """
         self.select(rows_R)

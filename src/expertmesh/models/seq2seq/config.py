@@ -1,4 +1,4 @@
-"""The complete configuration of a training run of an encoder-decoder on parallel text."""
+"""Options of an encoder-decoder, and the complete configuration of its training on parallel text."""
 
 import re
 from pathlib import Path
@@ -14,19 +14,19 @@ from expertmesh.errors import ConfigError, named
 
 _BYTES_AND_MARKS = 258
 LANGUAGE = re.compile(r"[A-Za-z]{2,3}(_[A-Za-z0-9]+)*")
-"""A language, and so the ending of a file: en, zh_Hans_CN, and not the editor's en~; without a dash, which stands in pairs."""
+"""Code of a language, which is the ending of its files: en, zh_Hans_CN. A dash is not part of a code, because it joins pairs."""
 
 _OF_TRAINING = ("dropout", "label_smoothing")
 _OF_LENGTH = ("max_source_len", "max_seq_len")
-"""Options of the model that its weights do not fix; lengths where there is no table of places."""
+"""Options of the model that its weights do not fix; lengths only if positions are rotary."""
 
 
 def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2SeqRunConfig":
-    """The configuration with the model and the tokenizer of the run that it begins with; lengths and dropout are its own.
+    """The configuration with the model and the tokenizer of the run in train.init_from, but its own lengths and dropout.
 
     Args:
-        config: of the run.
-        other: of the one that it begins with.
+        config: configuration of the run.
+        other: configuration of the run in train.init_from.
 
     Raises:
         ConfigError: data.encode_with names another tokenizer.
@@ -51,15 +51,15 @@ class Seq2SeqConfig(Config):
     vocab_size: int = Field(default=8192, gt=0)
     """Tokens in the vocabulary (V), which all languages share."""
     max_source_len: int = Field(default=128, gt=2)
-    """Longest source, its two marks included."""
+    """Longest source in tokens, its two special tokens included."""
     max_seq_len: int = Field(default=128, gt=1)
-    """Longest target, its mark included."""
+    """Longest target in tokens, its special token included."""
     dim: int = Field(default=256, gt=0)
     """Model width (D)."""
     num_encoder_layers: int = Field(default=4, gt=0)
-    """Layers that read the source."""
+    """Layers of the encoder, which reads the source."""
     num_decoder_layers: int = Field(default=2, gt=0)
-    """Layers that write the target, one token after the other."""
+    """Layers of the decoder, which generates the target."""
     num_heads: int = Field(default=4, gt=0)
     """Attention heads (H)."""
     ffn_hidden_dim: int = Field(default=1024, gt=0)
@@ -67,13 +67,13 @@ class Seq2SeqConfig(Config):
     activation: Activation = "relu"
     """Activation of experts and dense feed-forward layers."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the embeddings' and of each layer's outputs that is left out in training."""
+    """Dropout rate of the embeddings and of each layer's outputs."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     """Share of the target's probability that the training loss spreads over all tokens."""
     tie_embeddings: bool = True
-    """One matrix for the embeddings of both sides and the output projection."""
+    """Share one matrix between the embeddings of both sides and the output projection."""
     positions: Literal["rotary", "untied"] = "rotary"
-    """rotary: relative, by turning queries and keys; untied: absolute places with scores of their own, added to those of the words (TUPE)."""
+    """rotary: relative, by rotating queries and keys; untied: absolute, with scores of their own added to the token scores (TUPE)."""
     rope_base: float = Field(default=10000.0, gt=1)
     """Base of the rotary (relative) position embedding of self-attention."""
     norm_eps: float = Field(default=1e-6, gt=0)
@@ -97,17 +97,17 @@ class Seq2SeqConfig(Config):
 
     @property
     def is_latent(self) -> bool:
-        """Whether a cache keeps one vector per token, which is key and value."""
+        """Whether a cache stores one vector per token, which is key and value: never."""
         return False
 
     @property
     def cache_heads(self) -> int:
-        """Heads of keys that a cache keeps of a token."""
+        """Key heads per token in a cache."""
         return self.kv_heads
 
     @property
     def cache_size(self) -> int:
-        """Size of one of them."""
+        """Size of a key head in a cache."""
         return self.head_size
 
     @property
@@ -167,18 +167,18 @@ class Seq2SeqConfig(Config):
 
 
 class ParallelTextConfig(Config):
-    """Lines of text in several languages, and what is learned from them."""
+    """Parallel text in several languages, and the tasks that are learned from it."""
 
     path: tuple[str, ...] = ()
-    """Folders with a file per split and language, SPLIT.LANG, .gz or .zst, line i the same in all of them (blank: not translated)."""
+    """Folders with a file per split and language, SPLIT.LANG, .gz or .zst; line i is the same text in all (blank: not translated)."""
     encoding: str | None = None
-    """Encoding of the files, as Python calls it (latin-1, cp1252, utf-16-le); none: UTF-8. A mark at the beginning of a file counts more."""
+    """Encoding of the files by its Python name (latin-1, cp1252, utf-16-le); none: UTF-8. A byte-order mark has precedence."""
     languages: tuple[str, ...] = ()
     """Languages to use; none: all that the folders have."""
     pairs: tuple[str, ...] = ()
-    """Directions to learn, as en-de; none: from every language to every other."""
+    """Directions to learn, such as en-de; none: from every language to every other."""
     without_pairs: tuple[str, ...] = ()
-    """Directions to leave out of training (and nothing else), to translate them without an example."""
+    """Directions to leave out of training but not of evaluation, for translation without examples (zero-shot)."""
     train_split: str = "train"
     """Name of the files to train on."""
     validation_split: str = "val"
@@ -186,7 +186,7 @@ class ParallelTextConfig(Config):
     temperature: float = Field(default=1.0, ge=1)
     """Directions are drawn in proportion to (number of examples)^(1 / temperature): 1 as they are, larger: rare ones more often."""
     denoising: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the samples that repair noised text of one language instead of translating."""
+    """Share of the samples that reconstruct noised text of one language instead of translating."""
     noise_fraction: float = Field(default=0.35, gt=0, lt=1)
     """Share of a noised text's tokens that are masked."""
     mean_span: float = Field(default=3.0, ge=1, le=500)
@@ -194,7 +194,7 @@ class ParallelTextConfig(Config):
     permute_sentences: bool = True
     """Put the sentences of a noised text in a random order."""
     neighbours: int = Field(default=64, gt=0)
-    """Neighbouring samples of about one length, so that little is padded; best the batch size."""
+    """Number of consecutive samples of similar length, to reduce padding; best the batch size."""
     encode_with: str | None = None
     """The tokenizer.json of a run, whose vocabulary and languages are used; none: one is learned from the text. train.init_from sets it."""
     cache_dir: str | None = None
@@ -236,7 +236,7 @@ class ParallelTextConfig(Config):
 
 
 class Seq2SeqRunConfig(RunConfig):
-    """Everything that defines a training run of an encoder-decoder."""
+    """Complete configuration of a training run of an encoder-decoder."""
 
     family: str = "seq2seq"
     """Family of the model: seq2seq, or module:name of your own."""

@@ -1,7 +1,7 @@
-"""What an encoder-decoder costs: parameters, operations, memory, from its configuration alone.
+"""Costs of training an encoder-decoder from its configuration alone: parameters, FLOPs, memory.
 
-Items are target tokens. A sample is taken to be as long as the model allows on both sides, so counts of tokens are upper bounds,
-and each target token bears its part of reading the source.
+Items are target tokens. Samples are counted with the maximum lengths of the model, so numbers of tokens are upper bounds. The
+cost of encoding the source is divided among the target tokens.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from expertmesh.models.seq2seq.spec import seq2seq_spec
 
 @dataclass(frozen=True)
 class TranslationFlops:
-    """Operations of a forward pass, two per multiply-add, products of matrices alone.
+    """FLOPs of the matrix products of a forward pass, two per multiply-add.
 
     Attributes:
-        source_flops: per source token: the encoder, and its keys and values for the decoder.
-        target_flops: per target token: the decoder and the logits.
+        source_flops: FLOPs per source token: the encoder, and keys and values for the decoder.
+        target_flops: FLOPs per target token: the decoder and the logits.
     """
 
     source_flops: int
@@ -35,19 +35,19 @@ class TranslationFlops:
 def forward_flops(
     config: Seq2SeqConfig, *, source_len: int, target_len: int, batch_size: int = 1
 ) -> TranslationFlops:
-    """Operations of a forward pass over sources and targets of these lengths.
+    """FLOPs of a forward pass over sources and targets of the given lengths.
 
     Args:
         config: the model.
         source_len: tokens of a source.
-        target_len: tokens of a target; of these, one sees (target_len + 1) / 2 on average.
-        batch_size: samples that share the queries and keys of untied positions, which are made once for all of them.
+        target_len: tokens of a target; a target token sees (target_len + 1) / 2 of them on average.
+        batch_size: samples that share the queries and keys of untied positions, which are computed once per batch.
     """
     D = config.dim
     square = 2 * D * D
     encoder, decoder = config.experts_per_layer()
     is_untied = config.positions == "untied"
-    looks = 8 * D if is_untied else 4 * D  # at one token: heads have a second half for the places
+    looks = 8 * D if is_untied else 4 * D  # per visible token; untied: doubled heads
     read = len(encoder) * (4 * square + looks * source_len) + len(decoder) * 2 * square
     written = len(decoder) * ((4 + 2) * square + looks * (target_len + 1) // 2 + 4 * D * source_len)
     if is_untied:
@@ -58,7 +58,7 @@ def forward_flops(
 
 
 def _feed_forward_flops(config: Seq2SeqConfig, num_experts: int) -> int:
-    """Of one layer per token."""
+    """FLOPs per token of one feed-forward layer."""
     if not num_experts:
         return mlp_flops(config, config.ffn_hidden_dim)
     routed = router_flops(config, num_experts) + experts_flops(config, num_experts)
@@ -98,10 +98,11 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
 
 
 def _activation_elements(config: Seq2SeqConfig) -> int:
-    """Elements that one sample keeps for the backward pass: those of attention, dropout, norms and feed-forwards, and the logits.
+    """Elements that one sample saves for the backward pass: attention, dropout, norms, feed-forwards and logits.
 
-    With untied positions queries, keys, values and what attention gives are twice as wide, 8 D in the place of 6 with the
-    projection behind them, and the half of the latter is a copy. The places' own, which a batch has once, are left out.
+    With untied positions, queries, keys, values and attention output have double width: 8 D, instead of 6 D for them and the
+    projection's output, plus D for the copied half of the attention output. Queries and keys of the positions, which a batch
+    has once, are left out.
     """
     D, S, T = config.dim, config.max_source_len, config.max_seq_len
     total = 2 * T * config.vocab_size

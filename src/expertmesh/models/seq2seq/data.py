@@ -1,4 +1,4 @@
-"""Samples of translation and denoising, drawn over languages and tasks by a temperature, from a global sample number."""
+"""Training data for translation and denoising: each sample is a function of its global number, tasks are drawn with a temperature."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -26,21 +26,21 @@ from expertmesh.models.seq2seq.parallel_text import (
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer
 
 CHUNK = 4096
-"""Samples that are drawn together; within them, neighbours are made equally long."""
+"""Samples that are drawn and grouped by length together."""
 TranslationBatch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Sources (B, S), their lengths (B,), targets (B, S') that end with the end of text, their lengths, numbers of their tasks; int64."""
+"""Sources (B, S), their lengths (B,), targets (B, S') with the end of text, their lengths (B,), indices of their tasks (B,); int64."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What one task learns from.
+    """Examples of one task.
 
     Attributes:
-        source: language that is read.
-        target: language that is written; the same for denoising.
-        where: (n, 2) number of the corpus and of the line of each example.
+        source: source language.
+        target: target language; the source language for denoising.
+        where: (n, 2) index of the corpus and of the line of each example.
         lengths: (n,) tokens of source and target together.
-        num_long: examples that are left out, because the model reads or writes no text so long.
+        num_long: number of examples left out because they are longer than the model's maximum lengths.
     """
 
     source: str
@@ -51,7 +51,7 @@ class Examples:
 
     @property
     def name(self) -> str:
-        """As en-de; of denoising, as en."""
+        """Name of the task: such as en-de for translation, en for denoising."""
         return self.source if self.source == self.target else f"{self.source}-{self.target}"
 
 
@@ -62,13 +62,13 @@ def probabilities(
     kinds: Sequence[int] | None = None,
     shares: Sequence[float] = (1.0,),
 ) -> np.ndarray:
-    """Proportional to count^(1 / temperature) within each kind of task.
+    """Probabilities of the tasks, proportional to count^(1 / temperature) within each kind of task.
 
     Args:
-        counts: examples of each task; one without any is never drawn.
+        counts: examples of each task; a task with 0 is never drawn.
         temperature: 1 or more.
-        kinds: number of each task's kind; None: there is one kind.
-        shares: of each kind in all samples.
+        kinds: index of each task's kind; None: there is one kind.
+        shares: share of each kind in all samples.
     """
     sizes = np.asarray(counts, dtype=np.float64)
     weights = np.where(sizes > 0, sizes ** (1.0 / temperature), 0.0)
@@ -81,16 +81,16 @@ def probabilities(
 
 
 class Mixture:
-    """Which task, and which of its examples, each sample of a run is: a pure function of seed and sample number.
+    """Sampler of tasks and examples: each sample of a run is a pure function of seed and sample number.
 
-    In a chunk of samples every task gets its share to the nearest whole sample, and each task goes through its examples in
-    epochs of its own, so no example comes twice before all others have come.
+    In a chunk of samples every task gets its share, rounded to whole samples. Each task goes through its examples in epochs of
+    its own, so no example is repeated before all others of the task were drawn.
 
     Args:
-        tasks: what there is to draw.
-        shares: probability of each.
-        seed: of the order.
-        neighbours: samples of about one length that follow one another.
+        tasks: the tasks.
+        shares: probability of each task.
+        seed: seed of the order.
+        neighbours: number of consecutive samples of similar length.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Mixture:
         self.chunk = lru_cache(maxsize=2)(self._chunk)
 
     def _used_before(self, chunk: int) -> np.ndarray:
-        """(tasks,) samples of each before a chunk; those of the chunks before are found first."""
+        """Number of samples of each task before a chunk, (tasks,); computed chunk by chunk and cached."""
         while len(self._used) <= chunk:
             done = self._used[-1]
             owed = len(self._used) * CHUNK * self._shares - done
@@ -115,7 +115,7 @@ class Mixture:
         return self._used[chunk]
 
     def _chunk(self, chunk: int) -> np.ndarray:
-        """(CHUNK, 3): task, example, and how many samples of the task were before, in the order of use."""
+        """Samples of a chunk in order, (CHUNK, 3): task, example, and number of earlier samples of the task."""
         first, stop = self._used_before(chunk), self._used_before(chunk + 1)
         rows, lengths = [], []
         for index, task in enumerate(self._tasks):
@@ -142,7 +142,7 @@ class Mixture:
         return found
 
     def samples(self, first_sample: int, num_samples: int) -> Iterator[tuple[int, int, int]]:
-        """(task, example, number of the sample among those of its task) of each sample."""
+        """Task, example and number of earlier samples of the task, for each sample."""
         for sample in range(first_sample, first_sample + num_samples):
             chunk, place = divmod(sample, CHUNK)
             task, example, number = self.chunk(chunk)[place]
@@ -150,24 +150,23 @@ class Mixture:
 
 
 class TranslationData:
-    """Translation in all directions, and denoising, as the data of a run.
+    """Data of a run: translation in all directions, and denoising.
 
     Args:
-        config: of the data.
+        config: options of the data.
         vocab_size: V of the model.
-        max_source_len: longest source with its two marks; longer examples are left out.
-        max_target_len: longest target with its mark.
-        seed: of order and noise.
+        max_source_len: longest source with its two special tokens; longer examples are left out.
+        max_target_len: longest target with its special token; longer examples are left out.
+        seed: seed of order and noise.
 
     Raises:
         ConfigError: files are missing, unequal or damaged; a language or a direction is unknown or has no example.
         OSError: the cache cannot be written.
 
     Attributes:
-        languages: in the order of their tags.
-        tasks: names of what is learned, as en-de, and as en for repairing noised text; the numbers of a training batch's tasks
-            are places in it.
-        directions: of the validation samples, as en-de; the numbers of a validation batch's tasks are places in it.
+        languages: languages in the order of their tags.
+        tasks: names of the training tasks, such as en-de, or en for denoising; the task indices of a training batch refer to it.
+        directions: names of the validation directions, such as en-de; the task indices of a validation batch refer to it.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class TranslationData:
         self.directions = tuple(task.name for task in self._validation)
         self.num_validation = sum(len(task.where) for task in self._validation)
         self._sentence_ends = _sentence_ends(tokens, vocab_size)
-        # what a given tokenizer says is in the tokens' key, wherever it lies
+        # the key of the tokens depends on the content of a given tokenizer, so its path is left out here
         nameless = config.model_copy(update={"encode_with": None})
         options = nameless.model_dump_json(exclude={"cache_dir", "path", "encoding"})
         self.key = hashlib.sha256(
@@ -251,7 +250,7 @@ class TranslationData:
         )
 
     def batch(self, first_sample: int, num_samples: int) -> TranslationBatch:
-        """Training samples first_sample ... first_sample + num_samples - 1, padded to the longest of them."""
+        """Training samples first_sample ... first_sample + num_samples - 1, padded to the longest one."""
         rows = []
         for index, example, number in self.mixture.samples(first_sample, num_samples):
             task = self._tasks[index]
@@ -269,7 +268,7 @@ class TranslationData:
         return self._batch(rows)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[TranslationBatch]:
-        """At most so many validation translations, evenly spread over all directions, the shortest first."""
+        """Batches of at most max_samples validation translations, spread evenly over all directions, the shortest first."""
         places = [
             (index, line)
             for index, task in enumerate(self._validation)
@@ -315,7 +314,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def _directions(
     config: ParallelTextConfig, texts: Sequence[str], tagged: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Directions to train, and those to evaluate: what is left out of training is evaluated all the same."""
+    """Directions for training and for evaluation; directions left out of training are evaluated."""
     given = {
         name: [tuple(pair.split("-")) for pair in getattr(config, name)]
         for name in ("pairs", "without_pairs")
@@ -355,7 +354,7 @@ def _directions(
 def _translation(
     corpora: Sequence[Corpus], source: str, target: str, *, limits: tuple[int, int]
 ) -> Examples:
-    """Lines that both languages have, neither of them too long."""
+    """Examples of a direction: lines that both languages have, within the maximum lengths."""
     where, lengths = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     num_long = 0
     for index, corpus in enumerate(corpora):
@@ -371,14 +370,14 @@ def _translation(
 
 
 def _denoising(corpora: Sequence[Corpus], code: str, limits: tuple[int, int]) -> Examples:
-    """Lines of two tokens or more: one is masked, one stays."""
+    """Examples of denoising: lines of at least two tokens, so that one can be masked and one kept."""
     found = _translation(corpora, code, code, limits=(min(limits), min(limits)))
     long = found.lengths > 2
     return Examples(code, code, found.where[long], found.lengths[long])
 
 
 def _sentence_ends(tokens: ParallelTokens, vocab_size: int) -> np.ndarray:
-    """(V,) whether a token is a sign that ends sentences."""
+    """Mask (V,) bool of the tokens that end sentences."""
     ends = np.zeros(vocab_size, dtype=bool)
     tokenizer = load_tokenizer(tokens.tokenizer_path)
     for sign in ENDS_OF_SENTENCES:
@@ -389,6 +388,6 @@ def _sentence_ends(tokens: ParallelTokens, vocab_size: int) -> np.ndarray:
 
 
 def _mixed(seed: int, name: str) -> int:
-    """A seed for each task of a run."""
+    """Seed of a task, from the run's seed and the task's name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""Encoder-decoders as a family: models that translate."""
+"""The seq2seq family: encoder-decoders that translate."""
 
 from typing import Any
 
@@ -26,4 +26,4 @@ SEQ2SEQ = Family(
     files=("tokenizer.json",),
     begin=begun_with,
 )
-"""Encoder-decoders."""
+"""The seq2seq family."""

@@ -1,4 +1,4 @@
-"""An encoder-decoder with mixture-of-experts layers on both sides: the forward pass and the initial weights.
+"""An encoder-decoder with mixture-of-experts layers on both sides: forward pass and initial weights.
 
 After Z-code M3 (Kim et al. 2021, arXiv 2109.10465): a deep encoder, a shallow decoder, MoE in every other layer of both.
 """
@@ -43,14 +43,14 @@ Memory = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a layer needs to know of its tokens beside their vectors; T = B * S.
+    """Tokens of one side besides their hidden states; T = B * S.
 
     Attributes:
-        ids_T: token ids, for hash routers.
+        ids_T: (T,) token ids, for hash routers.
         mask_T: (T,) bool, False for padding; None: there is none.
-        index_T: global token indices, which key noise and dropout; None: 0, 1, 2, ...
+        index_T: (T,) global token indices, which key noise and dropout; None: 0, 1, 2, ...
         rope: cosines and sines of the positions.
-        context: what the tokens see of their own side.
+        context: context of self-attention.
     """
 
     ids_T: Tensor
@@ -62,10 +62,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seq2SeqOutput:
-    """What one forward pass returns; a pytree.
+    """Logits and routing statistics of one forward pass; a pytree.
 
     Attributes:
-        logits_NV: (N, V) of the N target tokens that are no padding, row by row, in the compute dtype.
+        logits_NV: (N, V) logits of the N target tokens without padding, row by row, in the compute dtype.
         stats: one RoutingStats per MoE layer, the encoder's first; empty for a dense model.
     """
 
@@ -87,8 +87,8 @@ class CrossAttention(nn.Module):
     Args:
         dim: model width.
         num_heads: heads, a divisor of dim.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(self, *, dim: int, num_heads: int, **place: Any) -> None:
@@ -104,17 +104,17 @@ class CrossAttention(nn.Module):
         return self._heads(keys), self._heads(values)
 
     def forward(self, x_BSD: Tensor, memory: Memory, visible: Visible) -> Tensor:
-        """(B, S, D) -> (B, S, D).
+        """Attend to the sources, (B, S, D) -> (B, S, D).
 
         Args:
-            x_BSD: target tokens of B rows.
-            memory: of as many sources, or of fewer: then B / sources neighbouring rows share one.
-            visible: which of the sources' tokens are no padding.
+            x_BSD: (B, S, D) target tokens.
+            memory: keys and values of B sources, or of fewer: then B / sources neighbouring rows share a source.
+            visible: mask of the sources' padding.
         """
         keys, values = memory
         B, S, _ = x_BSD.shape
         q = self._heads(self.q(x_BSD))
-        # Rows of one source look at it together: its keys are neither copied nor read more than once.
+        # rows of one source are queries of one attention, so that its keys are not copied and are read once
         q = q.unflatten(0, (len(keys), B // max(len(keys), 1))).transpose(1, 2).flatten(2, 3)
         y = attention(q, keys, values, visible)
         y = y.unflatten(2, (-1, S)).transpose(1, 2).flatten(0, 1)
@@ -125,15 +125,15 @@ class CrossAttention(nn.Module):
 
 
 class Layer(FeedForward):
-    """x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x + feed_forward(norm(x)).
+    """Layer: x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x + feed_forward(norm(x)).
 
     Args:
         config: the model.
-        layer_index: which layer of the model this is, the encoder's first.
-        cache_index: which layer of a decoder this is; None: of the encoder.
+        layer_index: index of the layer in the model, the encoder's layers first.
+        cache_index: index of the layer in the decoder; None: the layer is the encoder's.
         num_experts: experts of this layer; 0: a dense feed-forward layer.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -186,15 +186,15 @@ class Layer(FeedForward):
         capacity_factor: float | None = None,
         losses: bool = True,
     ) -> tuple[Tensor, RoutingStats | None]:
-        """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer.
+        """Output (B, S, D), and the routing statistics of a MoE layer.
 
         Args:
-            x_BSD: its tokens.
-            tokens: what else there is to know of them.
-            source: in the decoder: what the encoder made of the sources, or the keys and values of that.
+            x_BSD: (B, S, D) hidden states of the tokens.
+            tokens: ids, mask, indices, positions and context of the tokens.
+            source: in the decoder: output of the encoder, or keys and values computed from it.
             source_visible: see `CrossAttention`.
             capacity_factor: see `MoELayer.forward`.
-            losses: see there.
+            losses: see `MoELayer.forward`.
         """
         cos, sin = tokens.rope
         after_attention, after_cross, after_ffn = self.dropouts
@@ -220,13 +220,13 @@ class Layer(FeedForward):
 class Seq2Seq(LanguageModel):
     """An encoder-decoder: RMSNorm, rotary or untied positions in self-attention, MoE in every n-th layer of both sides.
 
-    It is an `expertmesh.models.decoder.EncoderDecoder`: the engine decodes it.
+    It implements `expertmesh.models.decoder.EncoderDecoder`, the interface for decoding.
 
     Args:
         config: the model.
-        device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
-        dtype: of the parameters; None: torch's default.
-        seed: of the initial weights; None: a fresh one from torch's default generator.
+        device: device of the parameters; "meta" allocates none (then `to_empty` and `init_weights`).
+        dtype: dtype of the parameters; None: torch's default.
+        seed: seed of the initial weights; None: a fresh one from torch's default generator.
     """
 
     cache_type = Seq2SeqCache
@@ -284,18 +284,18 @@ class Seq2Seq(LanguageModel):
 
     @property
     def spec(self) -> ModelSpec:
-        """What it consists of; see `expertmesh.layout.spec`."""
+        """Specification of its parameters; see `expertmesh.layout.spec`."""
         return seq2seq_spec(self.config)
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
+        """Initialise every parameter: N(0, init_std^2), norms 1, biases 0.
 
-        Projections back to the residual stream have init_std / sqrt(n), n the number of them on their side. The numbers depend
-        on the seed and the parameter's name only, not on the device or the number of ranks.
+        Projections back to the residual stream have init_std / sqrt(n), where n is their number in the encoder or decoder. The
+        numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
         Args:
-            seed: None: a fresh one from torch's default generator.
+            seed: seed of the weights; None: a fresh one from torch's default generator.
         """
         seed = draw_seed() if seed is None else seed
         std = self.config.init_std
@@ -313,14 +313,14 @@ class Seq2Seq(LanguageModel):
 
     @property
     def max_source_len(self) -> int:
-        """Most tokens of a source."""
+        """Maximum tokens of a source."""
         return self.config.max_source_len
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> None:
-        """Read the sources, whatever the capacity; see `expertmesh.models.decoder.EncoderDecoder`.
+        """Encode the sources, without a capacity; see `expertmesh.models.decoder.EncoderDecoder`.
 
         Raises:
-            ConfigError: an argument of another shape, type, device or range, or a cache that has tokens already, or other rows.
+            ConfigError: an argument has a wrong shape, dtype, device or range, or the cache is not empty or does not fit.
         """
         self._check_side("ids_BS", ids_BS, "token_mask_BS", token_mask_BS, is_source=True)
         check_cache(cache, config=self.config, weight=self.embedding.weight)
@@ -345,10 +345,11 @@ class Seq2Seq(LanguageModel):
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache
     ) -> Tensor:
-        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`.
+        """Logits (B, V) of the token after the last column, without a capacity; see `expertmesh.models.decoder.CausalLM`.
 
         Raises:
-            ConfigError: an argument of another shape, type, device or range, or no source was read; the cache is then as it was.
+            ConfigError: an argument has a wrong shape, dtype, device or range, or no source was encoded; the cache is left
+                unchanged.
         """
         check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=None)
         check_home("ids_BS", ids_BS, self.embedding, self.embedding.weight)
@@ -385,30 +386,30 @@ class Seq2Seq(LanguageModel):
         target_index_T: Tensor | None = None,
         target_places_N: Tensor | None = None,
     ) -> Seq2SeqOutput:
-        """Logits of the next target token after every one that is given.
+        """Logits of the next token after every target token.
 
         Args:
             source_BS: (B, S) int64 ids of the sources, padded on the right.
             target_BS: (B, S') int64 ids of the targets so far, padded on the right.
-            source_mask_BS: (B, S) bool, False for padding: no token looks at it, no expert computes it; None: there is none.
-            target_mask_BS: the same of the targets; padding gets no logits.
+            source_mask_BS: (B, S) bool, False for padding, which no token sees and no expert computes; None: there is none.
+            target_mask_BS: (B, S') bool, False for padding, which gets no logits; None: there is none.
             source_index_T: (B * S,) int64 global token indices that key noise and dropout; None: 0, 1, 2, ...
-            target_index_T: (B * S',) the same of the targets.
-            target_places_N: (N,) int64 places of the target tokens that get logits, row by row; None: those of the mask, whose
-                number the host waits for.
+            target_index_T: (B * S',) int64 global token indices of the targets; None: 0, 1, 2, ...
+            target_places_N: (N,) int64 indices in target_BS.flatten() of the tokens with logits, row by row; None: the tokens
+                of target_mask_BS, whose number needs a device synchronisation.
 
         Returns:
             Logits and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: an argument of another shape, type, device or range, a side longer than the model's, or padding on the left.
-                Values, such as ids and the side of padding, are checked on CPUs only, and not inside torch.compile.
+            ConfigError: an argument has a wrong shape, dtype, device or range, sources or targets are too long, or targets are
+                padded on the left. Values (ids, masks) are checked on CPUs only, and not inside torch.compile.
         """
         self._check_side("source_BS", source_BS, "source_mask_BS", source_mask_BS, is_source=True)
         self._check_side("target_BS", target_BS, "target_mask_BS", target_mask_BS, is_source=False)
         self._check_indices(source_BS, target_BS, source_index_T, target_index_T, target_places_N)
         source_BSD, all_stats = self._encode(source_BS, source_mask_BS, source_index_T)
-        # Padding is on the right, so the causal order hides it from all that counts.
+        # padding is on the right, so causal attention hides it from all real tokens
         context = DenseContext.of(target_BS.shape[1], device=target_BS.device)
         tokens = self._tokens(
             target_BS, context, target_mask_BS, target_index_T, self.target_places
@@ -428,7 +429,7 @@ class Seq2Seq(LanguageModel):
     def _check_side(
         self, name: str, ids_BS: Tensor, mask_name: str, mask_BS: Tensor | None, *, is_source: bool
     ) -> None:
-        """Refuse tokens and a mask that are none of a source, or of a target; see `forward`."""
+        """Raise ConfigError for ids or a mask that do not fit sources, or targets; see `forward`."""
         what, most = (
             ("source", self.config.max_source_len)
             if is_source
@@ -458,7 +459,7 @@ class Seq2Seq(LanguageModel):
         target_index_T: Tensor | None,
         target_places_N: Tensor | None,
     ) -> None:
-        """Refuse what does not fit the tokens of both sides; see `forward`."""
+        """Raise ConfigError for indices that do not fit sources and targets; see `forward`."""
         if len(source_BS) != len(target_BS):
             raise ConfigError(
                 f"source_BS has {len(source_BS)} rows and target_BS {len(target_BS)}; give one target per source"
@@ -519,7 +520,7 @@ class Seq2Seq(LanguageModel):
             head_dim=self.config.head_size,
             base=self.config.rope_base,
             dtype=accumulate_dtype(self.embedding.weight.dtype),
-            fraction=1.0 if untied is None else 0.0,  # of the pairs that turn
+            fraction=1.0 if untied is None else 0.0,  # untied positions do not rotate
         )
         if untied is not None:
             num_keys = len(positions_S) if num_keys is None else num_keys

@@ -1,4 +1,4 @@
-"""Parallel text: folders of files SPLIT.LANG[.gz] or .zst whose lines belong together, as tokens of one vocabulary, cached."""
+"""Parallel text: files SPLIT.LANG (.gz, .zst) with corresponding lines, tokenised with a shared vocabulary and cached."""
 
 import hashlib
 import heapq
@@ -32,25 +32,25 @@ from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_toke
 
 FORMAT_VERSION = 1
 MASK_ID = 1
-"""Stands for a span of tokens that was left out, in every tokenizer trained here."""
+"""Id of the token that replaces a masked span, in every tokenizer trained here."""
 _MASK = "<|mask|>"
 _SPLIT_NAMES = ("training", "validation")
 _OTHER_ENDINGS = frozenset(
     {"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar", "zst"}
 )
-"""Endings that have a language's form and hardly ever are one; data.languages names those that are (bak, Bashkir)."""
+"""Endings that look like language codes but rarely are; data.languages can name one that is (bak, Bashkir)."""
 _BLANKS = re.compile(rb"\n(?:[ \t\f\v]|\xc2\xa0|\xe3\x80\x80)+(?=\r?\n)")
-"""Lines of blanks alone: usual ones, and those that do not break or are as wide as a sign (U+00A0, U+3000)."""
+"""Lines with only blanks, no-break spaces (U+00A0) and ideographic spaces (U+3000) included."""
 _NO_LANGUAGE = "files have endings that are no languages as en, zh_Hans"
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of one language in one file as tokens.
+    """Tokenised lines of one file in one language.
 
     Attributes:
-        tokens_N: all lines' tokens, one after the other.
-        starts: (lines + 1,) where each line starts; a blank line has none.
+        tokens_N: concatenated tokens of all lines.
+        starts: (lines + 1,) offset of each line in tokens_N; a blank line has no tokens.
     """
 
     tokens_N: np.ndarray
@@ -58,7 +58,7 @@ class Lines:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """(lines,) tokens of each line."""
+        """Number of tokens of each line, (lines,)."""
         return np.diff(self.starts)
 
     def line(self, index: int) -> np.ndarray:
@@ -67,20 +67,20 @@ class Lines:
 
 
 Corpus = dict[str, Lines]
-"""Of one folder's split, by language; equally many lines in each."""
+"""Lines of one folder's split by language; all languages have the same number of lines."""
 
 
 @dataclass(frozen=True)
 class ParallelTokens:
-    """Parallel text, tokenised.
+    """Tokenised parallel text.
 
     Attributes:
-        key: hex digest of all that the tokens depend on.
-        languages: that have a tag, in the order of the tags: those that can be written.
-        texts: languages of the files; those without a tag are only read.
+        key: hex digest of everything that the tokens depend on.
+        languages: languages with a tag, which can be targets, in the order of the tags.
+        texts: languages of the files; those without a tag are sources only.
         training: a corpus per folder.
         validation: a corpus per folder that has this split.
-        tokenizer_path: of the vocabulary that all languages share.
+        tokenizer_path: tokenizer.json of the vocabulary that all languages share.
     """
 
     key: str
@@ -92,15 +92,15 @@ class ParallelTokens:
 
 
 def tag(language: str) -> str:
-    """The token that asks for a language."""
+    """Token that selects a target language."""
     return f"<|{language}|>"
 
 
 def tag_id(languages: Sequence[str], language: str) -> int:
-    """Its id: tags follow the end of text and the mask.
+    """Id of a language's tag; tags follow the end of text and the mask.
 
     Raises:
-        ConfigError: the language is none of these.
+        ConfigError: the language is not in languages.
     """
     if language not in languages:
         near = nearest_name(language, list(languages))
@@ -119,7 +119,7 @@ def find_folder(name: str) -> Path:
     """A folder by its path, or by its name below data/, ../shared/data/ or the user's cache folder.
 
     Raises:
-        ConfigError: there is none; says how to get data.
+        ConfigError: there is no such folder.
     """
     path = expanded(name)
     places = [path]
@@ -137,10 +137,10 @@ def find_folder(name: str) -> Path:
 
 
 def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> ParallelTokens:
-    """Read the files; train the tokenizer and encode the lines unless the cache has them.
+    """Read the files, train the tokenizer and encode the lines; tokenizer and tokens are taken from the cache if it has them.
 
     Args:
-        config: of the data.
+        config: options of the data.
         vocab_size: V of the model.
 
     Raises:
@@ -209,7 +209,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
     if given is not None:
         digest.update(given.read_bytes())
     elif len(folders) > 1:
-        digest.update(b"|all folders in turn")  # which was once one after the other
+        digest.update(b"|all folders in turn")  # an earlier version read folders one after another
     for name in _SPLIT_NAMES:
         for found in splits[name]:
             digest.update(f"|{name} {sorted(found)}".encode())
@@ -227,10 +227,10 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
 
 
 def _given(name: str, vocab_size: int) -> Path:
-    """A tokenizer that was trained here.
+    """Path of a given tokenizer, checked to be one with language tags.
 
     Raises:
-        ConfigError: it is none, or has more tokens than the model.
+        ConfigError: it is missing or damaged, has no language tags, or has more tokens than the model.
     """
     path = expanded(name)
     if not path.is_file():
@@ -252,16 +252,16 @@ def _given(name: str, vocab_size: int) -> Path:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, packed or not, without their ends, in UTF-8 or what its mark says.
+    """Lines of a text file, compressed or not, without line ends; UTF-8, or the encoding of its byte-order mark.
 
     Raises:
-        ConfigError: it is no text, or damaged.
+        ConfigError: the file is no text, or damaged.
     """
     return lines_of(decoded(_bytes(path, None, option="")))
 
 
 def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> bytes:
-    """Of a text file, unpacked, in UTF-8; a line of blanks alone is an empty one, which is not translated."""
+    """Bytes of a text file, decompressed and in UTF-8; lines with only blanks become empty and are not translated."""
     try:
         with opened(path) as file:
             data = file.read()
@@ -283,10 +283,10 @@ def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> b
 def _files(
     folder: Path, split: str, languages: Sequence[str], left_out: LeftOut
 ) -> dict[str, Path]:
-    """The files of a split by language; of the given languages only, if any: no others are then worth a word.
+    """Files of a split by language, restricted to the given languages if there are any.
 
     Raises:
-        ConfigError: a language has two, one of them packed.
+        ConfigError: a language has two files, one of them compressed.
     """
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
@@ -319,7 +319,7 @@ def _texts(files: dict[str, Path], encoding: str | None) -> dict[str, list[str]]
 
 
 def in_turn(corpora: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[str]:
-    """Lines of all folders and languages in turn, in a random order, so that the first of them stand for all.
+    """Lines of all folders and languages, interleaved in a random order, so that the first ones represent all.
 
     Args:
         corpora: the lines of each language, for each folder.
@@ -392,5 +392,5 @@ def _open(folder: Path, name: str) -> tuple[Corpus, ...]:
 
 
 def source_ids(tokens: Sequence[int], *, tag: int) -> list[int]:
-    """What the encoder reads: the tag of the language that is wanted, the text, its end."""
+    """Input of the encoder: the tag of the target language, the text, the end of text."""
     return [tag, *tokens, END_OF_TEXT_ID]

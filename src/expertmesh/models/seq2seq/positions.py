@@ -1,4 +1,4 @@
-"""Untied positions: what places say to one another is apart from what words say (TUPE, Ke et al. 2021, arXiv 2006.15595)."""
+"""Untied positions: attention scores of positions, separate from those between tokens (TUPE, Ke et al. 2021, arXiv 2006.15595)."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from expertmesh.moe.dense_parts import Linear
 
 
 class UntiedPositions(nn.Module):
-    """Queries and keys of absolute places, which all layers of a side share (eq. 7).
+    """Queries and keys of absolute positions, shared by all layers of an encoder or decoder (eq. 7).
 
     Args:
-        max_len: most places.
+        max_len: number of positions.
         dim: model width.
         num_heads: heads, a divisor of dim.
-        norm_eps: epsilon of the norm of the places.
-        device: of the parameters.
-        dtype: of the parameters.
+        norm_eps: epsilon of the norm of the position embeddings.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class UntiedPositions(nn.Module):
         self.k = Linear(dim, dim, **place)
 
     def forward(self, positions_S: Tensor, num_keys: int) -> Places:
-        """Queries of some places, and keys of the first ones.
+        """Queries (H, S, head_dim) and keys (H, num_keys, head_dim) of positions.
 
         Args:
-            positions_S: (S,) places of the queries.
-            num_keys: places 0 ... num_keys - 1 have keys.
+            positions_S: (S,) positions of the queries.
+            num_keys: number of keys; they have positions 0 ... num_keys - 1.
         """
         keys_K = torch.arange(num_keys, device=positions_S.device)
         queries_SD, keys_KD = (

@@ -1,4 +1,4 @@
-"""Encoder-decoders: for two CPU cores, and the published shapes of Z-code M3 (Kim et al. 2021, arXiv 2109.10465)."""
+"""Recipes of encoder-decoders: for two CPU cores, and the published shapes of Z-code M3 (Kim et al. 2021, arXiv 2109.10465)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,15 +107,15 @@ def translate_twelve() -> Seq2SeqRunConfig:
 
 @dataclass(frozen=True)
 class PublishedTranslator:
-    """One size of Z-code M3: 24 encoder and 12 decoder layers, MoE in every other one.
+    """Recipe of a size of Z-code M3: 24 encoder and 12 decoder layers, MoE in every other one.
 
-    Capacity 1.0 in training and 2.0 in evaluation, random token selection, 128,000 tokens, an output matrix of its own
-    (which gives the published sizes). What differs: RMSNorm and rotary positions, where the original has LayerNorm, biases
-    and untied absolute ones.
+    Capacity 1.0 in training and 2.0 in evaluation, random token selection, a vocabulary of 128,000, and an untied output
+    matrix, which gives the published sizes. Differences: RMSNorm and rotary positions, where the original has LayerNorm,
+    biases and untied absolute positions.
 
     Attributes:
-        name: of the recipe.
-        num_experts: of each MoE layer; none: dense.
+        name: name of the recipe.
+        num_experts: experts of each MoE layer; none: dense.
     """
 
     name: str
@@ -123,7 +123,7 @@ class PublishedTranslator:
 
     @property
     def summary(self) -> str:
-        """One line for the list of recipes."""
+        """Description in the list of recipes, one line."""
         kind = f"{self.num_experts[0]} experts" if self.num_experts else "dense"
         return f"Z-code M3's encoder-decoder, {kind}: 24 + 12 layers, top-1."
 

@@ -1,4 +1,4 @@
-"""How good translations are: BLEU and chrF as sacreBLEU computes them (Post 2018), with its signatures."""
+"""Scores of translations: BLEU and chrF by sacreBLEU (Post 2018), with its signatures."""
 
 import importlib.util
 import re
@@ -11,18 +11,18 @@ _SHORTER = {
     **dict.fromkeys(("zho", "chi", "cmn", "yue"), "zh"),
     "jpn": "ja", "kor": "ko", "tha": "th", "lao": "lo", "khm": "km", "mya": "my", "bur": "my",
 }  # fmt: skip
-"""Codes of three letters of languages without blanks between words: zho_Hans is zh."""
+"""Two-letter code for three-letter codes of languages written without blanks between words: zho is zh."""
 TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char"}
-"""sacreBLEU's tokenizer for Chinese, Japanese and Korean; all other languages have 13a."""
+"""sacreBLEU's tokenizers for Chinese, Japanese and Korean; all other languages use 13a."""
 
 
 class Score(NamedTuple):
-    """One metric.
+    """Corpus score by one metric.
 
     Attributes:
-        name: as sacreBLEU prints it.
-        value: from 0 to 100.
-        signature: all that it depends on.
+        name: name of the metric in sacreBLEU.
+        value: score from 0 to 100.
+        signature: sacreBLEU's signature, with all settings that the score depends on.
     """
 
     name: str
@@ -35,8 +35,8 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
 
     Args:
         hypotheses: translations, one line each.
-        references: as many lines of the language.
-        language: its code, which decides on BLEU's tokenizer.
+        references: reference translations, one line each, as many as hypotheses.
+        language: code of the target language, which selects BLEU's tokenizer.
 
     Raises:
         ConfigError: sacreBLEU is not installed, or there are no translations or not as many references.
@@ -49,7 +49,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
 
 
 def check_sacrebleu() -> None:
-    """Whether there can be scores.
+    """Check that sacreBLEU is installed.
 
     Raises:
         ConfigError: sacrebleu is not installed.
@@ -61,7 +61,7 @@ def check_sacrebleu() -> None:
 
 
 def metrics_of(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
-    """sacreBLEU's BLEU and chrF for a language, for lines that have been checked; see `score`."""
+    """sacreBLEU's BLEU and chrF for a language, after a check of the lines; see `score`."""
     check_sacrebleu()
     check_lines(hypotheses, references, "translations")
     from sacrebleu.metrics import BLEU, CHRF
@@ -70,16 +70,16 @@ def metrics_of(hypotheses: Sequence[str], references: Sequence[str], language: s
 
 
 def plain_language(language: str) -> str:
-    """The code without region or use, of two letters where it has no blanks between words: "zh" of "zh_CN" and of "zho_Hans"."""
+    """Language code without region or script, as two letters if there are no blanks between words: "zh" for "zho_Hans"."""
     code = re.split("[_-]", language)[0].lower()
     return _SHORTER.get(code, code)
 
 
 def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> None:
-    """Whether there are lines, and as many references.
+    """Check that there are lines, and as many references.
 
     Raises:
-        ConfigError: there are none, or not equally many.
+        ConfigError: there are no lines, their numbers differ, or a line is not a string.
     """
     if len(lines) != len(references):
         raise ConfigError(

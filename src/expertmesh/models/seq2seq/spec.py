@@ -1,4 +1,4 @@
-"""The parameters of an encoder-decoder, written once."""
+"""Specification of an encoder-decoder's parameters."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,7 +10,7 @@ from expertmesh.models.seq2seq.config import Seq2SeqConfig
 
 @lru_cache(maxsize=16)
 def seq2seq_spec(config: Seq2SeqConfig) -> ModelSpec:
-    """Every parameter of an encoder-decoder, without building it; layers are numbered through both sides.
+    """Every parameter of an encoder-decoder, without building it; decoder layers are numbered after the encoder's.
 
     Args:
         config: the model.

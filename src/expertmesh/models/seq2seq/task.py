@@ -1,4 +1,4 @@
-"""The encoder-decoder as a family: what the trainer, a report and translation need of it."""
+"""Task of encoder-decoders: data, loss and measure of translation and denoising."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ from expertmesh.text.tokenizer import END_OF_TEXT_ID
 
 
 class Seq2SeqTask(Task):
-    """An encoder-decoder that translates, and repairs noised text; judged by the loss of translations."""
+    """Translation and denoising by an encoder-decoder; evaluated by the loss of translations."""
 
     config: Seq2SeqRunConfig
     builder_class = Seq2SeqBuilder
@@ -39,16 +39,16 @@ class Seq2SeqTask(Task):
         return data
 
     def num_items(self, batch: Batch) -> int:
-        """Target tokens, the end of each text among them."""
+        """Number of target tokens, ends of texts included."""
         return int(batch[3].sum())
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
-        """Tokens of the sources in the encoder's layers, of the targets in the decoder's."""
+        """Source tokens for each MoE layer of the encoder, target tokens for each of the decoder."""
         sides = zip(self.config.model.experts_per_layer(), (batch[1], batch[3]), strict=True)
         return [int(lengths_B.sum()) for layers, lengths_B in sides for n in layers if n]
 
     def label_of(self, batch: Batch) -> Tensor:
-        """Its direction; of a text that is repaired, its language."""
+        """Index (B,) of each sample's task: a direction, or the language of a text to denoise."""
         found: Tensor = batch[4]
         return found
 
@@ -64,7 +64,7 @@ class Seq2SeqTask(Task):
         return Loss(losses_N.sum(), output.stats)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
-        """Nats and target tokens, in all and of each direction."""
+        """Sums of cross-entropy in nats and of target tokens, in total and for each direction."""
         output, targets_N, rows_N = self._forward(model, batch, part)
         losses_N = token_losses(output.logits_NV[None], targets_N[None])
         _, _, _, lengths_B, tasks_B = batch
@@ -77,7 +77,7 @@ class Seq2SeqTask(Task):
         return found
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean cross-entropy per target token in nats: over all validation samples, and of each direction."""
+        """Mean cross-entropy per target token in nats, over all validation samples and for each direction."""
         found = {"loss": sums["nats"] / sums["items"]}
         for name in self._directions:
             if sums.get(f"items_{name}"):
@@ -87,7 +87,7 @@ class Seq2SeqTask(Task):
     def _forward(
         self, model: nn.Module, batch: Batch, part: Part
     ) -> tuple[Seq2SeqOutput, Tensor, Tensor]:
-        """Output, the N tokens that should follow, and the row of the batch that each is of."""
+        """Model output, the N target tokens to predict, and the batch row of each."""
         source_BS, source_lengths_B, target_BS, target_lengths_B, _ = batch
         device = source_BS.device
         source_mask_BS, target_mask_BS = (
@@ -97,7 +97,7 @@ class Seq2SeqTask(Task):
         num_targets = part.num_items
         if num_targets is None:
             num_targets = int(target_lengths_B.sum())
-        # the n-th of them is where the count of target tokens first is n: the host need not know the mask
+        # the n-th target token is where the running count of the mask reaches n, found without a device synchronisation
         ordinals_N = torch.arange(1, num_targets + 1, device=device)
         places_N = torch.searchsorted(target_mask_BS.flatten().cumsum(0), ordinals_N)
         start_B1 = torch.full_like(target_BS[:, :1], END_OF_TEXT_ID)

@@ -1,4 +1,4 @@
-"""Dropout that depends on the token, not on the batch: the same on any number of ranks and in any micro-batch."""
+"""Dropout keyed by token index: the same on any number of ranks and in any micro-batch."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 class TokenDropout(Keyed):
-    """Leaves out a share of the numbers of every token in training, and scales the others up (Srivastava et al. 2014, 10).
+    """Inverted dropout of the elements of every token in training (Srivastava et al. 2014, 10).
 
-    Which ones is a pure function of (seed, step, site, token index, column): one Philox word per token, mixed with the
-    number of every fourth column by a 32-bit integer hash whose four bytes decide. A CPU takes no longer for it than for drawing.
+    The mask is a pure function of (seed, step, site, token index, column). One Philox word per token is mixed with the index
+    of every fourth column by a 32-bit integer hash, whose four bytes decide about four columns. On a CPU this takes no longer
+    than drawing random numbers.
 
     Args:
-        rate: share that is left out, in [0, 1), rounded to a 256th.
-        site: number that makes the dropouts of one model differ, below 2^24.
+        rate: dropout rate, in [0, 1), rounded to a 256th.
+        site: number that distinguishes the dropouts of one model, below 2^24.
     """
 
     def __init__(self, rate: float, *, site: int) -> None:
@@ -28,10 +29,10 @@ class TokenDropout(Keyed):
         self._threshold = min(round(rate * 256), 255)
 
     def forward(self, x: Tensor, token_index_T: Tensor | None = None) -> Tensor:
-        """(..., D) -> (..., D) with T tokens in front.
+        """Apply dropout to T tokens.
 
         Args:
-            x: any floating dtype.
+            x: (..., D) with T tokens in its leading axes, any floating dtype.
             token_index_T: (T,) int64 global token indices; None: 0, 1, 2, ...
         """
         if not self.training or self._threshold == 0:
@@ -44,10 +45,10 @@ class TokenDropout(Keyed):
 
 
 def _bytes(noise_key: Tensor, token_index_T: Tensor, num_columns: int, *, site: int) -> Tensor:
-    """(T, D) uint8, uniform."""
+    """Uniform random bytes, (T, D) uint8."""
     words_T1 = random_bits(noise_key, token_index_T, 1, layer_index=site, stream=STREAM_DROPOUT)
     columns = torch.arange(-(-num_columns // 4), device=words_T1.device, dtype=torch.int32)
-    # Wellons' lowbias32 in 32-bit integers, which wrap; their shifts keep the sign, so it is masked.
+    # Wellons' lowbias32 in 32-bit integers, which wrap; right shifts keep the sign, so its bits are masked
     x = words_T1.to(torch.int32) ^ (columns * _GOLDEN)
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)

@@ -1,1 +1,1 @@
-"""The Swin Transformer family: model and task."""
+"""The Swin Transformer family."""

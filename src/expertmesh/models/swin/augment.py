@@ -1,6 +1,6 @@
-"""Changes of images in training: turned, moved, scaled, stretched, sheared, mirrored, recoloured, erased, mixed.
+"""Augmentation of training images: affine transforms, flips, colour changes, random erasing, mixup and cutmix.
 
-What happens to a sample depends on the seed and its number only, in any batch.
+The augmentation of a sample depends on the seed and its number only, not on the batch.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ _ERASED_AREA = (0.02, 1 / 3)
 
 @dataclass(frozen=True)
 class Mix:
-    """How a sample is mixed with another one.
+    """Mixup or cutmix of a sample with a partner.
 
     Attributes:
-        partner: number in [0, 1) that says which.
-        weight: of the sample; 1 - weight of the partner.
-        box: (top, left, bottom, right) as shares of the sides, where the partner is seen; None: everywhere, added.
+        partner: number in [0, 1) that selects the partner.
+        weight: weight of the sample; the partner's is 1 - weight.
+        box: cutmix: rectangle with the partner's pixels, (top, left, bottom, right) as fractions of the sides. None: mixup.
     """
 
     partner: float
@@ -34,13 +34,13 @@ class Mix:
 
 
 def changed(images_BCHW: Tensor, samples: list[int], config: ImagesConfig, *, seed: int) -> Tensor:
-    """Augmented copies.
+    """Augmented copies of images.
 
     Args:
-        images_BCHW: FP32 in [0, 1].
-        samples: the number of each, which with the seed is all that chance depends on.
-        config: what may happen.
-        seed: of the run.
+        images_BCHW: (B, C, H, W) FP32 images in [0, 1].
+        samples: number of each sample, which with the seed determines its augmentation.
+        config: options of augmentation.
+        seed: seed of the run.
     """
     draws_BN = np.stack([Draws(seed, "augment", i).uniform(_NUM_DRAWS) for i in samples])
     signed_BN = 2 * draws_BN - 1
@@ -56,17 +56,17 @@ def changed(images_BCHW: Tensor, samples: list[int], config: ImagesConfig, *, se
 def _moved(
     images_BCHW: Tensor, draws_BN: np.ndarray, signed_BN: np.ndarray, config: ImagesConfig
 ) -> Tensor:
-    """Turned, scaled, stretched, sheared, mirrored, moved, with zeros where nothing was."""
+    """Images after a random affine transform and flip, with zeros outside the original."""
     angle = signed_BN[:, 0] * config.rotate * _DEGREE
     scale = (1 - config.zoom) ** signed_BN[:, 1]
     shear = signed_BN[:, 2] * config.shear
     mirror = np.where(config.flip & (draws_BN[:, 3] < 0.5), -1.0, 1.0)
     cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
     places_B23 = np.empty((len(angle), 2, 3))
-    # of every pixel of the result, where it comes from; sides are from -1 to 1
+    # maps pixels of the result to the original; coordinates are from -1 to 1
     places_B23[:, 0, 0], places_B23[:, 0, 1] = mirror * cos, mirror * (shear * cos - sin)
     places_B23[:, 1, 0], places_B23[:, 1, 1] = sin, shear * sin + cos
-    narrower_B = (1 - config.stretch) ** (signed_BN[:, 12] / 2)  # the root of width over height
+    narrower_B = (1 - config.stretch) ** (signed_BN[:, 12] / 2)  # square root of the aspect ratio
     places_B23[:, 0, :2] *= narrower_B[:, None]
     places_B23[:, 1, :2] /= narrower_B[:, None]
     places_B23[:, :, 2] = 2 * config.shift * signed_BN[:, 4:6]
@@ -88,7 +88,7 @@ def _recoloured(images_BCHW: Tensor, factors_B2: np.ndarray) -> Tensor:
 def _erased(
     images_BCHW: Tensor, samples: list[int], draws_BN: np.ndarray, share: float, *, seed: int
 ) -> Tensor:
-    """A rectangle of 2 to 33 % of the area becomes uniform noise (Zhong et al. 2020)."""
+    """Images with a rectangle of 2 to 33 % of the area replaced by uniform noise (random erasing, Zhong et al. 2020)."""
     images_BCHW = images_BCHW.clone()
     C, H, W = images_BCHW.shape[1:]
     low, high = _ERASED_AREA
@@ -106,10 +106,10 @@ def _erased(
 
 
 def mix_of(sample: int, config: ImagesConfig, *, seed: int) -> Mix | None:
-    """How a sample is mixed; None: it is not.
+    """Mixup or cutmix of a sample; None: it is not mixed.
 
-    Mixup (Zhang et al. 2018) adds two images, cutmix (Yun et al. 2019) pastes a rectangle of one into the other; the classes
-    count by the same weights.
+    Mixup (Zhang et al. 2018) adds two images. Cutmix (Yun et al. 2019) pastes a rectangle of one into the other. The classes
+    have the same weights as the images.
     """
     if not config.mixup and not config.cutmix:
         return None
@@ -127,7 +127,7 @@ def mix_of(sample: int, config: ImagesConfig, *, seed: int) -> Mix | None:
 
 
 def _beta(draws: Draws, alpha: float) -> float:
-    """A number from Beta(alpha, alpha), by Joehnk's method."""
+    """Sample of Beta(alpha, alpha), by Joehnk's method."""
     while True:
         x, y = draws.uniform(2) ** (1 / alpha)
         if 0 < x + y <= 1:
@@ -137,7 +137,7 @@ def _beta(draws: Draws, alpha: float) -> float:
 def mixed(
     images_BCHW: Tensor, partners_BCHW: Tensor, mixes: list[Mix | None]
 ) -> tuple[Tensor, Tensor]:
-    """Mixed images, and the (B,) FP32 weight of each sample's own class: for cutmix the share of the pixels that are its."""
+    """Mixed images, and the (B,) FP32 weight of each sample's own class; for cutmix its exact fraction of the pixels."""
     images_BCHW = images_BCHW.clone()
     H, W = images_BCHW.shape[2:]
     weights = []

@@ -1,4 +1,4 @@
-"""How Swin Transformers are made and handed to classification."""
+"""Builder of Swin Transformers: construction, weights of earlier runs, interface for classification."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,13 +15,13 @@ from expertmesh.models.swin.model import Swin
 
 
 class SwinBuilder(ModelBuilder):
-    """Makes the model of a run."""
+    """Builder of a run's Swin Transformer."""
 
     config: SwinRunConfig
     is_built_empty = True
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Swin:
-        """The whole model on one device, weights drawn by the run's seed."""
+        """The whole model on one device, with weights drawn from the run's seed."""
         return Swin(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
@@ -31,7 +31,7 @@ class SwinBuilder(ModelBuilder):
 
     @torch.no_grad()
     def inherited(self, model: nn.Module, begin: RunConfig, data: Any) -> Mapping[str, Tensor]:
-        """Everything, but the head where it has other classes, by number or name: that one starts at zero.
+        """All tensors, but without the head if the classes differ in number or names; the head then starts at zero.
 
         Raises:
             CheckpointError: the list of the other run's classes is damaged.

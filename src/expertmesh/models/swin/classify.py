@@ -1,4 +1,4 @@
-"""Classes of images by the model of a run, and which experts took their patches."""
+"""Classification of images by a run's model, with the expert that each patch was routed to."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from expertmesh.models.swin.images import model_input
 
 @dataclass(frozen=True)
 class Classified:
-    """What a model says of an image.
+    """Class probabilities and expert choices for an image.
 
     Attributes:
-        name: of the image.
+        name: name of the image.
         classes: names of all classes.
-        probabilities: of each class.
-        pixels_CHW: the image as the model saw it, FP32 from -1 to 1, on the CPU.
-        experts: by name of each MoE block, the (H, W) int64 expert of every patch, its first choice; num_experts for none.
-        num_experts: of each of these blocks.
+        probabilities: probability of each class.
+        pixels_CHW: (C, H, W) input of the model, FP32 from -1 to 1, on the CPU.
+        experts: (H, W) int64 first-choice expert of every patch, by name of the MoE block; num_experts stands for no expert.
+        num_experts: number of experts, by name of the MoE block.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Classified:
 
 
 def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -> list[Tensor]:
-    """Image files as a model wants them, (C, H, W) FP32 each.
+    """Image files as inputs of a model, (C, H, W) FP32 each.
 
     Args:
         names: image files, or FILE@N for the N-th image of an IDX file.
@@ -44,7 +44,7 @@ def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -
         fit: see `ImagesConfig`.
 
     Raises:
-        ConfigError: images cannot be read or do not fit; the first few are named.
+        ConfigError: images cannot be read or do not fit; the message names the first few.
     """
     found, problems = [], []
     for name in Progress("read", total=len(names), unit="images").over(names):
@@ -73,11 +73,11 @@ def classify(
     """Classify images.
 
     Args:
-        model: what `ModelBuilder.classifier` returns of one in evaluation mode.
+        model: classifier from `ModelBuilder.classifier`, in evaluation mode.
         images: (C, H, W) each, as `read_images` returns them.
-        names: of the images.
-        classes: names of the classes; a head may have more.
-        batch_size: images at a time.
+        names: names of the images.
+        classes: names of the classes; further outputs of the head are ignored.
+        batch_size: images per forward pass.
     """
     found: list[Classified] = []
     told = Progress("classified", total=len(images), unit="images")

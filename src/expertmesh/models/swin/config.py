@@ -1,4 +1,4 @@
-"""The complete configuration of a training run of a Swin Transformer on images."""
+"""Options of a Swin Transformer, and the complete configuration of its training on images."""
 
 from typing import Annotated, Literal, Self
 
@@ -16,8 +16,8 @@ class SwinConfig(Config):
     """A Swin Transformer V2, or the variant that was released as "SwinV2-MoE", with MoE in every second block of some stages."""
 
     variant: Variant = "v2"
-    """v2: Swin V2 to the letter (cosine attention, 16 sigmoid of the position bias, norms after attention and MLP); released: the
-    published MoE models (norms before, dot products, the bias as it is, no second bias in MLPs)."""
+    """v2: Swin V2 as published (cosine attention, 16 sigmoid of the position bias, norms after attention and MLP); released: the
+    published MoE models (norms before, dot products, plain position bias, no output bias in MLPs)."""
     image_size: int = Field(default=256, gt=0)
     """Height and width of the images in pixels."""
     num_channels: Literal[1, 3] = 3
@@ -35,11 +35,11 @@ class SwinConfig(Config):
     window_size: int = Field(default=8, gt=0)
     """Height and width of a window in tokens; a smaller map is one window."""
     pretrained_window_sizes: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Window of each stage with which the position bias was learned; none: those of this model. train.init_from sets it."""
+    """Window of each stage with which the position bias was learned; none: this model's windows. train.init_from sets it."""
     mlp_ratio: float = Field(default=4.0, gt=0)
     """Hidden size of MLPs and experts as a ratio of the stage's width."""
     drop_path: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the images that skip the last block's branches in training; in earlier blocks less, down to 0 in the first."""
+    """Stochastic depth rate of the last block; it decreases linearly to 0 in the first."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     """Share of the target's probability that the training loss spreads over all classes."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -49,7 +49,7 @@ class SwinConfig(Config):
     moe_stages: tuple[Annotated[int, Field(gt=0)], ...] = (3, 4)
     """Stages, counted from 1, whose blocks 1, 3, 5, ... (counted from 0) are MoE."""
     moe: MoEConfig = MoEConfig(top_k=1)
-    """The mixture-of-experts layers. Hidden size and biases are those of the MLPs that they replace."""
+    """The mixture-of-experts layers, with hidden size and biases of the MLPs that they replace."""
 
     @property
     def stage_dims(self) -> tuple[int, ...]:
@@ -63,12 +63,12 @@ class SwinConfig(Config):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Window of each stage: no larger than its map."""
+        """Window of each stage, limited to the size of its map."""
         return tuple(min(self.window_size, side) for side in self.map_sides)
 
     @property
     def learned_windows(self) -> tuple[int, ...]:
-        """Window of each stage with which its position bias was, or is, learned."""
+        """Window of each stage with which its position bias was or is learned."""
         return self.pretrained_window_sizes or self.windows
 
     @property
@@ -162,7 +162,7 @@ class SwinConfig(Config):
 _OF_WEIGHTS = (
     "variant", "num_channels", "patch_size", "dim", "depths", "num_heads", "mlp_ratio", "norm_eps", "moe_stages",
 )  # fmt: skip
-"""Options of the model that its weights fix; those of images, windows and classes may change."""
+"""Options of the model that its weights fix; options of images, windows and classes may change."""
 _OF_EXPERTS = (
     "num_experts", "top_k", "router", "score_function", "normalize_weights", "weight_scale", "logit_temperature", "cosine_dim",
     "num_expert_groups", "num_limited_groups", "group_score", "bias_update_rate", "num_shared_experts", "shared_hidden_dim", "shared_gate",
@@ -171,11 +171,11 @@ _OF_EXPERTS = (
 
 
 def begun_with(config: "SwinRunConfig", other: "SwinRunConfig") -> "SwinRunConfig":
-    """The configuration with what the weights of the run that it begins with fix; image, window and classes are its own.
+    """The configuration with all options that the weights of the run in train.init_from fix; images, windows and classes stay.
 
     Args:
-        config: of the run.
-        other: of the one that it begins with.
+        config: configuration of the run.
+        other: configuration of the run in train.init_from.
     """
     model = config.model.model_dump() | {name: getattr(other.model, name) for name in _OF_WEIGHTS}
     if not other.model.moe.num_experts:
@@ -187,41 +187,41 @@ def begun_with(config: "SwinRunConfig", other: "SwinRunConfig") -> "SwinRunConfi
 
 
 class ImagesConfig(Config):
-    """Images and their classes, and how they are changed in training."""
+    """Labelled images and their augmentation."""
 
     path: tuple[str, ...] = ()
-    """Folders: with a folder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, .gz too); train/ and val/
-    (or test/) below, or train- and test- before an IDX file's name, are the split. Classes of several folders are numbered on."""
+    """Folders: with a folder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, .gz too). The split is
+    given by folders train/ and val/ (or test/), or by train- and test- before an IDX file's name. Classes of all folders are joined."""
     train_images: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Images of each folder to learn from, the first ones, where IDX files come without a split; 0 or none: as validation_fraction says."""
+    """Number of training images of each folder, the first ones, for IDX files without a split; 0 or none: by validation_fraction."""
     validation_fraction: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the images kept for validation where a folder has no split: the last ones of IDX files, some of each class of a folder."""
+    """Share of the images for validation in a folder without a split: the last ones of IDX files, some of each class of a folder."""
     fit: Fit = "resize"
-    """Images of another size: pad (smaller ones get a border of zeros), resize, or exact (they are mistakes)."""
+    """Treatment of images of another size: pad (smaller ones get a border of zeros), resize, or exact (they are errors)."""
     flip: bool = False
     """Mirror half of the images."""
     rotate: float = Field(default=0.0, ge=0, le=180)
-    """Most degrees by which an image is turned."""
+    """Maximum rotation of an image in degrees, in either direction."""
     shift: float = Field(default=0.0, ge=0, lt=1)
-    """Most by which it is moved along each axis, as a share of its side."""
+    """Maximum shift of an image along each axis, as a fraction of its side."""
     zoom: float = Field(default=0.0, ge=0, lt=1)
-    """It is scaled by a factor from 1 - this to 1 / (1 - this)."""
+    """Random zoom z: images are scaled by a factor from 1 - z to 1 / (1 - z)."""
     stretch: float = Field(default=0.0, ge=0, lt=1)
-    """Width over height is multiplied by a factor from 1 - this to 1 / (1 - this); the area stays."""
+    """Random stretch s: width over height is multiplied by a factor from 1 - s to 1 / (1 - s); the area stays."""
     shear: float = Field(default=0.0, ge=0, lt=1)
-    """Most by which it is sheared."""
+    """Maximum shear of an image, in either direction."""
     colour: float = Field(default=0.0, ge=0, lt=1)
-    """Brightness and contrast are multiplied by factors from 1 - this to 1 + this."""
+    """Random colour change c: brightness and contrast are multiplied by factors from 1 - c to 1 + c."""
     erase: float = Field(default=0.0, ge=0, le=1)
-    """Share of the images of which a random rectangle is replaced by noise."""
+    """Share of the images with a random rectangle replaced by noise (random erasing)."""
     mixup: float = Field(default=0.0, ge=0)
-    """Alpha of mixup: an image and another one are added, with a weight from Beta(alpha, alpha); 0: never."""
+    """Alpha of mixup: two images are added, with a weight from Beta(alpha, alpha); 0: never."""
     cutmix: float = Field(default=0.0, ge=0)
-    """Alpha of cutmix: a rectangle comes from another image, its area from Beta(alpha, alpha); 0: never. With mixup: half of the images each."""
+    """Alpha of cutmix: a rectangle comes from another image, its area from Beta(alpha, alpha); 0: never. With mixup, half each."""
     mix: float = Field(default=1.0, gt=0, le=1)
-    """Share of the images that are mixed."""
+    """Share of the images to which mixup or cutmix is applied."""
     cache_dir: str | None = None
-    """Folder for what is computed once of the images; none: the user's cache folder."""
+    """Cache folder for data computed from the images; none: the user's cache folder."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -239,7 +239,7 @@ class ImagesConfig(Config):
 
 
 class SwinRunConfig(RunConfig):
-    """Everything that defines a training run of a Swin Transformer."""
+    """Complete configuration of a training run of a Swin Transformer."""
 
     family: str = "swin"
     """Family of the model: swin, or module:name of your own."""

@@ -1,4 +1,4 @@
-"""What a Swin Transformer costs: parameters, multiply-adds per image, memory, from its configuration alone."""
+"""Costs of training a Swin Transformer from its configuration alone: parameters, multiply-adds per image, memory."""
 
 from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.run_costs import RunCosts
@@ -7,10 +7,10 @@ from expertmesh.models.swin.spec import swin_spec
 
 
 def count_multiply_adds(config: SwinConfig) -> int:
-    """Multiply-adds of one forward pass of one image, as Swin's publications count them.
+    """Multiply-adds of a forward pass of one image, as Swin's publications count them.
 
-    Products of matrices, and one for each element of a norm's input. Position biases, which do not depend on the image, and
-    softmax count nothing. A MoE block computes K experts per token, or K times the capacity factor where there is one.
+    Matrix products count, and one per element of a norm's input. Position biases, which do not depend on the image, and
+    softmax do not count. A MoE block computes K experts per token, or K times its capacity factor if it has one.
     """
     moe, norm = config.moe, 4 if config.variant == "released" else 2
     first = config.map_sides[0] ** 2 * config.dim
@@ -33,14 +33,14 @@ def count_multiply_adds(config: SwinConfig) -> int:
 
 
 def _multiply_adds_beside(config: SwinConfig, dim: int, hidden: int) -> int:
-    """Per token of a MoE block: shared experts and their gate, a residual MLP and its coefficient."""
+    """Multiply-adds per token of a MoE block outside its routed experts: shared experts and gate, residual MLP and coefficient."""
     moe = config.moe
     width = 2 * (moe.shared_hidden_dim or moe.num_shared_experts * hidden) + moe.shared_gate
     return dim * (width + (2 * hidden + 2 if moe.residual else 0))
 
 
 def _activation_elements(config: SwinConfig) -> int:
-    """Elements that one image keeps for the backward pass."""
+    """Elements that one image saves for the backward pass."""
     total = 0
     for stage, depth in enumerate(config.depths):
         dim, tokens = config.stage_dims[stage], config.map_sides[stage] ** 2

@@ -1,4 +1,4 @@
-"""Stochastic depth that depends on the image, not on the batch: the same on any number of ranks and in any micro-batch."""
+"""Stochastic depth keyed by image index: the same on any number of ranks and in any micro-batch."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ STREAM_DROP_PATH = 17
 
 
 class DropPath(Keyed):
-    """Says which images skip which branches of a model in training (Huang et al. 2016, section 3).
+    """Stochastic depth: random choice of the branches that each image skips in training (Huang et al. 2016, section 3).
 
     Args:
-        rates: of each branch, the share of the images that skip it, in [0, 1).
+        rates: drop rate of each branch, in [0, 1).
     """
 
     def __init__(self, rates: Sequence[float]) -> None:
@@ -23,7 +23,7 @@ class DropPath(Keyed):
         self.rates = tuple(rates)
 
     def forward(self, image_index_B: Tensor) -> Tensor | None:
-        """Factors (branches, B) FP32 of every branch's output: 0, or 1 / (1 - rate); None in evaluation, or without rates.
+        """Factors (branches, B) FP32 of the branches' outputs: 0 or 1 / (1 - rate). None in evaluation or if all rates are 0.
 
         Args:
             image_index_B: (B,) int64 global image indices.
@@ -34,14 +34,14 @@ class DropPath(Keyed):
         key = self.key_on(device)
         count = len(self.rates)
         bits = random_bits(key, image_index_B, count, layer_index=0, stream=STREAM_DROP_PATH)
-        # filled, not copied: a tensor made of the host's numbers would wait for a GPU
+        # filled on the device, because a copy from the host would synchronise with a GPU
         rates_K = torch.stack([torch.full((), rate, device=device) for rate in self.rates])
         keep_BK = uniform(bits, torch.float32) >= rates_K
         return (keep_BK / (1 - rates_K)).T
 
 
 def scaled(x: Tensor, factor_B: Tensor | None) -> Tensor:
-    """(B, ...) times one factor for each image; None: 1."""
+    """Product of x, (B, ...), with one factor per image; None: x."""
     if factor_B is None:
         return x
     return x * factor_B.to(x.dtype).view(-1, *[1] * (x.ndim - 1))

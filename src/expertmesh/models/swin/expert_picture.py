@@ -1,4 +1,4 @@
-"""A picture of which expert took which patch of an image."""
+"""Picture of the expert that each patch of an image was routed to."""
 
 import colorsys
 import importlib.util
@@ -19,14 +19,14 @@ _TINT = 0.6
 
 
 def save_picture(results: Sequence[Classified], path: str | Path) -> None:
-    """Write a row for each image: the image, then for each MoE block the image tinted by the expert of every patch.
+    """Write a picture with a row per image: the image, then for each MoE block the image tinted by the expert of every patch.
 
     Args:
-        results: of `expertmesh.models.swin.classify.classify`.
-        path: of the picture; its ending says the format.
+        results: results of `expertmesh.models.swin.classify.classify`.
+        path: file of the picture; its ending selects the format.
 
     Raises:
-        ConfigError: Pillow is not installed, knows no such format, or the model has no experts.
+        ConfigError: Pillow is not installed or does not know the format, or the model has no experts.
     """
     check_pillow(path)
     from PIL import Image, ImageDraw
@@ -47,7 +47,7 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
         shown = _enlarged((result.pixels_CHW + 1) / 2)
         tiles = [shown]
         for name in blocks:
-            # white: experts that choose (router=expert_choice) may leave a patch to none
+            # white: patches without an expert, which router=expert_choice may leave
             of_expert = torch.cat((expert_colours(result.num_experts[name]), torch.ones(1, 3)))
             colours = of_expert[result.experts[name]]
             tint = _enlarged(colours.permute(2, 0, 1))
@@ -64,10 +64,10 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
 
 
 def check_pillow(path: str | Path) -> None:
-    """Whether a picture can be written, and in a format that the name of the file asks for.
+    """Check that a picture can be written in the format of its ending.
 
     Raises:
-        ConfigError: Pillow is not installed, or knows no such format.
+        ConfigError: Pillow is not installed, or does not know the format.
     """
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError(f"--picture {path}: needs Pillow; install it with: pip install pillow")
@@ -80,7 +80,7 @@ def check_pillow(path: str | Path) -> None:
 
 
 def expert_colours(num_experts: int) -> Tensor:
-    """(E, 3) FP32 colours in [0, 1], as different as they can be."""
+    """Distinct colours of experts, (E, 3) FP32 in [0, 1]."""
     return torch.tensor(
         [
             colorsys.hsv_to_rgb(e / num_experts, 1.0, 1.0 if e % 2 == 0 else 0.65)
@@ -90,6 +90,6 @@ def expert_colours(num_experts: int) -> Tensor:
 
 
 def _enlarged(image_CHW: Tensor) -> Tensor:
-    """(3, side, side), every pixel a square."""
+    """Image enlarged to (3, side, side) by nearest neighbours."""
     places = torch.arange(_SIDE) * image_CHW.shape[1] // _SIDE
     return image_CHW[:, places][:, :, places].expand(3, -1, -1)

@@ -1,4 +1,4 @@
-"""Swin Transformers as a family: models that classify images."""
+"""The swin family: Swin Transformers that classify images."""
 
 from typing import Any
 
@@ -26,4 +26,4 @@ SWIN = Family(
     files=("classes.json",),
     begin=begun_with,
 )
-"""Swin Transformers."""
+"""The swin family."""

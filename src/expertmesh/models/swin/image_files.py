@@ -1,4 +1,4 @@
-"""Labelled images on disk: a folder per class, or IDX files as MNIST's."""
+"""Labelled images on disk: a folder per class, or IDX files like MNIST's."""
 
 import gzip
 import hashlib
@@ -19,7 +19,7 @@ from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError
 
 _NAMED = 5
-"""Images that a message names; of more it says how many there are."""
+"""Limit of images that a message names; further ones are counted."""
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX = re.compile(r"(?:(?P<split>\w+)[-.])?images[-.]idx3-ubyte(?:\.gz)?")
 _UNSIGNED_BYTE = 8
@@ -31,18 +31,18 @@ _CLASSES = "classes.txt"
 
 
 class ImageError(ConfigError):
-    """An image cannot be used; the message begins with its name."""
+    """Error of one image; the message begins with its name."""
 
 
 def refuse_images(problems: Sequence[str], total: int) -> None:
-    """Say of all images at once which cannot be used.
+    """Raise one ConfigError for all images that cannot be used.
 
     Args:
         problems: messages of their `ImageError`s.
-        total: how many images there are with them.
+        total: number of all images.
 
     Raises:
-        ConfigError: there are some; the first few are named.
+        ConfigError: there are problems; the message contains the first few.
     """
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -56,13 +56,13 @@ def refuse_images(problems: Sequence[str], total: int) -> None:
 
 @dataclass(frozen=True)
 class Images:
-    """Some images with their classes.
+    """Labelled images, read on demand.
 
     Attributes:
         labels_N: (N,) int64 classes.
-        read: the i-th image, uint8, (H, W) or (H, W, 3).
-        name: what the i-th is called in a message.
-        digest: changes with the names and sizes of the files, or with what is in them.
+        read: returns the i-th image, uint8, (H, W) or (H, W, 3).
+        name: returns the name of the i-th image for messages.
+        digest: digest of names and sizes of the files, or of their contents.
     """
 
     labels_N: np.ndarray
@@ -71,7 +71,7 @@ class Images:
     digest: str
 
     def take(self, which: np.ndarray) -> "Images":
-        """Those at some places, in this order."""
+        """The images at the given indices, in this order."""
         digest = hashlib.sha256(f"{self.digest} {which.tolist()}".encode()).hexdigest()
         return Images(
             self.labels_N[which],
@@ -83,12 +83,12 @@ class Images:
 
 @dataclass(frozen=True)
 class LabelledFolder:
-    """What one folder has.
+    """Classes and images of one folder.
 
     Attributes:
-        classes: their names.
-        training: to learn from.
-        validation: to evaluate on.
+        classes: names of the classes.
+        training: training images.
+        validation: validation images.
     """
 
     classes: tuple[str, ...]
@@ -99,15 +99,15 @@ class LabelledFolder:
 def read_folder(
     folder: str | Path, *, num_train: int | None, validation_fraction: float
 ) -> LabelledFolder:
-    """Find the images of a folder; those of IDX files are read, others when they are asked for.
+    """Find the images of a folder; IDX files are read at once, other images on demand.
 
     Args:
-        folder: with IDX files, or a folder per class, perhaps below train/ and val/.
-        num_train: how many of IDX files without a split are for training, the first ones; None: as the fraction says.
-        validation_fraction: share for validation where there is no split.
+        folder: folder with IDX files, or with a folder per class, perhaps below train/ and val/.
+        num_train: number of training images, the first ones, for IDX files without a split; None: by the fraction.
+        validation_fraction: share of the images for validation if there is no split.
 
     Raises:
-        ConfigError: there is nothing of the kind, or something is wrong with it.
+        ConfigError: the folder has no such files, or they are damaged.
     """
     path = expanded(folder)
     if not path.is_dir():
@@ -142,7 +142,7 @@ def read_folder(
 
 
 def _has_no_use(num_train: int, path: Path) -> ConfigError:
-    """Of a number of training images where it would change nothing."""
+    """Error for a number of training images that would have no effect."""
     return ConfigError(
         "data.train_images",
         num_train,
@@ -152,7 +152,7 @@ def _has_no_use(num_train: int, path: Path) -> ConfigError:
 
 
 def _below(path: Path, names: Sequence[str]) -> Path | None:
-    """The folder of a split. It has folders, which a class of such a name (train, of vehicles) has not."""
+    """Folder of a split; it must contain folders, which excludes a class of that name ("train", the vehicle)."""
     named = {p.name.lower(): p for p in sorted(path.iterdir()) if p.is_dir()}
     found = (named[name] for name in names if name in named)
     return next((p for p in found if any(inside.is_dir() for inside in p.iterdir())), None)
@@ -229,7 +229,7 @@ def _read_idx_pair(images: Path) -> Images:
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The array of an IDX file: two zero bytes, type, number of dimensions, their sizes (big-endian), values."""
+    """Array of an IDX file: two zero bytes, type, number of dimensions, their sizes (big-endian), values."""
     try:
         raw = path.read_bytes()
         if path.suffix == ".gz":
@@ -252,14 +252,14 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
 def _class_folders(
     path: Path, classes: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], Images]:
-    """The images of a folder per class, by class, then by name; hidden files are none.
+    """Classes and images of class folders, sorted by class, then by name; hidden files are skipped.
 
     Args:
-        path: the folder.
-        classes: that there are, some of which may have no folder here; None: those of the folders.
+        path: folder with a folder per class.
+        classes: known classes, some of which may have no folder here; None: the names of the folders.
 
     Raises:
-        ConfigError: there is no class, an empty one, or (with `classes`) another one.
+        ConfigError: there is no class, an empty class, or (with `classes`) an unknown class.
     """
     found = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != "."))
     if not found:
@@ -297,13 +297,13 @@ def _class_folders(
 
 
 def _images_below(folder: Path) -> list[Path]:
-    """Image files of a folder and its folders; no hidden ones, as macOS and notebooks leave them."""
+    """Image files of a folder and its subfolders, without hidden files, which macOS and notebooks create."""
     found = (p for p in folder.glob("**/*") if p.suffix.lower() in ENDINGS)
     return sorted(p for p in found if not any(n[0] == "." for n in p.relative_to(folder).parts))
 
 
 def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction: float) -> Any:
-    """(N,) bool: some images of each class, in an order that depends on the class's name and size only."""
+    """Mask (N,) bool of validation images, drawn from each class by its name and size only."""
     taken = np.zeros(len(labels_N), dtype=bool)
     for label, name in enumerate(classes):
         places = np.flatnonzero(labels_N == label)
@@ -322,10 +322,10 @@ def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction
 
 
 def read_image_or_idx(name: str) -> np.ndarray:
-    """An image file, or with FILE@N the N-th image of an IDX file; see `read_image`.
+    """Pixels of an image file, or for FILE@N of the N-th image of an IDX file; see `read_image`.
 
     Raises:
-        ImageError: it cannot be read, or the file has no such image.
+        ImageError: the image cannot be read, or the file has no such image.
     """
     path, at, number = name.rpartition("@")
     if not at or not number.isdecimal() or Path(name).exists():
@@ -343,11 +343,12 @@ def read_image_or_idx(name: str) -> np.ndarray:
 
 
 def read_image(path: str | Path) -> np.ndarray:
-    """An image file as uint8, (H, W) where it is grey, else (H, W, 3); transparent parts are black, and a photo stands
-    as its Exif orientation says.
+    """Pixels of an image file as uint8, (H, W) if it is grey, else (H, W, 3).
+
+    Transparent pixels become black, and the Exif orientation is applied.
 
     Raises:
-        ImageError: this is no image that can be read.
+        ImageError: the file is not a readable image.
         ConfigError: Pillow is not installed.
     """
     try:
@@ -381,7 +382,7 @@ def read_image(path: str | Path) -> np.ndarray:
 
 
 def _pixels(image: Any, path: str | Path) -> np.ndarray:
-    """What `read_image` returns of an open image of Pillow's."""
+    """Pixels of an open Pillow image, as `read_image` returns them."""
     from PIL import Image
 
     if image.mode in ("1", "L"):

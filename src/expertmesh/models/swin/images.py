@@ -1,4 +1,4 @@
-"""Labelled images as the data of a run: folders united, fitted to the model's size, augmented, in a fixed order."""
+"""Image data of a run: images of several folders, fitted to the model's size, augmented, in a fixed order."""
 
 import hashlib
 import json
@@ -26,31 +26,31 @@ from expertmesh.models.swin.image_files import (
 )
 
 CLASSES_FILE = "classes.json"
-"""The file of a run with the names of its classes."""
+"""File of a run with the names of its classes."""
 _FORMAT_VERSION = 1
 _LARGEST_IN_MEMORY = 1 << 30
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Images (B, C, H, W) FP32 from -1 to 1, classes (B,), classes of what they are mixed with (B,), weights (B,) of the former."""
+"""Images (B, C, H, W) FP32 from -1 to 1, their classes (B,), classes of their mixing partners (B,), weights of their own classes (B,)."""
 
 
 class ImageData:
-    """Images of one or several folders, whose classes are numbered on from folder to folder.
+    """Images of one or several folders; the classes of each folder are numbered after the previous folder's.
 
     Args:
-        config: where they are and how they are changed.
-        image_size: height and width that the model wants.
+        config: folders and augmentation.
+        image_size: height and width of the model's input.
         num_channels: 1 or 3.
-        num_classes: of the model's head.
-        seed: of the order and of the changes.
+        num_classes: classes of the model's head.
+        seed: seed of order and augmentation.
 
     Raises:
-        ConfigError: a folder, images or a label are not as they must be, or there are more classes than the head has.
+        ConfigError: a folder, an image or a label is invalid, or there are more classes than the head has.
 
     Attributes:
-        classes: their names.
-        folder_of_class: name of the folder of each class, with a number where one before it is called so, too.
-        num_validation: validation samples.
+        classes: names of the classes.
+        folder_of_class: name of each class's folder, numbered if an earlier folder has the same name.
+        num_validation: number of validation samples.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ImageData:
     ) -> None:
         self._config, self._seed = config, seed
         folders = _read_folders(config)
-        # each another, where folders in several places have one name
+        # distinct names for folders of the same name in different places
         placed = list(zip(distinct(Path(path).name for path in config.path), folders, strict=True))
         self.classes = tuple(
             name if len(placed) == 1 else f"{place}/{name}"
@@ -130,18 +130,18 @@ class ImageData:
         return _normal(images), labels_B, partner_labels_B, weights_B
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Batch]:
-        """Batches of at most so many validation images (None: all), evenly spread, as they are."""
+        """Batches of at most max_samples validation images (None: all), evenly spread, without augmentation."""
         side = self._sides[1]
         for which in spread_batches(len(side), max_samples, batch_size):
             images, labels_B = side.take(which)
             yield _normal(images), labels_B, labels_B, torch.ones(len(labels_B))
 
     def neighbours(self, count: int, *, most_distances: int) -> Tensor | None:
-        """(images,) bool: the validation images whose class most of their nearest training images have, by Euclidean distance of pixels.
+        """Mask (images,) bool of the validation images that k nearest neighbours by Euclidean distance of pixels classify correctly.
 
         Args:
-            count: neighbours that vote; of classes with equally many votes the lowest counts.
-            most_distances: with more pairs of images than that there is no answer, None.
+            count: number k of training images that vote; ties go to the lowest class.
+            most_distances: maximum number of image pairs to compare; None is returned for more.
         """
         training, validation = self._sides
         if len(training) * len(validation) > most_distances or training.pixels_NCHW is None:
@@ -160,7 +160,7 @@ class ImageData:
 
 
 class _Side:
-    """The training or the validation images of all folders; `pixels_NCHW` where they are not too many for memory."""
+    """Training or validation images of all folders; `pixels_NCHW` holds them if they fit into memory."""
 
     def __init__(
         self,
@@ -184,10 +184,10 @@ class _Side:
         return int(self._starts[-1])
 
     def load(self) -> list[str]:
-        """Read the images where they are not too many; returns what is wrong with those that cannot be read.
+        """Read all images if they fit into memory; return messages for unreadable ones.
 
         Raises:
-            ConfigError: one does not fit the model, which an option changes for all.
+            ConfigError: an image does not fit the model, which an option can change for all.
         """
         if len(self) * int(np.prod(self._size)) > _LARGEST_IN_MEMORY:
             return []
@@ -202,7 +202,7 @@ class _Side:
         return problems
 
     def take(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(B, C, H, W) FP32 images in [0, 1], and their classes."""
+        """Images (B, C, H, W) FP32 in [0, 1], and their classes (B,)."""
         if self.pixels_NCHW is not None:
             pixels = self.pixels_NCHW[list(which)]
         else:
@@ -235,18 +235,18 @@ def _read_folders(config: ImagesConfig) -> list[LabelledFolder]:
 
 
 def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tensor:
-    """An image in a model's size.
+    """Image fitted to a model's input size.
 
     Args:
         pixels: uint8, (H, W) or (H, W, 3).
         size: channels, height and width.
-        fit: see `ImagesConfig`; to resize it, its middle square is scaled, smoothly.
+        fit: see `ImagesConfig`; "resize" scales the centre square, bicubic with antialiasing.
 
     Returns:
-        uint8 of that size.
+        uint8 image of that size.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the image does not fit.
     """
     image_CHW = torch.from_numpy(
         np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1)).copy()
@@ -277,7 +277,7 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
 
 
 def class_names(path: Path) -> tuple[str, ...]:
-    """The names of a run's classes, from its file of them.
+    """Names of a run's classes, read from its `CLASSES_FILE`.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -292,7 +292,7 @@ def class_names(path: Path) -> tuple[str, ...]:
 
 
 def model_input(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tensor:
-    """One image as a model wants it, (C, H, W) FP32 from -1 to 1; see `fitted`."""
+    """Image as input of a model, (C, H, W) FP32 from -1 to 1; see `fitted`."""
     return _normal(fitted(pixels, size=size, fit=fit).to(torch.float32) / 255)
 
 

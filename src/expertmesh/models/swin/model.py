@@ -1,7 +1,7 @@
-"""A Swin Transformer with mixture-of-experts blocks: the forward pass and the initial weights.
+"""A Swin Transformer with mixture-of-experts blocks: forward pass and initial weights.
 
-Swin V2 (Liu et al. 2022, arXiv 2111.09883), and what was released as SwinV2-MoE (Hwang et al. 2023, arXiv 2206.03382), which
-shares only the log-spaced position bias with it.
+There are two variants: Swin V2 (Liu et al. 2022, arXiv 2111.09883), and the models released as SwinV2-MoE (Hwang et al. 2023,
+arXiv 2206.03382), which share only the log-spaced position bias with Swin V2.
 """
 
 import math
@@ -41,12 +41,12 @@ _POSITION_BIAS = 16.0
 
 @dataclass(frozen=True)
 class SwinOutput:
-    """What one forward pass returns; a pytree.
+    """Logits, feature maps and routing statistics of one forward pass; a pytree.
 
     Attributes:
-        logits_BC: (B, C) of the classes, in the compute dtype.
-        maps: of each stage (B, H, W, D), before it is merged; D doubles and H, W halve from stage to stage.
-        stats: one RoutingStats per MoE block, in their order; empty for a dense model.
+        logits_BC: (B, C) class logits, in the compute dtype.
+        maps: (B, H, W, D) map of each stage, before patch merging; D doubles and H, W halve from stage to stage.
+        stats: one RoutingStats per MoE block, in block order; empty for a dense model.
     """
 
     logits_BC: Tensor
@@ -55,7 +55,7 @@ class SwinOutput:
 
     @property
     def features(self) -> tuple[Tensor, ...]:
-        """The maps as detectors want them, (B, D, H, W)."""
+        """The maps as (B, D, H, W), for detectors."""
         return tuple(x_BHWD.permute(0, 3, 1, 2) for x_BHWD in self.maps)
 
 
@@ -72,10 +72,10 @@ class WindowAttention(nn.Module):
 
     Args:
         config: the model.
-        stage: of the model, from 0.
+        stage: index of the stage, from 0.
         shift: the map is rolled by -shift before it is cut into windows; 0: not at all.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     coordinates_P2: Tensor
@@ -105,7 +105,7 @@ class WindowAttention(nn.Module):
             self.mask_WNN = None
 
     def _tables(self) -> dict[str, Tensor]:
-        """What follows from the sizes alone, and is no part of a checkpoint."""
+        """Constant buffers, computed from the sizes alone and not part of a checkpoint."""
         exact = accumulate_dtype(self.qkv.weight.dtype)
         tables = {
             "coordinates_P2": log_coordinates(self.window, self.learned_window).to(exact),
@@ -117,21 +117,21 @@ class WindowAttention(nn.Module):
 
     @torch.no_grad()
     def fill_tables(self) -> None:
-        """Compute the tables anew, after `to_empty`."""
+        """Recompute the constant buffers, after `to_empty`."""
         for name, table in self._tables().items():
             getattr(self, name).copy_(table)
 
     def position_bias(self) -> Tensor:
-        """(H, N, N) bias of every query's and key's places, in FP32 or FP64."""
+        """Position bias (H, N, N) of every query and key in a window, in FP32 or FP64."""
         bias_PH = self.position_embedding(self.coordinates_P2.to(self.qkv.weight.dtype))
         if self.is_v2:
             bias_PH = _POSITION_BIAS * torch.sigmoid(bias_PH)
         bias_HP = bias_PH.to(accumulate_dtype(bias_PH.dtype)).T
-        # index_select, because its gradient adds in one order
+        # index_select, because its gradient sums in a deterministic order
         return bias_HP.index_select(1, self.index_NN.flatten()).unflatten(1, self.index_NN.shape)
 
     def forward(self, x_BHWD: Tensor) -> Tensor:
-        """(B, H, W, D) -> (B, H, W, D)."""
+        """Attention output, (B, H, W, D) -> (B, H, W, D)."""
         if self.shift:
             x_BHWD = x_BHWD.roll((-self.shift, -self.shift), (1, 2))
         qkv = self.qkv(into_windows(x_BHWD, self.window))
@@ -157,16 +157,18 @@ class WindowAttention(nn.Module):
 
 
 class SwinBlock(FeedForward):
-    """V2: x + norm(attention(x)), then x + norm(MLP(x)). Released: x + attention(norm(x)), then x + MLP(norm(x)).
+    """Block of a stage: window attention, then a dense or MoE MLP.
+
+    V2: x + norm(attention(x)), then x + norm(MLP(x)). Released: x + attention(norm(x)), then x + MLP(norm(x)).
 
     Args:
         config: the model.
-        stage: of the model, from 0.
-        block: of the stage, from 0; odd ones shift their windows, where the map has more than one.
-        index: of the block in the model.
-        num_experts: of this block; 0: a dense MLP.
-        device: of the parameters.
-        dtype: of the parameters.
+        stage: index of the stage, from 0.
+        block: index of the block in the stage, from 0; odd blocks shift their windows if the map has more than one.
+        index: index of the block in the model.
+        num_experts: experts of this block; 0: a dense MLP.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -203,12 +205,12 @@ class SwinBlock(FeedForward):
     def forward(
         self, x_BHWD: Tensor, image_index_B: Tensor, factors_2B: Tensor | None
     ) -> tuple[Tensor, RoutingStats | None]:
-        """(B, H, W, D) -> (B, H, W, D), and the routing statistics of a MoE block.
+        """Output (B, H, W, D), and the routing statistics of a MoE block.
 
         Args:
-            x_BHWD: the map.
+            x_BHWD: (B, H, W, D) map.
             image_index_B: (B,) int64 global image indices, which key noise.
-            factors_2B: of attention's and the MLP's branch, for each image; None: 1.
+            factors_2B: (2, B) factors of the attention and MLP branches for each image; None: 1.
         """
         of_attention, of_ffn = (None, None) if factors_2B is None else factors_2B
         if self.is_v2:
@@ -227,14 +229,14 @@ class SwinBlock(FeedForward):
 
 
 class PatchMerging(nn.Module):
-    """Four neighbours become one token of twice the width: V2 norm(W x), released W norm(x).
+    """Patch merging of 2 x 2 neighbouring tokens into one of twice the width: V2 norm(W x), released W norm(x).
 
     Args:
-        dim: D of the stage before.
-        is_v2: which variant.
-        eps: of the norm.
-        device: of the parameters.
-        dtype: of the parameters.
+        dim: D of the previous stage.
+        is_v2: whether the variant is V2.
+        eps: epsilon of the norm.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(self, dim: int, *, is_v2: bool, eps: float, **place: Any) -> None:
@@ -244,20 +246,20 @@ class PatchMerging(nn.Module):
         self.proj = Linear(4 * dim, 2 * dim, **place)
 
     def forward(self, x_BHWD: Tensor) -> Tensor:
-        """(B, H, W, D) -> (B, H / 2, W / 2, 2 D)."""
+        """Merged map, (B, H, W, D) -> (B, H / 2, W / 2, 2 D)."""
         corners = ((0, 0), (1, 0), (0, 1), (1, 1))
         x = torch.cat([x_BHWD[:, row::2, column::2] for row, column in corners], -1)
         return self.norm(self.proj(x)) if self.is_v2 else self.proj(self.norm(x))
 
 
 class Swin(nn.Module):
-    """A Swin Transformer that classifies images, and gives the maps of all stages.
+    """A Swin Transformer that classifies images and returns the feature maps of all stages.
 
     Args:
         config: the model.
-        device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
-        dtype: of the parameters; None: torch's default.
-        seed: of the initial weights; None: a fresh one from torch's default generator.
+        device: device of the parameters; "meta" allocates none (then `to_empty` and `init_weights`).
+        dtype: dtype of the parameters; None: torch's default.
+        seed: seed of the initial weights; None: a fresh one from torch's default generator.
 
     Example:
         >>> import torch
@@ -285,7 +287,7 @@ class Swin(nn.Module):
         pixels = config.num_channels * config.patch_size**2
         self.patches = Linear(pixels, config.dim, bias=True, **place)
         self.patch_norm = nn.LayerNorm(config.dim, **norm)
-        self.stages: Any = nn.ModuleList()  # of lists of blocks
+        self.stages: Any = nn.ModuleList()  # a ModuleList of blocks for each stage
         self.merges = nn.ModuleList()
         experts, index = config.experts_per_block(), 0
         for stage, depth in enumerate(config.depths):
@@ -309,12 +311,12 @@ class Swin(nn.Module):
         draw_weights(self, device=device, seed=seed)
 
     def blocks(self) -> Iterator[SwinBlock]:
-        """All blocks in their order."""
+        """All blocks, in model order."""
         for stage in self.stages:
             yield from stage
 
     def moe_blocks(self) -> Iterator[tuple[str, MoELayer]]:
-        """The MoE layers in their order, with their places in words, counted from 1."""
+        """Names and layers of the MoE blocks, in model order, such as "stage 3 block 2", counted from 1."""
         for stage, blocks in enumerate(self.stages, 1):
             for number, block in enumerate(blocks, 1):
                 if block.moe is not None:
@@ -322,7 +324,7 @@ class Swin(nn.Module):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Channels, height and width of its images."""
+        """Channels, height and width of the input images."""
         return self.config.num_channels, self.config.image_size, self.config.image_size
 
     @property
@@ -331,7 +333,7 @@ class Swin(nn.Module):
         return {name: layer.num_experts for name, layer in self.moe_blocks()}
 
     def scores(self, images_BCHW: Tensor) -> ImageScores:
-        """Scores of images, and the first choice of every patch in each MoE block; see `expertmesh.models.classifier.Classifier`."""
+        """Class logits, and first-choice expert of every patch in each MoE block; see `expertmesh.models.classifier.Classifier`."""
         output: SwinOutput = self(images_BCHW.to(self.head.weight.device))
         experts = {}
         for (name, _), stats in zip(self.moe_blocks(), output.stats, strict=True):
@@ -342,17 +344,17 @@ class Swin(nn.Module):
 
     @property
     def spec(self) -> ModelSpec:
-        """What it consists of; see `expertmesh.layout.spec`."""
+        """Specification of its parameters; see `expertmesh.layout.spec`."""
         return swin_spec(self.config)
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw every parameter anew: matrices N(0, init_std^2), norms 1 (those after V2's branches 0), biases 0, scales ln 10.
+        """Initialise every parameter: matrices N(0, init_std^2), norms 1 (0 after V2's branches), biases 0, scales ln 10.
 
         The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
         Args:
-            seed: None: a fresh one from torch's default generator.
+            seed: seed of the weights; None: a fresh one from torch's default generator.
         """
         seed, std = draw_seed() if seed is None else seed, self.config.init_std
         for block in self.blocks():
@@ -367,7 +369,7 @@ class Swin(nn.Module):
             image_index_B: (B,) int64 global image indices that key noise and stochastic depth; None: 0, 1, 2, ...
 
         Raises:
-            ConfigError: images or their indices have another shape, type or device.
+            ConfigError: images or their indices have a wrong shape, dtype or device.
         """
         what = f"a floating-point tensor of shape (images, {', '.join(map(str, self.size))})"
         check_tensor("images_BCHW", images_BCHW, what=what)

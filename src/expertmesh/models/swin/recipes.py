@@ -1,4 +1,4 @@
-"""Swin Transformers: for two CPU cores, and the published shapes of Swin V2 (arXiv 2111.09883) and SwinV2-MoE (2206.03382)."""
+"""Recipes of Swin Transformers: for two CPU cores, and published shapes of Swin V2 (arXiv 2111.09883) and SwinV2-MoE (2206.03382)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,19 +117,19 @@ def swin_union67() -> SwinRunConfig:
 
 @dataclass(frozen=True)
 class PublishedSwin:
-    """One published size.
+    """Recipe of a published size.
 
-    Dense ones are Swin V2's for ImageNet-1K at 256 x 256. MoE ones are what was released as SwinV2-MoE, trained on ImageNet-22K at
-    192 x 192 with windows of 12: MoE in every second block of the last two stages, top-1, capacity 1.25, batch-prioritised.
-    What differs: affine changes, colour and erasing stand for RandAugment; no dropout inside experts.
+    Dense sizes are Swin V2's for ImageNet-1K at 256 x 256. MoE sizes are the released SwinV2-MoE models, trained on ImageNet-22K
+    at 192 x 192 with windows of 12: MoE in every second block of the last two stages, top-1, capacity 1.25, batch-prioritised.
+    Differences: affine transforms, colour changes and erasing replace RandAugment; no dropout inside experts.
 
     Attributes:
-        name: of the recipe.
-        dim: of the first stage.
+        name: name of the recipe.
+        dim: width of the first stage.
         third: blocks of the third stage.
-        heads: of the first stage.
-        drop_path: share of the images that skip the last block's branches.
-        num_experts: of each MoE block; none: dense.
+        heads: attention heads of the first stage.
+        drop_path: stochastic depth rate of the last block.
+        num_experts: experts of each MoE block; none: dense.
     """
 
     name: str
@@ -141,7 +141,7 @@ class PublishedSwin:
 
     @property
     def summary(self) -> str:
-        """One line for the list of recipes."""
+        """Description in the list of recipes, one line."""
         kind = f"SwinV2-MoE, {self.num_experts[0]} experts" if self.num_experts else "Swin V2"
         return (
             f"{kind}: stages of 2, 2, {self.third} and 2 blocks, {self.dim} to {8 * self.dim} wide."

@@ -1,4 +1,4 @@
-"""The parameters of a Swin Transformer, written once."""
+"""Specification of a Swin Transformer's parameters."""
 
 import math
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def _parameters(config: SwinConfig) -> Iterator[Parameter]:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What the feed-forwards of a stage depend on."""
+    """Feed-forward options of a stage, as `HasFeedForwards`."""
 
     dim: int
     ffn_hidden_dim: int
@@ -60,7 +60,7 @@ def _block(config: SwinConfig, stage: int, num_experts: int) -> Iterator[Paramet
     hidden = round(config.mlp_ratio * D)
     experts = config.moe.model_copy(update={"hidden_dim": hidden, "bias": True})
     of_stage = _Stage(D, hidden, experts)
-    # norms behind V2's branches begin with 0: a block begins as the identity
+    # norms after V2's branches start at 0, so that a block starts as the identity
     first = 0.0 if is_v2 else None
     yield from _norm("attention_norm", D, begins=first)
     for one in _attention(D, config.num_heads[stage], is_v2=is_v2):

@@ -1,4 +1,4 @@
-"""The Swin Transformer as a family: what the trainer, a report and classification need of it."""
+"""Task of Swin Transformers: data, loss and measure of image classification."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ _MOST_DISTANCES = 1 << 28
 
 
 class SwinTask(Task):
-    """A Swin Transformer that classifies images; judged by the share that it gets right."""
+    """Image classification by a Swin Transformer; evaluated by accuracy."""
 
     config: SwinRunConfig
     builder_class = SwinBuilder
@@ -38,11 +38,11 @@ class SwinTask(Task):
         return data
 
     def label_of(self, batch: Batch) -> Tensor:
-        """The folder of its class."""
+        """Index (B,) in `labels` of the folder of each image's class."""
         return self._folder_of_class.to(batch[1].device)[batch[1]]
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
-        """Cross-entropy of the classes in nats, by their weights where images are mixed, smoothed."""
+        """Cross-entropy of the classes in nats, with label smoothing; classes of mixed images are weighted."""
         images_BCHW, labels_B, partner_labels_B, weights_B = batch
         index_B = part.token_index(1, images_BCHW.device)
         output: SwinOutput = model(images_BCHW, image_index_B=index_B)
@@ -55,7 +55,7 @@ class SwinTask(Task):
         return Loss((own_B * weights_B + other_B * (1 - weights_B)).sum(), output.stats)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
-        """Nats, right answers, images."""
+        """Sums of cross-entropy in nats, of correct classes, and of images."""
         images_BCHW, labels_B, *_ = batch
         logits_BC = model(images_BCHW).logits_BC
         losses_B = token_losses(logits_BC[None], labels_B[None])
@@ -63,7 +63,7 @@ class SwinTask(Task):
         return {"loss": losses_B.sum(), "accuracy": right, "items": len(labels_B)}
 
     def baseline(self, data: Data) -> Baseline | None:
-        """What the five nearest training images by their pixels say; None where they are too many to compare."""
+        """Five nearest neighbours by pixels; None if there are too many pairs of images to compare."""
         assert isinstance(data, ImageData)
         found = data.neighbours(_NEIGHBOURS, most_distances=_MOST_DISTANCES)
         if found is None:

@@ -1,4 +1,4 @@
-"""Windows of a map of tokens, the relative positions inside them, and which tokens of a shifted window belong together."""
+"""Windows of a map of tokens: partition, relative positions, and masks of shifted windows."""
 
 import math
 
@@ -10,28 +10,28 @@ _COORDINATE_RANGE = 8.0
 
 
 def into_windows(x_BHWD: Tensor, window: int) -> Tensor:
-    """(B, H, W, D) -> (B * windows, N, D), N = window^2 tokens row by row; windows of an image row by row."""
+    """Windows of a map, (B, H, W, D) -> (B * windows, N, D), N = window^2; windows of an image and tokens of a window row by row."""
     B, H, W, D = x_BHWD.shape
     x = x_BHWD.view(B, H // window, window, W // window, window, D)
     return x.transpose(2, 3).reshape(-1, window * window, D)
 
 
 def from_windows(x_MND: Tensor, side: int, window: int) -> Tensor:
-    """The inverse of `into_windows` for maps of side x side tokens."""
+    """Inverse of `into_windows` for maps of side x side tokens."""
     per_side, D = side // window, x_MND.shape[-1]
     x = x_MND.view(-1, per_side, per_side, window, window, D)
     return x.transpose(2, 3).reshape(-1, side, side, D)
 
 
 def log_coordinates(window: int, learned_window: int) -> Tensor:
-    """((2 w - 1)^2, 2) FP64 log-spaced offsets of rows and columns, from -(w - 1) to w - 1 (Liu et al. 2022, eq. 4).
+    """Log-spaced offsets of rows and columns, ((2 w - 1)^2, 2) FP64, from -(w - 1) to w - 1 (Liu et al. 2022, eq. 4).
 
-    sign(d) log2(1 + 8 |d| / (w' - 1)) / log2(8): offsets are measured by the window with which the bias was learned, so that
-    a larger window reaches only a little beyond what was seen.
+    sign(d) log2(1 + 8 |d| / (w' - 1)) / log2(8). Offsets are relative to the window with which the bias was learned, so that a
+    larger window extrapolates only a little.
 
     Args:
-        window: w, of the model.
-        learned_window: w', at which the largest offset is 8 before the logarithm.
+        window: w, window of the model.
+        learned_window: w', window of learning, whose largest offset is 8 before the logarithm.
     """
     offsets = torch.arange(1 - window, window, dtype=torch.float64, device="cpu")
     offsets = offsets * (_COORDINATE_RANGE / max(learned_window - 1, 1))
@@ -40,7 +40,7 @@ def log_coordinates(window: int, learned_window: int) -> Tensor:
 
 
 def relative_index(window: int) -> Tensor:
-    """(N, N) int64: for a query's place and a key's, the row of `log_coordinates` that has their offset."""
+    """Row of `log_coordinates` with the offset of each query and key in a window, (N, N) int64."""
     places = torch.arange(window, device="cpu")
     places_N2 = torch.cartesian_prod(places, places)
     offsets_NN2 = places_N2[:, None] - places_N2 + window - 1
@@ -48,9 +48,9 @@ def relative_index(window: int) -> Tensor:
 
 
 def region_mask(side: int, window: int, shift: int) -> Tensor:
-    """(windows, N, N) FP32, added to the logits of a map rolled by -shift: -100 between tokens that were no neighbours.
+    """Additive attention mask of a map rolled by -shift, (windows, N, N) FP32: -100 between tokens of different regions.
 
-    Rolling puts up to three pieces of each axis next to one another; tokens attend within their piece (Liu et al. 2021, 3.2).
+    Rolling joins up to three regions along each axis in a window; tokens attend within their region (Liu et al. 2021, 3.2).
     """
     piece = torch.zeros(side, dtype=torch.int64, device="cpu")
     piece[side - window : side - shift], piece[side - shift :] = 1, 2
