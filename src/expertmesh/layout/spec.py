@@ -102,10 +102,8 @@ class Parameter:
     def inside(self, ours: str, theirs: str = "", *, layer: int | None = None) -> "Parameter":
         """Copy of the parameter, placed inside a module.
 
-        Args:
-            ours: prefix of its name, such as `layers.3.`.
-            theirs: prefix of its names in checkpoints of the hub.
-            layer: index of its layer.
+        The first prefix, such as `layers.3.`, is put before its name, the second before its names in checkpoints of the hub;
+        `layer` is the index of its layer.
         """
         hub = tuple(theirs + name for name in self.hub)
         return replace(self, name=ours + self.name, hub=hub, layer=layer)

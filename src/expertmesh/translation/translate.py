@@ -14,7 +14,7 @@ from expertmesh.translation.beam import beam_search
 _NAMED = 20
 """Limit of texts that a message names by number."""
 _NEAR = 32
-"""Batches of texts among which those of about one length are found."""
+"""Batches per window of texts that are sorted by length."""
 _SENTENCE = re.compile(r"[.!?…]+[\"')\]»”’]*\s+|[。！？]+[」』）”’]*\s*")
 """End of a sentence, with the blanks behind it."""
 _BLANKS = re.compile(r"\s+")
@@ -48,7 +48,7 @@ def translate(
         batch_size: texts that are translated together.
         max_tokens: see `beam_search`; None: twice the source's tokens plus 16, limited by the model's context.
         split_long: whether texts longer than the model's context are translated in pieces, cut at ends of sentences.
-        each: is called with each translation when it and those before it are there.
+        each: called with each translation, in order, as soon as it and all earlier ones are done.
 
     Raises:
         ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
@@ -70,7 +70,7 @@ def translate(
     flat = [piece for pieces in parts for piece in pieces]
     encoded = tokenizer.encode_batch_fast(flat, add_special_tokens=False)
     sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
-    # of about one length, and yet so that those in front are there soon
+    # batches of similar lengths, sorted within windows so that the first translations are done early
     order = sorted(
         (i for i, text in enumerate(flat) if text.strip()),
         key=lambda i: (i // (_NEAR * batch_size), len(sources[i])),
@@ -111,13 +111,13 @@ def translate(
 
 
 class _InOrder:
-    """Translations in the order of the texts, each as soon as it and those before it are there.
+    """Buffer that emits translations in the order of the texts, each as soon as it and all earlier ones are done.
 
     Args:
-        parts: the pieces of each text.
-        found: what became of all pieces, one text behind the other.
-        missing: numbers of the pieces that have not been translated.
-        each: is called with each translation.
+        parts: pieces of each text.
+        found: translations of all pieces, in the order of the texts; filled by the caller.
+        missing: indices of the pieces that are not translated yet; updated by the caller.
+        each: called with each translation; None: nothing is called.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class _InOrder:
         self.missing, self.texts = missing, list[str]()
 
     def settle(self) -> None:
-        """Take up what is there by now."""
+        """Emit all translations that are done and whose predecessors are done."""
         while len(self.texts) < len(self._parts):
             own = range(self._at, self._at + len(self._parts[len(self.texts)]))
             if not self.missing.isdisjoint(own):
