@@ -8,7 +8,7 @@ from tests.engine.test_engine import PROMPTS, gpt
 from tests.engine.test_ranks import DRAWN, PARAMS, assert_said, differences
 from tests.support.replicas import fill_biases, messages_of
 
-from expertmesh.costs.placement import in_order
+from expertmesh.costs.eplb import in_order
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError

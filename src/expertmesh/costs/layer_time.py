@@ -11,7 +11,7 @@ from expertmesh.costs.communication import (
     ring_seconds,
     travel_time,
 )
-from expertmesh.costs.placement import hottest
+from expertmesh.costs.eplb import hottest
 
 ROWS_OF_A_PART = 40
 """Rows whose time each part of the tokens costs an expert in addition, for reading its weights and adding its gradient:

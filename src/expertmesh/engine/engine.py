@@ -57,7 +57,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.parallel.placed_experts import PlacementCounts
+from expertmesh.parallel.redundant_experts import PlacementCounts
 from expertmesh.parallel.serving import as_plain, world_of
 from expertmesh.runs.paged import paged_layers
 from expertmesh.text.format import TextFormat, text_format

@@ -42,7 +42,7 @@ from expertmesh.errors import CheckpointError, CollectiveError, ConfigError, tex
 from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.op_set import OpSet
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
-from expertmesh.parallel.placed_experts import PlacedExperts
+from expertmesh.parallel.redundant_experts import RedundantExperts
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.serving import ONE_PROCESS, ServingDegrees, gather_home, world_of
 from expertmesh.runs.open import LoadedModel, device_of, open_model
@@ -315,9 +315,9 @@ class RankedRunner(Runner):
     ) -> None:
         super().__init__(model, cache)
         self.ranks = ranks
-        self.placed: PlacedExperts | None = None
+        self.placed: RedundantExperts | None = None
         if config.enable_eplb:
-            self.placed = PlacedExperts(
+            self.placed = RedundantExperts(
                 model,
                 ranks.degrees,
                 ranks.groups.everyone,

@@ -19,7 +19,7 @@ from expertmesh.comm.all_to_all.flat import start_all_to_all
 from expertmesh.comm.collectives import all_gather, start_all_gather
 from expertmesh.comm.group import Pending, RankGroup, wait
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
-from expertmesh.costs.placement import Placement
+from expertmesh.costs.eplb import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
 from expertmesh.moe.paged_experts import PagedExperts

@@ -20,7 +20,7 @@ from expertmesh.costs.communication import (
     TokenLoad,
     faster_all_to_all,
 )
-from expertmesh.costs.placement import hottest
+from expertmesh.costs.eplb import hottest
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer

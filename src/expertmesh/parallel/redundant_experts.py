@@ -2,7 +2,7 @@
 
 Choices of an expert are assigned to its copies round-robin, by the index of the token among those that the ranks
 exchange. All ranks know this index, so no message is added. Placement follows from the counted loads
-(`expertmesh.costs.placement`). Every rank has these loads and computes the same placement; only weights travel, layer
+(`expertmesh.costs.eplb`). Every rank has these loads and computes the same placement; only weights travel, layer
 by layer, from a rank that has an expert to one that lacks it.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from expertmesh.comm.all_to_all.flat import start_all_to_all
 from expertmesh.comm.group import RankGroup, wait
-from expertmesh.costs.placement import Placement, in_order, placed
+from expertmesh.costs.eplb import Placement, in_order, placed
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.paged_experts import PagedExperts
@@ -40,7 +40,7 @@ class PlacementCounts:
     after: list[float]
 
 
-class PlacedExperts:
+class RedundantExperts:
     """Experts of a sharded model with slots for redundant copies. Every rank must construct it.
 
     Args:

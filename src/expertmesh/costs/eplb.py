@@ -19,7 +19,7 @@ class Placement:
         num_ranks: number of ranks, which have equally many slots.
 
     Example:
-        >>> from expertmesh.costs.placement import in_order, placed
+        >>> from expertmesh.costs.eplb import in_order, placed
         >>> loads = [9, 1, 1, 1]
         >>> round(in_order(4, 2).balance(loads), 2)
         0.6

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertmesh.costs.placement import Placement, hottest, in_order, num_copies, packed, placed
+from expertmesh.costs.eplb import Placement, hottest, in_order, num_copies, packed, placed
 
 
 @st.composite
