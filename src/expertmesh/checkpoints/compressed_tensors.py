@@ -207,9 +207,9 @@ class QuantizedModel:
         self._check(pieces)
 
     def _check(self, pieces: list[Piece]) -> None:
-        shapes = {piece.theirs: piece.theirs_shape for piece in pieces}
+        shapes = {piece.hub_name: piece.hub_shape for piece in pieces}
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
-        of_experts = {piece.theirs for piece in pieces if is_expert(piece.ours)}
+        of_experts = {piece.hub_name for piece in pieces if is_expert(piece.ours)}
         for name, shape in shapes.items():
             if name not in of_experts and not self._is_quantized(name):
                 wanted[name] = shape, None
@@ -253,7 +253,7 @@ class QuantizedModel:
     def num_bytes(self) -> dict[str, int]:
         """Bytes in the files of routed experts ("experts") and of all other tensors ("rest")."""
         modules = {
-            piece.theirs.removesuffix("weight")
+            piece.hub_name.removesuffix("weight")
             for name, pieces in self._pieces.items()
             if is_expert(name)
             for piece in pieces
@@ -305,13 +305,13 @@ class QuantizedModel:
                 continue
             at, theirs = shared
             sizes = [s.stop - s.start for s in piece.ours_at]
-            part = piece.turned(self._wide(piece.theirs)[piece.theirs_at]).reshape(sizes)[theirs]
+            part = piece.turned(self._wide(piece.hub_name)[piece.hub_at]).reshape(sizes)[theirs]
             into[at].copy_(part.to(self._plain[ours].dtype))
 
     def _read_expert(self, piece: Piece, box: Box, into: Tensor, *, is_scale: bool) -> None:
         """Fill the rows and columns of a box of an expert's part of a tensor, or of one of its branches."""
         target = into[piece.ours_at[1].start] if len(piece.ours_at) == 4 else into
-        module = piece.theirs.removesuffix("weight")
+        module = piece.hub_name.removesuffix("weight")
         source = self._files.tensor(f"{module}weight_scale") if is_scale else self._bytes(module)
         target.copy_(source[box])
 

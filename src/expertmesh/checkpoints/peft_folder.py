@@ -167,7 +167,7 @@ class _Place(NamedTuple):
         part: index of the module among the modules that are one parameter of ours.
         expert: expert of these rows.
         ours: rows in our parameter, counted over all dimensions but experts and columns.
-        theirs: the same rows in the module.
+        module_rows: the same rows in the module.
         num_rows: rows of the module, in all.
         num_columns: columns of module and parameter.
         num_experts: number of experts whose factors are one tensor in the file.
@@ -177,7 +177,7 @@ class _Place(NamedTuple):
     part: int
     expert: int
     ours: slice
-    theirs: slice
+    module_rows: slice
     num_rows: int
     num_columns: int
     num_experts: int = 1
@@ -202,7 +202,7 @@ class _Parts:
             at = slice(first, first + rank)
             for place, a_rK, b_Nr in self.found[part]:
                 a_erK[place.expert, at] = a_rK
-                b_eNr[place.expert, place.ours, at] = b_Nr[place.theirs]
+                b_eNr[place.expert, place.ours, at] = b_Nr[place.module_rows]
             first += rank
         return Factors(a_erK, b_eNr)
 
@@ -313,9 +313,9 @@ def _places(config: ModelConfig) -> Mapping[str, list[_Place]]:
         if known is None or not can_have_adapter(known):
             continue
         one = known
-        place = _placed(one, piece.ours_at, piece.theirs_at[0], piece.theirs_shape[0])
-        part = [name.format(expert=place.expert) for name in one.hub].index(piece.theirs)
-        for name in spellings(piece.theirs.removesuffix(".weight")):
+        place = _placed(one, piece.ours_at, piece.hub_at[0], piece.hub_shape[0])
+        part = [name.format(expert=place.expert) for name in one.hub].index(piece.hub_name)
+        for name in spellings(piece.hub_name.removesuffix(".weight")):
             found.setdefault(name, []).append(place._replace(part=part))
     for one in spec:
         if one.is_expert and can_have_adapter(one):

@@ -42,8 +42,8 @@ from expertmesh.errors import CheckpointError, CollectiveError, ConfigError, tex
 from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.op_set import OpSet
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
-from expertmesh.parallel.redundant_experts import RedundantExperts
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.parallel.redundant_experts import RedundantExperts
 from expertmesh.parallel.serving import ONE_PROCESS, ServingDegrees, gather_home, world_of
 from expertmesh.runs.open import LoadedModel, device_of, open_model
 from expertmesh.runs.run_dir import Run

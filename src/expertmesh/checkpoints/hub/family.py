@@ -71,17 +71,17 @@ class Piece(NamedTuple):
     Attributes:
         ours: name in the state dict of our GPT.
         ours_at: box in our tensor; sizes of one stand for dimensions that the hub's tensor lacks.
-        theirs: name in the hub's files.
-        theirs_at: box in the hub's tensor; as many elements in the same order.
-        theirs_shape: shape of the hub's whole tensor.
+        hub_name: name in the hub's files.
+        hub_at: box in the hub's tensor; as many elements in the same order.
+        hub_shape: shape of the hub's whole tensor.
         is_turned: whether the last two dimensions of the part are transposed in the hub's tensor.
     """
 
     ours: str
     ours_at: Box
-    theirs: str
-    theirs_at: Box
-    theirs_shape: tuple[int, ...]
+    hub_name: str
+    hub_at: Box
+    hub_shape: tuple[int, ...]
     is_turned: bool = False
 
     def turned(self, part: Any) -> Any:
@@ -134,7 +134,7 @@ class HubFamily:
         given = {n: v for n, v in values.items() if v is not None or n in self.nulls}
         return {**self.defaults, **given}
 
-    def theirs(self, name: str) -> str:
+    def hub_name(self, name: str) -> str:
         """Name in the architecture's files of a tensor, from its name in the spec."""
         for ours, theirs in self.renamed:
             name = name.replace(ours, theirs)

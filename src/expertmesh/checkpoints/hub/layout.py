@@ -20,7 +20,7 @@ def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) ->
         one_by_one: whether each expert has tensors of its own even if the family's files have one for all, as in quantised folders.
     """
     family = find_hub_family(model_type) if model_type else None
-    theirs_of = family.theirs if family else str
+    theirs_of = family.hub_name if family else str
     for one in gpt_spec(config):
         names = tuple(map(theirs_of, one.hub))
         if not names:
@@ -37,7 +37,7 @@ def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) ->
 
 def spellings(name: str) -> set[str]:
     """Spellings of a name of the spec's `hub` in transformers' modules and in the files of all families."""
-    return {name, *(family.theirs(name) for family in FAMILIES.values())}
+    return {name, *(family.hub_name(name) for family in FAMILIES.values())}
 
 
 def _pieces_of(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> Iterator[Piece]:

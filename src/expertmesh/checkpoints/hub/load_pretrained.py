@@ -110,7 +110,7 @@ class HubModel:
         self.config = model_config(values)
         self._files = hub_files(folder, values)
         found = list(pieces(self.config, hub_family(values).model_type))
-        shapes = {piece.theirs: piece.theirs_shape for piece in found}
+        shapes = {piece.hub_name: piece.hub_shape for piece in found}
         _leave_out_ahead(self._files, values)
         if self.config.tie_embeddings:
             self._files.tie("model.embed_tokens.weight", "lm_head.weight")
@@ -137,7 +137,7 @@ class HubModel:
             ours, within = shared
             at, sizes = _there(piece, within)
             view = piece.turned(into[ours].view(sizes))
-            self._files.copy(piece.theirs, at, view, dtype=dtype)
+            self._files.copy(piece.hub_name, at, view, dtype=dtype)
 
 
 def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
@@ -148,7 +148,7 @@ def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
         within: the part, counted from the start of the piece.
     """
     ours = [range(at.start, at.stop) for at in piece.ours_at]
-    lead, last = list(piece.theirs_at), []
+    lead, last = list(piece.hub_at), []
     if piece.is_turned:
         lead[-2:] = lead[:-3:-1]
     left = list(zip(map(len, ours), within, strict=True))
@@ -167,7 +167,7 @@ def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
 
 def _say_rounded(found: list[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:
     """Warn of tensors that are rounded to a narrower type."""
-    types = {piece.theirs: tensors[piece.ours].dtype for piece in found}
+    types = {piece.hub_name: tensors[piece.ours].dtype for piece in found}
     rounded = []
     for name, ours in types.items():
         theirs = files.entries[name].dtype

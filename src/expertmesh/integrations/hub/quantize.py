@@ -205,9 +205,9 @@ def _planned(
         is_other = layers == "all" and not any(kept in ours for kept in _KEEP)
         for piece in several:
             if is_expert(ours) or (
-                is_other and len(piece.theirs_shape) == 2 and piece.theirs.endswith(".weight")
+                is_other and len(piece.hub_shape) == 2 and piece.hub_name.endswith(".weight")
             ):
-                rounds[piece.theirs] = piece.theirs_shape
+                rounds[piece.hub_name] = piece.hub_shape
     if not rounds:
         raise ConfigError("from", run.path, "has no routed experts", "quantise a mixture")
     for name, (_, columns) in rounds.items():
@@ -220,14 +220,14 @@ def _write_weights(weights: TensorSource, plan: _Plan, folder: Path) -> dict[str
     parts = [
         part
         for ours, several in plan.by_ours
-        for name, shape in {p.theirs: p.theirs_shape for p in several}.items()
+        for name, shape in {p.hub_name: p.hub_shape for p in several}.items()
         for part in plan.parts(name, shape, ours)
     ]
     total = write_shards(folder, parts, _values(weights, plan))
     before = sum(
         torch.Size(shape).numel() * plan.dtype.itemsize
         for _, several in plan.by_ours
-        for shape in {p.theirs: p.theirs_shape for p in several}.values()
+        for shape in {p.hub_name: p.hub_shape for p in several}.values()
     )
     return {"bytes": total, "bytes_before": before}
 
@@ -236,13 +236,13 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
     """Tensors of the files, in order."""
     for ours, several in plan.by_ours:
         tensor = read_whole(weights, ours)
-        for name, shape in {p.theirs: p.theirs_shape for p in several}.items():
+        for name, shape in {p.hub_name: p.hub_shape for p in several}.items():
             kept = tensor.dtype if name in plan.rounds else plan.parts(name, shape, ours)[0].dtype
             found = their_value(FileTensor(name, kept, shape), several, tensor)
             if name not in plan.rounds:
                 yield found
                 continue
-            first = next(p for p in several if p.theirs == name).ours_at[0].start
+            first = next(p for p in several if p.hub_name == name).ours_at[0].start
             importance = plan.importance.get(ours)
             yield from _rounded(
                 found, plan, None if importance is None else importance[first % len(importance)]
@@ -268,10 +268,10 @@ def _rounded(matrix: Tensor, plan: _Plan, importance: Tensor | None) -> list[Ten
 def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
     """Write all files except the weights; returns a description in words."""
     modules = {
-        p.theirs.removesuffix(".weight")
+        p.hub_name.removesuffix(".weight")
         for _, several in plan.by_ours
         for p in several
-        if p.theirs.endswith(".weight") and len(p.theirs_shape) == 2
+        if p.hub_name.endswith(".weight") and len(p.hub_shape) == 2
     }
     ignored = sorted(modules - {name.removesuffix(".weight") for name in plan.rounds})
     more: dict[str, Any] = {QUANTIZATION: plan.scheme.config(ignored)}

@@ -104,7 +104,7 @@ def _write_weights(
 
 def _targets(several: list[Piece], dtype: torch.dtype) -> list[FileTensor]:
     """Output tensors that one of our tensors becomes, in the order of their first parts."""
-    shapes = {piece.theirs: piece.theirs_shape for piece in several}
+    shapes = {piece.hub_name: piece.hub_shape for piece in several}
     is_bias = several[0].ours.endswith("expert_bias_E")
     return [FileTensor(n, torch.float32 if is_bias else dtype, s) for n, s in shapes.items()]
 
@@ -130,8 +130,8 @@ def their_value(target: FileTensor, several: list[Piece], tensor: Tensor) -> Ten
     """
     found = torch.empty(target.shape, dtype=target.dtype)
     for piece in several:
-        if piece.theirs == target.name:
-            part = piece.turned(found[piece.theirs_at])
+        if piece.hub_name == target.name:
+            part = piece.turned(found[piece.hub_at])
             part.copy_(tensor[piece.ours_at].reshape(part.shape))
     return found
 
