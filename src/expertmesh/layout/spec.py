@@ -99,14 +99,16 @@ class Parameter:
         """Index of the axis that tensor parallelism cuts; None: none."""
         return None if self.cut is None else self.axes.index(self.cut)
 
-    def inside(self, ours: str, theirs: str = "", *, layer: int | None = None) -> "Parameter":
+    def inside(self, prefix: str, hub_prefix: str = "", *, layer: int | None = None) -> "Parameter":
         """Copy of the parameter, placed inside a module.
 
-        The first prefix, such as `layers.3.`, is put before its name, the second before its names in checkpoints of the hub;
-        `layer` is the index of its layer.
+        Args:
+            prefix: of its name, such as `layers.3.`.
+            hub_prefix: of its names in checkpoints of the hub.
+            layer: index of its layer.
         """
-        hub = tuple(theirs + name for name in self.hub)
-        return replace(self, name=ours + self.name, hub=hub, layer=layer)
+        hub = tuple(hub_prefix + name for name in self.hub)
+        return replace(self, name=prefix + self.name, hub=hub, layer=layer)
 
 
 def parameter(
