@@ -30,6 +30,7 @@ def main() -> None:
     )
     parser.add_argument("claim", choices=[*CLAIMS, *languages.CLAIMS, "inference"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="that are reported")
+    parser.add_argument("--arms", nargs="+", help="names of models; default: all of the claim")
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"), help="run directories")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="results")
     parser.add_argument("--steps", type=int, help="of the longest run; default: the claim's")
@@ -63,11 +64,16 @@ def main() -> None:
     changes = {"train.dtype": options.dtype, "parallel.num_threads": options.threads}
     if not (is_of_text or options.data or options.page):
         parser.error("--data: the folder of lohelp and multi30k is not given; name it")
+    known = [arm.name for arm in claim.arms]
+    if unknown := [name for name in options.arms or () if name not in known]:
+        parser.error(f"--arms: {claim.name} has no {unknown[0]!r}; it has {', '.join(map(repr, known))}")
     if options.data is not None:
         changes |= {"data.path": options.data} if is_of_text else languages.folders(options.data)
     if not options.page:
         runs = Runs(claim, options.runs, ledger, measure, changes=changes, steps=options.steps)
         for seed, arm in in_order(claim, options.seeds):
+            if options.arms and arm.name not in options.arms:
+                continue
             rate = runs.sweep(arm)
             for job in runs.jobs(arm, seed, rate):
                 runs.finish(job)

@@ -156,7 +156,7 @@ def _wider(times: int, dim: int) -> Arm:
 def _dense_ladder(changes: Mapping[str, Any], lr: float) -> tuple[Arm, ...]:
     """Dense models of the operations of a mixture and of about twice as many."""
     return (
-        Arm("dense, 1 x", changes, dense_width=1.0, lr=lr),
+        Arm("dense, 1 x", changes, dense_width=1.0, lr=lr, rate_of="dense, 2 x"),
         Arm("dense, 2 x", changes, dense_width=1.5, lr=lr),
     )
 
@@ -249,7 +249,7 @@ CLAIMS = {
                     rate_of="student alone",
                 ),
                 Arm("teacher", _TEACHER, lr=6e-3, rate_of="student alone"),
-                *_dense_ladder(_STUDENT, lr=12e-3),
+                *_dense_ladder(_STUDENT, lr=48e-3),
             ),
             base="student alone",
             tokens_per_parameter=13,

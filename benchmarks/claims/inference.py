@@ -2,7 +2,8 @@
 
     python -m benchmarks.claims inference
 
-Weights are random, in the shapes of the trained arms of `arms.py` and eight times as wide; losses are those of their pages.
+Weights are random, in the shapes of the trained arms of `arms.py` and `languages.py` and eight times as wide; losses are those of
+their pages.
 """
 
 import json
@@ -17,12 +18,18 @@ from typing import Any
 import torch
 from benchmarks.claims.arms import CLAIMS, dense_of, wider
 from benchmarks.claims.einsum_gpt import EinsumGPT
+from benchmarks.claims.languages import LANGUAGES
 from benchmarks.harness import Contender, checked, circumstances, interleaved, write_report
 from benchmarks.markdown import markdown_table
 
 import expertmesh as em
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.seq2seq import costs as seq2seq_costs
+from expertmesh.models.seq2seq.config import Seq2SeqConfig
+from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.moe.layer import MoELayer
+from expertmesh.translation.beam import beam_search
 from expertmesh.planner.serve import Serving, serve_plan
 
 PROMPT, NEW_TOKENS, BATCHES = 32, 16, (1, 16)
@@ -32,26 +39,31 @@ FAMILIES = {
     "moe": ("MoE",),
     "prmoe": ("PR-MoE-16/32", "MoE-64"),
     "mos": ("student, taught until 0.7", "teacher"),
+    "languages": ("MoE-32, denoising",),
 }
-"""Arms of each claim whose shapes are timed; the first is also run on plain PyTorch, and stands over the dense ladder."""
+"""Arms of each claim whose shapes are timed; the first stands over the dense ladder and, where it is a GPT, is run on plain PyTorch."""
+TRAINED = {
+    "moe": {"dense, 1 x": "dense", "dense, 2 x": "dense, 2 x", "dense, 4 x": "dense, 4 x"},
+    "languages": {"dense, 1 x": "dense, denoising", "dense, 2 x": "dense, 2 x, denoising"},
+}
+"""Arms that are the dense ladder of a claim; the ladders of the others are made of the mixture's shape."""
 ON_PYTORCH = " on plain PyTorch"
 
 
-def shapes(claim: str, times: float) -> dict[str, ModelConfig]:
-    """The models of a family by name."""
-    trained = {}
-    for name in FAMILIES[claim]:
-        config: Any = CLAIMS[claim].arm(name).configuration()
-        trained[name] = config.model
-    first = next(iter(trained.values()))
-    found = {name: wider(config, times) for name, config in trained.items()}
-    for name, ratio in LADDER.items():
-        if claim == "moe":  # trained ones
-            arm: Any = CLAIMS[claim].arm(name.removesuffix(", 1 x")).configuration()
-            found[name] = wider(arm.model, times)
-        else:
-            found[name] = wider(wider(dense_of(first), ratio), times)
-    return found
+def shapes(claim: str, times: float) -> dict[str, Any]:
+    """The models of a family by name: configurations of GPTs or encoder-decoders."""
+
+    def arm(name: str) -> Any:
+        config: Any = {**CLAIMS, LANGUAGES.name: LANGUAGES}[claim].arm(name).configuration()
+        return config.model
+
+    trained = {name: arm(name) for name in FAMILIES[claim]}
+    if claim in TRAINED:
+        ladder = {name: arm(of) for name, of in TRAINED[claim].items()}
+    else:
+        dense = dense_of(next(iter(trained.values())))
+        ladder = {name: wider(dense, ratio) for name, ratio in LADDER.items()}
+    return {name: wider(config, times) for name, config in (trained | ladder).items()}
 
 
 class OnEngine:
@@ -97,7 +109,32 @@ class OnPyTorch:
             self.ids = self.gpt.step(self.ids)
 
 
-def prompts_of(config: ModelConfig, batch: int, seed: int) -> torch.Tensor:
+class OnBeamSearch:
+    """Sources that an encoder-decoder reads and translates greedily; both are timed."""
+
+    def __init__(self, model: Seq2Seq) -> None:
+        self.model = model
+        self.sources: list[list[int]] = []
+
+    def begin(self, prompts: torch.Tensor, seed: int) -> None:
+        """Take the sources."""
+        self.sources = prompts.tolist()
+
+    def decode(self) -> None:
+        """Read them and write `NEW_TOKENS` for each; no token is an end."""
+        found = beam_search(
+            self.model,
+            self.sources,
+            start=(1,),
+            end_id=self.model.config.vocab_size,
+            num_beams=1,
+            length_penalty=0,
+            max_tokens=NEW_TOKENS,
+        )
+        assert all(len(one.ids) == NEW_TOKENS for one in found)
+
+
+def prompts_of(config: ModelConfig | Seq2SeqConfig, batch: int, seed: int) -> torch.Tensor:
     """Random prompts."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (batch, PROMPT), generator=generator)
@@ -137,6 +174,33 @@ def bytes_read(model: em.GPT, batch: int, *, all_experts: bool) -> float:
     return read * model.embedding.weight.element_size()
 
 
+def bytes_translated(model: Seq2Seq, batch: int) -> float:
+    """Bytes of weights that are read from the sources to the last of `NEW_TOKENS`, divided by these."""
+
+    def size(*modules: Any) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    moes = [module for module in model.modules() if isinstance(module, MoELayer)]
+    memories = size(*(layer.cross_attention.kv for layer in model.decoder))
+    per_token = size(model.decoder, model.final_norm, model.embedding) - memories
+    experts = [moe.experts for moe in model.decoder.modules() if isinstance(moe, MoELayer)]
+    once = size(model.encoder, model.encoder_norm) - size(*(moe.experts for moe in moes))
+    read = once + size(*experts) + memories + NEW_TOKENS * (per_token - size(*experts))
+
+    def count(moe: Any, _: Any, output: Any) -> None:
+        nonlocal read
+        one = moe.experts.w_in[0].numel() + moe.experts.w_out[0].numel()
+        read += one * len(output[1].topk_expert_ids_TK.unique())
+
+    hooks = [moe.register_forward_hook(count) for moe in moes]
+    arm = OnBeamSearch(model)
+    arm.begin(prompts_of(model.config, batch, seed=0), seed=0)
+    arm.decode()
+    for hook in hooks:
+        hook.remove()
+    return read * model.embedding.weight.element_size() / NEW_TOKENS
+
+
 @dataclass(frozen=True)
 class Timed:
     """What a family's models took at one width and batch, by name."""
@@ -145,11 +209,15 @@ class Timed:
     bytes_read: dict[str, float]
 
 
-def timed(models: dict[str, em.GPT], batch: int, rounds: int) -> Timed:
+def timed(models: dict[str, Any], batch: int, rounds: int) -> Timed:
     """All in turn."""
     first = next(iter(models))
-    arms: dict[str, OnEngine | OnPyTorch] = {name: OnEngine(m) for name, m in models.items()}
-    arms[first + ON_PYTORCH] = OnPyTorch(models[first])
+    is_gpt = isinstance(models[first], em.GPT)
+    arms: dict[str, Any] = {
+        name: (OnEngine if is_gpt else OnBeamSearch)(m) for name, m in models.items()
+    }
+    if is_gpt:
+        arms[first + ON_PYTORCH] = OnPyTorch(models[first])
     config = models[first].config
     timings = interleaved(
         [
@@ -163,8 +231,11 @@ def timed(models: dict[str, em.GPT], batch: int, rounds: int) -> Timed:
         rounds=rounds,
         clock="cpu",
     )
-    read = {name: bytes_read(m, batch, all_experts=False) for name, m in models.items()}
-    read[first + ON_PYTORCH] = bytes_read(models[first], batch, all_experts=True)
+    if is_gpt:
+        read = {name: bytes_read(m, batch, all_experts=False) for name, m in models.items()}
+        read[first + ON_PYTORCH] = bytes_read(models[first], batch, all_experts=True)
+    else:
+        read = {name: bytes_translated(m, batch) for name, m in models.items()}
     return Timed({t.name: t.median_s / NEW_TOKENS for t in timings}, read)
 
 
@@ -176,10 +247,16 @@ def losses(claim: str) -> dict[str, float]:
         if run["seed"] != 99 and run["part"] == 20:
             found.setdefault(run["arm"], []).append(run["loss"])
     by_name = {name: statistics.mean(many) for name, many in found.items()}
-    if claim == "moe":  # the ladder is that of the page
-        by_name["dense, 1 x"] = by_name["dense"]
-        return by_name
-    return by_name
+    ladder = TRAINED.get(claim, {})
+    return by_name | {name: by_name[of] for name, of in ladder.items() if of in by_name}
+
+
+def operations(config: Any) -> float:
+    """Forward FLOPs per token; of an encoder-decoder those of what is timed, over its new tokens."""
+    if isinstance(config, Seq2SeqConfig):
+        found = seq2seq_costs.forward_flops(config, source_len=PROMPT, target_len=NEW_TOKENS)
+        return found.source_flops * PROMPT / NEW_TOKENS + found.target_flops
+    return forward_flops(config, seq_len=config.max_seq_len).total_flops
 
 
 def break_even(own_s: float, ladder: list[tuple[float, float]]) -> str:
@@ -203,18 +280,21 @@ def measured(rounds: int) -> Iterator[dict[str, Any]]:
     for times in TIMES_AS_WIDE:
         for claim in FAMILIES:
             configs = shapes(claim, times)
-            models = {name: em.GPT(config, seed=0).eval() for name, config in configs.items()}
-            flops = {
-                name: forward_flops(config, seq_len=config.max_seq_len).total_flops
+            models: dict[str, Any] = {
+                name: (Seq2Seq if isinstance(config, Seq2SeqConfig) else em.GPT)(config, seed=0).eval()
                 for name, config in configs.items()
             }
+            flops = {name: operations(config) for name, config in configs.items()}
             first = next(iter(models))
-            checked(first, partial(check_same, models[first]))
+            if isinstance(models[first], em.GPT):
+                checked(first, partial(check_same, models[first]))
             known = losses(claim)
             for batch in BATCHES:
                 found = timed(models, batch, rounds)
                 steps = found.step_s
-                ladder = [(flops[name] / flops[first], steps[name]) for name in LADDER]
+                ladder = [
+                    (flops[name] / flops[first], steps[name]) for name in LADDER if name in steps
+                ]
                 for name, step_s in steps.items():
                     plain = name.removesuffix(ON_PYTORCH)
                     yield {

@@ -5,8 +5,10 @@ import torch
 from benchmarks.claims.einsum_gpt import EinsumGPT
 from benchmarks.claims.inference import (
     FAMILIES,
+    NEW_TOKENS,
     break_even,
     bytes_read,
+    bytes_translated,
     check_same,
     dense_of,
     planned,
@@ -15,9 +17,13 @@ from benchmarks.claims.inference import (
 
 import expertmesh as em
 from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.seq2seq.model import Seq2Seq
 
 
-@pytest.mark.parametrize("claim", FAMILIES)
+GPTS = [claim for claim in FAMILIES if claim != "languages"]
+
+
+@pytest.mark.parametrize("claim", GPTS)
 def test_plain_pytorch_computes_what_the_model_does(claim):
     name = FAMILIES[claim][0]
     check_same(em.GPT(shapes(claim, 1)[name], seed=0).eval())
@@ -30,7 +36,7 @@ def test_a_wrong_decoder_is_seen(monkeypatch):
         check_same(model)
 
 
-@pytest.mark.parametrize("claim", FAMILIES)
+@pytest.mark.parametrize("claim", GPTS)
 def test_a_dense_model_has_as_many_operations_and_a_little_more(claim):
     config = shapes(claim, 1)[FAMILIES[claim][0]]
     ours = forward_flops(config, seq_len=64).total_flops
@@ -45,6 +51,22 @@ def test_bytes_are_those_of_the_experts_that_tokens_choose():
     idle = 3 * (64 - 2) * (moe.experts.w_in[0].numel() + moe.experts.w_out[0].numel())
     assert bytes_read(model, 1, all_experts=False) == everything - 4 * idle
     assert bytes_read(model, 16, all_experts=False) > everything - 4 * idle
+
+
+def test_a_translation_reads_each_expert_that_its_tokens_choose_once_a_call():
+    configs = shapes("languages", 1)
+    dense = Seq2Seq(configs["dense, 1 x"], seed=0).eval()
+    encoder = sum(p.numel() for p in (*dense.encoder.parameters(), dense.encoder_norm.weight))
+    memories = sum(layer.cross_attention.kv.weight.numel() for layer in dense.decoder)
+    everything = sum(p.numel() for p in dense.parameters())
+    per_token = everything - encoder - memories
+    assert bytes_translated(dense, 1) == 4 * (per_token + (encoder + memories) / NEW_TOKENS)
+    mixture = Seq2Seq(configs["MoE-32, denoising"], seed=0).eval()
+    few, many = (bytes_translated(mixture, batch) for batch in (1, 16))
+    one = mixture.decoder[1].moe.experts
+    expert = one.w_in[0].numel() + one.w_out[0].numel()
+    # the decoder's one layer of experts reads at most one more per token for each more of the batch
+    assert few < many <= few + 4 * expert * (15 + 2 * 32 / NEW_TOKENS)
 
 
 @pytest.mark.parametrize(("own", "found"), [(1.0, "< 1.00"), (4.0, "2.00"), (9.0, "> 4.0")])
