@@ -171,7 +171,8 @@ def interval(values: list[float], statistic: Callable[[Sequence[float]], float],
 
 def _width(claim: Claim, runs: list[Found]) -> list[str]:
     longest = {r["arm"]: r for r in runs if r["part"] == PARTS and r["seed"] == runs[0]["seed"]}
-    wide = [longest[name] for name in (claim.ladder[1], *claim.single) if name in longest]
+    dense = [claim.ladder[1], *(arm.name for arm in claim.arms if arm.name not in claim.ladder)]
+    wide = [longest[name] for name in dense if name in longest]
     ours = longest.get(claim.arms[0].name)
     if ours is None or len(wide) < 2:
         return []

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from benchmarks.claims.arms import CLAIMS
@@ -134,3 +135,10 @@ def test_a_record_says_of_what_its_runs_are(tmp_path):
     assert Ledger(tmp_path / "moe.json", None).about == kept
     with pytest.raises(SystemExit, match=r"holds runs of .*; give another --out"):
         Ledger(tmp_path / "moe.json", {**kept, "text": "letters"})
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_pages_are_those_of_the_results_that_are_kept(tmp_path, name):
+    kept = Path(__file__).parents[3] / "docs" / "results"
+    write_page(CLAIMS[name], Ledger(kept / f"{name}.json", None), tmp_path)
+    assert (tmp_path / f"{name}.md").read_text() == (kept / f"{name}.md").read_text()
