@@ -44,7 +44,7 @@ def tokens(**kwargs):
 
 
 @dataclass(frozen=True)
-class ScalingJourney(Dispatched):
+class ScalingRoundTrip(Dispatched):
     factor: int = 1
 
     def finish(self, experts):
@@ -53,7 +53,7 @@ class ScalingJourney(Dispatched):
 
 class DoublingDispatcher(LocalDispatcher):
     def start(self, tokens, way):
-        return ScalingJourney(**vars(tokens), factor=2)
+        return ScalingRoundTrip(**vars(tokens), factor=2)
 
 
 class DegreeDispatcher(LocalDispatcher):
@@ -61,7 +61,7 @@ class DegreeDispatcher(LocalDispatcher):
 
     def start(self, tokens, way):
         asked = [value for value in vars(way).values() if value is not None]
-        return ScalingJourney(**vars(tokens), factor=1 + len(asked))
+        return ScalingRoundTrip(**vars(tokens), factor=1 + len(asked))
 
 
 class EarlierTwin:

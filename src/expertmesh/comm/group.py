@@ -15,11 +15,12 @@ class Transfer:
     """Record of one collective on one rank.
 
     Attributes:
-        collective: all_gather, reduce_scatter, all_reduce or all_to_all.
+        collective: all_gather, reduce_scatter, all_reduce, all_to_all, gather or broadcast.
         where: layer and purpose of the collective.
         num_bytes: payload that this rank hands to other ranks when each block goes straight to its receiver:
             (n - 1) shards for all_gather and reduce_scatter over n ranks, twice (n - 1) / n of the tensor for
-            all_reduce ((n - 1) times a small one on CPUs), the rows for other ranks for all_to_all.
+            all_reduce ((n - 1) times a small one on CPUs), the rows for other ranks for all_to_all,
+            the tensor for gather (0 on the first rank) and for broadcast (0 on the others).
     """
 
     collective: str

@@ -55,7 +55,7 @@ class Device(Config):
     hbm_gb_per_s: float = Field(gt=0)
     """Bandwidth of the device's memory, in 1e9 bytes per second."""
     rows_of_a_part: float = Field(default=128.0, ge=0)
-    """Rows added to each expert's in the time of its products, for tiles that are not full and for reading its weights."""
+    """Rows by which each expert's count is raised in the estimated time of its products: for partly full tiles, and for its weights."""
     usd_per_hour: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Lowest and highest price of one device for an hour; none: unknown."""
     sources: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ def choice_factor(options: LayerOptions, factor: float | None, *, training: bool
         training: whether the layer is in training mode.
     """
     if options.router != "expert_choice":
-        return 1, 1  # expert choice has its own factor, see choice_factor
+        return 1, 1  # only expert choice uses it
     given = _given(options, factor, training) or 1.0
     return exact_ratio(smaller_factor(given, options.max_capacity_factor) or given)
 

@@ -101,7 +101,7 @@ class MoELayer(nn.Module):
             2201.05596, section 4.1.2). Shared experts are added outside.
         residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
         recompute_h: recompute the pre-activations of grouped experts (T * K * G * F elements) in the backward instead
-            of saving them. Costs a third of their forward's FLOPs more; bitwise the same results.
+            of saving them. Costs two thirds of their forward's FLOPs more (half, if not gated); bitwise the same results.
         balance_loss: "switch" (over all choices), "gshard" (over first choices only), "importance_load" or "none".
         balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call, and of the
             micro-batches before it inside `expertmesh.moe.batch_balance.BatchBalance`, which the trainer uses.

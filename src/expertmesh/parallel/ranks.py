@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Ranks of one training run, all of which work on the same batches.
+    """Ranks of one program, all of which work on the same batches or requests.
 
     Args:
         world: the ranks; None: this process alone.

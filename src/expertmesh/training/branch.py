@@ -98,11 +98,11 @@ def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) 
             f"{option}: had seen {samples} samples after step {step}, not {step} x {config.train.batch_size} of "
             f"{named('train.batch_size')}; {fix}"
         )
-    lessons = [
+    weights = [
         [run.distill.weight(done, total_steps=run.total_schedule_steps) for done in range(step)]
         for run in (config, trunk)
     ]
-    if config.distill == trunk.distill and lessons[0] != lessons[1]:
+    if config.distill == trunk.distill and weights[0] != weights[1]:
         raise ConfigError(
             "distill.until",
             config.distill.until,

@@ -1,4 +1,4 @@
-"""Roles of a model's parameters for optimizers (matrix, table, vector, edge), from modules and shapes, not from names."""
+"""Groups of a model's parameters for optimizers, by role (matrix, table, vector, edge), from modules and shapes, not from names."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

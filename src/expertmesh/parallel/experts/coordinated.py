@@ -124,20 +124,20 @@ class CoordinatedDispatcher:
     layer: str
     tables: SlotTables | None = None
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> "CoordinatedJourney":
+    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> "CoordinatedRoundTrip":
         """Start the dispatch of tokens.
 
         Raises:
             CollectiveError: a rank is gone.
         """
-        return CoordinatedJourney(self, tokens)
+        return CoordinatedRoundTrip(self, tokens)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Value unchanged: losses and counts are not used here."""
         return value
 
 
-class CoordinatedJourney:
+class CoordinatedRoundTrip:
     """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`.
 
     Args:

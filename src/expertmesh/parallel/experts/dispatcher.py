@@ -63,11 +63,11 @@ MAX_PIECES = 8
 """Pieces of tokens sent across nodes have about PIECE_BYTES each, and there are at most MAX_PIECES."""
 
 
-class SpreadJourney:
+class ShardedRoundTrip:
     """Dispatch of tokens and gather of weights of one call, under way. A `RoundTrip`.
 
     Args:
-        outbounds: dispatch handles of the parts of the tokens. While experts compute one part, the next is dispatched
+        dispatch_handles: dispatch handles of the parts of the tokens. While experts compute one part, the next is dispatched
             and the one before is combined.
         storage: storage of the weights.
         gathered: weights that are being gathered; None: the experts use their own.
@@ -297,7 +297,7 @@ class ExpertDispatcher:
         )
 
     @_never_compiled
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> SpreadJourney:
+    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> ShardedRoundTrip:
         """Start to dispatch tokens and to gather weights; see `TokenDispatcher`.
 
         Raises:
@@ -326,7 +326,7 @@ class ExpertDispatcher:
             staying = LocalTokens(tokens, replicated, self.num_experts)
             tokens = without_hot(tokens, hot, self.num_experts)
         dispatch_handles = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
-        return SpreadJourney(dispatch_handles, self.storage, gathered, staying, when_over)
+        return ShardedRoundTrip(dispatch_handles, self.storage, gathered, staying, when_over)
 
     def _choose(self, way: DispatchOptions, tokens: Dispatched) -> "Chosen":
         """Options of a call; a forward repeated by activation checkpointing gets the options of its first run."""

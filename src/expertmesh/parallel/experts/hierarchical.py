@@ -110,10 +110,10 @@ class _Pieces(DispatchHandle):
         )
 
     def start_home(self, y_RD: Tensor) -> CombineHandle:
-        return _HomeInPieces(self._pieces, y_RD.split(self._sizes))
+        return _CombineInPieces(self._pieces, y_RD.split(self._sizes))
 
 
-class _HomeInPieces:
+class _CombineInPieces:
     """Combine in pieces: the first starts at once, each other one just before the previous one crosses nodes."""
 
     def __init__(self, pieces: Sequence["_NodeDispatch"], y: Sequence[Tensor]) -> None:
@@ -131,7 +131,7 @@ class _HomeInPieces:
         return torch.cat([piece.finish() for piece in self._under_way])
 
 
-class _Homebound:
+class _NodeCombine:
     def __init__(
         self,
         inside: AsyncTensor,
@@ -255,4 +255,4 @@ class _NodeDispatch(DispatchHandle):
 
         where = f"{layer}, combine inside a node"
         move = async_all_to_all(y_RD, copies.mirrored(), inside, where=where)
-        return _Homebound(move, across, lambda y_RD: combine(y_RD, self._metadata, self._slots))
+        return _NodeCombine(move, across, lambda y_RD: combine(y_RD, self._metadata, self._slots))
