@@ -79,6 +79,24 @@ def test_both_names_are_refused(kind):
         kind(shadow_experts=1, replicated_experts=2)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel.shadow_experts": 1, "parallel.replicated_experts": 2},
+        {"parallel.replicated_experts": 2, "parallel.shadow_experts": 1},
+        {"parallel": {"shadow_experts": 1, "replicated_experts": 2}},
+        {"parallel": {"shadow_experts": 1}, "parallel.replicated_experts": 2},
+    ],
+    ids=str,
+)
+def test_both_names_in_a_change_are_refused(changes):
+    with pytest.raises(
+        ConfigError,
+        match=r"^parallel\.shadow_experts=1: is a former name, and is given beside parallel\.replicated_experts; leave it out$",
+    ):
+        RECIPES["gpt-moe-test"]().updated(changes)
+
+
 def test_a_call_of_a_layer_reads_the_former_name(said):
     layer = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2, seed=0)
     x = torch.randn(5, 8)

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, current_name, with_current_names
+from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
@@ -230,11 +230,11 @@ class Config(BaseModel):
                 given as a mapping, what is not named stays. A whole configuration takes a section's place.
 
         Raises:
-            ConfigError: A name is unknown or a value breaks a rule.
+            ConfigError: A name is unknown, an option is given by its former and its current name, or a value breaks a rule.
         """
         values = self.model_dump()
-        for name, value in flat_changes(self, changes).items():
-            *sections, field = current_name(name).split(".")
+        for name, value in with_current_names(flat_changes(self, changes)).items():
+            *sections, field = name.split(".")
             group = values
             for section in sections:
                 inner = group.get(section)
