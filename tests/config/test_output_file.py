@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.config.output_file import complete, naming, output_file, write_whole
+from expertmesh.config.output_file import complete, growing, naming, output_file, write_whole
 from expertmesh.errors import ConfigError
 
 
@@ -68,6 +68,7 @@ def test_what_fails_leaves_all_as_it_was(folder):
         (OSError(errno.ENOSPC, "full"), "new"),
         (OSError(errno.ENOSPC, "full", "/p/.new.partial/a"), "new"),
         (OSError(errno.ENOSPC, "full", "source", None, "/p/.new.partial/a"), "new"),
+        (OSError(errno.EISDIR, "a folder", "/p/.new.partial", None, "/p/new"), "new"),
         (OSError(errno.EACCES, "closed", "source"), "source"),
         (OSError("another one"), None),
     ],
@@ -77,3 +78,66 @@ def test_an_error_of_writing_names_what_the_user_knows(error, named):
     with pytest.raises(type(error)) as caught, naming(Path("new"), Path("/p/.new.partial")):
         raise error
     assert (caught.value.errno, caught.value.filename) == (error.errno, named)
+
+
+def failing(path, error):
+    """What is left of two texts and this error."""
+    with pytest.raises(type(error)) as caught, growing(path) as file:
+        file.write("one\n")
+        file.write("two\n")
+        raise error
+    assert caught.value is error, "as it was raised"
+    return file.rest
+
+
+def test_texts_before_a_failure_never_take_the_place_of_others(folder):
+    path, error = folder / "text", OSError(errno.ENOSPC, "full")
+    (folder / "text.part2").mkdir()
+    (folder / "text.part3").symlink_to("nowhere")
+    before = sorted(folder.iterdir())
+    rests = [failing(path, error) for _ in range(3)]
+    assert rests == [folder / f"text.part{end}" for end in ("", 4, 5)]
+    assert {rest.read_text() for rest in rests} == {"one\ntwo\n"}
+    assert sorted(folder.iterdir()) == sorted([*before, *rests])
+    assert path.read_text() == "mine" and error.filename is None
+
+
+def test_texts_stay_where_they_are_if_they_cannot_be_renamed(folder, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    rest = failing(folder / "text", KeyboardInterrupt())
+    assert rest in folder.iterdir() and rest.read_text() == "one\ntwo\n"
+
+
+def test_finished_texts_outlive_a_failing_last_rename(folder):
+    path = folder / "new"
+    with pytest.raises(OSError) as caught, growing(path) as file:
+        file.write("one\n")
+        path.mkdir()
+    assert caught.value.filename == str(path)
+    assert file.count == 1 and file.rest == folder / "new.part"
+    assert file.rest.read_text() == "one\n" and list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(errno.EIO, "bad")])
+def test_half_a_text_is_removed(folder, error):
+    class Breaking:
+        """A file that takes a part of the second text."""
+
+        def __init__(self, file):
+            self._file, self._sizes = file, [4, 2]
+            self.truncate = file.truncate
+
+        def write(self, data):
+            if not self._sizes:
+                raise error
+            return self._file.write(data[: self._sizes.pop(0)])
+
+    with pytest.raises(type(error)) as caught, growing(folder / "new") as file:
+        file._file = Breaking(file._file)
+        file.write("one\n")
+        file.write("two\n")
+    assert (file.count, file.rest.read_text()) == (1, "one\n")
+    assert getattr(caught.value, "filename", None) in (None, str(folder / "new"))

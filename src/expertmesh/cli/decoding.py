@@ -1,10 +1,13 @@
 """Opening of a model for verbs that generate text, in this process or on the ranks that torchrun started."""
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser
@@ -56,7 +59,7 @@ def add_ranks(parser: OptionParser, *names: str) -> None:
         dest="timeout_s",
         type=float,
         metavar="X",
-        help="under torchrun: seconds after which a process that does not answer is lost (300)",
+        help="under torchrun: seconds after which a process that does not answer is lost (generate: that of the training; serve: 300)",
     )
 
 
@@ -112,6 +115,8 @@ def check_several(options: Any) -> None:
 def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
     """File of answers that is written as they come; on a failure a line says where the finished answers are.
 
+    SIGTERM, with which torchrun, SLURM and Kubernetes end a process, is such a failure in here: SystemExit with 143.
+
     Args:
         path: path of the file.
         total: number of answers.
@@ -121,16 +126,38 @@ def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
         OSError: the file cannot be written; names it.
     """
     file: Growing | None = None
+    with _ended_by_exit():
+        try:
+            with growing(path) as file:
+                yield file
+        except BaseException:
+            if file is not None and file.rest is not None:
+                print(
+                    f"note: the first {file.count:,} of {total:,} {unit} are in {file.rest}",
+                    file=sys.stderr,
+                )
+            raise
+
+
+@contextmanager
+def _ended_by_exit() -> Iterator[None]:
+    """Context in which the first SIGTERM raises SystemExit, and later ones do not disturb the cleanup.
+
+    Outside the main thread, where Python allows no signal handlers, it does nothing.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        with growing(path) as file:
-            yield file
-    except BaseException:
-        if file is not None and file.rest is not None:
-            print(
-                f"note: the first {file.count:,} of {total:,} {unit} are in {file.rest}",
-                file=sys.stderr,
-            )
-        raise
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -140,7 +167,8 @@ def open_decoder(
     """Model that generates text, on the ranks that torchrun started or in this process; only rank 0 prints.
 
     Args:
-        options: parsed options of the verb: run, device and es_degree.
+        options: parsed options of the verb: run, device and es_degree, and where the verb has them tp_degree, ep_degree,
+            timeout_s, expert_slots and adapter.
         num_rows: number of texts in a batch, for which the number of threads is measured.
         is_asked: whether a user types prompts, which may take long.
 
@@ -170,12 +198,14 @@ def open_decoder(
                     found.is_quantized or count is not None or adapter is not None
                 )
                 is_shared = is_engines or given.keys() - {"es_degree"}
-                shares = ParallelConfig(**given) if is_shared else None
+                timeout_s = found.config.parallel.timeout_s
+                shares = ParallelConfig(**{"timeout_s": timeout_s, **given}) if is_shared else None
             ranks = Ranks()
             if not is_alone:
-                timeout_s = _PATIENCE_S if is_asked else found.config.parallel.timeout_s
                 if shares is not None:
                     timeout_s = shares.timeout_s
+                elif is_asked:
+                    timeout_s = _PATIENCE_S
                 ranks = stack.enter_context(
                     open_ranks(
                         device_type=device.type, timeout_s=timeout_s, on_host=shares is not None

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,18 +51,23 @@ def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = error.filename if error.filename2 is None else error.filename2
-        ours = named is None or str(named).startswith(str(path if partial is None else partial))
-        if error.errno is None or not ours:
+        ours = str(path if partial is None else partial)
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        if error.errno is None or (names and not any(name.startswith(ours) for name in names)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _partial(target: Path) -> Path:
+    """Path of a file until it is complete."""
+    return target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
 
 
 @contextmanager
 def complete(path: Path) -> Iterator[Path]:
     """Context with a partial path to write to; renamed to `path` on success, deleted on failure."""
     target = path.resolve()  # a link stays one
-    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
+    partial = _partial(target)
     with naming(path, partial):
         try:
             yield partial
@@ -71,53 +77,83 @@ def complete(path: Path) -> Iterator[Path]:
 
 
 class Growing:
-    """A file of texts of which each is on the disk when it is written.
+    """A file of texts, each handed to the system when it is written (no fsync), in a partial file until the end.
+
+    Args:
+        file: the partial file, unbuffered.
+        path: the file as the user named it, for errors.
 
     Attributes:
         rest: where the texts before a failure are; None: there were none, or nothing failed.
         count: texts that are written.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._size, self.count = file, 0, 0
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path, self._size, self.count = file, path, 0, 0
         self.rest: Path | None = None
 
     def write(self, text: str) -> None:
         """Add a text.
 
         Raises:
-            OSError: it cannot be written; then none of it is there.
+            OSError: it cannot be written; names the file. After this and after an interrupt none of the text is there.
         """
         data, done = text.encode(), 0
         try:
-            while done < len(data):
-                done += self._file.write(data[done:])
-        except OSError:
-            self._file.truncate(self._size)
+            with naming(self._path):
+                while done < len(data):
+                    done += self._file.write(data[done:])
+            self._size += done
+            self.count += 1
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to report
+                self._file.truncate(self._size)
             raise
-        self._size += done
-        self.count += 1
 
 
 @contextmanager
 def growing(path: Path) -> Iterator[Growing]:
-    """A file to write texts to inside, one after the other; it is there afterwards, and where something failed what was written until
-    then is in `NAME.part`, and what was at its place before is as it was.
+    """A file to write texts to inside, one after the other.
+
+    Afterwards the file is complete at its path. After a failure, that of the last rename among them, what was at the
+    path is unchanged, and the texts written until then are in `NAME.part`, or in `NAME.part2` and so on where something
+    has that name; where no such file can be made, they stay in the partial file. `Growing.rest` says where.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be opened, written or renamed; names it. Errors from inside are unchanged.
     """
-    target = path.resolve()
-    rest = target.with_name(f"{target.name}.part")
-    with complete(path) as partial, partial.open("wb", buffering=0) as file:
-        found = Growing(file)
-        try:
-            yield found
-        except BaseException:
-            if found.count:
-                partial.rename(rest)
-                found.rest = rest
-            raise
+    target = path.resolve()  # a link stays one
+    partial = _partial(target)
+    with naming(path, partial):
+        file = partial.open("wb", buffering=0)
+    found = Growing(file, path)
+    try:
+        yield found
+        with naming(path, partial):
+            file.close()
+            partial.rename(target)
+    except BaseException:
+        with suppress(OSError):
+            file.close()
+        if found.count:
+            found.rest = _set_aside(partial, target)
+        else:
+            with suppress(OSError):
+                partial.unlink()
+        raise
+
+
+def _set_aside(partial: Path, target: Path) -> Path:
+    """Rename a partial file to a name beside the target that is free.
+
+    Returns:
+        Where the file is: under the partial name still if it cannot be renamed.
+    """
+    try:
+        names = (target.with_name(f"{target.name}.part{end}") for end in chain([""], count(2)))
+        return partial.rename(next(name for name in names if not os.path.lexists(name)))
+    except OSError:
+        return partial
 
 
 def write_whole(path: Path, text: str) -> None:
