@@ -60,7 +60,7 @@ Asked = str | list[dict[str, Any]]
 
 
 def run(argv: list[str]) -> int:
-    """Print each prompt and its continuation, a single one as a stream, and return 0.
+    """Print, or write with --output, each prompt and its continuation; a single one is printed as a stream. Returns 0.
 
     Args:
         argv: words after `generate`.

@@ -26,7 +26,9 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Print or write a translation of each text, and scores if references are given; returns 0.
+    """Print, or write with --output, a translation of each text; returns 0.
+
+    With references scores are printed; without --output only they are.
 
     Args:
         argv: words after `translate`.

@@ -24,17 +24,17 @@ def put_slots(
 ) -> None:
     """Replace a model's routed experts by slots, the only memory that they take on a device.
 
+    A rank has slots for its own part of the experts.
+
     Args:
         model: the model, on the meta device.
         source: source of its weights.
-        num_slots: slots of each layer.
+        num_slots: slots of each layer on a rank.
         fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: unless the device is a CPU.
         device: device of the slots.
 
-    Over ranks each has slots for its own part of the experts.
-
     Raises:
-        ConfigError: a layer has fewer experts than slots, or the model has no experts.
+        ConfigError: a layer has fewer experts on a rank than slots, or the model has no experts.
     """
     layers = list(_layers(model))
     if not layers:
