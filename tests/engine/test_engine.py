@@ -382,3 +382,73 @@ def test_answers_come_as_they_end_and_those_behind_are_aborted():
     assert [one.token_ids for one in (long, short)] == [one.token_ids for one in alone]
     ended.close()
     assert not engine.has_work
+
+
+WAYS_TO_STEP = {
+    "generate": lambda engine, ended: engine.generate([[3, 3]], SamplingParams(max_tokens=20)),
+    "steps of one's own": lambda engine, ended: [engine.step() for _ in range(20)],
+    "nobody else": lambda engine, ended: None,
+}
+
+
+@pytest.mark.parametrize("meanwhile", WAYS_TO_STEP.values(), ids=WAYS_TO_STEP)
+def test_iterators_lose_nothing_of_the_steps_of_others(meanwhile):
+    model = gpt()
+    expected = [alone(model, prompt, 9)[0] for prompt in PROMPTS[:3]]
+    engine = Engine(model)
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (9, 2, 9)]
+    first = engine.as_they_end(PROMPTS[:3], params)
+    second = engine.as_they_end(PROMPTS[:3], params)
+    found = [{}, {}]
+    for _ in PROMPTS[:3]:  # by turns
+        for own, ended in zip(found, (first, second), strict=True):
+            place, (output,) = next(ended)
+            assert output.finish_reason == "length"
+            own[place] = list(output.token_ids)
+            meanwhile(engine, ended)
+    answers = dict(enumerate([expected[0], expected[1][:2], expected[2]]))
+    assert found == [answers, answers] and [*first] == [*second] == []
+    lengths = []
+    for output in engine.stream(PROMPTS[0], GREEDY):
+        assert list(output.token_ids) == expected[0][: len(output.token_ids)]
+        lengths.append(len(output.token_ids))
+        meanwhile(engine, None)
+    assert lengths == sorted(set(lengths)) and output.finish_reason == "length"
+    assert lengths[-1] == 9 and not engine.has_work
+
+
+def test_iterators_end_what_they_await_before_the_first_answer_too():
+    engine = Engine(gpt())
+    for begin in (
+        lambda: engine.as_they_end(PROMPTS[:2], GREEDY),
+        lambda: engine.stream(PROMPTS[0], GREEDY),
+    ):
+        answers = begin()
+        assert engine.has_work
+        answers.close()
+        assert not engine.has_work and [*answers] == []
+        answers = begin()
+        del answers
+        assert not engine.has_work and engine.stats().num_used_blocks == 0
+
+    def fail(count):
+        raise ValueError(count)
+
+    with pytest.raises(ValueError, match="1") as caught:
+        engine.generate(PROMPTS[:3], [SamplingParams(max_tokens=n) for n in (1, 9, 9)], told=fail)
+    assert caught and not engine.has_work
+
+
+def test_an_abort_by_another_ends_the_wait_with_what_there_was():
+    engine = Engine(gpt())
+    ended = engine.as_they_end([PROMPTS[0], PROMPTS[1]], GREEDY)
+    engine.add([1], SamplingParams(max_tokens=1), request_id="own")
+    engine.step()
+    (aborted,) = engine.abort("0")
+    with pytest.raises(ConfigError, match="request_id='0': is still being answered"):
+        engine.add([1], GREEDY, request_id="0")
+    assert next(ended) == (0, [aborted]) and aborted.finish_reason == "abort"
+    engine.add([1], SamplingParams(temperature=0, max_tokens=30), request_id="0")
+    assert next(ended)[1][0].finish_reason == "length"
+    ended.close()
+    assert engine.has_work, "the id is another's now"

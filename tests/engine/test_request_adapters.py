@@ -5,12 +5,13 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests.engine.test_engine import ARRANGEMENTS, GREEDY, PROMPTS, gpt
 from tests.engine.test_ranks import differences
 from tests.oracle.numerics import assert_close_fp64
 from tests.support.adapters import ATTENTION, EXPERTS, make_adapter, merged
-from tests.support.replicas import messages_of
+from tests.support.replicas import assert_said, messages_of
 
 from expertmesh import lora
 from expertmesh.checkpoints.peft_folder import WEIGHTS
@@ -307,6 +308,49 @@ def test_ranks_with_whole_experts_serve_them(folders, two_ranks):
     (rounded, exact), *_ = two_ranks.run(over_ranks, folders)
     assert rounded[0] and rounded[1] < 1e-9 and rounded[2]
     assert exact == (True, 0.0, True)
+
+
+def faults_over_ranks(folder, none):
+    """What an engine says, and still answers, where an adapter fails on one side or has a name that is no text."""
+    said, options = [], {"parallel": {"timeout_s": 20.0}, "compile": False}
+    if dist.get_rank() == 0:
+        said += messages_of(lambda: Engine(gpt(), adapters={"a": none}, **options))
+        said += messages_of(lambda: Engine(gpt(), adapters=[folder], **options))
+    else:
+        Engine(gpt(), adapters={"a": none}, **options).follow()
+        Engine(gpt(), adapters=[folder], **options).follow()
+    engine = Engine(gpt(), **options)
+    if not engine.leads:
+        said += messages_of(
+            lambda: engine.load_adapter("a", folder), lambda: engine.unload_adapter("a")
+        )
+        adapters = engine._runner._room_for_adapters()
+        load, errors = adapters.load, [MemoryError("no room for it")]
+
+        def full(*args, **place):
+            if errors:
+                raise errors.pop()
+            return load(*args, **place)
+
+        adapters.load = full
+        engine.follow()
+        return said, [one.name for one in adapters.all]
+    said += messages_of(lambda: engine.load_adapter("a", folder))
+    for name in ("\ud800", "a"):
+        engine.load_adapter(name, folder)
+    engine.unload_adapter("\ud800")
+    assert engine.generate(PROMPTS[:1], GREEDY, adapter="a")
+    engine.close()
+    said += messages_of(lambda: engine.load_adapter("b", folder))
+    return said, [*engine.adapters]
+
+
+def test_what_fails_on_one_rank_is_said_and_the_others_go_on(folders, tmp_path, two_ranks):
+    leader, follower = two_ranks.run(faults_over_ranks, folders["a"], tmp_path / "none")
+    expected = ("no readable adapter", "give folders by name", "cannot read .*, and say why")
+    assert_said(leader[0], *expected, "the engine is closed")
+    assert_said(follower[0], *["adapters go to rank 0; call follow"] * 2)
+    assert leader[1] == follower[1] == ["a"]
 
 
 def refused_over_ranks(folder):

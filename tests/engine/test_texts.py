@@ -14,7 +14,7 @@ from expertmesh.config.moe import MoEConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.lockstep import Lockstep
 from expertmesh.engine.request import SamplingParams
-from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text, writer
+from expertmesh.engine.texts import continue_prompts, continued, prompt_ids, stream_text, writer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
@@ -144,6 +144,42 @@ def test_tokens_stream_one_by_one(gpt: GPT, tokenizer: Tokenizer) -> None:  # no
     handle.remove()
     assert all(pieces) and len(calls) == 9
     assert "".join(pieces) == continue_prompts(gpt, [[5, 6]], params, text=text)[0].text
+
+
+def test_texts_that_are_not_read_leave_nothing(tokenizer: Tokenizer) -> None:  # noqa: F811
+    engine = Engine(make_model())
+    text, params = text_format(tokenizer), SamplingParams(temperature=0, max_tokens=9)
+    for begin in (
+        lambda: continued(engine.model, PROMPTS, params, by=engine),
+        lambda: stream_text(engine.model, [5], params, text=text, by=engine),
+    ):
+        for num_read in (0, 1):
+            texts = begin()
+            assert engine.has_work
+            assert len([next(texts) for _ in range(num_read)]) == num_read
+            texts.close()
+            assert not engine.has_work and list(texts) == []
+            texts = begin()
+            del texts
+            assert not engine.has_work
+
+
+def test_texts_by_turns_on_one_engine_are_whole() -> None:
+    engine = Engine(make_model())
+    params = SamplingParams(temperature=0, max_tokens=9)
+    turns = [continued(engine.model, PROMPTS, params, by=engine) for _ in range(2)]
+    for prompt, *answers in zip(PROMPTS, *turns, strict=True):
+        expected = uncached_greedy(engine.model, prompt, 9)
+        assert [list(one.token_ids) for one in answers] == [expected] * 2
+
+
+def test_parameters_are_one_for_each_prompt_in_lockstep() -> None:
+    lockstep, one = Lockstep(make_model(**IN_STEP)), SamplingParams(max_tokens=1)
+    for wrong in ([], [one, one], [one] * 4):
+        with pytest.raises(ConfigError, match=f"params: {len(wrong)} for 3 prompts; give one"):
+            lockstep.as_they_end(PROMPTS, wrong)
+    with pytest.raises(ConfigError, match=r"params is a dict; give SamplingParams"):
+        lockstep.generate(PROMPTS, {"max_tokens": 1})
 
 
 def test_training_mode_is_put_back() -> None:

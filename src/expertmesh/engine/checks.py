@@ -124,6 +124,18 @@ def one_for_each(what: str, given: Any, count: int) -> list[Any]:
     return list(given)
 
 
+def params_of(params: Any) -> SamplingParams:
+    """Checked parameters of a request; None: `SamplingParams()`.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
+    return params
+
+
 def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
     """Raise ConfigError unless all are token ids of the model; `what` is their name in the message."""
     for i in ids:

@@ -3,8 +3,9 @@
 import atexit
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.answers import Answers
+from expertmesh.engine.awaited import AnswerIterator, Awaited
 from expertmesh.engine.block_pool import ROOT, BlockPool
 from expertmesh.engine.checks import (
     check_asked,
@@ -27,6 +29,7 @@ from expertmesh.engine.checks import (
     check_state,
     check_text,
     one_for_each,
+    params_of,
     prompts_of,
     token_ids_of,
 )
@@ -169,9 +172,14 @@ class Engine:
             self._scheduler = GroupScheduler(schedulers)
             atexit.register(self.close)
         self._requests: dict[str, Request] = {}
+        self._awaited = Awaited(self._requests)
         self._arrivals = self._steps = self._prompt_tokens = 0
-        for name, folder in folders_by_name(adapters).items() if self.leads else ():
-            self.load_adapter(name, folder)
+        try:
+            for name, folder in folders_by_name(adapters).items() if self.leads else ():
+                self.load_adapter(name, folder)
+        except BaseException:  # the other ranks are in follow already
+            self.close()
+            raise
 
     def _cache(self, num_blocks: int, device: torch.device, dtype: torch.dtype) -> PagedCache:
         try:
@@ -216,6 +224,10 @@ class Engine:
         """Whether this process takes requests: a single process, or rank 0."""
         return self._ranks is None or self._ranks.leads
 
+    def _check_leads(self, what: str) -> None:
+        if not self.leads:
+            raise ConfigError(f"{what} go to rank 0; call follow() on this one")
+
     @torch.no_grad()
     def follow(self) -> None:
         """Compute this rank's part of rank 0's steps until rank 0 closes the engine; for all other ranks.
@@ -250,7 +262,7 @@ class Engine:
             folder: folder with adapter_config.json and adapter_model.safetensors.
 
         Raises:
-            ConfigError: the name is taken; the folder has no adapter, or an unsupported one (DoRA, on the router or the
+            ConfigError: this rank is not the first; the name is taken; the folder has no adapter, or an unsupported one (DoRA, on the router or the
                 vocabulary, on quantised or paged experts, over ranks that slice matmuls or move experts, on a model of
                 transformers, ...); or another rank cannot read it.
             CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
@@ -260,6 +272,7 @@ class Engine:
             >>> engine.load_adapter("code", "adapters/code")
             >>> engine.generate(["Roses", "def", "Once"], adapter=["poems", "code", None])
         """
+        self._check_leads("adapters")
         if self._runner.adapters is None:
             self._check_adapters()
         self._runner.load_adapter(name, folder)
@@ -269,8 +282,9 @@ class Engine:
         """Unload an adapter.
 
         Raises:
-            ConfigError: the adapter is unknown, or an unfinished request uses it.
+            ConfigError: this rank is not the first, the adapter is unknown, or an unfinished request uses it.
         """
+        self._check_leads("adapters")
         one = self._adapter(name)
         busy = sum(request.root == one.root for request in self._requests.values())
         if busy:
@@ -337,18 +351,15 @@ class Engine:
         Raises:
             ConfigError: a value breaks a rule, or the request could never run; other requests are unaffected.
         """
-        if not self.leads:
-            raise ConfigError("requests go to rank 0; call follow() on this one")
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
+        self._check_leads("requests")
+        params = params_of(params)
         ids = self._prompt_ids(prompt)
         check_asked(ids, params, self.model.vocab_size, has_text=self.tokenizer is not None)
         chosen = None if adapter is None else self._adapter(adapter)
         request_id = str(self._arrivals) if request_id is None else request_id
         if not isinstance(request_id, str):
             raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
-        if request_id in self._requests:
+        if request_id in self._requests or request_id in self._awaited:
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
         has_schema = params.json_schema is not None
         ends = frozenset(params.stop_token_ids) | (
@@ -392,6 +403,7 @@ class Engine:
         self._scheduler.abort(request)
         outputs = self._answers.of(request)
         self._answers.forget(request)
+        self._awaited.deliver(outputs)
         return outputs
 
     def step(self) -> list[RequestOutput]:
@@ -419,6 +431,7 @@ class Engine:
         for name in {output.request_id for output in outputs}:
             if self._requests[name].is_finished:
                 self._answers.forget(self._requests.pop(name))
+        self._awaited.deliver(outputs)
         return outputs
 
     def generate(
@@ -444,10 +457,11 @@ class Engine:
             ConfigError: see `add`; raised before any computation, with no request left.
         """
         found: dict[int, list[RequestOutput]] = {}
-        for place, outputs in self.as_they_end(prompts, params, adapter=adapter):
-            found[place] = outputs
-            if told is not None:
-                told(len(found))
+        with closing(self.as_they_end(prompts, params, adapter=adapter)) as ended:
+            for place, outputs in ended:
+                found[place] = outputs
+                if told is not None:
+                    told(len(found))
         return [output for place in sorted(found) for output in found[place]]
 
     def as_they_end(
@@ -456,8 +470,10 @@ class Engine:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         adapter: str | Seq[str | None] | None = None,
-    ) -> Iterator[tuple[int, list[RequestOutput]]]:
-        """Like `generate`, but yields each prompt's index and answers once these have ended; closing the iterator aborts the others.
+    ) -> AnswerIterator[tuple[int, list[RequestOutput]]]:
+        """Like `generate`, but yields each prompt's index and answers once these have ended, whoever makes the steps.
+
+        Closing or dropping the iterator aborts the others.
 
         Raises:
             ConfigError: see `generate`; raised at once.
@@ -473,21 +489,7 @@ class Engine:
         except BaseException:  # also if a later prompt is refused
             list(map(self.abort, names))
             raise
-        return self._as_they_end(names)
-
-    def _as_they_end(self, names: list[str]) -> Iterator[tuple[int, list[RequestOutput]]]:
-        places = {name: place for place, name in enumerate(names)}
-        found: dict[str, dict[int, RequestOutput]] = {name: {} for name in names}
-        try:
-            while places:
-                for output in self.step():
-                    if output.request_id in found:
-                        found[output.request_id][output.index] = output
-                for name in [name for name in places if name not in self._requests]:
-                    own = found.pop(name)
-                    yield places.pop(name), [own[index] for index in sorted(own)]
-        finally:  # also if the caller stops early
-            list(map(self.abort, names))
+        return self._awaited.as_they_end(names, step=self.step, abort=self.abort)
 
     def stream(
         self,
@@ -495,23 +497,16 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         adapter: str | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Answer a prompt as a stream: yields the answer after each step with new tokens; closing the iterator aborts it.
+    ) -> AnswerIterator[RequestOutput]:
+        """Answer a prompt as a stream: yields the answer after each step with new tokens.
 
-        Streamed text is never retracted: a possible start of a stop string is held back.
+        Steps that others make meanwhile count as one. Closing or dropping the iterator aborts the request. Streamed text is never retracted: a possible start of a stop string is held back.
 
         Raises:
             ConfigError: see `add`; raised at once.
         """
         name = self.add(prompt, params, adapter=adapter)
-        return self._streamed(name)
-
-    def _streamed(self, name: str) -> Iterator[RequestOutput]:
-        try:
-            while name in self._requests:
-                yield from [output for output in self.step() if output.request_id == name]
-        finally:
-            self.abort(name)
+        return self._awaited.streamed(name, step=self.step, abort=self.abort)
 
     @torch.no_grad()
     def update_weights(self, state: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 These are encoder-decoders, model families outside this package, and GPTs with expert-choice routers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from expertmesh.engine.checks import check_prompts
+from expertmesh.engine.checks import check_prompts, one_for_each, params_of
 from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
 from expertmesh.engine.request import SamplingParams, is_number
@@ -78,7 +78,7 @@ class Lockstep:
 
         Raises:
             ConfigError: before any computation: a prompt is empty or too long, an id is outside the vocabulary, an
-                option is not supported, or sources are missing or unsupported.
+                option is not supported, parameters are not one for each prompt, or sources are missing or unsupported.
         """
         ended = self.as_they_end(prompts, params, sources=sources)
         return [output for _, (output,) in ended]
@@ -89,16 +89,16 @@ class Lockstep:
         params: SamplingParams | Sequence[SamplingParams],
         *,
         sources: Sequence[Sequence[int]] | None = None,
-    ) -> Iterator[tuple[int, list[RequestOutput]]]:
+    ) -> Generator[tuple[int, list[RequestOutput]], None, None]:
         """Like `generate`, but yields each prompt's index and its answer, in order, when its batch has ended.
 
         Raises:
             ConfigError: see `generate`; raised at once.
         """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = [params_of(one) for one in one_for_each("params", params, len(prompts))]
         rooms = self._check(prompts, each, sources)
 
-        def batches() -> Iterator[tuple[int, list[RequestOutput]]]:
+        def batches() -> Generator[tuple[int, list[RequestOutput]], None, None]:
             for first in range(0, len(prompts), self.batch_size):
                 part = slice(first, first + self.batch_size)
                 given = None if sources is None else sources[part]
@@ -107,7 +107,9 @@ class Lockstep:
 
         return batches()
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams
+    ) -> Generator[RequestOutput, None, None]:
         """Answer a prompt as a stream: yields the answer so far after each token.
 
         Raises:

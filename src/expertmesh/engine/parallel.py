@@ -5,11 +5,12 @@
     others:                                                       receive   -> their group's part   -> rows of hidden
         states to rank 0
 
-A step is one broadcast of integers. Block tables are sent once, then only their changes. Between steps rank 0 sends
+A step is one broadcast of integers, or two where these are more than `_WORDS`. Block tables are sent once, then only their changes. Between steps rank 0 sends
 heartbeats, so that collectives do not time out while there are no requests.
 """
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -38,7 +39,7 @@ from expertmesh.engine.runner import (
     wanted_experts,
 )
 from expertmesh.engine.scheduler import Step
-from expertmesh.errors import CheckpointError, CollectiveError, ConfigError, text_of
+from expertmesh.errors import CollectiveError, ConfigError, text_of
 from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.op_set import OpSet
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
@@ -54,6 +55,8 @@ _STEP, _ALIVE, _LOAD, _STOP, _PLACE, _ADAPTER, _NO_ADAPTER = range(7)
 _BEATS = 8
 """Heartbeats within the timeout of a collective."""
 _MOST_BEAT_S = 10.0
+
+_log = logging.getLogger("expertmesh.engine")
 
 
 @dataclass
@@ -409,7 +412,7 @@ class RankedRunner(Runner):
                 self._load_as_told(words)
             elif words[0] == _NO_ADAPTER and self.adapters is not None:
                 with suppress(ConfigError):  # loading failed on this rank
-                    self.adapters.unload(_text(words[1:]))
+                    self.adapters.unload(json.loads(_text(words[1:])))
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load an adapter on all ranks, each with the factors of its experts; see `Engine.load_adapter`.
@@ -421,20 +424,24 @@ class RankedRunner(Runner):
         """
         loaded = self._room_for_adapters().load(name, folder)
         told = json.dumps([name, str(loaded.folder.absolute()), loaded.root])
-        with self._together():
-            self._wire.send([_ADAPTER, *told.encode()])
-            failed = self._count_failed(False)
+        try:
+            with self._together():
+                self._wire.send([_ADAPTER, *told.encode()])
+                failed = self._count_failed(False)
+        except BaseException:  # the other ranks do not have it
+            super().unload_adapter(name)
+            raise
         if failed:
             self.unload_adapter(name)
             raise ConfigError(
-                f"adapter {name!r}: {failed} of the other ranks cannot read {loaded.folder}; let it lie under this path on every host"
+                f"adapter {name!r}: {failed} of the other ranks cannot read {loaded.folder}, and say why; let it lie under this path on every host"
             )
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all ranks; see `Engine.unload_adapter`."""
         super().unload_adapter(name)
         with self._together():
-            self._wire.send([_NO_ADAPTER, *name.encode()])
+            self._wire.send([_NO_ADAPTER, *json.dumps(name).encode()])
 
     def _load_as_told(self, words: list[int]) -> None:
         """Load an adapter that rank 0 has loaded."""
@@ -442,8 +449,10 @@ class RankedRunner(Runner):
         failed = False
         try:
             self._room_for_adapters().load(name, folder, root=root)
-        except (ConfigError, CheckpointError, OSError):  # rank 0 reports it
+        except Exception as error:  # any error: rank 0 waits for the count
             failed = True
+            rank = self.ranks.groups.everyone.rank
+            _log.warning("rank %d: adapter %r was not loaded: %s", rank, name, text_of(error))
         self._count_failed(failed)
 
     def _count_failed(self, failed: bool) -> int:

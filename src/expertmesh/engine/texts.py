@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from expertmesh.engine.awaited import AnswerIterator
 from expertmesh.engine.checks import check_prompts, check_text, why_not
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.lockstep import Lockstep
@@ -76,9 +77,9 @@ def continued(
     batch_size: int = 32,
     by: Engine | None = None,
     adapter: str | None = None,
-) -> Iterator[RequestOutput]:
+) -> AnswerIterator[RequestOutput]:
     """Continue several prompts; yields each answer once it and all before it have ended. The model is in evaluation
-    mode meanwhile.
+    mode meanwhile. Closing or dropping the iterator aborts the others.
 
     Args:
         model: see `writer`.
@@ -102,7 +103,7 @@ def continued(
     with evaluating(model):
         answering = by or writer(model, text, batch_size=batch_size)
         ended = answering.as_they_end(prompts, each, **_chosen(adapter))
-    return _in_order(model, ended)
+    return AnswerIterator(_in_order(model, ended), ended.close)
 
 
 def _in_order(
@@ -136,8 +137,8 @@ def stream_text(
     text: TextFormat,
     by: Engine | None = None,
     adapter: str | None = None,
-) -> Iterator[str]:
-    """Continue a prompt as a stream.
+) -> AnswerIterator[str]:
+    """Continue a prompt as a stream. Closing or dropping the iterator aborts it.
 
     Args:
         model: see `writer`.
@@ -159,7 +160,7 @@ def stream_text(
         outputs = (by or writer(model, text, batch_size=1)).stream(
             prompt, params, **_chosen(adapter)
         )
-    return _pieces(model, outputs)
+    return AnswerIterator(_pieces(model, outputs), outputs.close)
 
 
 def _pieces(model: Any, outputs: Iterator[RequestOutput]) -> Iterator[str]:

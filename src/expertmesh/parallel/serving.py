@@ -87,7 +87,7 @@ def serving_degrees(
     """Parallel degrees of a model that an engine serves.
 
     Args:
-        config: only tp_degree, ep_degree and es_degree are read. If one of ep_degree and es_degree is unset, it follows
+        config: tp_degree, ep_degree and es_degree are read; options of training must have their defaults. If one of ep_degree and es_degree is unset, it follows
             from the other; if both are, experts get as few slices as possible.
         num_ranks: p.
         num_experts: number of experts of each MoE layer.
@@ -269,7 +269,7 @@ def _cut_module(
 
 
 def _cut_experts(layer: MoELayer, world: World, degrees: ServingDegrees) -> None:
-    """Replace the experts' parameters by this rank's shards, as DTensors."""
+    """Replace the experts' parameters and buffers by this rank's shards, as DTensors."""
     e, f = degrees.e, degrees.f
     copies = degrees.num_ranks // (e * f)
     sizes = {"e": e, "f": f, "copy": copies}

@@ -1,0 +1,112 @@
+"""Answers of requests that iterators await: whoever makes the steps, none is lost, and none is computed for nobody."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import TypeVar
+
+from expertmesh.engine.output import RequestOutput
+
+T = TypeVar("T")
+
+
+class AnswerIterator(Iterator[T]):
+    """Iterator that ends what it still awaits when it is closed, dropped or fails, also before its first answer.
+
+    A generator cannot: one that never began runs no `finally`.
+
+    Args:
+        answers: the answers.
+        end: ends what is still awaited; may be called again.
+    """
+
+    def __init__(self, answers: Iterator[T], end: Callable[[], object]) -> None:
+        self._answers, self._end = answers, end
+
+    def __next__(self) -> T:
+        """Next answer."""
+        try:
+            return next(self._answers)
+        except BaseException:  # also at its end
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End what is still awaited; there are no more answers."""
+        self._answers = iter(())
+        self._end()
+
+    def __del__(self) -> None:
+        """Close it."""
+        self.close()
+
+
+class Awaited:
+    """Latest outputs of the requests that iterators await.
+
+    Args:
+        unfinished: ids of the engine's unfinished requests.
+    """
+
+    def __init__(self, unfinished: Container[str]) -> None:
+        self._unfinished = unfinished
+        self._latest: dict[str, dict[int, RequestOutput]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether an iterator awaits the request."""
+        return name in self._latest
+
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Keep the outputs of a step, or of an abort, that an iterator awaits."""
+        for output in outputs:
+            if output.request_id in self._latest:
+                self._latest[output.request_id][output.index] = output
+
+    def as_they_end(
+        self, names: Sequence[str], *, step: Callable[[], object], abort: Callable[[str], object]
+    ) -> AnswerIterator[tuple[int, list[RequestOutput]]]:
+        """Index and answers of each request, in the order of their ends.
+
+        Args:
+            names: ids of the requests.
+            step: computes a step.
+            abort: aborts a request.
+        """
+        self._latest |= {name: {} for name in names}
+
+        def ended() -> Iterator[tuple[int, list[RequestOutput]]]:
+            left = dict(enumerate(names))
+            while left:
+                over = [place for place, name in left.items() if name not in self._unfinished]
+                for place in over:
+                    latest = self._latest.pop(left.pop(place))
+                    yield place, [latest[index] for index in sorted(latest)]
+                if not over:
+                    step()
+
+        return AnswerIterator(ended(), lambda: self._drop(names, abort))
+
+    def streamed(
+        self, name: str, *, step: Callable[[], object], abort: Callable[[str], object]
+    ) -> AnswerIterator[RequestOutput]:
+        """Answers of a request so far, after each step with new tokens; steps that others made count as one.
+
+        Args:
+            name: id of the request.
+            step: computes a step.
+            abort: aborts a request.
+        """
+        latest = self._latest[name] = {}
+
+        def streamed() -> Iterator[RequestOutput]:
+            while latest or name in self._unfinished:
+                if not latest:
+                    step()
+                outputs = list(latest.values())
+                latest.clear()
+                yield from outputs
+
+        return AnswerIterator(streamed(), lambda: self._drop([name], abort))
+
+    def _drop(self, names: Sequence[str], abort: Callable[[str], object]) -> None:
+        for name in names:
+            if self._latest.pop(name, None) is not None:
+                abort(name)
