@@ -147,7 +147,7 @@ def test_tokens_stream_one_by_one(gpt: GPT, tokenizer: Tokenizer) -> None:  # no
 
 
 def test_texts_that_are_not_read_leave_nothing(tokenizer: Tokenizer) -> None:  # noqa: F811
-    engine = Engine(make_model())
+    engine = Engine(make_model(), tokenizer=tokenizer)
     text, params = text_format(tokenizer), SamplingParams(temperature=0, max_tokens=9)
     for begin in (
         lambda: continued(engine.model, PROMPTS, params, by=engine),
