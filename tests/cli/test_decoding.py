@@ -4,18 +4,11 @@ import signal
 import subprocess
 import sys
 import threading
-from argparse import Namespace
 
 import pytest
 from tests.support.patience import PATIENCE_S
 
-from expertmesh.cli import decoding
-from expertmesh.cli.decoding import kept, open_decoder
-from expertmesh.models.gpt.model import GPT
-from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.parallel import ranks
-from expertmesh.runs import open as runs_open
-from expertmesh.runs.run_dir import Run
+from expertmesh.cli.decoding import kept
 
 # The second signal comes while the first one's exit is under way.
 ENDED = """
@@ -66,35 +59,3 @@ def test_answers_are_written_outside_the_main_thread_too(tmp_path):
     thread.start()
     thread.join()
     assert (tmp_path / "a").read_text() == "one\n"
-
-
-@pytest.mark.parametrize(
-    ("given", "is_quantized", "timeout_s"),
-    [
-        ({}, True, 17.0),
-        ({"expert_slots": 2}, False, 17.0),
-        ({"adapter": "folder"}, False, 17.0),
-        ({"tp_degree": 2}, False, 17.0),
-        ({"tp_degree": 2, "timeout_s": 5.0}, False, 5.0),
-        ({"timeout_s": 5.0}, True, 5.0),
-    ],
-    ids=str,
-)
-def test_ranks_wait_as_long_as_the_training_did(
-    given, is_quantized, timeout_s, tmp_path, monkeypatch
-):
-    class StartedError(Exception):
-        """The ranks would start now."""
-
-    def start(**options):
-        raise StartedError(options["timeout_s"])
-
-    config = RECIPES["gpt-moe-test"]().updated({"parallel.timeout_s": 17.0, "train.device": "cpu"})
-    run = Run(tmp_path, config, GPT, tmp_path, is_quantized)
-    monkeypatch.setattr(decoding, "launched_rank", lambda: (0, 2))
-    monkeypatch.setattr(runs_open, "find_model", lambda path: run)
-    monkeypatch.setattr(ranks, "open_ranks", start)
-    options = Namespace(run=str(tmp_path), device=None, es_degree=None, **given)
-    with pytest.raises(StartedError) as started, open_decoder(options):
-        raise AssertionError("open")
-    assert started.value.args == (timeout_s,)

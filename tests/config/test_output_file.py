@@ -102,12 +102,15 @@ def test_texts_before_a_failure_never_take_the_place_of_others(folder):
     assert path.read_text() == "mine" and error.filename is None
 
 
-def test_texts_stay_where_they_are_if_they_cannot_be_renamed(folder, monkeypatch):
-    def refuse(*_):
+class Unmovable(type(Path())):
+    """A path that nothing is renamed to or from."""
+
+    def rename(self, *_):
         raise PermissionError(errno.EACCES, "no")
 
-    monkeypatch.setattr(Path, "rename", refuse)
-    rest = failing(folder / "text", KeyboardInterrupt())
+
+def test_texts_stay_where_they_are_if_they_cannot_be_renamed(folder):
+    rest = failing(Unmovable(folder / "text"), KeyboardInterrupt())
     assert rest in folder.iterdir() and rest.read_text() == "one\ntwo\n"
 
 

@@ -115,7 +115,7 @@ class Growing:
 def growing(path: Path) -> Iterator[Growing]:
     """A file to write texts to inside, one after the other.
 
-    Afterwards the file is complete at its path. After a failure, that of the last rename among them, what was at the
+    Afterwards the file is complete at its path. After a failure, also of the last rename, what was at the
     path is unchanged, and the texts written until then are in `NAME.part`, or in `NAME.part2` and so on where something
     has that name; where no such file can be made, they stay in the partial file. `Growing.rest` says where.
 
