@@ -220,7 +220,7 @@ def test_a_model_of_three_times_the_limit_answers(place, tmp_path):
     from expertmesh.checkpoints.hub.layout import pieces
     from expertmesh.checkpoints.safetensors import FileTensor, file_header
 
-    shapes = {p.theirs: p.theirs_shape for p in pieces(model_config(values), "mixtral")}
+    shapes = {p.hub_name: p.hub_shape for p in pieces(model_config(values), "mixtral")}
     tensors = [FileTensor(name, torch.float32, shape) for name, shape in shapes.items()]
     header = file_header(tensors, {"format": "pt"})
     size = sum(4 * torch.Size(shape).numel() for shape in shapes.values())

@@ -187,7 +187,7 @@ def moved(layout):
     ids_TK = stats.topk_expert_ids_TK
     dispatcher = model.layers[1].moe.dispatcher
     route = dispatcher.exchange().route
-    mine = route.plan.block(world_of().position)[0]
+    mine = route.split.block(world_of().position)[0]
     copies = sum(len({e // route.num_local for e in row} - {mine}) for row in ids_TK.tolist())
     expected = 8 * copies * (config.model.dim + 2 * ids_TK.shape[1])
     sent = [t.num_bytes for t in log.transfers if t.where == "layer 1, dispatch"]
