@@ -240,22 +240,20 @@ class Adapters:
             if isinstance(module, Linear):
                 module.register_forward_hook(partial(self._add_to, path))
             elif isinstance(module, DenseMLP):
-                module.of_rows = partial(self._of_rows, path)
+                module.of_rows = partial(self._of_tokens, path)
             elif isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
                 way = module.dispatcher
                 is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
                 each = module.top_k if is_exact else 1
-                module.experts.of_rows = partial(self._of_rows, f"{path}.experts", each)
+                module.experts.of_rows = partial(self._of_expert_rows, f"{path}.experts", each)
 
-    def _of_rows(self, path: str, each: int = 0) -> tuple[AdapterRun, ...]:
-        """Adapter runs for the rows of a module; for experts, each token has `each` rows."""
-        found = []
-        for first, stop, adapter in self._expert_runs if each else self._runs:
-            own = adapter.of_module.get(path, {})
-            if own:
-                rows = first * (each or 1), stop * (each or 1)
-                found.append(AdapterRun(*rows, own.get("w_in"), own.get("w_out")))
-        return tuple(found)
+    def _of_tokens(self, path: str) -> tuple[AdapterRun, ...]:
+        """Adapter runs for a dense module, whose rows are the step's tokens."""
+        return _adapter_runs(path, self._runs, 1)
+
+    def _of_expert_rows(self, path: str, each: int) -> tuple[AdapterRun, ...]:
+        """Adapter runs for the experts of a layer, which see `each` rows of a token."""
+        return _adapter_runs(path, self._expert_runs, each)
 
     def _add_to(self, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
         """Add the adapters' outputs to the output of a linear map, in place."""
@@ -270,3 +268,15 @@ class Adapters:
                 a_ErK, b_ENr, *_ = own["weight"]
                 low_nr = linear(x_TK[first:stop], a_ErK[0], backend=module.backend)
                 y_TN[first:stop] += linear(low_nr, b_ENr[0], backend=module.backend)
+
+
+def _adapter_runs(
+    path: str, spans: Sequence[AdapterSpan], rows_per_token: int
+) -> tuple[AdapterRun, ...]:
+    """Low-rank additions of a module to runs of its rows, for the spans whose adapter has some."""
+    runs = []
+    for first, stop, adapter in spans:
+        if own := adapter.of_module.get(path):
+            rows = first * rows_per_token, stop * rows_per_token
+            runs.append(AdapterRun(*rows, own.get("w_in"), own.get("w_out")))
+    return tuple(runs)
