@@ -77,7 +77,8 @@ def test_parts_of_ranks_are_those_of_the_whole_and_take_their_own_memory(kind, t
     """Of 1, 2 and 4 ranks; at most 1.1 times what a rank gets is alive at a time."""
     name, pack = FOLDERS[kind]
     saved(tmp_path, name, pack, is_odd=kind == "odd header")
-    threshold(safetensors, "_ELEMENTS", 64)
+    # smaller blocks of packed values make millions of events for a profiler to keep
+    threshold(safetensors, "_ELEMENTS", 1024 if kind == "mxfp4" else 64)
     source = HubModel(tmp_path)
     whole = {name: read_whole(source, name) for name in source.tensors}
     for num_ranks in (1, 2, 4):
