@@ -22,7 +22,7 @@ ON_THE_CARDS = """\
 
 `gpt-1.1t`, an expert per layer and GPU, 6,144 sequences of 1,024 tokens per step, BF16. On the cards alone:"""
 ONLY_OURS = """\
-The first three are options of ours (`--optim.state-dtype`); fairseq's is what its optimiser would need. What fits 40 GB with FP32 states does so by less than one
+The first three are options of ours (`--optim.state-dtype`); fairseq's is what its optimizer would need. What fits 40 GB with FP32 states does so by less than one
 percent, below the error of the model: take 80 GB."""
 WITH_OFFLOAD = """\
 ## 3.5 trillion on 512, 400 billion on 64

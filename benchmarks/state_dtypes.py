@@ -1,4 +1,4 @@
-"""Optimiser states in few bytes: losses of finished runs against FP32's, paired by seed, and what a step takes.
+"""Optimizer states in few bytes: losses of finished runs against FP32's, paired by seed, and what a step takes.
 
     python -m benchmarks.state_dtypes losses --steps 160 --folder runs/state-dtypes   # goes on where it stopped
     python -m benchmarks.state_dtypes times                                           # interleaved in one process
@@ -122,7 +122,7 @@ def losses(options: Losses) -> None:
 
 
 def times(options: Times) -> None:
-    """Medians of whole steps and of the optimiser's part, and their ratios round by round."""
+    """Medians of whole steps and of the optimizer's part, and their ratios round by round."""
     torch.set_num_threads(1)
     arms = {}
     for state_dtype in TYPES:

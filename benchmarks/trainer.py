@@ -9,8 +9,8 @@ scaled_dot_product_attention, by `experts_implementation` and by how they keep B
 
 * autocast: FP32 weights, the forward under `torch.autocast` (ours does this). transformers' grouped_mm and batched_mm then
   multiply in FP32, because the operators behind them know nothing of autocast.
-* FP32 copy: a BF16 model, and FP32 weights that the optimiser updates and that are copied into the model after each step.
-* pure: a BF16 model and a BF16 optimiser state. Cheaper, and another result: updates smaller than 1/256 of a weight are lost.
+* FP32 copy: a BF16 model, and FP32 weights that the optimizer updates and that are copied into the model after each step.
+* pure: a BF16 model and a BF16 optimizer state. Cheaper, and another result: updates smaller than 1/256 of a weight are lost.
 """
 
 import math
@@ -91,7 +91,7 @@ class Trainee:
 
 
 def ours(config: GPTRunConfig, dtype: str) -> Trainee:
-    """The trainer's own step with the trainer's own model, optimiser, precision and schedule."""
+    """The trainer's own step with the trainer's own model, optimizer, precision and schedule."""
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"dtype": dtype, "device": "cpu"})}
     )

@@ -40,7 +40,7 @@ def main(
 
     Args:
         seeds: one pair of runs each.
-        steps: optimiser steps; none: the recipe's.
+        steps: optimizer steps; none: the recipe's.
         runs: folder of the run directories.
         out: folder of the results.
     """

@@ -39,7 +39,7 @@ class Job:
         seed: of weights and order of data.
         part: its budget in twentieths of the longest.
         lr: peak rate.
-        steps: optimiser steps.
+        steps: optimizer steps.
         trunk: the run that it branches from; None: a run of its own.
         is_trunk: others branch from it.
     """

@@ -4,7 +4,7 @@
 
 A trunk learns Python's standard library with a constant rate (wsd). At half, arms go on from the same weights with the same
 further training operations: dense, with copies as experts, with half of each copy's units drawn anew, with virtual groups;
-and a mixture of experts begins from nothing with these operations alone. The dense arm may keep its optimiser state ("goes
+and a mixture of experts begins from nothing with these operations alone. The dense arm may keep its optimizer state ("goes
 on"); all others, and a second dense candidate, begin with an empty one. The better dense candidate and the rates of the dense arm
 and of the copies (which other upcycled arms take) are chosen on a seed of their own; then each arm runs with three others. Writes curves, table and bootstrap interval to docs/results/upcycling.*
 after each run. Runs resume, so the script can be stopped and started again.

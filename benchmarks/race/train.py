@@ -63,7 +63,7 @@ _WARMUP_STEPS = 3
 
 
 def ours(config: GPTRunConfig, *, compiled: bool) -> Callable[[Batch], float]:
-    """The trainer's own step with its model and optimiser."""
+    """The trainer's own step with its model and optimizer."""
     precision = resolve_precision(config.train)
     task = GPTTask(config)
     model = task.builder.build(device=precision.device, dtype=precision.master_dtype)
@@ -364,11 +364,11 @@ def main(
         device: cuda, or cpu with tiny.
         parts: speed; moe: the run of the model; dense: that of its dense twin, for the tokens of the model's run.
         tiny: the test recipe, for a dry run.
-        batch_size: sequences of 2,048 tokens per optimiser step.
+        batch_size: sequences of 2,048 tokens per optimizer step.
         micro_batch_size: sequences per forward pass.
         steps: timed steps per trainee.
         minutes: of the model's run; its steps are set from the measured speed.
-        run_steps: optimiser steps of the runs instead; for the dense twin without a record of the model's run.
+        run_steps: optimizer steps of the runs instead; for the dense twin without a record of the model's run.
         budget_s: begin nothing that would end later than this.
         max_megabytes: of source text.
         runs: folder of the run directories.

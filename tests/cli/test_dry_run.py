@@ -32,7 +32,7 @@ def test_degrees_say_how_many_ranks(capsys):
     each = rank_memory(gpt_spec(config.model), config.parallel, num_ranks=8)
     assert "of each of 8 ranks" in line
     assert f"weights {each.parameters_bytes / 1024:.1f} KiB" in line
-    assert f"optimiser {each.optimizer_bytes / 1024:.1f} KiB" in line
+    assert f"optimizer {each.optimizer_bytes / 1024:.1f} KiB" in line
 
 
 def test_only_the_first_rank_prints(capsys, monkeypatch):

@@ -206,7 +206,7 @@ def test_activation_estimate_is_near_what_autograd_saves(name: str, dtype: str) 
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_memory_of_weights_gradients_and_optimiser_is_exact(name: Any) -> None:
+def test_memory_of_weights_gradients_and_optimizer_is_exact(name: Any) -> None:
     cfg = config()
     model = GPT(cfg, seed=0)
     optimizer = build_optimizer(model, OptimConfig(name=name))

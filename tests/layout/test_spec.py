@@ -1,4 +1,4 @@
-"""The spec of a family says what its models consist of: names, order, shapes, what optimisers and initial weights do with each."""
+"""The spec of a family says what its models consist of: names, order, shapes, what optimizers and initial weights do with each."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_every_parameter_is_in_the_spec(recipe, options):
 
 
 @pytest.mark.parametrize(("recipe", "options"), CASES, ids=str)
-def test_optimisers_see_in_modules_what_the_spec_says(recipe, options):
+def test_optimizers_see_in_modules_what_the_spec_says(recipe, options):
     """Models of others have no spec, and what is seen in their modules must be right for ours, too."""
     model = built(recipe, options)
     said = {one.name: one.learned_as for one in model.spec}

@@ -182,7 +182,7 @@ def test_each_rank_has_written_its_own_file(saved):
 
 
 def state_on_ranks(layout):
-    """A model of some MiB with optimiser state, spread over all ranks."""
+    """A model of some MiB with optimizer state, spread over all ranks."""
     config = RECIPES["gpt-moe-test"]().updated(
         {"model.dim": 128, "model.num_heads": 4, "model.moe.hidden_dim": 256}
         | {f"parallel.{name}": value for name, value in layout.items()}

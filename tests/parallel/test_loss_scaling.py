@@ -77,7 +77,7 @@ def test_gradients_and_losses_are_those_of_one_process(four_ranks, layout):
 
 
 def overflow_on_one_rank():
-    """A shard of rank 1 alone is not finite: two meshes and a plain parameter in one optimiser."""
+    """A shard of rank 1 alone is not finite: two meshes and a plain parameter in one optimizer."""
     ranks = world_of()
     spread = ranks.mesh((ranks.size,), ("dp",), range(ranks.size))
     copied = ranks.mesh((1, ranks.size), ("a", "b"), range(ranks.size))

@@ -23,7 +23,7 @@ FACTORS = covering_factors()
 ROWS = covering(FACTORS, allowed, cost=cost)
 CASES = sorted((FormCase(**row) for row in ROWS), key=lambda case: case.num_processes)
 STEPS, FEW_STEPS = 5, 2
-"""The second step uses what the optimiser and the exchange kept of the first."""
+"""The second step uses what the optimizer and the exchange kept of the first."""
 OTHER_SEEDS = (1, 2, 3)
 
 

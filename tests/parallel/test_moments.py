@@ -37,7 +37,7 @@ def kept_bytes(optimizer):
 @pytest.mark.parametrize("state_dtype", TYPES)
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_every_rank_holds_what_the_formula_says(layout, state_dtype, name):
-    """Of 64 ranks, on the meta device: moments as the optimiser lays them out."""
+    """Of 64 ranks, on the meta device: moments as the optimizer lays them out."""
     parallel, config = ParallelConfig(**LAYOUTS[layout]), large(64)
     options = {"optimizer": name, "state_dtype": state_dtype}
     expected = rank_memory(gpt_spec(config), parallel, num_ranks=64, **options)

@@ -70,7 +70,7 @@ def test_equal_to_one_process(four_ranks, dtype):
 
 
 def direct_and_step():
-    """Pure expert parallelism adds to the shards' own buffers; the optimiser takes them over."""
+    """Pure expert parallelism adds to the shards' own buffers; the optimizer takes them over."""
     layer = build(SpreadCase(), torch.float32)
     spread_experts(layer, world_of())
     layer.experts.accumulate_main_grads()
@@ -83,5 +83,5 @@ def direct_and_step():
     return torch.equal(layer.experts.w_in.full_tensor(), before - main.w_in.full_tensor())
 
 
-def test_an_optimiser_takes_them(two_ranks):
+def test_an_optimizer_takes_them(two_ranks):
     assert two_ranks.run(direct_and_step) == [True, True]

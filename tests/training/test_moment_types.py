@@ -148,7 +148,7 @@ def test_words_go_by_name_step_and_place():
 
 
 def stepped(state_dtype, gradients, *, name="adamw"):
-    """A matrix after some steps, and its optimiser."""
+    """A matrix after some steps, and its optimizer."""
     layer = nn.Linear(150, 40, bias=False)
     nn.init.constant_(layer.weight, 0.5)
     config = OptimConfig(name=name, lr=0.01, state_dtype=state_dtype)
@@ -300,7 +300,7 @@ def test_a_checkpoint_goes_on_with_another_type(run_of, run_quietly, name, was, 
     before, after = states
     assert not before.loaded
     assert re.fullmatch(
-        rf"optimiser: moments change their type, \d+ tensors from {was} to {now}", after.loaded
+        rf"optimizer: moments change their type, \d+ tensors from {was} to {now}", after.loaded
     )
     assert values_of(before).keys() == values_of(after).keys()
     for where, old in values_of(before).items():

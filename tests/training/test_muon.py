@@ -68,7 +68,7 @@ def test_in_a_run_of_bf16_it_is_computed_in_bf16(shape):
     assert torch.equal(muon.orthogonalized(x.double(), dtype=torch.bfloat16), exact)
 
 
-def test_the_optimiser_of_a_run_of_bf16_and_its_copy():
+def test_the_optimizer_of_a_run_of_bf16_and_its_copy():
     updates = []
     for compute_dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
         layer = nn.Linear(24, 40, bias=False)

@@ -265,7 +265,7 @@ def test_a_module_says_what_its_parameters_are():
         learn_as(model, "head")
 
 
-def test_optimisers_take_what_the_summary_says():
+def test_optimizers_take_what_the_summary_says():
     model = mixtral()
     learned = [p for p in model.parameters() if p.requires_grad]
     groups = build_optimizer(model, OptimConfig(name="muon", weight_decay=0.5)).param_groups

@@ -1,4 +1,4 @@
-"""One optimiser step: accumulation, recomputation, precision, what is not finite."""
+"""One optimizer step: accumulation, recomputation, precision, what is not finite."""
 
 import math
 

@@ -72,7 +72,7 @@ def _parser() -> OptionParser:
         help="of the search (throughput)",
     )
     parser.add_argument(
-        "--tokens-per-batch", type=int, metavar="N", help="of an optimiser step (the recipe's)"
+        "--tokens-per-batch", type=int, metavar="N", help="of an optimizer step (the recipe's)"
     )
     parser.add_argument(
         "--max-context", type=int, metavar="N", help="tokens of a sequence (the recipe's)"
@@ -90,7 +90,7 @@ def _parser() -> OptionParser:
         "--states",
         default="ours",
         metavar="KIND",
-        help="optimiser states to compare with: bf16_moments, int8_moments, fairseq, ... (ours)",
+        help="optimizer states to compare with: bf16_moments, int8_moments, fairseq, ... (ours)",
     )
     parser.add_argument(
         "--pp", type=int, default=1, help="pipeline stages of a published run; there are none here"

@@ -112,13 +112,13 @@ def _memory(costs: "RunCosts", num_ranks: int) -> str:
         return (
             f"{_bytes(alone.total_bytes)}: weights {_bytes(alone.weights_bytes)}, "
             f"compute copies {_bytes(alone.compute_copy_bytes)}, gradients {_bytes(alone.gradients_bytes)}, "
-            f"optimiser {_bytes(alone.optimizer_bytes)}, activations {_bytes(alone.activations_bytes)} (estimate)"
+            f"optimizer {_bytes(alone.optimizer_bytes)}, activations {_bytes(alone.activations_bytes)} (estimate)"
         )
     # Activations for a rank's own items; its experts may get more or fewer.
     activations = alone.activations_bytes // num_ranks
     return (
         f"of each of {num_ranks} ranks {_bytes(each.peak_bytes + activations)}: weights {_bytes(each.parameters_bytes)}, "
-        f"gradients {_bytes(each.gradients_bytes)}, optimiser {_bytes(each.optimizer_bytes)}, gathered at most "
+        f"gradients {_bytes(each.gradients_bytes)}, optimizer {_bytes(each.optimizer_bytes)}, gathered at most "
         f"{_bytes(each.gathered_dense_bytes)} of dense layers and {_bytes(each.gathered_experts_bytes)} of experts, "
         f"activations {_bytes(activations)} (estimate)"
     )

@@ -49,7 +49,7 @@ def is_device(name: str) -> bool:
 
 
 class OptimConfig(Config):
-    """The optimiser and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
     name: Optimizer = "adamw"
     """adamw, or muon: Muon for the matrices of attention, dense layers and experts, one expert at a time, and AdamW for the rest."""
@@ -106,13 +106,13 @@ class TrainConfig(Config):
     """The training loop."""
 
     steps: int = Field(default=1000, gt=0)
-    """Optimiser steps."""
+    """Optimizer steps."""
     batch_size: int = Field(default=16, gt=0)
-    """Sequences (or other samples) per optimiser step."""
+    """Sequences (or other samples) per optimizer step."""
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Samples per forward pass (gradient accumulation); none: batch_size."""
     gradient_accumulation_steps: int | None = Field(default=None, gt=0)
-    """Forward passes per optimiser step, instead of micro_batch_size = batch_size / this; none: micro_batch_size decides."""
+    """Forward passes per optimizer step, instead of micro_batch_size = batch_size / this; none: micro_batch_size decides."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialisation, data order and router noise."""
     run_dir: str = "runs/default"
@@ -240,7 +240,7 @@ class ParallelConfig(Config):
     zero_stage: int = Field(default=3, ge=1, le=3)
     """3: weights are gathered for each use; 2: kept through a step; 1: dense gradients, too, are reduced once per step."""
     offload: bool = False
-    """Keep parameters, gradients and optimiser state in host memory; weights are copied to the device for each use."""
+    """Keep parameters, gradients and optimizer state in host memory; weights are copied to the device for each use."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds after which a collective that some rank does not join fails."""
 

@@ -1,4 +1,4 @@
-"""Memory of training: exact for weights, gradients and optimiser on any number of ranks, estimated for activations."""
+"""Memory of training: exact for weights, gradients and optimizer on any number of ranks, estimated for activations."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ class MemoryEstimate:
     """Bytes of training on one process, by purpose.
 
     Attributes:
-        weights_bytes: the parameters as the optimiser keeps them: FP32, or FP64 in an FP64 run.
+        weights_bytes: the parameters as the optimizer keeps them: FP32, or FP64 in an FP64 run.
         compute_copy_bytes: their copies in BF16 or FP16, where the run computes in one of these.
         gradients_bytes: in the dtype of the weights.
         optimizer_bytes: both AdamW moments; one for matrices that Muon updates.
@@ -43,7 +43,7 @@ class MemoryEstimate:
 
 
 def num_moments(parameter: Parameter, optimizer: Optimizer) -> int:
-    """Number of moments that an optimiser keeps of a parameter: 2 of AdamW, 1 for a matrix that Muon updates."""
+    """Number of moments that an optimizer keeps of a parameter: 2 of AdamW, 1 for a matrix that Muon updates."""
     return 1 if optimizer == "muon" and parameter.is_matrix else 2
 
 
@@ -55,7 +55,7 @@ def optimizer_bytes(
     state_dtype: StateDtype,
     master: int,
 ) -> int:
-    """Bytes of an optimiser's moments of a part of a parameter.
+    """Bytes of an optimizer's moments of a part of a parameter.
 
     Args:
         parameter: the parameter.
@@ -88,12 +88,12 @@ class RankMemory:
 
     @property
     def rest_bytes(self) -> int:
-        """Parameters, gradients and optimiser state: what a rank holds between steps."""
+        """Parameters, gradients and optimizer state: what a rank holds between steps."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Parameters, gradients, optimiser state and gathered weights."""
+        """Parameters, gradients, optimizer state and gathered weights."""
         return self.rest_bytes + self.gathered_dense_bytes + self.gathered_experts_bytes
 
 
@@ -106,7 +106,7 @@ def rank_memory(
     optimizer: Optimizer = "adamw",
     state_dtype: StateDtype = "float32",
 ) -> RankMemory:
-    """Memory of parameters, gradients and optimiser state on each rank (docs/parallelism.md, "Memory").
+    """Memory of parameters, gradients and optimizer state on each rank (docs/parallelism.md, "Memory").
 
     With W = dp_shard x tp ranks that hold one copy, a rank holds between steps, four times (weights and gradients in the
     parameters' dtype, and two moments in their own, see `layout/moments.py`):

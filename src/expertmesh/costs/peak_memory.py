@@ -27,7 +27,7 @@ class StateBytes:
         weight: bytes of the weight between steps.
         gradient: bytes of its gradient.
         optimizer: bytes of its moments, and of a master copy where the weight is rounded.
-        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: optimiser states alone.
+        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: optimizer states alone.
     """
 
     weight: float
@@ -95,7 +95,7 @@ class PeakMemory:
 
     @property
     def states_bytes(self) -> float:
-        """Bytes held between steps: weights, gradients and optimiser states."""
+        """Bytes held between steps: weights, gradients and optimizer states."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 

@@ -100,7 +100,7 @@ class RawStep:
         step_gathers_s: gathers and reductions once per step.
         offload_s: copies between host and device, each micro-batch.
         host_layers: number of layers whose kernels the CPU launches, in forward and backward.
-        optimizer_s: optimiser update, once per step.
+        optimizer_s: optimizer update, once per step.
         bubble: time that a pipeline waits, as a share of the micro-batches' time.
         overlap_degree: number of parts that tokens travel in.
         accumulation: micro-batches of a step.
@@ -141,7 +141,7 @@ class StepSeconds:
         exchange_across_s: all-to-all of tokens between nodes.
         tensor_s: collectives of tensor parallelism.
         zero_s: gathers of weights and reductions of gradients.
-        optimizer_s: optimiser update.
+        optimizer_s: optimizer update.
         offload_s: copies between host and device.
         host_s: kernel launches of the CPU.
         bubble_s: pipeline bubble.

@@ -1,1 +1,1 @@
-"""Torch-free descriptions of models: parameters, feed-forward layers, and sizes of optimiser moments."""
+"""Torch-free descriptions of models: parameters, feed-forward layers, and sizes of optimizer moments."""

@@ -1,4 +1,4 @@
-"""Bytes of the optimiser's moments of a tensor, for each state dtype, without torch.
+"""Bytes of the optimizer's moments of a tensor, for each state dtype, without torch.
 
 Moments stay in FP32 (FP64 in a float64 run) for tensors with one axis or few elements, and with int8 for tensors whose cut of
 the last axis over ranks falls inside a block. All other tensors use the requested dtype. Torchao's dtypes apply to every

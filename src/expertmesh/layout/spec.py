@@ -1,6 +1,6 @@
 """Specification of a model's parameters, written once per family, without torch.
 
-A family's `spec.py` lists every parameter in the order of the model. Costs count them. The optimiser and the initial weights
+A family's `spec.py` lists every parameter in the order of the model. Costs count them. The optimizer and the initial weights
 read their roles, tensor parallelism reads their cut, expert parallelism their axes, and checkpoints of the hub their hub names.
 """
 
@@ -18,7 +18,7 @@ model's inputs or outputs; router: scores of experts; gate: mixing weights of pa
 norm: weight of a norm; bias; scale: a learned factor."""
 
 LearnedAs = Literal["table", "edge", "matrix", "vector"]
-"""Optimiser group. table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where it is used, with decay."""
+"""Optimizer group. table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where it is used, with decay."""
 
 LEARNED_AS: Mapping[Role, LearnedAs] = {
     "embedding": "table",
@@ -76,7 +76,7 @@ class Parameter:
 
     @property
     def learned_as(self) -> LearnedAs:
-        """Optimiser group; a tied head is an embedding."""
+        """Optimizer group; a tied head is an embedding."""
         return LEARNED_AS[self.role]
 
     @property

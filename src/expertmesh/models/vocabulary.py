@@ -20,7 +20,7 @@ def add_tokens(
     """Add tokens to a tokenizer, and rows to its model if it has too few; on an error nothing is changed.
 
     New rows are the mean of the others, so that a new token starts with about average probability (Hewitt 2021). Build the
-    optimiser and spread the model afterwards. Every rank that has the whole embedding must call.
+    optimizer and spread the model afterwards. Every rank that has the whole embedding must call.
 
     Args:
         model: a GPT or an encoder-decoder of ours, tied or not; for `ExpertMeshForCausalLM` use `resize_token_embeddings`.

@@ -151,7 +151,7 @@ class GroupedExperts(nn.Module):
         """Accumulate the gradients of all parameters in FP32 buffers, `self.main_grads`, from now on.
 
         The parameters' `.grad` stays None, and gradients are not rounded to the parameters' dtype between
-        micro-batches. Before the optimiser step, hand the buffers over (`experts.w_in.grad = experts.main_grads.w_in`
+        micro-batches. Before the optimizer step, hand the buffers over (`experts.w_in.grad = experts.main_grads.w_in`
         where the parameters are FP32, or to FP32 master weights), after it call `zero_main_grads`. The buffers start at
         zero on the parameters' current device and are in no state dict. Gradient hooks and DDP do not see these
         gradients; see `main_grads` of `moe_mlp` for the other limits.

@@ -245,7 +245,7 @@ class MoELayer(nn.Module):
     def update_expert_bias(self, num_tokens_per_expert_E: Tensor) -> None:
         """Aux-loss-free balancing: bias_e += rate * sign(mean load - load_e) (DeepSeek, arXiv 2408.15664, alg. 1).
 
-        Call it once per optimiser step with the counts of all micro-batches and all ranks. Does nothing when
+        Call it once per optimizer step with the counts of all micro-batches and all ranks. Does nothing when
         bias_update_rate is 0. Does not synchronise.
 
         Args:

@@ -1,4 +1,4 @@
-"""Roles of parameters for the optimiser, declared by a module where type and shape do not tell them."""
+"""Roles of parameters for the optimizer, declared by a module where type and shape do not tell them."""
 
 from typing import Literal, TypeVar, get_args
 
@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def learn_as(module: M, role: Role) -> M:
-    """Declare the role of a module's parameters for the optimiser. Parameters with one axis stay vectors.
+    """Declare the role of a module's parameters for the optimizer. Parameters with one axis stay vectors.
 
     Args:
         module: the module, marked in place. Submodules inherit the role unless they are marked themselves.

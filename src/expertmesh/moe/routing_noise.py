@@ -81,13 +81,13 @@ def fresh_key(device: torch.device) -> Tensor:
 def key_noise(module: nn.Module, *, seed: int, step: int) -> None:
     """Set the (seed, step) key of the router noise and random dropping of every MoE layer inside.
 
-    Call it before each optimiser step. A layer that was never keyed draws a fresh key from torch's default
+    Call it before each optimizer step. A layer that was never keyed draws a fresh key from torch's default
     generator in each training forward. The key is a tensor, so a new step does not recompile. Does not synchronise.
 
     Args:
         module: a model or a layer.
         seed: the seed of the run; any 64-bit integer.
-        step: the step of the optimiser.
+        step: the step of the optimizer.
     """
     for layer in module.modules():
         key = getattr(layer, "noise_key", None)

@@ -66,7 +66,7 @@ def parallelize(
 
     The model must hold the same parameters on all ranks (same seed). Each rank then computes its own part of the batch,
     and the loss of the batch is the **sum** of the ranks' losses: divide by the tokens of the whole batch, not by this
-    rank's. Gradients come out summed. Build the optimiser afterwards, register it with `follow_optimizer`, and clip
+    rank's. Gradients come out summed. Build the optimizer afterwards, register it with `follow_optimizer`, and clip
     with `expertmesh.parallel.clip`.
 
     Args:

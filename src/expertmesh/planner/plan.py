@@ -64,7 +64,7 @@ def plan(
         model: a recipe's name, a configuration, a run, a config.json of the hub or its folder, or a published model.
         cluster: "h100x64", a TOML file, or a `Cluster`.
         goal: "throughput", "memory" or "latency".
-        tokens_per_batch: tokens of one optimiser step; None: the recipe's.
+        tokens_per_batch: tokens of one optimizer step; None: the recipe's.
         max_context: tokens of a sequence; None: the recipe's.
         tokens: tokens of the whole training, for days and price; None: the recipe's.
         imbalance: rows of the fullest rank over the mean; None: 1.15, as of natural routing.

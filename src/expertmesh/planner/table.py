@@ -94,7 +94,7 @@ def _row(row: Judged) -> tuple[str, ...]:
 _MEMORY_WORDS = {
     "weights_bytes": "weights",
     "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimiser",
+    "optimizer_bytes": "optimizer",
     "gathered_bytes": "gathered weights",
     "activations_bytes": "activations",
     "dispatch_bytes": "dispatch",
@@ -211,7 +211,7 @@ def _totals(plan: SearchResult) -> list[str]:
         lines.append(f"price        {_usd(low)} to {_usd(high)} USD, at prices of 2026")
     if not plan.flags:
         lines.append(
-            "flags        none: this project has no pipeline and no other optimiser states"
+            "flags        none: this project has no pipeline and no other optimizer states"
         )
     elif plan.model.config is None:
         lines.append("flags        " + " ".join(plan.flags))

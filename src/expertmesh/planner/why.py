@@ -18,7 +18,7 @@ _WORDS = {
     "exchange_across_s": "exchange across nodes",
     "tensor_s": "tensor parallelism",
     "zero_s": "ZeRO",
-    "optimizer_s": "optimiser",
+    "optimizer_s": "optimizer",
     "offload_s": "copies to the host",
     "host_s": "launches",
     "bubble_s": "pipeline bubble",

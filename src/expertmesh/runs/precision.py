@@ -31,7 +31,7 @@ class Precision:
     Attributes:
         device: device of the computation.
         compute_dtype: the type of matrix multiplications.
-        master_dtype: the type of parameters and optimiser state: FP64 for float64, else FP32; in inference, the type of the weights in
+        master_dtype: the type of parameters and optimizer state: FP64 for float64, else FP32; in inference, the type of the weights in
             the checkpoint.
         arithmetic: the underlying choice, to be kept with the run.
     """

@@ -43,7 +43,7 @@ def check_run_memory(
         (
             fixed,
             memory,
-            "weights, gradients" + (", optimiser and teacher" if taught else " and optimiser"),
+            "weights, gradients" + (", optimizer and teacher" if taught else " and optimizer"),
             "make the model smaller, or use more ranks",
         ),
         (

@@ -111,7 +111,7 @@ class MomentsReader:
             optimizer.state[parameter] = state
         if found:
             told = (f"{n} tensors from {was} to {now}" for (was, now), n in found.items())
-            self.message = f"optimiser: moments change their type, {', '.join(told)}"
+            self.message = f"optimizer: moments change their type, {', '.join(told)}"
 
     def convert(self) -> None:
         """Read the moments that need conversion, one tensor at a time; every rank must call.

@@ -57,7 +57,7 @@ def build_optimizer(
         num_ranks: number of ranks.
 
     Returns:
-        The optimiser; its learning rate is set before each step by the loop.
+        The optimizer; its learning rate is set before each step by the loop.
 
     Raises:
         ConfigError: `state_dtype` has no effect, or is torchao's and unavailable here.

@@ -1,4 +1,4 @@
-"""Memory of training a GPT on one device: exact for weights, gradients and optimiser, estimated for activations."""
+"""Memory of training a GPT on one device: exact for weights, gradients and optimizer, estimated for activations."""
 
 from expertmesh.config.run import Optimizer, StateDtype
 from expertmesh.config.short_sequence import HALVED_SEQUENCE, SHORT_SEQUENCE
@@ -90,7 +90,7 @@ def estimate_memory(
         seq_len: tokens per sequence.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
         activation_checkpointing: whether only inputs of layers are saved, and activations of one layer at a time.
-        optimizer: name of the optimiser.
+        optimizer: name of the optimizer.
         state_dtype: dtype of its moments.
 
     Returns:

@@ -423,7 +423,7 @@ def spread_experts(
         network: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
         dispatch_dtype: see `ExpertDispatcher`.
-        offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups then
+        offload: keep the experts' parameters, gradients and optimizer state in host memory; the world's groups then
             need a CPU backend. Build the optimizer afterwards.
         prefetcher: shared by all layers of a model, so that weights are gathered one layer ahead; None: weights are
             gathered when the layer is called.
