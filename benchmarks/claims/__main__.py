@@ -21,6 +21,8 @@ from benchmarks.claims import inference, languages, pages, text
 from benchmarks.claims.arms import CLAIMS, Arm, Claim
 from benchmarks.claims.runs import Ledger, Runs
 
+from expertmesh.cli.heap import keep_freed_memory
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -44,6 +46,7 @@ def main() -> None:
     if options.claim == "inference":
         inference.main()
         return
+    keep_freed_memory()  # as the command line's trainings do
     is_of_text = options.claim in CLAIMS
     claim = {**CLAIMS, **languages.CLAIMS}[options.claim]
     measure, write_page = (
