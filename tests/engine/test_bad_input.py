@@ -62,6 +62,7 @@ PROMPTS = {
     "no room for the answer": (adding([1] * 60, max_tokens=5), "ask for at most 4"),
     "no room for a huge answer": (adding([1], max_tokens=10**30), "ask for at most 63"),
     "longer than the cache": (adding([1] * 40, max_tokens=20), "the cache holds 48 tokens"),
+    "a tensor without a list": (generating(torch.tensor(5)), "prompts is a Tensor"),
     "no list of prompts": (generating(None), "prompts is a NoneType"),
     "one of several": (generating([[1], None]), "prompt is a NoneType"),
     "one of several too large": (generating([[1], [2], [99]]), "token id 99"),
@@ -100,6 +101,7 @@ PARAMS = {
     "many stops": (drawing(stop=["a"] * 100), "at most 64"),
     "stop id of another model": (drawing(stop_token_ids=[VOCAB]), "stop_token_ids: token id 64"),
     "one stop id": (drawing(stop_token_ids=5), "must be a list of token ids"),
+    "a tensor of one stop id": (drawing(stop_token_ids=torch.tensor(5)), "a list of token ids"),
     "switch": (drawing(ignore_eos="no"), "must be True or False"),
     "many logprobs": (drawing(logprobs=1000), "logprobs"),
     "prompt logprobs": (drawing(prompt_logprobs=-1), "prompt_logprobs"),
@@ -110,6 +112,22 @@ WEIGHTS = {
     "no mapping": (updating(lambda state: list(state.values())), "state is a list"),
     "no tensor": (updating(lambda state: state | {"final_norm.weight": 3}), "give a tensor"),
     "unknown": (updating(lambda state: state | {"no.such": torch.zeros(1)}), "no such tensor"),
+    "numbers of a quantised tensor": (
+        updating(lambda state: state | {"final_norm.weight": torch.ones(24).to(torch.int8)}),
+        "has numbers of torch.int8, the model's are torch.float64",
+    ),
+    "complex": (
+        updating(lambda state: state | {"final_norm.weight": torch.ones(24) * 1j}),
+        "has numbers of torch.complex64",
+    ),
+    "without numbers": (
+        updating(lambda state: state | {"final_norm.weight": torch.ones(24, device="meta")}),
+        "is on the meta device; give a dense tensor",
+    ),
+    "sparse": (
+        updating(lambda state: state | {"final_norm.weight": torch.ones(24).to_sparse()}),
+        "is of layout torch.sparse_coo",
+    ),
     "another shape": (
         updating(lambda state: state | {"final_norm.weight": torch.zeros(5)}),
         r"has shape \(5,\), the model's has \(24,\)",

@@ -1,6 +1,8 @@
 """The engine against full forward passes of the same model: tokens, logprobs, ends, and what neighbours may not change."""
 
 import math
+import sys
+import threading
 from collections import Counter
 
 import pytest
@@ -283,6 +285,74 @@ def test_new_weights_forget_prefixes_and_wrong_ones_change_nothing():
     engine.abort(running)
     outputs = engine.generate(PROMPTS, GREEDY)
     assert [list(o.token_ids) for o in outputs] == [alone(other, p, 9)[0] for p in PROMPTS]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_copy_that_breaks_off_leaves_nothing_of_the_former_weights_to_reuse(error):
+    engine = Engine(gpt(), block_size=2)
+    engine.generate(PROMPTS, GREEDY)
+    assert engine.stats().num_cached_blocks
+
+    class Broken(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.copy_:
+                raise error
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    name, tensor = next(iter(engine.model.state_dict().items()))
+    with pytest.raises(error):
+        engine.update_weights({name: tensor.clone().as_subclass(Broken)})
+    assert engine.stats().num_cached_blocks == 0
+
+
+def test_floating_weights_of_another_width_are_rounded():
+    model, other = gpt(torch.float32), gpt(init_std=0.6)
+    Engine(model).update_weights(other.state_dict())
+    assert torch.equal(model.embedding.weight, other.embedding.weight.float())
+
+
+@pytest.mark.parametrize("how", ["generate", "stream", "as_they_end"])
+def test_threads_take_turns(how):
+    """Each thread gets the answers of its own prompts, whoever makes the steps."""
+    model = gpt()
+    engine, found = Engine(model), [[] for _ in range(4)]
+    want = [alone(model, prompt, 9)[0] for prompt in PROMPTS]
+
+    def ask(place):
+        for turn in range(3):
+            mine = [(place + turn + i) % len(PROMPTS) for i in range(2)]
+            prompts = [PROMPTS[i] for i in mine]
+            if how == "generate":
+                outputs = engine.generate(prompts, GREEDY)
+            elif how == "stream":
+                outputs = [list(engine.stream(prompt, GREEDY))[-1] for prompt in prompts]
+            else:
+                ended = dict(engine.as_they_end(prompts, GREEDY))
+                outputs = [ended[i][0] for i in range(len(prompts))]
+            found[place] += [(i, list(o.token_ids)) for i, o in zip(mine, outputs, strict=True)]
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(found))]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert [[tokens == want[i] for i, tokens in one] for one in found] == [[True] * 6] * 4
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+def test_a_number_as_a_request_id_blocks_no_other_request():
+    engine = Engine(gpt())
+    taken = [engine.add([1], GREEDY, request_id=str(number)) for number in range(1, 4)]
+    (output,) = engine.generate([PROMPTS[0]], GREEDY)
+    assert output.request_id not in taken
+    names = [engine.add([1], GREEDY) for _ in range(3)]
+    assert len({*names, *taken}) == 6
 
 
 def test_logits_that_are_not_finite_end_their_request_alone():

@@ -1,11 +1,36 @@
 """Answers of requests that iterators await: whoever makes the steps, none is lost, and none is computed for nobody."""
 
+import functools
+import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from expertmesh.engine.output import RequestOutput
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Locked(Protocol):
+    """Object with a lock, which a thread may take several times."""
+
+    lock: Any
+
+
+L = TypeVar("L", bound=Locked)
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[L, P], T],
+) -> Callable[Concatenate[L, P], T]:
+    """Decorator: the method runs under the object's lock, so that calls of several threads take turns."""
+
+    @functools.wraps(method)
+    def locked(self: L, *args: P.args, **options: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *args, **options)
+
+    return locked
 
 
 class AnswerIterator(Iterator[T]):
@@ -44,10 +69,11 @@ class Awaited:
 
     Args:
         unfinished: ids of the engine's unfinished requests.
+        lock: under which the engine's steps run.
     """
 
-    def __init__(self, unfinished: Container[str]) -> None:
-        self._unfinished = unfinished
+    def __init__(self, unfinished: Container[str], lock: "threading.RLock") -> None:
+        self._unfinished, self._lock = unfinished, lock
         self._latest: dict[str, dict[int, RequestOutput]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -75,9 +101,10 @@ class Awaited:
         def ended() -> Iterator[tuple[int, list[RequestOutput]]]:
             left = dict(enumerate(names))
             while left:
-                over = [place for place, name in left.items() if name not in self._unfinished]
-                for place in over:
-                    latest = self._latest.pop(left.pop(place))
+                with self._lock:
+                    places = [place for place, name in left.items() if name not in self._unfinished]
+                    over = [(place, self._latest.pop(left.pop(place))) for place in places]
+                for place, latest in over:
                     yield place, [latest[index] for index in sorted(latest)]
                 if not over:
                     step()
@@ -97,12 +124,15 @@ class Awaited:
         latest = self._latest[name] = {}
 
         def streamed() -> Iterator[RequestOutput]:
-            while latest or name in self._unfinished:
-                if not latest:
-                    step()
-                outputs = list(latest.values())
-                latest.clear()
+            while True:
+                with self._lock:
+                    if not latest and name in self._unfinished:
+                        step()
+                    outputs, is_over = list(latest.values()), name not in self._unfinished
+                    latest.clear()
                 yield from outputs
+                if is_over and not latest:
+                    return
 
         return AnswerIterator(streamed(), lambda: self._drop([name], abort))
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
@@ -101,7 +102,10 @@ def prompts_of(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+    is_scalar = (
+        getattr(prompts, "ndim", 1) == 0
+    )  # an array or a tensor of no dimension is an Iterable, too
+    if is_scalar or not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
         raise ConfigError(
             f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
         )
@@ -174,6 +178,11 @@ def check_text(prompt: str) -> None:
         )
 
 
+def _is_like(given: torch.dtype, own: torch.dtype) -> bool:
+    """Whether numbers of one type may become those of another: the same, or both floating with two bytes or more."""
+    return given == own or all(d.is_floating_point and d.itemsize > 1 for d in (given, own))
+
+
 def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
     """Check that weights fit a model.
 
@@ -195,6 +204,16 @@ def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
             )
         if not isinstance(tensor, Tensor):
             raise ConfigError(f"{name}: is a {type(tensor).__name__}; give a tensor")
+        if hasattr(tensor, "full_tensor"):  # a DTensor
+            raise ConfigError(f"{name}: is sharded; give tensor.full_tensor()")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise ConfigError(f"{name}: is {kind}; give a dense tensor with numbers")
+        if not _is_like(tensor.dtype, own[name].dtype):
+            raise ConfigError(
+                f"{name}: has numbers of {tensor.dtype}, the model's are {own[name].dtype}; give them in that type, and "
+                "quantise new weights into a folder (expertmesh quantize) for another engine"
+            )
         if own[name].shape != tensor.shape:
             raise ConfigError(
                 f"{name}: has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; give weights of this model"

@@ -2,6 +2,8 @@
 
 import atexit
 import copy
+import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -18,7 +20,7 @@ from torch import Tensor
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.answers import Answers
-from expertmesh.engine.awaited import AnswerIterator, Awaited
+from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
 from expertmesh.engine.checks import (
     check_asked,
@@ -39,19 +41,9 @@ from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.opening import open_served
 from expertmesh.engine.output import RequestOutput
-from expertmesh.engine.parallel import (
-    EngineRanks,
-    RankedRunner,
-    as_parallel,
-    share,
-)
+from expertmesh.engine.parallel import EngineRanks, RankedRunner, as_parallel, share
 from expertmesh.engine.request import Request, SamplingParams
-from expertmesh.engine.request_adapters import (
-    OVER_RANKS,
-    LoadedAdapter,
-    folders_by_name,
-    why_no_adapters,
-)
+from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, folders_by_name
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
 from expertmesh.engine.stats import EngineStats
@@ -69,7 +61,7 @@ Prompt = str | Seq[int]
 
 
 class Engine:
-    """Inference engine that answers many requests at once with one model.
+    """Inference engine that answers many requests at once with one model; calls of several threads take turns.
 
     Args:
         model: a run directory, a hub folder, or a GPT in evaluation mode.
@@ -172,7 +164,8 @@ class Engine:
             self._scheduler = GroupScheduler(schedulers)
             atexit.register(self.close)
         self._requests: dict[str, Request] = {}
-        self._awaited = Awaited(self._requests)
+        self.lock = threading.RLock()
+        self._awaited = Awaited(self._requests, self.lock)
         self._arrivals = self._steps = self._prompt_tokens = 0
         try:
             for name, folder in folders_by_name(adapters).items() if self.leads else ():
@@ -250,6 +243,7 @@ class Engine:
         if isinstance(self._runner, RankedRunner):
             self._runner.check_together()
 
+    @one_at_a_time
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load a low-rank adapter that requests can choose; requests without an adapter are unaffected.
 
@@ -274,10 +268,12 @@ class Engine:
         """
         self._check_leads("adapters")
         if self._runner.adapters is None:
-            self._check_adapters()
+            is_whole = None if self._ranks is None else self._ranks.degrees.is_whole
+            check_adapters(self.model, self.config, is_whole=is_whole)
         self._runner.load_adapter(name, folder)
         self._runner.compiled = None
 
+    @one_at_a_time
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter.
 
@@ -311,24 +307,12 @@ class Engine:
             )
         return self._runner.adapters.get(name)
 
-    def _check_adapters(self) -> None:
-        """Raise ConfigError if adapters are unsupported here."""
-        problem = why_no_adapters(self.model)
-        if self._ranks is not None:
-            is_whole = self._ranks.degrees.is_whole and not self.config.enable_eplb
-            problem = None if is_whole else OVER_RANKS
-        if self.config.compile:
-            problem = "compile=True: steps with adapters are not compiled; leave one of them out"
-        elif not problem and self.model.config.batch_invariant and self.model.device.type != "cpu":
-            problem = "deterministic: adapters keep their bits on a CPU only; leave one of them out"
-        if problem:
-            raise ConfigError(problem)
-
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self._scheduler.has_work
 
+    @one_at_a_time
     def add(
         self,
         prompt: Prompt,
@@ -356,10 +340,12 @@ class Engine:
         ids = self._prompt_ids(prompt)
         check_asked(ids, params, self.model.vocab_size, has_text=self.tokenizer is not None)
         chosen = None if adapter is None else self._adapter(adapter)
-        request_id = str(self._arrivals) if request_id is None else request_id
+        if request_id is None:
+            numbers = map(str, itertools.count(self._arrivals))
+            request_id = next(name for name in numbers if not self._is_busy(name))
         if not isinstance(request_id, str):
             raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
-        if request_id in self._requests or request_id in self._awaited:
+        if self._is_busy(request_id):
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
         has_schema = params.json_schema is not None
         ends = frozenset(params.stop_token_ids) | (
@@ -386,11 +372,15 @@ class Engine:
         self._answers.begin(request)
         return request_id
 
+    def _is_busy(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._awaited
+
     @cached_property
     def json_rules(self) -> JsonRules:
         """Compiler of JSON schemas to rules, usable from any thread beside the steps; ConfigError if unsupported."""
         return JsonRules(self.tokenizer, vocab_size=self.model.vocab_size, end_ids=self._end_ids)
 
+    @one_at_a_time
     def abort(self, request_id: str) -> list[RequestOutput]:
         """Abort a request in any state; a finished or unknown one is ignored.
 
@@ -406,6 +396,7 @@ class Engine:
         self._awaited.deliver(outputs)
         return outputs
 
+    @one_at_a_time
     def step(self) -> list[RequestOutput]:
         """Compute one step.
 
@@ -464,6 +455,7 @@ class Engine:
                     told(len(found))
         return [output for place in sorted(found) for output in found[place]]
 
+    @one_at_a_time
     def as_they_end(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -491,6 +483,7 @@ class Engine:
             raise
         return self._awaited.as_they_end(names, step=self.step, abort=self.abort)
 
+    @one_at_a_time
     def stream(
         self,
         prompt: Prompt,
@@ -508,6 +501,7 @@ class Engine:
         name = self.add(prompt, params, adapter=adapter)
         return self._awaited.streamed(name, step=self.step, abort=self.abort)
 
+    @one_at_a_time
     @torch.no_grad()
     def update_weights(self, state: Mapping[str, Tensor]) -> None:
         """Copy new weights into the model; the prefix cache is cleared, and unfinished answers continue with the new weights.
@@ -516,7 +510,8 @@ class Engine:
             state: tensors by their names in `model.state_dict()`; may be partial.
 
         Raises:
-            ConfigError: a name or a shape differs from the model's; then nothing is changed.
+            ConfigError: a name, a shape or a kind of number differs from the model's, or a tensor has no numbers in one
+                piece (meta, sparse, sharded); then nothing is changed.
         """
         if state and self._ranks is not None:
             raise ConfigError(
@@ -524,10 +519,12 @@ class Engine:
             )
         own = self.model.state_dict()
         check_state(state, own)
-        for name, tensor in state.items():
-            own[name].copy_(tensor)
-        self._runner.forget_weights()
-        self._scheduler.forget_prefixes()
+        try:
+            for name, tensor in state.items():
+                own[name].copy_(tensor)
+        finally:  # what is half copied is not to be mixed with what the former weights computed
+            self._runner.forget_weights()
+            self._scheduler.forget_prefixes()
 
     def stats(self) -> EngineStats:
         """Statistics for logs and metrics."""

@@ -96,6 +96,8 @@ class SamplingParams:
                 raise ConfigError(
                     name, repr(getattr(self, name)), "must be True or False", "give one"
                 )
+        if hasattr(self.stop_token_ids, "tolist"):  # an array or a tensor
+            object.__setattr__(self, "stop_token_ids", self.stop_token_ids.tolist())
         lists = "a string, or several", "a list of token ids", "numbers by token id"
         for name, kind, what in zip(_SEVERAL, (Iterable, Iterable, Mapping), lists, strict=True):
             if not isinstance(getattr(self, name), kind):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.checkpoints.peft_folder import Factors, read_adapter_files, read_factors
+from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dense_parts import Linear
@@ -47,17 +48,33 @@ def folders_by_name(adapters: Any) -> Mapping[str, Any]:
     )
 
 
-def why_no_adapters(model: Any) -> str | None:
-    """Reason in one line why adapters are unsupported on a model; None: they are supported."""
-    if not hasattr(model, "spec"):
-        return (
+def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -> None:
+    """Raise ConfigError if an engine does not support adapters.
+
+    Args:
+        model: the engine's model.
+        config: the engine's options.
+        is_whole: whether each rank has whole experts and all of the dense parts; None: a single process.
+    """
+    layers = (module for module in model.modules() if isinstance(module, MoELayer))
+    if is_whole is None:
+        fits = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
+    else:
+        fits = is_whole and not config.enable_eplb
+    problem = None
+    if config.compile:
+        problem = "compile=True: steps with adapters are not compiled; leave one of them out"
+    elif not hasattr(model, "spec"):
+        problem = (
             f"adapters on a {type(model).__name__} are not served, only on a GPT of ours; open the folder without"
             " implementation=transformers"
         )
-    layers = (module for module in model.modules() if isinstance(module, MoELayer))
-    if all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
-        return None
-    return OVER_RANKS
+    elif not fits:
+        problem = OVER_RANKS
+    elif model.config.batch_invariant and model.device.type != "cpu":
+        problem = "deterministic: adapters keep their bits on a CPU only; leave one of them out"
+    if problem:
+        raise ConfigError(problem)
 
 
 @dataclass(eq=False)
