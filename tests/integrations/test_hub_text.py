@@ -1,6 +1,7 @@
 """A converted model gets before a prompt what transformers puts there, and learns to end its answers whatever its template."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import expertmesh as em
 from expertmesh.cli.main import main
 from expertmesh.engine.engine import Engine
-from expertmesh.integrations.hub import convert, load_pretrained
+from expertmesh.integrations.hub import convert, load_pretrained, quantize
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
+from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.text.chat import TemplateFormat
 from expertmesh.text.format import find_format, hub_start, text_format
-from expertmesh.text.tokenizer import load_tokenizer
+from expertmesh.text.tokenizer import load_tokenizer, own_start, with_start
 from expertmesh.training.loop import train
 
 GLM = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -92,19 +94,35 @@ def test_a_run_that_begins_with_a_converted_one_asks_as_it_does(tmp_path, capsys
         assert len(calls) > 1
 
 
-def test_a_run_of_our_own_begins_with_the_end_of_text_unless_told(tmp_path, capsys):
+@pytest.fixture(scope="module", params=["texts", "chats"])
+def own(request, tmp_path_factory):
+    """A short run of our own, of texts or of conversations."""
+    folder = tmp_path_factory.mktemp("own")
     for i in range(20):
-        (tmp_path / f"{i}.txt").write_text(f"{i} words of text. " * 9)
+        (folder / f"{i}.txt").write_text(f"{i} words of text. " * 9)
+    talk = [{"role": r, "content": "words of text"} for r in ("user", "assistant")]
+    lines = [
+        json.dumps({"messages": [*talk, {"role": "user", "content": str(i)}, talk[1]]})
+        for i in range(40)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
     changes = {
-        "data.path": str(tmp_path / "*.txt"),
-        "data.cache_dir": str(tmp_path / "cache"),
-        "data.seq_len": 16,
-        "train.run_dir": str(tmp_path / "own"),
+        "data.path": str(folder / ("*.txt" if request.param == "texts" else "chats.jsonl")),
+        "data.cache_dir": str(folder / "cache"),
+        "data.seq_len": 16 if request.param == "texts" else 64,
+        "model.init_std": 0.2,
+        "train.run_dir": str(folder / "own"),
         "train.steps": 1,
         "train.tensorboard": False,
+        "train.dtype": "float32",
+        "train.device": "cpu",
     }
     train(em.recipe("gpt-moe-test", changes), console=Console(quiet=True))
-    words = ["generate", "--run", str(tmp_path / "own"), "--max-tokens", "1"]
+    return folder / "own"
+
+
+def test_a_run_of_our_own_begins_with_the_end_of_text_unless_told(own, capsys):
+    words = ["generate", "--run", str(own), "--max-tokens", "1"]
     with calls_of(Engine.add) as calls:
         assert main([*words, PROMPT]) == 0
         assert main([*words, "--no-start", PROMPT]) == 0
@@ -112,6 +130,100 @@ def test_a_run_of_our_own_begins_with_the_end_of_text_unless_told(tmp_path, caps
     assert first == [0, *second]
     assert main([*words, "--no-start", "--chat", PROMPT]) == 2
     assert "--no-start: has no effect with --chat" in capsys.readouterr().err
+
+
+def test_folders_made_of_a_run_of_our_own_ask_as_it_does(own, tmp_path):
+    """Also in transformers, and in conversations."""
+    places = {name: tmp_path / name for name in ("hub", "back", "again", "int8", "int8_back")}
+    convert(own, places["hub"])
+    convert(places["hub"], places["back"])
+    convert(places["back"], places["again"])
+    quantize(own, places["int8"], format="int8")
+    quantize(places["back"], places["int8_back"], format="int8")
+    talk = [{"role": "user", "content": PROMPT}]
+    run = open_model(own, dtype=torch.float32)
+    ids, chat = run.text.prompt_ids(PROMPT), run.text.chat.prompt(talk)
+    assert run.text.start_ids == (0,) and ids.count(0) == 1 and chat[0] == 0
+    greedy = {"own": written_ids(run.model, [ids], max_tokens=8)}
+    for name, place in places.items():
+        opened = open_model(place, dtype=torch.float32)
+        assert opened.text.start_ids == (0,) and opened.text.end_ids == run.text.end_ids, name
+        assert opened.text.prompt_ids(PROMPT) == ids, name
+        assert opened.text.chat.prompt(talk) == chat, name
+        greedy[name] = written_ids(opened.model, [ids], max_tokens=8)
+        if name == "back":
+            continue
+        theirs = AutoTokenizer.from_pretrained(place)
+        assert theirs(PROMPT)["input_ids"] == ids and theirs.bos_token_id == 0, name
+        assert theirs(PROMPT, PROMPT)["input_ids"] == ids * 2, name
+        config = GenerationConfig.from_pretrained(place)
+        assert config.bos_token_id == 0 and config.eos_token_id == [0], name
+        if theirs.chat_template is not None:
+            how = {"add_generation_prompt": True, "return_dict": False}
+            assert theirs.apply_chat_template(talk, **how) == chat, name
+    assert greedy["own"] == greedy["hub"] == greedy["back"] == greedy["again"]
+    assert greedy["int8"] == greedy["int8_back"]
+    files = [(places[name] / "tokenizer.json").read_bytes() for name in places]
+    assert all(content == files[0] for content in files)
+
+
+def test_a_given_tokenizer_keeps_its_files_and_gets_the_start(own, tmp_path):
+    """Also where transformers would make another start of these files."""
+    run = tmp_path / "run"
+    shutil.copytree(own, run, ignore=shutil.ignore_patterns("lock"))
+    values = json.loads((run / "tokenizer.json").read_text())
+    values["post_processor"] = {
+        "type": "ByteLevel",
+        "trim_offsets": True,
+        "add_prefix_space": False,
+        "use_regex": True,
+    }
+    (run / "tokenizer.json").write_text(json.dumps(values))
+    (run / "hub").mkdir()
+    told = {
+        "eos_token": "<|endoftext|>",
+        "tokenizer_class": "GPTNeoXTokenizer",
+        "add_bos_token": False,
+        "x": 1,
+    }
+    (run / "hub" / "tokenizer_config.json").write_text(json.dumps(told))
+    convert(run, tmp_path / "hub")
+    ids = open_model(run).text.prompt_ids(PROMPT)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hub")(PROMPT)["input_ids"] == ids
+    made = json.loads((tmp_path / "hub" / "tokenizer_config.json").read_text())
+    ours = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>"}
+    assert made == {"eos_token": "<|endoftext|>", "x": 1, **ours}
+    kinds = json.loads((tmp_path / "hub" / "tokenizer.json").read_text())["post_processor"][
+        "processors"
+    ]
+    assert [one["type"] for one in kinds] == ["ByteLevel", "TemplateProcessing"]
+
+
+@pytest.mark.parametrize("given", [None, "<|begin|>"])
+@pytest.mark.parametrize("start", [(), (256,), (259, 257)])
+def test_a_tokenizer_is_made_to_put_any_tokens_before_a_text(tmp_path, given, start):
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer(start=given).save(str(path))
+    made = with_start(path, start)
+    is_same = start == (() if given is None else (259,))
+    assert (made is None) == is_same
+    if made is not None:
+        path.write_text(made)
+    ids = load_tokenizer(path).encode("ab").ids
+    assert ids == [*start, *ids[-2:]] and own_start(load_tokenizer(path)) == start
+    assert with_start(path, start) is None
+
+
+@pytest.mark.parametrize(("options", "start", "expected"), STARTS)
+def test_a_model_of_the_hub_goes_back_with_its_own_tokenizer(tmp_path, options, start, expected):
+    source = hub_folder(tmp_path / "hub", tokenizer=byte_tokenizer(start=start), options=options)
+    convert(source, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "back")
+    quantize(tmp_path / "run", tmp_path / "int8", format="int8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for place in ("back", "int8"):
+            assert (tmp_path / place / name).read_bytes() == (source / name).read_bytes()
+    assert hub_start(tmp_path / "back") == tuple(expected)
 
 
 def test_the_start_of_a_folder_without_a_tokenizer_is_nothing(tmp_path):

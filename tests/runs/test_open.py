@@ -118,10 +118,12 @@ WHO_MAY = {
     # who says in what a trained model computes, beside two that tell what training would
     ("resolve_precision",): {"runs/open.py", "cli/doctor.py", "cli/train.py"},
     ("Precision.of",): {"runs/open.py"},
-    # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of transformers
+    # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of transformers;
+    # and folders of the hub, whose tokenizer says what the run's prompts begin with
     ("text_format",): {
         *("runs/open.py", "api.py", "engine/engine.py"),
         *("integrations/evaluation.py", "integrations/transformers/decoder.py"),
+        "integrations/hub/save.py",
     },
     ("told_by_files",): {"runs/open.py"},
     ("spread_for_inference",): {"runs/open.py"},

@@ -21,7 +21,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating
 from expertmesh.models.gpt.model import GPT
 from expertmesh.text.format import text_format
-from expertmesh.text.tokenizer import own_start
 
 _NEW_TOKENS = 256
 _KNOWN = ("do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks")
@@ -78,10 +77,9 @@ class ExpertMeshLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens of a text, after the tokenizer's start tokens unless add_special_tokens is False."""
+        """Tokens of a text, after the model's start tokens unless add_special_tokens is False."""
         ids: list[int] = self.tokenizer_file.encode(string, add_special_tokens=False).ids
-        start = self.model.start_ids
-        start = own_start(self.tokenizer_file) if start is None else start
+        start = self._text.start_ids
         puts = add_special_tokens is not False and tuple(ids[: len(start)]) != start
         return [*start, *ids] if puts else ids
 

@@ -149,6 +149,45 @@ def own_start(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(found.ids[: found.special_tokens_mask.index(0)])
 
 
+def with_start(path: Path, start_ids: Sequence[int]) -> str | None:
+    """Contents of a tokenizer.json whose tokenizer itself puts these tokens before a text, and nothing behind it.
+
+    Args:
+        path: the tokenizer.json.
+        start_ids: tokens to put before every text, and of a pair before each.
+
+    Returns:
+        None if the file's tokenizer puts these tokens there already.
+    """
+    tokenizer = load_tokenizer(path)
+    if own_start(tokenizer) == tuple(start_ids):
+        return None
+    values = parse_json(path.read_bytes())
+    given = values.get("post_processor") or {}
+    several = [one for one in given.get("processors", [given]) if one.get("type") == "ByteLevel"]
+    names = {i: tokenizer.id_to_token(i) or f"<{i}>" for i in start_ids}
+    pieces = [
+        [
+            *({"SpecialToken": {"id": names[i], "type_id": at}} for i in start_ids),
+            {"Sequence": {"id": text, "type_id": at}},
+        ]
+        for at, text in enumerate("AB")
+    ]
+    template = {
+        "type": "TemplateProcessing",
+        "single": pieces[0],
+        "pair": [*pieces[0], *pieces[1]],
+        "special_tokens": {
+            name: {"id": name, "ids": [i], "tokens": [name]} for i, name in names.items()
+        },
+    }
+    several.append(template)
+    values["post_processor"] = (
+        template if len(several) == 1 else {"type": "Sequence", "processors": several}
+    )
+    return json.dumps(values, indent=2, ensure_ascii=False)
+
+
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether each character of its vocabulary stands for a byte."""
     decoder = tokenizer.decoder

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.text.chat import MARKS, OWN_TEMPLATE, TemplateFormat
-from expertmesh.text.format import find_format
-from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer
+from expertmesh.text.format import find_format, text_format
+from expertmesh.text.tokenizer import CONFIG, EXTRAS, end_of_text_id, load_tokenizer, with_start
 
 _MODEL = "model."
+_CLASS = "PreTrainedTokenizerFast"
+"""transformers' class that takes a tokenizer.json as it is."""
 _log = logging.getLogger("expertmesh.integrations")
 
 
@@ -151,27 +153,49 @@ def write_rest(
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         values |= {name: saved[name] for name in ids if name in saved}
         _add_ends(run_dir, folder, saved)
+        if config.start_ids is not None and (folder / "tokenizer.json").is_file():
+            _write_tokenizer(folder / "tokenizer.json", config.start_ids, folder)
     elif (run_dir / "tokenizer.json").is_file():
-        shutil.copyfile(run_dir / "tokenizer.json", folder / "tokenizer.json")
         tokenizer = load_tokenizer(run_dir / "tokenizer.json")
-        end = end_of_text_id(tokenizer)
+        text = text_format(tokenizer, run_dir / "tokenizer.json", model=config)
+        _write_tokenizer(run_dir / "tokenizer.json", text.start_ids, folder)
+        begin, end = text.first_ids[0], end_of_text_id(tokenizer)
         talks = all(tokenizer.token_to_id(mark) is not None for mark in MARKS)
         if talks and not extras.is_dir():  # trained on conversations in our own format
             (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
-        form = find_format(tokenizer, run_dir / "tokenizer.json")
-        ends = list(dict.fromkeys([end, *config.end_ids, *form.ends]))
-        values |= {"bos_token_id": end, "eos_token_id": end}
-        _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": ends})
-        if not (folder / "tokenizer_config.json").is_file():
+        values |= {"bos_token_id": begin, "eos_token_id": end}
+        told = {"bos_token_id": begin, "eos_token_id": list(text.end_ids)}
+        _write_json(folder / "generation_config.json", told)
+        if not (folder / CONFIG).is_file():
             written = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": tokenizer.id_to_token(end),
+                "tokenizer_class": _CLASS,
+                "bos_token": tokenizer.id_to_token(begin),
                 "eos_token": tokenizer.id_to_token(end),
                 "model_max_length": config.max_seq_len,
                 "clean_up_tokenization_spaces": False,
             }
-            _write_json(folder / "tokenizer_config.json", written)
+            _write_json(folder / CONFIG, written)
     _write_json(folder / "config.json", values)
+
+
+def _write_tokenizer(path: Path, start_ids: Sequence[int], folder: Path) -> None:
+    """Write a tokenizer.json that itself puts the model's start tokens before a text, as transformers expects of it."""
+    written, content = folder / "tokenizer.json", with_start(path, start_ids)
+    if content is None:
+        if path != written:
+            shutil.copyfile(path, written)
+        return
+    written.write_text(content, encoding="utf-8")
+    if not (folder / CONFIG).is_file():
+        return
+    # transformers makes the start anew for these options, and for the classes of some models
+    values = parse_json((folder / CONFIG).read_bytes())
+    kept = {k: v for k, v in values.items() if k not in ("add_bos_token", "add_eos_token")}
+    kept["tokenizer_class"] = _CLASS
+    has_template = "chat_template" in values or (folder / "chat_template.jinja").is_file()
+    if start_ids and not has_template:  # a template may write the bos_token
+        kept["bos_token"] = load_tokenizer(path).id_to_token(start_ids[0])
+    _write_json(folder / CONFIG, kept)
 
 
 def _add_ends(run_dir: Path, folder: Path, saved: dict[str, Any]) -> None:
