@@ -1,6 +1,7 @@
 """Plans: what is proposed fits and can be run, and every mistake is one line."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -19,10 +20,12 @@ from expertmesh.costs.sizes import sizes_of_hub
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.models.registry import recipe
+from expertmesh.planner.configured import layout_of
 from expertmesh.planner.search import Candidate, Problem, layouts, with_batch
 from expertmesh.planner.search_result import ERROR_BAR
 from expertmesh.planner.validation import Summary, validate
 from expertmesh.planner.why import why_not
+from expertmesh.runs.run_dir import RunDir
 
 PLANS = [
     ("gpt-1.3b-moe128", {"cluster": "a100-80x128"}),
@@ -52,7 +55,7 @@ def test_what_is_proposed_fits(found):
 
 def test_flags_make_the_layout(found):
     """The words to paste are words of the trainer, and mean the layout that was planned."""
-    words = " ".join([found.model.name, *found.flags]).split()
+    words = " ".join([found.model.words, *found.flags]).split()
     config = parse_run_config(words).config
     layout, parallel = found.best.layout, config.parallel
     assert config.train.batch_size * config.data.seq_len == layout.tokens_per_step(
@@ -152,9 +155,61 @@ def test_a_hub_folder_and_a_run_are_planned(tmp_path):
         assert found.problem.sizes.dim == 512
         assert any("tokens per step" in guess for guess in found.guesses)
     run = recipe("gpt-moe-demo")
-    (tmp_path / "config.json").write_text(json.dumps(run.model_dump(mode="json")))
-    assert em.plan(tmp_path, cluster="h100x1").model.config == run
     assert em.plan(run, cluster="h100x1").problem.sizes == sizes_of(run.model)
+    assert "torchrun" not in em.plan(run, cluster="h100x1").text()  # no words name it
+
+
+SAVED = {
+    "parallel.tp_degree": 2,
+    "parallel.ep_degree": (4,),
+    "parallel.overlap_degree": 2,
+    "parallel.all_to_all": "hierarchical",
+    "parallel.ranks_per_node": 2,
+    "parallel.dispatch_dtype": "int8",
+    "train.activation_checkpointing": True,
+    "optim.state_dtype": "int8",
+}
+
+
+@pytest.mark.parametrize("saved_as", ["gpt-moe-demo", "two runs, merged"])
+def test_the_folder_of_a_run_is_planned(tmp_path, saved_as):
+    """As `RunDir` writes it; the words to paste begin a run of the same model in another folder."""
+    run = recipe("gpt-moe-demo", SAVED | {"train.run_dir": str(tmp_path / "my run")})
+    folder = RunDir(run.train.run_dir)
+    with folder.locked():
+        folder.write_description(run, recipe=saved_as, files={})
+    for target in (folder.path, str(folder.config)):
+        found = em.plan(target, cluster="h100x4")
+        assert found.model.config == run
+        words = parse_run_config(shlex.split(" ".join([found.model.words, *found.flags])))
+        layout, config = found.best.layout, words.config
+        assert config.model.updated({"moe.recompute_h": run.model.moe.recompute_h}) == run.model
+        assert config.train.run_dir == f"{run.train.run_dir}-planned"
+        assert layout_of(config, 4) == layout
+        assert config.optim.state_dtype == "float32"  # what was planned
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"replicated_experts": 1, "parallel": {"shadow_experts": 1}},
+        {"family": None},
+        {"recipe": None},
+        {"quantization_config": {"format": "int-quantized"}, "dtype": "bfloat16"},
+    ],
+    ids=["former names", "no family", "no recipe", "quantised"],
+)
+def test_older_and_quantised_runs_are_planned(tmp_path, change):
+    run = recipe("gpt-moe-demo")
+    values = {"recipe": "gpt-moe-demo", **run.model_dump(mode="json")}
+    copies = change.pop("replicated_experts", 0)
+    if copies:
+        del values["parallel"]["replicated_experts"]
+        change["parallel"] = values["parallel"] | change["parallel"]
+        run = run.updated({"parallel.replicated_experts": copies})
+    values = {key: value for key, value in (values | change).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert em.plan(tmp_path, cluster="h100x1").model.config == run
 
 
 def test_a_model_of_ours_has_the_sizes_of_ours(tmp_path):

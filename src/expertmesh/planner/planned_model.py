@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES
@@ -22,6 +24,8 @@ TOKENS_PER_PARAMETER = 20
 BATCH_TOKENS = 2**22
 """Default tokens of a step."""
 _SEQ_LEN = 4096
+_OF_RUN = ("recipe", "family", "model")
+"""Names in the config.json of a run, and in none of the hub."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class PlannedModel:
         train_tokens: tokens of the whole training.
         config: configuration of a run of this project; None: the model cannot be trained here.
         guesses: guessed inputs, in words.
+        words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
     """
 
     name: str
@@ -45,6 +50,7 @@ class PlannedModel:
     train_tokens: float
     config: GPTRunConfig | None = None
     guesses: tuple[str, ...] = ()
+    words: str = ""
 
 
 def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
@@ -61,7 +67,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
         return _of_config("configuration", target)
     name = str(target)
     if name in RECIPES:
-        return _of_config(name, RECIPES[name]())
+        return _of_config(name, RECIPES[name](), words=name)
     others = [n for f in FAMILIES.values() for n in f.find_recipes() if n == name]
     if others:
         raise ConfigError(
@@ -83,11 +89,17 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     )
 
 
-def _of_config(name: str, config: GPTRunConfig) -> PlannedModel:
+def _of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
     seq_len = config.data.seq_len
     batch = config.train.batch_size * seq_len
     return PlannedModel(
-        name, sizes_of(config.model), seq_len, batch, float(config.train.steps * batch), config
+        name,
+        sizes_of(config.model),
+        seq_len,
+        batch,
+        float(config.train.steps * batch),
+        config,
+        words=words,
     )
 
 
@@ -115,13 +127,28 @@ def _of_file(name: str, file: Path) -> PlannedModel:
         raise ConfigError(
             f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
         )
-    family = values.get("family")
-    if family is None:
+    if "model_type" in values or values.keys().isdisjoint(_OF_RUN):
         return _of_sizes(name, _sizes_of_hub(values))
-    if family != "gpt":
-        raise ConfigError(f"plan {name}: is of family {shown(family)}; plan a run of family gpt")
+    return _of_run(name, file, values)
+
+
+def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
+    """The model of a run's config.json, with what `runs.run_dir` and `quantize` write beside the configuration."""
+    recipe = values.pop("recipe", None)
+    family = values.get("family", GPT.name)
+    if family != GPT.name:
+        raise ConfigError(
+            f"plan {name}: is of family {shown(family)}; plan a run of family {GPT.name}"
+        )
+    if values.pop("quantization_config", None) is not None:
+        values.pop("dtype", None)
     with saved_run():
-        return _of_config(name, GPTRunConfig.model_validate(values))
+        config = GPTRunConfig.model_validate(values)
+    # the file has every option, so that any recipe will do; and its own folder holds a run already
+    word = next((known for known in RECIPES if known == recipe), next(iter(RECIPES)))
+    folder = shlex.quote(f"{config.train.run_dir}-planned")
+    words = f"{word} --config {shlex.quote(str(file))} --train.run-dir {folder}"
+    return _of_config(name, config, words=words)
 
 
 def _sizes_of_hub(values: dict[str, Any]) -> ModelSizes:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from expertmesh.costs.rank_layout import OURS
+from expertmesh.config.run import ParallelConfig
+from expertmesh.costs.rank_layout import OURS, RankLayout
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.planned_model import PlannedModel
 from expertmesh.planner.search import Candidate, Goal, Problem, front
@@ -78,33 +79,54 @@ def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[s
         f"--train.dtype {problem.work.precision}",
         f"--parallel.zero-stage {layout.zero_stage}",
     ]
-    train, moe = (None, None) if config is None else (config.train, config.model.moe)
-    for flag, wanted, given in (
-        (
-            "--train.activation-checkpointing",
-            layout.checkpointing == "full",
-            train is not None and train.activation_checkpointing,
-        ),
-        (
-            "--model.moe.recompute-h",
-            layout.checkpointing == "experts",
-            moe is not None and moe.recompute_h,
-        ),
-    ):
-        if wanted != given:
-            flags.append(flag if wanted else f"{flag} false")
-    if layout.tp_degree > 1:
-        flags.append(f"--parallel.tp-degree {layout.tp_degree}")
-    if layout.dp_replicate_degree > 1:
-        flags.append(f"--parallel.dp-replicate-degree {layout.dp_replicate_degree}")
-    if any(block.num_experts for block in problem.sizes.blocks):
-        flags.append(f"--parallel.route-degree {layout.route_degree}")
-        if layout.overlap_degree > 1:
-            flags.append(f"--parallel.overlap-degree {layout.overlap_degree}")
-        if layout.all_to_all != "flat":
-            flags.append(f"--parallel.all-to-all {layout.all_to_all}")
-    if layout.offload:
-        flags.append("--parallel.offload")
-    if problem.work.states != "ours":
-        flags.append(f"--optim.state-dtype {problem.work.states.removesuffix('_moments')}")
+    usual = GPTRunConfig() if config is None else config
+    has_experts = any(block.num_experts for block in problem.sizes.blocks)
+    flags += _switches(layout, usual) + _degrees(layout, usual.parallel, has_experts=has_experts)
+    kept = problem.work.states.removesuffix("_moments") if problem.work.states != "ours" else ""
+    if (kept or "float32") != usual.optim.state_dtype:
+        flags.append(f"--optim.state-dtype {kept or 'float32'}")
     return flags
+
+
+def _switches(layout: RankLayout, usual: GPTRunConfig) -> list[str]:
+    """Switches of recomputation and offload, as far as the configuration has them otherwise."""
+    found = {
+        "train.activation-checkpointing": (
+            layout.checkpointing == "full",
+            usual.train.activation_checkpointing,
+        ),
+        "model.moe.recompute-h": (
+            layout.checkpointing == "experts",
+            usual.model.moe.recompute_h,
+        ),
+        "parallel.offload": (layout.offload, usual.parallel.offload),
+    }
+    return [
+        f"--{name}{'' if wanted else ' false'}"
+        for name, (wanted, given) in found.items()
+        if wanted != given
+    ]
+
+
+def _degrees(layout: RankLayout, usual: ParallelConfig, *, has_experts: bool) -> list[str]:
+    """Degrees of a layout, and whatever a configuration has in their way."""
+    found: dict[str, tuple[object, object]] = {
+        "tp-degree": (layout.tp_degree, usual.tp_degree),
+        "dp-replicate-degree": (layout.dp_replicate_degree, usual.dp_replicate_degree),
+        "dp-shard-degree": ("none", usual.dp_shard_degree or "none"),
+    }
+    if has_experts:
+        found |= {
+            "ep-degree": ("none", usual.ep_degree or "none"),
+            "es-degree": ("none", usual.es_degree or "none"),
+            "route-degree": (layout.route_degree, None),
+            "overlap-degree": (layout.overlap_degree, usual.overlap_degree),
+            "all-to-all": (layout.all_to_all, usual.all_to_all),
+        }
+        if layout.all_to_all == "flat" and not usual.adaptive:
+            found["ranks-per-node"] = ("none", usual.ranks_per_node or "none")
+        if layout.route_degree == 1:
+            found["dispatch-dtype"] = ("same", usual.dispatch_dtype)
+    return [
+        f"--parallel.{name} {wanted}" for name, (wanted, given) in found.items() if wanted != given
+    ]

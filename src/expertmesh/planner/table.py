@@ -130,7 +130,7 @@ def plan_text(plan: SearchResult) -> str:
         "",
         *_side_by_side(_memory_lines(best.memory), _time_lines(best.seconds)),
     ]
-    if plan.flags and plan.model.config is not None:
+    if plan.flags and plan.model.words:
         lines += ["", f"  {_command(plan)}"]
     lines += _as_configured(plan)
     others = plan.front
@@ -148,7 +148,7 @@ def _command(plan: SearchResult) -> str:
     """Command that starts the best layout on each node."""
     cluster = plan.problem.cluster
     launch = f"torchrun --nnodes={cluster.num_nodes} --nproc-per-node={cluster.node_size}"
-    return " ".join([launch, "-m expertmesh train", plan.model.name, *plan.flags])
+    return " ".join([launch, "-m expertmesh train", plan.model.words, *plan.flags])
 
 
 def _as_configured(plan: SearchResult) -> list[str]:
@@ -213,7 +213,7 @@ def _totals(plan: SearchResult) -> list[str]:
         lines.append(
             "flags        none: this project has no pipeline and no other optimizer states"
         )
-    elif plan.model.config is None:
+    elif not plan.model.words:
         lines.append("flags        " + " ".join(plan.flags))
     if best.memory.host_bytes:
         lines.append(f"host         {best.memory.host_bytes / GIB:,.1f} GiB per device")
