@@ -15,7 +15,7 @@ from expertmesh.cli.flags import parse_run_config
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.memory import rank_memory
 from expertmesh.costs.peak_memory import peak_memory
-from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.rank_layout import OURS, RankLayout, Workload
 from expertmesh.costs.sizes import sizes_of_hub
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.gpt.spec import gpt_spec
@@ -34,6 +34,8 @@ PLANS = [
     ("gpt-moe-1b", {"cluster": "a100-40x8", "goal": "memory"}),
     ("gpt-350m-moe128", {"cluster": "h800x32", "goal": "latency", "max_context": 1024}),
     ("gpt-moe-demo", {"cluster": "cpux2"}),
+    ("gpt-moe-demo", {"cluster": "h100x1", "states": "bf16_moments"}),
+    ("gpt-moe-demo", {"cluster": "h100x1", "states": "int8_moments"}),
 ]
 
 
@@ -66,6 +68,7 @@ def test_flags_make_the_layout(found):
         layout.tp_degree,
         layout.dp_replicate_degree,
     )
+    assert config.optim.state_dtype == OURS[found.problem.work.states]
     assert (parallel.zero_stage, parallel.offload) == (layout.zero_stage, layout.offload)
     assert config.train.activation_checkpointing == (layout.checkpointing == "full")
     assert config.model.moe.recompute_h == (layout.checkpointing == "experts")

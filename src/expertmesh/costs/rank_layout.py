@@ -11,8 +11,8 @@ Stack = Literal["2021", "eager", "graphs", "fused"]
 States = Literal[
     "ours", "bf16_moments", "int8_moments", "fsdp2", "megatron", "deepspeed", "fairseq"
 ]
-OURS: tuple[States, ...] = ("ours", "bf16_moments", "int8_moments")
-"""States whose dense weights are gathered in FP32 and whose rows are kept as in this project; the first is its default."""
+OURS: dict[States, str] = {"ours": "float32", "bf16_moments": "bfloat16", "int8_moments": "int8"}
+"""States of this project, with their `optim.state_dtype`: dense weights are gathered in FP32, rows kept as here."""
 Exchange = Literal["flat", "hierarchical"]
 
 

@@ -82,9 +82,9 @@ def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[s
     usual = GPTRunConfig() if config is None else config
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     flags += _switches(layout, usual) + _degrees(layout, usual.parallel, has_experts=has_experts)
-    kept = problem.work.states.removesuffix("_moments") if problem.work.states != "ours" else ""
-    if (kept or "float32") != usual.optim.state_dtype:
-        flags.append(f"--optim.state-dtype {kept or 'float32'}")
+    moments = OURS[problem.work.states]
+    if moments != usual.optim.state_dtype:
+        flags.append(f"--optim.state-dtype {moments}")
     return flags
 
 
