@@ -222,10 +222,27 @@ def test_a_window_is_seen_in_part():
     ("change", "said"),
     [
         ({"hidden_size": None}, "has no hidden_size"),
-        ({"num_hidden_layers": "many"}, "no number"),
+        ({"num_experts_per_tok": None}, "has no num_experts_per_tok"),
+        ({"text_config": [1]}, "text_config=.* must be a mapping"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers='many': must be a whole number from 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: .* to 100,000; correct it"),
+        ({"hidden_size": -64}, "hidden_size=-64: must be a whole number from 1"),
+        ({"hidden_size": 64.0}, "hidden_size=64.0: must be a whole number"),
+        ({"hidden_size": "64"}, "hidden_size='64': must be a whole number"),
+        ({"hidden_size": 2**40}, "hidden_size=.* to 2,147,483,647"),
+        ({"vocab_size": True}, "vocab_size=True: must be"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be"),
+        ({"num_attention_heads": 7, "head_dim": None}, "num_key_value_heads=.*must divide the 7"),
+        ({"num_attention_heads": 24, "head_dim": None}, "=24: must divide the .* hidden_size"),
+        ({"num_experts": -8}, "num_experts=-8: must be"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be from 1 to the 8 of"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0: must be from 1"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size=0: must be above 0"),
+        ({"moe_intermediate_size": [768]}, r"moe_intermediate_size=\[768\]: must be"),
+        ({"text_config": QWEN | {"intermediate_size": -1}}, "intermediate_size=-1: must be"),
     ],
 )
-def test_a_config_without_sizes_is_refused(change, said):
+def test_a_config_without_sizes_or_with_impossible_ones_is_refused(change, said):
     with pytest.raises(ConfigError, match=said) as caught:
         sizes_of_hub(QWEN | change)
     assert "\n" not in str(caught.value)

@@ -477,6 +477,8 @@ def test_what_is_left_out_is_said_once_per_reading(tmp_path, caplog):
         ("qwen3_moe", {"hidden_act": "gelu_new"}, "hidden_act='gelu_new'"),
         ("qwen3_moe", {"hidden_act": ["silu"]}, "hidden_act="),
         ("qwen3_moe", {"model_type": "llama"}, "model_type='llama': .*upcycle"),
+        ("qwen3_moe", {"hidden_size": "64"}, "has hidden_size='64': must be a whole number"),
+        ("qwen3_moe", {"num_experts": -4}, "has num_experts=-4: must be a whole number"),
         ("qwen3_moe", {"num_attention_heads": 5}, "config.json of a qwen3_moe, in the words of"),
     ],
 )

@@ -299,6 +299,21 @@ def test_a_mistake_is_one_line(words, said, capsys):
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "another"])
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": -64}, {"num_attention_heads": "8"}, {"num_experts_per_tok": 9}]
+)
+def test_an_impossible_size_is_named_as_the_hub_does(kind, change, tmp_path, capsys):
+    hub = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 1000, "num_attention_heads": 8}
+    hub |= {"intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(hub | {"model_type": kind} | change))
+    assert front.main(["plan", str(tmp_path), "--cluster", "h100x8"]) == 2
+    printed = capsys.readouterr()
+    ((name, value),) = change.items()
+    assert f"config.json has {name}={value!r}: must be " in printed.err
+    assert printed.out == "" and printed.err.count("\n") == 1
+
+
 def test_what_fits_nowhere_says_what_would(capsys):
     assert front.main(["plan", "deepseek-v3", "--cluster", "h100x16"]) == 2
     said = capsys.readouterr().err

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from expertmesh.config.base import shown
+from expertmesh.costs.hub_sizes import EXPERTS, TOP_K, check_hub_sizes, check_together
 from expertmesh.errors import ConfigError
 from expertmesh.layout.spec import Parameter
 
@@ -120,7 +122,7 @@ class ModelSizes:
 _Values = Mapping[str, Any]
 
 
-def sizes_of_hub(values: _Values) -> ModelSizes:
+def sizes_of_hub(values: _Values, *, is_part: bool = False) -> ModelSizes:
     """Sizes of the decoder that a config.json of the hub describes, also of families that our GPT cannot compute.
 
     Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer, leading
@@ -128,31 +130,35 @@ def sizes_of_hub(values: _Values) -> ModelSizes:
 
     Args:
         values: the values of config.json.
+        is_part: whether the model is a part, which may have 0 heads and a vocabulary of 0.
 
     Raises:
-        ConfigError: a size is missing or is no number.
+        ConfigError: a size is missing, or is none that a model can have.
     """
-    values = values.get("text_config") or values
+    found = values.get("text_config") or values
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"config.json has text_config={shown(found)}: must be a mapping of options; restore it from the hub"
+        )
+    found = {name: value for name, value in found.items() if value is not None}
+    check_hub_sizes(found, is_part=is_part)
     try:
-        return _sizes_of_hub({name: value for name, value in values.items() if value is not None})
+        check_together(found)
+        return _sizes_of_hub(found)
     except KeyError as missing:
         raise ConfigError(
             f"config.json has no {missing.args[0]}, without which a model has no size; restore it from the hub"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"config.json has a size that is no number ({error}); correct it"
         ) from None
 
 
 def _sizes_of_hub(v: _Values) -> ModelSizes:
     D, L, V = v["hidden_size"], v["num_hidden_layers"], v["vocab_size"]
-    experts = _first(v, "n_routed_experts", "num_local_experts", "num_experts")
+    experts = _first(v, *EXPERTS)
     gated = v.get("hidden_act", "silu") != "gelu_plain"
     matrices = 3 if gated else 2
     attention = _attention(v, D)
     window = v.get("sliding_window") if v.get("use_sliding_window", True) else None
-    every = 2 if window and _first(v, "n_routed_experts", "num_local_experts", "num_experts") else 1
+    every = 2 if window and experts else 1
     kinds: Counter[tuple[bool, int | None]] = Counter()
     order = []
     dense_first = v.get("first_k_dense_replace", 0)
@@ -178,9 +184,7 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
                 dense_hidden=dense_hidden,
                 dense_elements=dense,
                 num_experts=experts if is_moe else 0,
-                rows_per_token=_first(v, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
-                if is_moe
-                else 0,
+                rows_per_token=_first(v, *TOP_K) if is_moe else 0,
                 hidden_dim=F,
                 num_matrices=matrices,
                 dense_parameters=attention["attention_elements"] + dense + small,

@@ -74,7 +74,7 @@ def _table() -> dict[str, Any]:
 @cache
 def published_models() -> Mapping[str, ModelSizes]:
     """Sizes of the models in published.toml, by name."""
-    return {name: sizes_of_hub(values) for name, values in _table()["models"].items()}
+    return {name: sizes_of_hub(values, is_part=True) for name, values in _table()["models"].items()}
 
 
 @cache
@@ -110,7 +110,7 @@ def point_of(
         model = dict(_table()["models"][v["model"]])
         if "num_experts" in v:
             model["num_experts"] = v["num_experts"]
-        sizes = sizes_of_hub(model)
+        sizes = sizes_of_hub(model, is_part=True)
     cluster = find_cluster(v["cluster"])
     given = {key: v[key] for key in OF_LAYOUT if key in v}
     layout = RankLayout(num_ranks=cluster.num_gpus, **given)

@@ -8,6 +8,7 @@ from typing import Any
 from expertmesh.checkpoints.hub import parts
 from expertmesh.checkpoints.hub.family import ACTIVATIONS, HubFamily, Values, other_model
 from expertmesh.checkpoints.hub.find_family import hub_family
+from expertmesh.costs.hub_sizes import check_hub_sizes
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 
@@ -56,11 +57,12 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
         start_ids: tokens that the tokenizer puts before a prompt, see `hub_start`; None: not known.
 
     Raises:
-        ConfigError: an option has a value that our GPT cannot compute, or one is missing.
+        ConfigError: an option has a value that our GPT cannot compute or no model can have, or one is missing.
     """
     family = hub_family(values)
     _refuse(values, family)
     v = family.filled(values)
+    check_hub_sizes(v)
     name = f"config.json of a {family.model_type}"
     if str(v["hidden_act"]) not in ACTIVATIONS:
         raise ConfigError(

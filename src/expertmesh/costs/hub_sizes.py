@@ -1,0 +1,82 @@
+"""Checks of the sizes in a config.json of the hub: whole numbers in a sensible range that fit one another."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from expertmesh.config.base import shown
+from expertmesh.errors import ConfigError
+
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+"""Names of the number of routed experts."""
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+"""Names of the number of experts of a token."""
+_OF_PART = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_POSITIVE = (
+    *("hidden_size", "num_hidden_layers", "intermediate_size", "intermediate_size_mlp"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+)
+_OR_NONE = (
+    *(*EXPERTS, *TOP_K, "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "q_lora_rank"),
+    *("decoder_sparse_step", "interleave_moe_layer_step", "sliding_window"),
+)
+_MOST, _MOST_LAYERS = 2**31 - 1, 100_000
+
+
+def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None:
+    """Refuse a size that no model has; missing ones and nulls pass.
+
+    Args:
+        values: the values of a config.json, or of its `text_config`.
+        is_part: whether the model is a part, which may lack vocabulary and attention.
+
+    Raises:
+        ConfigError: a size is no whole number, or out of its range; names it.
+    """
+    least = dict.fromkeys(_OF_PART, 0 if is_part else 1)
+    least |= dict.fromkeys(_POSITIVE, 1) | dict.fromkeys(_OR_NONE, 0)
+    for name, smallest in least.items():
+        value = values.get(name)
+        most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+        if value is None or (type(value) is int and smallest <= value <= most):
+            continue
+        raise _wrong(name, value, f"must be a whole number from {smallest} to {most:,}")
+
+
+def check_together(values: Mapping[str, Any]) -> None:
+    """Refuse sizes that `check_hub_sizes` lets pass and that do not fit one another.
+
+    Args:
+        values: the values of a config.json, or of its `text_config`, without nulls.
+
+    Raises:
+        ConfigError: heads do not divide what they share, or a token chooses no expert or more than there are.
+        KeyError: a size that these rules need is missing.
+    """
+    heads = values["num_attention_heads"]
+    if heads and "kv_lora_rank" not in values:
+        keys = values.get("num_key_value_heads", heads)
+        if heads % keys:
+            raise _wrong(
+                "num_key_value_heads", keys, f"must divide the {heads} of num_attention_heads"
+            )
+        if "head_dim" not in values and values["hidden_size"] % heads:
+            rule = f"must divide the {values['hidden_size']} of hidden_size where no head_dim is"
+            raise _wrong("num_attention_heads", heads, rule)
+    experts = next((n for n in EXPERTS if n in values), None)
+    if experts is None or not values[experts]:
+        return
+    top_k = next((n for n in TOP_K if n in values), TOP_K[0])
+    if not 1 <= values[top_k] <= values[experts]:
+        rule = f"must be from 1 to the {values[experts]} of {experts}"
+        raise _wrong(top_k, values[top_k], rule)
+    hidden = "moe_intermediate_size"
+    if values.get(hidden, 1) < 1:
+        raise _wrong(hidden, values[hidden], f"must be above 0 with the {values[experts]} experts")
+
+
+def _wrong(name: str, value: object, rule: str) -> ConfigError:
+    said = shown(repr(value))
+    return ConfigError(
+        f"config.json has {name}={said}: {rule}; correct it, or restore it from the hub"
+    )
