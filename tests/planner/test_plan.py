@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from tests.support.patience import PATIENCE_S
 
@@ -270,18 +271,30 @@ WRONG = [
     (["gpt-moe-1b", "--cluster", ""], "--cluster '': must not be empty"),
     (["gpt-moe-1b", "--cluster", "/"], "--cluster /: cannot be read (Is a directory)"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--page", "no/p.html"], "there is no folder no"),
-    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "0"], "--tokens 0.0: must be above 0"),
-    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "nan"], "--tokens nan: must be above 0"),
-    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens-per-batch", "0"], "must be at least 1 token"),
+    (
+        ["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "0"],
+        "--tokens 0.0: must be a number from 1",
+    ),
+    (
+        ["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "nan"],
+        "--tokens nan: must be a number from 1",
+    ),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "inf"], "--tokens inf: must be a number"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "1e300"], "to 1,000,000,000,000,000,000;"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--imbalance", "inf"], "must be a number from 1 to"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--pp", "0"], "--pp 0: must be a whole number from 1"),
+    (["deepseek-v3", "--cluster", "h100x256", "--pp", "64"], "from 1 to 61;"),
+    (["deepseek-v3", "--cluster", "h100x256", "--pp", "8", "--vpp", "8"], "use at most 7"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens-per-batch", "0"], "a whole number from 1"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--tokens-per-batch", "3000"], "use 2048"),
     (
         ["gpt-moe-1b", "--cluster", "h100x64", "--tokens-per-batch", "6144"],
         "cannot be split over 64",
     ),
-    (["gpt-moe-1b", "--cluster", "h100x8", "--max-context", "-1"], "must be at least 1 token"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--max-context", "-1"], "a whole number from 1"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--pp", "3"], "must divide the 8 devices"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--vpp", "2"], "there is none; give --pp, too"),
-    (["gpt-moe-1b", "--cluster", "h100x8", "--imbalance", "0.5"], "must be at least 1"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--imbalance", "0.5"], "must be a number from 1"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--states", "magic"], "must be one of ours"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--goal", "fame"], "invalid choice"),
     (["deepseek-v3", "--cluster", "h100x8"], "fits nowhere"),
@@ -297,6 +310,45 @@ def test_a_mistake_is_one_line(words, said, capsys):
     assert printed.out == ""
     assert said in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens_per_batch": "4096"}, "tokens_per_batch='4096': must be a whole number from 1"),
+        ({"tokens_per_batch": 2**60}, "must be a whole number from 1 to 68,719,476,736; leave it"),
+        ({"max_context": 2048.0}, "max_context=2048.0: must be a whole number"),
+        ({"imbalance": "a"}, "imbalance='a': must be a number from 1"),
+        ({"imbalance": True}, "imbalance=True: must be a number"),
+        ({"tokens": True}, "tokens=True: must be a number"),
+        ({"tokens": 10**400}, "must be a number from 1 to"),
+        ({"pp": 2.0}, "pp=2.0: must be a whole number"),
+        ({"vpp": None}, "vpp=None: must be a whole number"),
+        ({"states": ["ours"]}, "states=['ours']: must be one of"),
+        ({"goal": None}, "goal=None: must be one of"),
+        ({"measured": 3}, "measured=3: must be a file"),
+        ({"cluster": 8}, "cluster=8: must be a name like h100x64"),
+        ({"cluster": "h100x" + "9" * 5000}, "cluster=h100x999"),
+        ({"cluster": "a\0b"}, "must be text without NUL"),
+        ({"model": 5}, "model=5: must be a recipe's"),
+        ({"model": "x" * 5000}, "no recipe, run or config.json"),
+        ({"model": ""}, "plan '': no recipe"),
+    ],
+    ids=lambda of: next(iter(of)) if isinstance(of, dict) else "",
+)
+def test_an_argument_of_a_wrong_type_or_size_is_one_line(change, said):
+    given = {"model": "gpt-moe-1b", "cluster": "h100x8"} | change
+    with pytest.raises(em.ConfigError) as caught:
+        em.plan(given.pop("model"), **given)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700  # the longest lists all known models
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"tokens_per_batch": np.int64(2**19), "tokens": np.float32(2**30), "pp": np.int8(1)}
+    found = em.plan("gpt-moe-1b", cluster="h100x8", imbalance=np.int32(2), **given)
+    assert found.model.train_tokens == 2**30
+    assert (type(found.problem.batch), found.problem.work.imbalance) == (int, 2)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "another"])

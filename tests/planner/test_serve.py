@@ -7,6 +7,7 @@ import pytest
 from expertmesh.cli import main as front
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.step_time import HBM
+from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe
 from expertmesh.planner.published import published_models
@@ -109,7 +110,7 @@ def test_the_table_has_every_part(capsys):
 WRONG = [
     (["--serve", "--batch", "8"], "--context: must be given"),
     (["--serve", "--context", "8"], "--batch: must be given"),
-    (["--serve", "--batch", "0", "--context", "8"], "--batch 0: must be at least 1"),
+    (["--serve", "--batch", "0", "--context", "8"], "--batch 0: must be a whole number from 1"),
     (["--batch", "8"], "--batch: is of generation"),
     (["--serve", "--batch", "100000", "--context", "100000"], "for keys and values"),
 ]
@@ -120,3 +121,14 @@ def test_a_mistake_is_one_line(words, said, capsys):
     assert front.main(["plan", "qwen3-30b", "--cluster", "h100x8", *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and said in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch": "8"}, {"batch": True}, {"context": 8.0}, {"context": 2**40}, {"fused": 1}]
+)
+def test_an_argument_of_a_wrong_type_or_size_is_one_line(change):
+    given = {"cluster": "h100x8", "batch": 8, "context": 128} | change
+    ((name, value),) = change.items()
+    with pytest.raises(ConfigError) as caught:
+        serve_plan("qwen3-30b", **given)
+    assert str(caught.value).startswith(f"{name}={value!r}: must be ")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.config.output_file import output_file
 from expertmesh.errors import ConfigError, command
@@ -27,7 +27,6 @@ def run(argv: list[str]) -> int:
         ConfigError: a word breaks a rule, or the model does not fit the cluster.
     """
     options = _parser().parse_args(argv)
-    check_least(options, imbalance=1, pp=1, vpp=1)
     if options.validate:
         if options.model is not None:
             raise ConfigError(

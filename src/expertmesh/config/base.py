@@ -410,6 +410,14 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     return rule, other_value
 
 
+def is_there(path: str | Path) -> bool:
+    """Whether something is at a path; False where it cannot be asked, as for a text too long for a file's name."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
 def expanded(path: str | Path) -> Path:
     """A path with ~ and ~user replaced by the home folder.
 

@@ -6,10 +6,9 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from expertmesh.config.base import FieldError, expanded, shown
+from expertmesh.config.base import FieldError, expanded, is_there, shown
 from expertmesh.config.cluster import Cluster, Device, HostLink, LinkSpeed
 from expertmesh.costs.communication import Link, Network
 from expertmesh.errors import ConfigError, named
@@ -42,10 +41,10 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
         64
     """
     where = named("cluster", shown(name))
-    short = re.fullmatch(r"([a-z0-9-]+?)x([0-9]+)", name.lower())
-    if short and not Path(name).exists():
+    short = re.fullmatch(r"([a-z0-9-]+?)x([0-9]{1,18})", name.lower())
+    if short and not is_there(name):
         values: dict[str, Any] = {"device": short[1], "num_gpus": int(short[2]), "name": name}
-    elif name.lower() in known_devices() and not Path(name).exists():
+    elif name.lower() in known_devices() and not is_there(name):
         values = {"device": name.lower(), "num_gpus": num_gpus or 1, "name": name}
     else:
         values = _read(name, where)

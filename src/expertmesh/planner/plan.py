@@ -11,6 +11,16 @@ from expertmesh.costs.rank_layout import States, Workload
 from expertmesh.costs.step_time import efficiency_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.planner.arguments import (
+    MOST_AT_ONCE,
+    MOST_IMBALANCE,
+    MOST_TOKENS,
+    cluster_of,
+    number,
+    one_of,
+    path_text,
+    whole,
+)
 from expertmesh.planner.own import own_points
 from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import (
@@ -85,21 +95,19 @@ def plan(
         (True, True)
     """
     found = planned_model(model)
-    where = cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster))
+    where = cluster_of(cluster)
+    one_of("goal", goal, get_args(Goal))
+    if tokens is not None:
+        fix = "give the tokens of the training"
+        tokens = number("tokens", tokens, most=MOST_TOKENS, fix=fix)
     problem, guesses = _problem(
         found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp
     )
     if measured is not None:
-        refitted = validate(own_points(str(measured))).efficiency
+        refitted = validate(own_points(path_text("measured", measured, "a file"))).efficiency
         problem = replace(problem, efficiency=efficiency_of(where, refitted))
-    if goal not in get_args(Goal):
-        raise ConfigError("goal", goal, f"must be one of {', '.join(get_args(Goal))}", "choose one")
     if tokens is not None:
-        if not 0 < tokens < float("inf"):
-            raise ConfigError(
-                "tokens", tokens, "must be above 0", "give the tokens of the training"
-            )
-        found = replace(found, train_tokens=float(tokens))
+        found = replace(found, train_tokens=tokens)
         guesses = tuple(g for g in guesses if "training tokens" not in g)
     candidates = search(problem, goal)
     if not candidates:
@@ -119,7 +127,15 @@ def _problem(
 ) -> tuple[Problem, tuple[str, ...]]:
     """(search problem, guessed inputs in words)."""
     guesses = list(model.guesses)
-    _check(tokens_per_batch, max_context, imbalance, states, pp, vpp, cluster)
+    if tokens_per_batch is not None:
+        tokens_per_batch = _tokens("tokens_per_batch", tokens_per_batch)
+    if max_context is not None:
+        max_context = _tokens("max_context", max_context)
+    if imbalance is not None:
+        fix = "leave it out, or give the rows of the fullest rank over the mean"
+        imbalance = number("imbalance", imbalance, most=MOST_IMBALANCE, fix=fix)
+    one_of("states", states, get_args(States))
+    pp, vpp = _stages(pp, vpp, cluster, model.sizes.num_layers)
     seq_len = model.seq_len if max_context is None else max_context
     if max_context is not None:
         guesses = [g for g in guesses if not g.startswith("sequences of")]
@@ -187,40 +203,30 @@ def _heads(model: PlannedModel) -> int:
     return 2**20  # heads of the hub's models are multiples of 8
 
 
-def _check(
-    tokens_per_batch: int | None,
-    max_context: int | None,
-    imbalance: float | None,
-    states: str,
-    pp: int,
-    vpp: int,
-    cluster: Cluster,
-) -> None:
-    for name, value in (("tokens_per_batch", tokens_per_batch), ("max_context", max_context)):
-        if value is not None and value < 1:
-            raise ConfigError(name, value, "must be at least 1 token", "leave it out, or raise it")
-    for name, value in (("pp", pp), ("vpp", vpp)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1", "leave it out for no pipeline")
-    if cluster.num_gpus % pp:
+def _tokens(name: str, value: object) -> int:
+    return whole(name, value, most=MOST_AT_ONCE, fix="leave it out, or choose another")
+
+
+def _stages(pp: object, vpp: object, cluster: Cluster, layers: int) -> tuple[int, int]:
+    """Stages of a pipeline and virtual stages of each, checked."""
+    fix = f"leave it out for no pipeline, or share out the {layers} layers"
+    stages = whole("pp", pp, most=layers, fix=fix)
+    if cluster.num_gpus % stages:
         raise ConfigError(
-            "pp", pp, f"must divide the {cluster.num_gpus} devices", "choose a divisor"
+            "pp", stages, f"must divide the {cluster.num_gpus} devices", "choose a divisor"
         )
-    if vpp > 1 and pp == 1:
+    virtual = whole("vpp", vpp, most=layers, fix=fix)
+    if virtual > 1 and stages == 1:
         raise ConfigError(
             "vpp",
-            vpp,
+            virtual,
             "divides the stages of a pipeline, and there is none",
             f"give {named('pp')}, too",
         )
-    if imbalance is not None and not 1 <= imbalance < float("inf"):
-        raise ConfigError(
-            "imbalance", imbalance, "is the fullest rank over the mean", "give at least 1"
-        )
-    if states not in get_args(States):
-        raise ConfigError(
-            "states", states, f"must be one of {', '.join(get_args(States))}", "choose one"
-        )
+    if stages * virtual > layers:
+        rule = f"makes {stages * virtual} stages of {layers} layers"
+        raise ConfigError("vpp", virtual, rule, f"use at most {layers // stages}")
+    return stages, virtual
 
 
 def _nothing_fits(model: PlannedModel, problem: Problem) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints.hub.configs import model_config
-from expertmesh.config.base import expanded, parse_json, saved_run, shown
+from expertmesh.config.base import expanded, is_there, parse_json, saved_run, shown
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.errors import ConfigError
@@ -17,6 +17,7 @@ from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES
+from expertmesh.planner.arguments import path_text
 from expertmesh.planner.published import published_models
 
 TOKENS_PER_PARAMETER = 20
@@ -65,7 +66,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     """
     if isinstance(target, GPTRunConfig):
         return _of_config("configuration", target)
-    name = str(target)
+    name = path_text("model", target, "a recipe's or model's name, a path or a GPTRunConfig")
     if name in RECIPES:
         return _of_config(name, RECIPES[name](), words=name)
     others = [n for f in FAMILIES.values() for n in f.find_recipes() if n == name]
@@ -73,13 +74,14 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
         raise ConfigError(
             f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
         )
-    path = expanded(target)
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
+    path = expanded(name)
+    is_folder = bool(name) and is_there(path) and path.is_dir()
+    file = path / "config.json" if is_folder else path
+    if is_there(file) and file.is_file():
         return _of_file(name, file)
     if name in published_models():
         return _of_sizes(name, published_models()[name])
-    if path.is_dir():
+    if is_folder:
         raise ConfigError(f"plan {name}: has no config.json; give a run, or a folder of the hub")
     known = [*RECIPES, *published_models()]
     near = difflib.get_close_matches(name, known, n=1)

@@ -5,15 +5,17 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
+from expertmesh.config.base import shown
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.communication import Network, TokenLoad, travel_time
-from expertmesh.costs.hardware import find_cluster, network_of
+from expertmesh.costs.hardware import network_of
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.sizes import LayerSizes, ModelSizes
 from expertmesh.costs.step_time import HBM, Efficiency, route_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.planner.arguments import MOST_AT_ONCE, cluster_of, whole
 from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import TENSOR_DEGREES, divisors
 
@@ -284,11 +286,11 @@ def serve_plan(
         >>> best.seconds.total_s < 0.02
         True
     """
-    for name, value in (("batch", batch), ("context", context)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1", "raise it")
-    found = planned_model(model)
-    where = cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster))
+    batch = whole("batch", batch, most=MOST_AT_ONCE, fix="choose another")
+    context = whole("context", context, most=MOST_AT_ONCE, fix="choose another")
+    if not isinstance(fused, bool):
+        raise ConfigError("fused", shown(repr(fused)), "must be True or False", "choose one")
+    found, where = planned_model(model), cluster_of(cluster)
     weight_bytes = 4.0 if where.device.bf16_tflops < 10 else 2.0
     ways = [
         *servings(
