@@ -85,7 +85,21 @@ def test_own_rows_take_recipes_and_change_plans(written, capsys):
     [
         ("", "has no sections points.NAME"),
         ("[points.a]\n", "has no model"),
-        (ROW.format(name="a", model="qwen3-30b", measured=-1), "must be above 0"),
+        (ROW.format(name="a", model="qwen3-30b", measured=-1), "must be a finite number above 0"),
+        (ROW.format(name="a", model="qwen3-30b", measured="inf"), "measured inf: must be a finite"),
+        (ROW.format(name="a", model="qwen3-30b", measured="true"), "measured True: must be"),
+        (
+            ROW.format(name="a", model="qwen3-30b", measured=1).replace('"h100x8"', "8"),
+            "points.a, cluster 8: must be text",
+        ),
+        (
+            ROW.format(name="a", model="qwen3-30b", measured=1) + 'precision = "half"\n',
+            "precision half: must be one of bfloat16",
+        ),
+        (
+            ROW.format(name="a", model="qwen3-30b", measured=1) + "num_experts = 4\n",
+            "points.a: config.json has num_experts_per_tok=8: must be from 1 to the 4",
+        ),
         (ROW.format(name="a", model="qwen", measured=1), "no recipe, run or config.json"),
         (
             ROW.format(name="a", model="qwen3-30b", measured=1) + "overlaps = 8\n",
@@ -98,7 +112,7 @@ def test_own_rows_take_recipes_and_change_plans(written, capsys):
         ),
         (
             ROW.format(name="a", model="qwen3-30b", measured=1).replace("mbs = 2", 'mbs = "b"'),
-            "wrong type",
+            "mbs b: must be a whole number above 0",
         ),
         ("[points\n", "is no TOML file"),
     ],

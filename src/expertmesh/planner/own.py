@@ -3,10 +3,11 @@
 import difflib
 import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
-from expertmesh.config.base import expanded
-from expertmesh.errors import ConfigError
+from expertmesh.config.base import expanded, shown
+from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.errors import ConfigError, text_of
 from expertmesh.planner.planned_model import planned_model
 from expertmesh.planner.published import (
     OF_LAYOUT,
@@ -70,21 +71,17 @@ def _own_point(where: str, name: str, row: Mapping[str, Any]) -> PublishedMeasur
             near = difflib.get_close_matches(field, allowed, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(allowed))}"
             raise ConfigError(f"{where}: points.{name} has {field}, which no row has; {hint}")
-        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+        if rule := _broken_rule(field, value):
             raise ConfigError(
-                f"{where}: points.{name}, {field} {value}: must be above 0; correct it"
+                f"{where}: points.{name}, {field} {shown(value)}: must be {rule}; correct it"
             )
-    if row.get("unit", "tokens_per_s") not in ("tokens_per_s", "tflops"):
-        raise ConfigError(
-            f"{where}: points.{name}, unit {row['unit']}: must be tokens_per_s or tflops; choose one"
-        )
     usual = {"source": "own", "settings": "automodel", "fit": True}
     try:
         sizes = None if row["model"] in published_models() else planned_model(row["model"]).sizes
         point = point_of(name, {**usual, **row}, sizes)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: points.{name}: {text_of(error)}") from None
     except (TypeError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"{where}: points.{name} has a field of a wrong type or value ({error}); correct it"
         ) from None
@@ -94,3 +91,34 @@ def _own_point(where: str, name: str, row: Mapping[str, Any]) -> PublishedMeasur
             f"{where}: points.{name}: its degrees or its batch do not fit {layout.num_ranks} devices; correct them"
         )
     return point
+
+
+def _broken_rule(field: str, value: Any) -> str:
+    """The rule that a field of a row breaks, "" for none."""
+    kind = _KINDS.get(RENAMED.get(field, field), object)
+    if choices := [one for one in get_args(kind) if isinstance(one, str)]:
+        return "" if value in choices else f"one of {', '.join(choices)}"
+    if kind in (str, bool):
+        return "" if isinstance(value, kind) else _WORDS[kind]
+    if kind in (int, int | None):
+        return "" if type(value) is int and value > 0 else _WORDS[int]
+    if kind is float:
+        is_number = type(value) in (int, float)
+        return "" if is_number and 0 < value < float("inf") else _WORDS[float]
+    return ""
+
+
+_WORDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number above 0",
+    float: "a finite number above 0",
+}
+_KINDS: dict[str, Any] = {
+    **get_type_hints(RankLayout),
+    **get_type_hints(Workload),
+    **dict.fromkeys(("model", "cluster", "settings", "source", "cause"), str),
+    **dict.fromkeys(("gbs", "seq", "num_experts"), int),
+    "measured": float,
+    "unit": Literal["tokens_per_s", "tflops"],
+}
