@@ -94,8 +94,9 @@ def test_a_text_that_quotes_the_end_of_text_is_text(
 
 def refused(run_dir: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["generate", "--run", str(run_dir), *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "unexpected" not in line
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: ") and "unexpected" not in line and said.out == ""
     return line
 
 
@@ -198,14 +199,48 @@ def test_objects_in_and_out(
         ('{"prompt": "a", "n": 2}', "line 2: must be"),
         ('{"messages": []}', "line 2: must be"),
         ('{"messages": [{"role": "user"}]}', "line 2: must be"),
-        ('{"prompt": ""}', "prompt='': is empty"),
+        ('{"prompt": ""}', "line 2: prompt='': is empty"),
+        ('{"prompt": "\\ud800"}', "line 2: has half a character"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "line 2: has half a character"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "foo", "content": "a"}]}',
+            "line 2: message 2 has role foo, which is none of system, user, assistant, tool",
+        ),
+        (json.dumps({"prompt": "x " * 200}), "line 2: prompt of"),
+        (json.dumps({"messages": [{"role": "user", "content": "x " * 200}]}), "line 2: prompt of"),
     ],
 )
 def test_a_line_that_asks_nothing_is_named(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     (tmp_path / "asked.jsonl").write_text('{"prompt": "a"}\n' + line)
-    assert said in refused(run_dir, "--input", str(tmp_path / "asked.jsonl"), capsys=capsys)
+    path = tmp_path / "asked.jsonl"
+    assert f"--input {path}: {said}" in refused(run_dir, "--input", str(path), capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([PROMPT, "x " * 200], "prompt 2: prompt of"),
+        ([PROMPT, PROMPT, ""], "prompt 3: prompt='': is empty"),
+        (["--max-tokens", "999", PROMPT, PROMPT], "prompt 1: --max-tokens 999: with a prompt of"),
+        (["x " * 200], "prompt of"),
+        ([""], "prompt='': is empty"),
+    ],
+)
+def test_an_error_of_one_prompt_names_it_and_nothing_is_generated(
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    assert refused(run_dir, *words, capsys=capsys).startswith(f"error: {said}")
+    if len(words) == 2:
+        (tmp_path / "mix.txt").write_text("\n\n".join(words))
+        place = f"error: --input {tmp_path / 'mix.txt'}: line 3: prompt of"
+        line = refused(run_dir, "--input", str(tmp_path / "mix.txt"), capsys=capsys)
+        assert line.startswith(place)
 
 
 def test_answers_go_into_no_file_that_is_read(

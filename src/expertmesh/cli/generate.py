@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from expertmesh.cli.decoding import (
     add_eplb,
@@ -20,11 +20,11 @@ from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import told_of_data
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import expanded, launched_rank, parse_json
+from expertmesh.config.base import expanded, launched_rank, parse_json, shown
 from expertmesh.config.output_file import output_file
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import lines_of
-from expertmesh.errors import ConfigError, command
+from expertmesh.errors import ConfigError, command, text_of
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
@@ -59,6 +59,18 @@ Asked = str | list[dict[str, Any]]
 """Prompt: a text, or the messages of a conversation."""
 
 
+class Prompt(NamedTuple):
+    """Prompt and its place.
+
+    Attributes:
+        asked: the prompt.
+        where: its place in messages, such as a line of a file; "": it is the only one.
+    """
+
+    asked: Asked
+    where: str = ""
+
+
 def run(argv: list[str]) -> int:
     """Print, or write with --output, each prompt and its continuation; a single one is printed as a stream. Returns 0.
 
@@ -88,7 +100,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _generate_together(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None:
+def _generate_together(options: Any, prompts: list[Prompt], opened: "LoadedModel") -> None:
     """Continue texts on ranks that share the model: rank 0 has the texts, the others follow it."""
     from expertmesh.engine.engine import Engine
 
@@ -130,13 +142,13 @@ def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
 
 
 def _generate(
-    options: Any, prompts: list[Asked], opened: "LoadedModel", engine: "Engine | None" = None
+    options: Any, prompts: list[Prompt], opened: "LoadedModel", engine: "Engine | None" = None
 ) -> None:
     """Continue texts; either all ranks have the same texts, or rank 0 has an engine that the others follow."""
     model, ranks = opened.decoder, opened.ranks
     import torch
 
-    from expertmesh.engine.texts import continued, prompt_ids, stream_text
+    from expertmesh.engine.texts import continued, stream_text
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
 
@@ -150,14 +162,8 @@ def _generate(
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
     params = _params(options)
+    ids_of = _encoder(options, opened, params)
     engine, adapter = engine or _engine(options, opened), options.adapter
-
-    def asked(prompt: Asked) -> list[int]:
-        if not isinstance(prompt, str):
-            return form.prompt(prompt)
-        if options.chat:
-            return form.prompt([{"role": "user", "content": prompt}])
-        return prompt_ids(text, prompt, start=not options.no_start)
 
     def answer(prompt: list[int], shown: str = "") -> str:
         pieces = stream_text(model, prompt, params, text=text, by=engine, adapter=adapter)
@@ -190,16 +196,16 @@ def _generate(
                     if options.chat:
                         turns = converse(turns, prompt)
                     else:
-                        answer(asked(prompt))
+                        answer(ids_of(Prompt(prompt)))
                 except ConfigError as error:
                     print(f"error: {Flags('generate').spell(error)}", file=sys.stderr)
-        elif len(prompts) == 1 and options.output is None and isinstance(prompts[0], str):
-            answer(asked(prompts[0]), "" if options.chat else prompts[0])
+        elif len(prompts) == 1 and options.output is None and isinstance(prompts[0].asked, str):
+            answer(ids_of(prompts[0]), "" if options.chat else prompts[0].asked)
         else:
             with told_of_data():
                 answers = continued(
                     model,
-                    list(map(asked, prompts)),
+                    list(map(ids_of, prompts)),
                     params,
                     text=text,
                     batch_size=options.batch_size,
@@ -207,12 +213,43 @@ def _generate(
                     adapter=adapter,
                 )
             if options.output is None:
-                _print_all(prompts, answers, is_chat=options.chat)
+                _print_all([one.asked for one in prompts], answers, is_chat=options.chat)
             elif ranks.is_leader:
-                _write_all(options.output, prompts, answers)
+                _write_all(options.output, [one.asked for one in prompts], answers)
             else:
                 for _ in answers:
                     pass
+
+
+def _encoder(
+    options: Any, opened: "LoadedModel", params: "SamplingParams"
+) -> Callable[[Prompt], list[int]]:
+    """Function that encodes a prompt and checks its length; its errors name the prompt's place."""
+    from expertmesh.engine.checks import check_prompts
+    from expertmesh.engine.lockstep import check_context_room
+    from expertmesh.engine.texts import prompt_ids
+
+    model, text = opened.decoder, opened.text
+
+    def encoded(asked: Asked) -> list[int]:
+        if not isinstance(asked, str):
+            return text.chat.prompt(asked)
+        if options.chat:
+            return text.chat.prompt([{"role": "user", "content": asked}])
+        return prompt_ids(text, asked, start=not options.no_start)
+
+    def ids_of(prompt: Prompt) -> list[int]:
+        try:
+            ids = encoded(prompt.asked)
+            check_prompts([ids], model.vocab_size, what="prompt")
+            check_context_room(model, [ids], max_tokens=params.max_tokens)
+        except ConfigError as error:
+            if not prompt.where:
+                raise
+            raise ConfigError(f"{prompt.where}: {text_of(error)}") from None
+        return ids
+
+    return ids_of
 
 
 def _print_all(prompts: list[Asked], answers: Iterator[Any], *, is_chat: bool) -> None:
@@ -386,29 +423,35 @@ def _line(prompt: Asked, output: Any) -> str:
     return json.dumps(found, ensure_ascii=False) + "\n"
 
 
-def _asked_in(path: Path, text: str) -> list[Asked]:
+def _asked_in(path: Path, text: str) -> list[Prompt]:
     """Prompts of a file: its lines, or the JSON objects on them."""
-    lines = [(number, line) for number, line in enumerate(lines_of(text), 1) if line.strip()]
-    if path.suffix != ".jsonl":
-        return [line for _, line in lines]
-    found: list[Asked] = []
-    for number, line in lines:
-        where = f"--input {path}: line {number}"
-        try:
-            value = parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{where} is no JSON ({error}); correct it") from None
-        keys = set(value) if isinstance(value, dict) else set()
-        if keys == {"prompt"} and isinstance(value["prompt"], str):
-            found.append(value["prompt"])
-        elif keys == {"messages"} and _are_messages(value["messages"]):
-            found.append(value["messages"])
-        else:
-            raise ConfigError(
-                f'{where}: must be {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}, and nothing '
-                "else; correct it"
-            )
+    found: list[Prompt] = []
+    for number, line in enumerate(lines_of(text), 1):
+        if line.strip():
+            where = f"--input {path}: line {number}"
+            asked = _asked_by(line, where) if path.suffix == ".jsonl" else line
+            found.append(Prompt(asked, where))
     return found
+
+
+def _asked_by(line: str, where: str) -> Asked:
+    """Prompt in a line of JSON; `where` is its place in messages."""
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is no JSON ({error}); correct it") from None
+    is_one = isinstance(value, dict) and len(value) == 1
+    text: Any = value.get("prompt") if is_one else None
+    messages: Any = value.get("messages") if is_one else None
+    if not isinstance(text, str) and not _are_messages(messages):
+        raise ConfigError(
+            f'{where}: must be {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}, and nothing '
+            "else; correct it"
+        )
+    asked: Asked = messages if text is None else text
+    if problem := _problem(asked):
+        raise ConfigError(f"{where}: {problem}")
+    return asked
 
 
 def _are_messages(value: Any) -> bool:
@@ -422,20 +465,35 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-def _prompts(options: Any) -> list[Asked]:
+def _problem(asked: Asked) -> str | None:
+    """Reason in one line why a prompt of a file is refused; None: it is well."""
+    from expertmesh.text.chat import ROLES
+
+    if not asked:
+        return "prompt='': is empty; give some text to continue"
+    try:
+        json.dumps(asked, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "has half a character (a lone surrogate); correct it"
+    for number, message in enumerate([] if isinstance(asked, str) else asked, 1):
+        if message["role"] not in ROLES:
+            role, roles = shown(message["role"]), ", ".join(ROLES)
+            return f"message {number} has role {role}, which is none of {roles}; correct it"
+    return None
+
+
+def _prompts(options: Any) -> list[Prompt]:
     """Texts to continue, checked before the model is loaded; empty for --interactive."""
     try:
         if options.input is not None:
             path = expanded(options.input)
-            prompts: list[Asked] = _asked_in(path, decoded(path.read_bytes()))
+            prompts = _asked_in(path, decoded(path.read_bytes()))
             if not prompts:
                 raise ConfigError(f"--input {path}: has no line; write a prompt on each")
-        else:
-            read = options.prompt == ["-"]
-            prompts = [read_standard_input()] if read else [*options.prompt]
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                prompt.encode()
+            return prompts
+        texts = [read_standard_input()] if options.prompt == ["-"] else [*options.prompt]
+        for text in texts:
+            text.encode()
     except OSError as error:
         raise ConfigError(
             f"--input {options.input}: cannot be read ({error.strerror}); name a file with a prompt on each line"
@@ -446,9 +504,12 @@ def _prompts(options: Any) -> list[Asked]:
         raise ConfigError(
             "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
         ) from None
-    if not all(prompts):
-        raise ConfigError("prompt='': is empty; give some text to continue")
-    return prompts
+    numbers = [f"prompt {number}" if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
+    for text, number in zip(texts, numbers, strict=True):
+        if not text:
+            place = number and f"{number}: "
+            raise ConfigError(f"{place}prompt='': is empty; give some text to continue")
+    return [Prompt(text, number) for text, number in zip(texts, numbers, strict=True)]
 
 
 def read_standard_input() -> str:
