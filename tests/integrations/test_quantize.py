@@ -129,7 +129,10 @@ def test_answers_are_near_those_of_the_source(place, source, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_all_layers_are_rounded_on_request(place, tmp_path, form):
     for source in ("run", "own"):
-        made = quantize(place / source, tmp_path / source, format=form, layers="all", group_size=32)
+        size = 32 if form == "int4" else None
+        made = quantize(
+            place / source, tmp_path / source, format=form, layers="all", group_size=size
+        )
         part = json.loads((place / f"{source}-{form}/quantization.json").read_text())
         assert made.report["bytes"] < part["bytes"]
         _, model = weights_of(tmp_path / source)
@@ -210,7 +213,12 @@ def mistakes(place, tmp_path):
     yield [*base, "int3"], "int3"
     yield [*base, "int4", "--group-size", "48"], "48"
     yield [*base, "int4", "--group-size", "128"], "must divide the 64 columns"
-    yield ["quantize", quantized, "--to", str(tmp_path / "x"), "--format", "int8"], "already"
+    yield (
+        ["quantize", quantized, "--to", str(tmp_path / "x"), "--format", "int8"],
+        (f"error: --run {quantized}: is quantised already"),
+    )
+    for form in ("int8", "fp8"):
+        yield [*base, form, "--group-size", "64"], f"--group-size 64: has no effect with {form}"
     yield ["quantize", str(place / "run"), "--to", quantized, "--format", "int8"], "exists already"
     yield ["convert", "--from", quantized, "--to", str(tmp_path / "x")], "quantised"
     yield ["export", quantized, "--output", str(tmp_path / "x.safetensors")], "quantised"
@@ -225,6 +233,21 @@ def test_mistakes_are_one_line(place, tmp_path, capsys):
         said = capsys.readouterr().err.splitlines()
         assert len(said) == 1 and text in said[0], (words, said)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"format": "int8", "group_size": 32}, "group_size=32: has no effect with int8"),
+        ({"format": "fp8", "group_size": 64}, "group_size=64: has no effect with fp8"),
+        ({"format": "int4", "group_size": 16}, "group_size=16: must be 32, 64 or 128"),
+        ({"format": "int3"}, "format=int3: must be int8 or int4 or fp8"),
+        ({"format": "int8", "layers": "most"}, "layers=most: must be experts or all"),
+    ],
+)
+def test_options_of_the_function_are_refused_before_anything_is_read(tmp_path, options, text):
+    with pytest.raises(ConfigError, match=text):
+        quantize(tmp_path / "none", tmp_path / "made", **options)
 
 
 def test_the_verb_makes_what_answers(place, tmp_path, capsys):

@@ -18,6 +18,7 @@ _OF_VERBS = {
     "evaluate": _DECODING,
     "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},
     "bench": {name: name for name in LoadConfig.model_fields},
+    "quantize": {"source": "run", "target": "to"},
     "classify": {
         "data.fit": "fit",
         "model.moe.eval_capacity_factor": "capacity",

@@ -17,7 +17,7 @@ def run(argv: list[str]) -> int:
         argv: words after `quantize`.
 
     Raises:
-        ConfigError: a path breaks a rule, or a size of the model does not fit the format.
+        ConfigError: a path breaks a rule, an option has no effect, or a size of the model does not fit the format.
         CheckpointError: the source is damaged.
     """
     options = _parser().parse_args(argv)
@@ -58,7 +58,6 @@ def _parser() -> OptionParser:
         "--group-size",
         type=int,
         choices=(32, 64, 128),
-        default=64,
         help="numbers that share a scale in int4 (64)",
     )
     parser.add_argument(

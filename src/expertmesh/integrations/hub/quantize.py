@@ -26,7 +26,7 @@ from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.integrations.hub.save import their_value, write_rest
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.ops.quantized.pack import to_words
-from expertmesh.ops.quantized.rounding import Format, rounded
+from expertmesh.ops.quantized.rounding import FORMATS, GROUP_SIZES, Format, rounded
 from expertmesh.runs.arithmetic import read_arithmetic
 from expertmesh.runs.calibration import MOST_BYTES, importance_of
 from expertmesh.runs.open import find_model, open_model
@@ -87,7 +87,7 @@ def quantize(
     target: str | Path,
     *,
     format: Format,
-    group_size: int = 64,
+    group_size: int | None = None,
     layers: str = "experts",
     dtype: torch.dtype | None = None,
     calibration: str | Path | None = None,
@@ -99,7 +99,7 @@ def quantize(
         source: a run directory, whose newest good checkpoint is used, or a folder saved by transformers.
         target: folder to create; it must not exist.
         format: int8 (a scale per row), int4 (one per group of a row) or fp8 (one per block of 128 by 128).
-        group_size: columns of a group of int4: 32, 64 or 128.
+        group_size: columns of a group of int4: 32, 64 or 128; None: 64. Other formats have no groups.
         layers: "experts", or "all", which adds the matrices of attention and dense MLPs.
         dtype: dtype of all other tensors, of the scales and of matmuls; None: a hub folder's dtype, or a run's compute
             dtype.
@@ -112,21 +112,22 @@ def quantize(
         Path, description and report of the new folder.
 
     Raises:
-        ConfigError: a path breaks a rule, or a size of the model does not fit the format.
+        ConfigError: a path breaks a rule, an option has no effect, or a size of the model does not fit the format.
         CheckpointError: the source is damaged.
 
     Example:
         >>> quantize("runs/gpt-moe-demo", "models/demo-int8", format="int8")
     """
+    _check_options(format, group_size, layers, calibration)
     source, target = expanded(source), expanded(target)
     if target.exists():
-        raise ConfigError("to", target, "exists already", "choose another folder")
+        raise ConfigError("target", target, "exists already", "choose another folder")
     run = find_model(source)
     if run.is_quantized:
-        raise ConfigError("from", source, "is quantised already", "give what it was made of")
+        raise ConfigError("source", source, "is quantised already", "give what it was made of")
     if run.family.name != "gpt":
         raise ConfigError(
-            "from", source, f"is of family {run.family.name}", "quantise a model of family gpt"
+            "source", source, f"is of family {run.family.name}", "quantise a model of family gpt"
         )
     run = run.with_weights()
     weights: TensorSource = (
@@ -135,11 +136,9 @@ def quantize(
         else Checkpoint(run.checkpoint, prefix="model.")
     )
     dtype = dtype or _dtype_of(run)
-    scheme = Scheme(format, group_size)
+    scheme = Scheme(format) if group_size is None else Scheme(format, group_size)
     plan = _planned(run, weights, scheme, layers, dtype)
     if calibration is not None:
-        if format == "fp8":
-            raise ConfigError("calibration", calibration, "changes nothing in fp8", "leave it out")
         importance = importance_of(
             open_model(run), expanded(calibration), most_bytes=calibration_bytes
         )
@@ -153,7 +152,7 @@ def quantize(
             report = {
                 "source": str(source),
                 "format": format,
-                "group_size": group_size if format == "int4" else None,
+                "group_size": scheme.group_size if format == "int4" else None,
                 "layers": layers,
                 "calibration": None if calibration is None else str(calibration),
                 **sizes,
@@ -163,6 +162,24 @@ def quantize(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return Quantized(target, what, report)
+
+
+def _check_options(
+    format: str, group_size: int | None, layers: str, calibration: str | Path | None
+) -> None:
+    """Refuse values that do not exist, and options without effect."""
+    for name, value, known in (("format", format, FORMATS), ("layers", layers, ("experts", "all"))):
+        if value not in known:
+            raise ConfigError(name, value, f"must be {' or '.join(known)}", f"use {known[0]}")
+    if group_size is not None:
+        if format != "int4":
+            raise ConfigError(
+                "group_size", group_size, f"has no effect with {format}", "leave it out"
+            )
+        if group_size not in GROUP_SIZES:
+            raise ConfigError("group_size", group_size, "must be 32, 64 or 128", "use 64")
+    if calibration is not None and format == "fp8":
+        raise ConfigError("calibration", calibration, "changes nothing in fp8", "leave it out")
 
 
 def _dtype_of(run: Run) -> torch.dtype:
@@ -209,7 +226,7 @@ def _planned(
             ):
                 rounds[piece.hub_name] = piece.hub_shape
     if not rounds:
-        raise ConfigError("from", run.path, "has no routed experts", "quantise a mixture")
+        raise ConfigError("source", run.path, "has no routed experts", "quantise a mixture")
     for name, (_, columns) in rounds.items():
         scheme.check(columns, name)
     return _Plan(scheme, by_ours, frozenset(rounds), dtype, {})
