@@ -5,6 +5,9 @@ import socket
 
 import httpx2
 import pytest
+from pydantic import ValidationError
+
+from expertmesh.serve.schema import CompletionRequest
 
 GOOD = {"prompt": "def main(", "max_tokens": 6, "seed": 1}
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -93,10 +96,39 @@ BAD = [
     (CHAT, chat(top_logprobs=21, logprobs=True), 400, "top_logprobs"),
     (CHAT, chat(logprobs=3), 400, "logprobs"),
     (CHAT, chat(max_completion_tokens=0), 400, "max_completion_tokens"),
-    ("/tokenize", {}, 400, None),
-    ("/tokenize", {"prompt": 5}, 400, None),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": 5}, 400, "prompt"),
+    ("/tokenize", {"messages": 5}, 400, "messages"),
     ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
     ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+]
+SAID_OF = [
+    # path, body, message
+    (COMPLETE, with_(prompt=5), "prompt: Input should be a valid string or a valid list"),
+    (COMPLETE, with_(prompt=[]), "prompt: Value should have at least 1 item"),
+    (COMPLETE, with_(prompt=[[]]), "prompt.0: Value should have at least 1 item"),
+    (
+        COMPLETE,
+        with_(prompt=[True]),
+        "prompt.0: Input should be a valid integer or a valid string or a valid list",
+    ),
+    (COMPLETE, with_(prompt=[1, "a"]), "prompt.1: Input should be a valid integer"),
+    (COMPLETE, with_(prompt=["a", 1]), "prompt.1: Input should be a valid string"),
+    (COMPLETE, with_(prompt=[[1], [2, "a"]]), "prompt.1.1: Input should be a valid integer"),
+    (COMPLETE, with_(prompt=["a"] * 1025), "prompt: List should have at most 1024 items"),
+    (COMPLETE, with_(prompt=[-1]), "prompt.0: Input should be greater than or equal to 0"),
+    (COMPLETE, with_(stop=["a"] * 50), "stop: List should have at most 16 items"),
+    (COMPLETE, with_(stop=["a", ""]), "stop.1: String should have at least 1 character"),
+    (COMPLETE, 5, "Input should be an object"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content.0.type: Input should be 'text'",
+    ),
+    ("/tokenize", {}, "prompt or messages: Field required"),
+    ("/tokenize", {"prompt": 5}, "prompt: Input should be a valid string"),
+    ("/tokenize", {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+    ("/tokenize", 5, "Input should be an object"),
 ]
 RAW = [
     # body that is no JSON, or hard on parsers
@@ -146,6 +178,19 @@ def test_each_bad_request_is_refused_alone_between_good_ones(client):
         answer = client.post(COMPLETE, content=data, headers={"content-type": "application/json"})
         refused(answer, status)
         assert text(client) == expected
+
+
+def test_reasons_are_of_the_form_that_fits_best(client):
+    for path, body, message in SAID_OF:
+        answer = client.post(path, json=body)
+        refused(answer, 400)
+        assert answer.json()["error"]["message"].startswith(message), (body, answer.text)
+
+
+def test_a_million_errors_are_refused_at_the_first():
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": [True] * 1_000_000})
+    assert caught.value.error_count() < 9
 
 
 def test_what_changes_nothing_is_accepted(client):

@@ -31,6 +31,7 @@ from expertmesh.serve.schema import (
 )
 from expertmesh.serve.worker import EngineWorker, Ticket
 from expertmesh.serve.writing import TokenTexts, Writer
+from expertmesh.serve.wrong_body import best_error
 
 _READERS = 2
 """Number of threads that tokenize requests."""
@@ -261,15 +262,13 @@ async def _on_fault(_: Request, error: Exception) -> Response:
 
 
 async def _on_wrong_body(_: Request, error: Exception) -> Response:
-    """Response to an invalid body: its first error."""
+    """Response to an invalid body: the error that fits it best."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [part for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
         return RequestError(400, "the body is no JSON").response()
-    name = str(place[0])[:60] if place else None
-    where = f"{name}: " if name else ""
-    return RequestError(400, f"{where}{first['msg']}", param=name).response()
+    name, message = best_error(errors, error.body)
+    return RequestError(400, message, param=name).response()
 
 
 async def _on_wrong_path(request: Request, error: Exception) -> Response:

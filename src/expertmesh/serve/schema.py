@@ -1,4 +1,7 @@
-"""Request schemas: OpenAI's fields, and vLLM's extensions. Bounds also appear in the OpenAPI description."""
+"""Request schemas: OpenAI's fields, and vLLM's extensions. Bounds also appear in the OpenAPI description.
+
+Lists end at their first error (`fail_fast`): millions of errors would occupy the server for seconds.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -25,9 +28,12 @@ Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 OrMinusOne = Annotated[int, Field(ge=-1), BeforeValidator(_whole)]
 Answers = Annotated[int, Field(ge=1, le=MOST_ANSWERS), BeforeValidator(_whole)]
 Tops = Annotated[int, Field(ge=0, le=MOST_TOPS), BeforeValidator(_whole)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_whole)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(_whole)
+]
 Text = Annotated[str, Field(max_length=2**23)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=MOST_STOPS)]
 
 REFUSED = {
     "suffix": "text behind the answer is not supported",
@@ -77,7 +83,7 @@ class Sampling(BaseModel):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
     seed: WholeNumber | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    stop: StopText | Stops | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -103,10 +109,10 @@ class CompletionRequest(Sampling):
     prompt: (
         Text
         | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[
             list[Annotated[TokenIds, Field(min_length=1)]],
-            Field(min_length=1, max_length=MOST_PROMPTS),
+            Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS),
         ]
     )
     logprobs: Tops | None = None
@@ -128,7 +134,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -141,7 +147,7 @@ class Message(BaseModel):
 class ChatRequest(Sampling):
     """Chat completion request: a conversation to answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
@@ -164,7 +170,7 @@ class TokenizeChat(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     return_token_strs: bool | None = None
 
 
