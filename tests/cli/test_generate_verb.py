@@ -120,6 +120,20 @@ def test_a_prompt_that_begins_like_an_option(
     assert capsys.readouterr().out.startswith(prompt)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--num-draft-tokens", "65"), "--num-draft-tokens 65: must be at most 64; for example 64"),
+        (("--expert-slots", "0"), "must be at least 1; use 1 or more, at most the experts of a"),
+        (("--adapter", "no"), "--adapter no: has no readable adapter_config.json; give a folder"),
+    ],
+)
+def test_fixes_of_options_are_possible(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(run_dir, *words, PROMPT, capsys=capsys)
+
+
 @pytest.mark.parametrize("device", ["mps", "cuda:99", "gpu"])
 def test_errors_of_the_device_name_the_option_of_this_verb(
     run_dir: Path, capsys: pytest.CaptureFixture[str], device: str

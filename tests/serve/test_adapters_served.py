@@ -87,8 +87,11 @@ def test_wrong_adapters_of_the_server_are_one_line(folder, adapters, tmp_path, c
         (["poems"], "--adapter poems: each must be NAME=FOLDER; write a name"),
         ([f"={poems}"], "each must be NAME=FOLDER"),
         ([f"a={poems}", f"a={poems}"], ": names must differ"),
-        ([f"tiny={poems}"], "--adapter tiny: is the name of the model itself"),
-        ([f"a={tmp_path}"], "has no readable adapter_config.json"),
+        (
+            [f"tiny={poems}"],
+            "--adapter tiny: is the name of the model itself; choose another, or set --mo",
+        ),
+        ([f"a={tmp_path}"], f"--adapter a={tmp_path}: has no readable adapter_config.json"),
     ):
         assert main(["serve", str(folder), "--port", "0", "--adapter", *words]) == 2
         error = capsys.readouterr().err
@@ -107,4 +110,7 @@ def test_the_verb_answers_with_one(folder, adapters, tmp_path, capsys):
     assert PROMPT + text_of(engine, "code") in capsys.readouterr().out
     assert main(["generate", *words, "--adapter", str(tmp_path), PROMPT]) == 2
     error = capsys.readouterr().err
-    assert "has no readable adapter_config.json" in error and error.count("\n") == 1
+    assert (
+        f"--adapter {tmp_path}: has no readable adapter_config.json" in error
+        and error.count("\n") == 1
+    )

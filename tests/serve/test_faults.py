@@ -251,7 +251,20 @@ def test_wrong_options_are_refused_in_one_line(folder, capsys, tmp_path):
         for words, said in (
             (["--port", "70000"], "--port 70000"),
             (["--port", port], f"--port {port}: cannot be listened on"),
-            (["--host", "0.0.0.0"], "--host 0.0.0.0: is reached by other machines"),
+            (
+                ["--host", "0.0.0.0"],
+                "--host 0.0.0.0: is reached by other machines, and there is no key; give --api-key-file, or --without-key if",
+            ),
+            (
+                ["--without-key", "--api-key-file", "keys"],
+                "--without-key: has no effect beside --api-key-file",
+            ),
+            (["--num-draft-tokens", "65"], "must be at most 64; for example 64"),
+            (["--num-redundant-experts", "2"], "without --enable-eplb; leave it out, or add --en"),
+            (
+                ["--deterministic", "--implementation", "transformers"],
+                "--deterministic: needs linears and norms of ours, and --implementation transformers",
+            ),
             (["--api-key-file", str(tmp_path / "gone")], "cannot be read"),
             (["--api-key-file", str(tmp_path / "none")], "has no key"),
             (["--max-waiting", "-1"], "--max-waiting -1"),

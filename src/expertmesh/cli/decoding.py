@@ -19,10 +19,13 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
 if TYPE_CHECKING:
+    from expertmesh.engine.engine import Engine
     from expertmesh.runs.open import LoadedModel
 
 _PATIENCE_S = 7 * 86_400.0
 """Timeout of collectives while a user may be typing a prompt: one week."""
+
+_SLOTS = "use 1 or more, at most the experts of a layer, or leave it out"
 
 
 def add_place(parser: OptionParser) -> None:
@@ -111,6 +114,26 @@ def check_several(options: Any) -> None:
         )
 
 
+def load_adapter(engine: "Engine", name: str, folder: str, *, typed: str | None = None) -> None:
+    """Load an adapter of the option --adapter, which errors name.
+
+    Args:
+        engine: engine that loads it.
+        name: name of the adapter.
+        folder: folder of the adapter.
+        typed: value of the option; None: the folder.
+
+    Raises:
+        ConfigError: see `Engine.load_adapter`.
+        CheckpointError: see there.
+    """
+    try:
+        engine.load_adapter(name, folder)
+    except (ConfigError, CheckpointError) as error:
+        text = text_of(error).removeprefix(f"{folder}: ")
+        raise type(error)(f"--adapter {folder if typed is None else typed}: {text}") from None
+
+
 @contextmanager
 def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
     """File of answers that is written as they come; on a failure a line says where the finished answers are.
@@ -178,7 +201,7 @@ def open_decoder(
         PeerError: another rank failed, perhaps with the same error, and prints it.
     """
     if getattr(options, "expert_slots", None) is not None and options.expert_slots < 1:
-        raise ConfigError("expert_slots", options.expert_slots, "must be at least 1", "use 8")
+        raise ConfigError("expert_slots", options.expert_slots, "must be at least 1", _SLOTS)
     is_alone = launched_rank()[1] == 1
     check_several(options)
     given = shared_by(options)

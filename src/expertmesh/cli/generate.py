@@ -13,6 +13,7 @@ from expertmesh.cli.decoding import (
     add_ranks,
     eplb_of,
     kept,
+    load_adapter,
     open_decoder,
     shared_by,
 )
@@ -120,7 +121,7 @@ def _generate_together(options: Any, prompts: list[Prompt], opened: "LoadedModel
             return
         with closing(engine):
             if options.adapter is not None:
-                engine.load_adapter(options.adapter, options.adapter)
+                load_adapter(engine, options.adapter, options.adapter)
             _generate(options, prompts, opened, engine)
 
 
@@ -137,7 +138,7 @@ def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
     if not isinstance(made, Engine):
         raise ConfigError(f"--adapter {options.adapter}: {why_not(opened.decoder)}; leave it out")
     if options.adapter is not None:
-        made.load_adapter(options.adapter, options.adapter)
+        load_adapter(made, options.adapter, options.adapter)
     return made
 
 

@@ -12,8 +12,9 @@ from expertmesh.config.server import ServerConfig
 from expertmesh.errors import Line
 
 _DECODING = {"parallel.es_degree": "es-degree"}
+_EPLB = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
 _OF_VERBS = {
-    "generate": _DECODING,
+    "generate": _DECODING | {name: name for name in (*_EPLB, "num_draft_tokens")},
     "translate": _DECODING | {"num_beams": "beams"},
     "evaluate": _DECODING,
     "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from expertmesh.cli.decoding import add_ranks, check_several, shared_by
+from expertmesh.cli.decoding import add_ranks, check_several, load_adapter, shared_by
 from expertmesh.cli.flags import OptionParser, listed
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
@@ -20,7 +20,7 @@ from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.config.server import ServerConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
@@ -72,7 +72,10 @@ def run(argv: list[str]) -> int:
     name = server.model_name or Path(expanded(options.run)).resolve().name
     if name in server.adapters:
         raise ConfigError(
-            "adapter", name, "is the name of the model itself", "choose another, or set model_name"
+            "adapter",
+            name,
+            "is the name of the model itself",
+            f"choose another, or set {named('model_name')}",
         )
     with told_of_data(), loading():
         from expertmesh import __version__
@@ -86,7 +89,7 @@ def run(argv: list[str]) -> int:
         try:
             engine = stack.enter_context(_open_engine(options.run, engine_config, parallel))
             for adapter, folder in server.adapters.items():
-                engine.load_adapter(adapter, folder)
+                load_adapter(engine, adapter, folder, typed=f"{adapter}={folder}")
         except BaseException:
             stack.close()
             place.close()

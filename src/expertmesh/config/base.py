@@ -59,6 +59,7 @@ class FieldError(ConfigError):
     def _lead(self, option: str) -> str:
         value, several = self.value, isinstance(self.value, tuple | list)
         typed = " ".join(map(str, self.value)) if several else shown(value)  # type: ignore[call-overload]
+        typed = "" if value is True else typed  # a switch
         return named(option, repr(value) if _reads_as_another(value) else shown(value), typed=typed)
 
     def inside(self, outer: Location) -> "FieldError":
@@ -399,6 +400,8 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     if kind in comparisons:
         words, key = comparisons[kind]
         rule = f"must be {words} {limits[key]:g}"
+        if key == "le" and other_value == "for example 0":  # 0 is off, and more was wanted
+            other_value = f"for example {limits[key]:g}"
     elif kind.startswith("int_"):
         rule = "must be a whole number"
     elif kind in ("finite_number", "float_parsing", "float_type"):

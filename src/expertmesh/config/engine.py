@@ -5,6 +5,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config
+from expertmesh.errors import named
+
+_THEIRS = named("implementation", "transformers")
 
 
 class EngineConfig(Config):
@@ -53,24 +56,26 @@ class EngineConfig(Config):
         if not self.enable_eplb:
             for name in ("num_redundant_experts", "eplb_step_interval"):
                 self.refuse_idle(
-                    name, "has no effect without enable_eplb", "leave it out, or set enable_eplb"
+                    name,
+                    f"has no effect without {named('enable_eplb')}",
+                    f"leave it out, or add {named('enable_eplb', True)}",
                 )
         self.require(
             not (self.deterministic and self.compile),
             "compile",
-            "changes bits, which deterministic=True promises",
+            f"changes bits, which {named('deterministic', True)} promises",
             "leave one of them out",
         )
         self.require(
             not (self.deterministic and self.implementation == "transformers"),
             "deterministic",
-            "needs linears and norms of ours, and implementation=transformers has its own",
+            f"needs linears and norms of ours, and {_THEIRS} has its own",
             "leave one of them out",
         )
         self.require(
             self.expert_slots is None or self.implementation == "expertmesh",
             "expert_slots",
-            "are for models that run as our GPT, and implementation=transformers keeps all experts",
+            f"are for models that run as our GPT, and {_THEIRS} keeps all experts",
             "leave one of them out",
         )
         self.require(

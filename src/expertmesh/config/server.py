@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config
+from expertmesh.errors import named
 
 
 class ServerConfig(Config):
@@ -49,12 +50,12 @@ class ServerConfig(Config):
             is_guarded or self.without_key or self.is_local,
             "host",
             "is reached by other machines, and there is no key",
-            "give api_key_file, or without_key if that is meant, or listen on 127.0.0.1",
+            f"give {named('api_key_file')}, or {named('without_key')} if that is meant, or listen on 127.0.0.1",
         )
         self.require(
             not (is_guarded and self.without_key),
             "without_key",
-            "has no effect beside api_key_file",
+            f"has no effect beside {named('api_key_file')}",
             "leave one of them out",
         )
         for one in self.adapter:
@@ -69,7 +70,7 @@ class ServerConfig(Config):
         self.require(
             len(set(names)) == len(names) and self.model_name not in names,
             "adapter",
-            "names must differ from one another and from model_name",
+            f"names must differ from one another and from {named('model_name')}",
             "choose others",
         )
         return self
