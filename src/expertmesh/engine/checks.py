@@ -179,7 +179,7 @@ def check_text(prompt: str) -> None:
 
 
 def _is_like(given: torch.dtype, own: torch.dtype) -> bool:
-    """Whether numbers of one type may become those of another: the same, or both floating with two bytes or more."""
+    """Whether a tensor of one dtype may be copied into another: equal dtypes, or both floating with two bytes or more."""
     return given == own or all(d.is_floating_point and d.itemsize > 1 for d in (given, own))
 
 
