@@ -24,6 +24,7 @@ from expertmesh.models.token_losses import DistillTargets, token_losses
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import resolve_precision
+from expertmesh.text.tokenizer import with_start
 from expertmesh.training.init_from import save_as_run
 from expertmesh.training.teacher import open_teacher, teacher_bytes, teacher_dtype
 
@@ -226,6 +227,20 @@ def test_a_wrong_teacher_is_one_line(tiny, tmp_path, teacher, changes, words):
     with pytest.raises(ConfigError, match=words) as error:
         run(tiny(**STUDENT | taught | changes))
     assert "\n" not in str(error.value)
+
+
+def test_a_teacher_may_come_back_from_the_hub(tiny, tmp_path, teacher):
+    """Its tokenizer puts the run's start before a text itself, which changes no token of the data."""
+    back = tmp_path / "back"
+    shutil.copytree(teacher.train.run_dir, back, ignore=shutil.ignore_patterns("lock"))
+    made = with_start(back / "tokenizer.json", (0,))
+    assert made is not None
+    (back / "tokenizer.json").write_text(made)
+    taught = {"distill.teacher": str(back), "train.run_dir": str(tmp_path / "run")}
+    assert len(run(tiny(**STUDENT | taught | {"train.steps": 2}))) == 2
+    (back / "tokenizer.json").write_text("[]")
+    with pytest.raises(ConfigError, match="has another tokenizer.json"):
+        run(tiny(**STUDENT | taught | {"train.run_dir": str(tmp_path / "more")}))
 
 
 def test_a_teacher_of_another_family_is_named(tiny, tmp_path):

@@ -20,6 +20,7 @@ from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import find_model, open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.run_dir import Run, RunDir
+from expertmesh.text.tokenizer import gives_same_tokens
 
 _IN_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.(.*)")
 
@@ -131,7 +132,7 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
         )
     for file in family.files:
         mine = data.files.get(file)
-        if mine is not None and Path(mine).read_bytes() != (run.path / file).read_bytes():
+        if mine is not None and not gives_same_tokens(Path(mine), run.path / file):
             raise ConfigError(
                 f"{name}: has another {file}; use a teacher that was trained on the same data with the same vocabulary"
             )
