@@ -303,7 +303,9 @@ HUB = {
     "a tokenizer of another model of the hub": Mistake(
         hub(vocab_size=300), ["512 tokens and the model 300", "of another run"], code=1
     ),
-    "a width in words": Mistake(hub(hidden_size="wide"), ["hidden_size='wide'", "whole number", ";"]),
+    "a width in words": Mistake(
+        hub(hidden_size="wide"), ["hidden_size='wide'", "whole number", ";"]
+    ),
     "a width in a list": Mistake(hub(hidden_size=[1]), ["hidden_size=[1]", "whole number", ";"]),
     "a model of several types": Mistake(hub(model_type=["x"]), ["model_type", "none that runs"]),
     "an activation in a list": Mistake(hub(hidden_act=["silu"]), ["hidden_act", "none of"]),
