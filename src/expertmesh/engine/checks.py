@@ -102,9 +102,8 @@ def prompts_of(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    is_scalar = (
-        getattr(prompts, "ndim", 1) == 0
-    )  # an array or a tensor of no dimension is an Iterable, too
+    # an array or a tensor of no dimension is an Iterable, too
+    is_scalar = getattr(prompts, "ndim", 1) == 0
     if is_scalar or not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
         raise ConfigError(
             f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"

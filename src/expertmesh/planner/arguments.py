@@ -2,6 +2,7 @@
 
 import os
 from numbers import Integral, Real
+from typing import Any
 
 from expertmesh.config.base import shown
 from expertmesh.config.cluster import Cluster
@@ -28,11 +29,7 @@ def whole(name: str, value: object, *, most: int, fix: str) -> int:
     Raises:
         ConfigError: the value is no whole number, or out of range.
     """
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not (is_whole and 1 <= int(value) <= most):  # type: ignore[call-overload]
-        said = str(value) if is_whole else repr(value)
-        raise ConfigError(name, shown(said), f"must be a whole number from 1 to {most:,}", fix)
-    return int(value)  # type: ignore[call-overload]
+    return int(_from_one(name, value, Integral, "a whole number", most=most, fix=fix))
 
 
 def number(name: str, value: object, *, most: int, fix: str) -> float:
@@ -47,11 +44,16 @@ def number(name: str, value: object, *, most: int, fix: str) -> float:
     Raises:
         ConfigError: the value is no number, or out of range.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and 1 <= value <= most):  # type: ignore[operator]  # NaN is in no range
+    return float(_from_one(name, value, Real, "a number", most=most, fix=fix))
+
+
+def _from_one(name: str, value: Any, kind: Any, what: str, *, most: int, fix: str) -> Any:
+    """The value, if it is of a kind of numbers and from 1 to a bound; else raise ConfigError."""
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not (is_number and 1 <= value <= most):  # NaN is in no range
         said = str(value) if is_number else repr(value)
-        raise ConfigError(name, shown(said), f"must be a number from 1 to {most:,}", fix)
-    return float(value)  # type: ignore[arg-type]
+        raise ConfigError(name, shown(said), f"must be {what} from 1 to {most:,}", fix)
+    return value
 
 
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
