@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import RankError, RankPool
-from tests.support.replicas import world_of
+from tests.support.ranks import RankError, RankPool, world_of
 
 from expertmesh.comm.all_to_all.flat import AsyncCounts, async_all_to_all
 from expertmesh.comm.collectives import (

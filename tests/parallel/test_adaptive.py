@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh import lora

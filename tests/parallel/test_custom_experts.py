@@ -14,7 +14,8 @@ from tests.oracle.numerics import (
     relative_error,
 )
 from tests.support import spread_case
-from tests.support.replicas import assert_said, messages_of, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import assert_said, messages_of
 from tests.support.spread_case import D, E, SpreadCase, run_spread, run_whole
 from torch import nn
 

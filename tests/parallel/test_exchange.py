@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.oracle.numerics import assert_close_fp64
-from tests.support.spread_case import D, E, SpreadCase, build, compare, world_of
+from tests.support.ranks import world_of
+from tests.support.spread_case import D, E, SpreadCase, build, compare
 
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.experts.dispatcher import spread_experts

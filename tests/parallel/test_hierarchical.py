@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.spread_case import D, E, SpreadCase, build, compare, world_of
+from tests.support.ranks import world_of
+from tests.support.spread_case import D, E, SpreadCase, build, compare
 
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from tests.support.generation import written_ids
-from tests.support.replicas import messages_of, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import messages_of
 from tests.support.spread_case import D, SpreadCase, build
 
 from expertmesh.models.gpt.model import GPT

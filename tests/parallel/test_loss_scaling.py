@@ -3,7 +3,8 @@
 import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
-from tests.support.replicas import dense_or_moe, trainer_steps, whole, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import dense_or_moe, trainer_steps, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

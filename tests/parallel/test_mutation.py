@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE
 from tests.support.form_case import FormCase, differences, run_form
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 from tests.support.spread_case import D, SpreadCase, build, compare_all
 from tests.support.two_devices import two_devices

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.dispatch_options import DispatchOptions

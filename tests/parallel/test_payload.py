@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.oracle.numerics import assert_close_fp64, relative_error
-from tests.support.spread_case import D, E, SpreadCase, build, world_of
+from tests.support.ranks import world_of
+from tests.support.spread_case import D, E, SpreadCase, build
 
 from expertmesh.comm.all_to_all.flat import Counts, async_all_to_all
 from expertmesh.comm.all_to_all.payload import BLOCK, packed, row_bytes, unpacked

@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
-from tests.support.replicas import whole, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

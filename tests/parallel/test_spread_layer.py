@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
-from tests.support.replicas import whole, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import whole
 from tests.support.spread_case import D, SpreadCase, build, compare, compare_all
 from torch.distributed.fsdp import fully_shard
 

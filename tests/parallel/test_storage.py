@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from tests.support.spread_case import D, SpreadCase, build
 
 from expertmesh.moe.layer import MoELayer

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from tests.support import spread_case
-from tests.support.replicas import whole, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import whole
 from tests.support.spread_case import SpreadCase, build
 
 from expertmesh.ops.experts.weights import WeightGradients

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
 from tests.support import spread_case
-from tests.support.replicas import whole, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import whole
 from tests.support.spread_case import D, E, F, SpreadCase, build
 
 from expertmesh.parallel.experts.dispatcher import spread_experts

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

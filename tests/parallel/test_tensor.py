@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, relative_error
+from tests.support.ranks import world_of
 from tests.support.replicas import (
     assert_said,
     batches,
@@ -15,7 +16,6 @@ from tests.support.replicas import (
     messages_of,
     trainer_steps,
     whole,
-    world_of,
 )
 from torch import nn
 from torch.distributed.tensor import Shard

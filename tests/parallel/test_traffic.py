@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import spread_case
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from tests.support.spread_case import D, E, SpreadCase, build, compare
 
 from expertmesh.parallel.experts.dispatcher import spread_experts

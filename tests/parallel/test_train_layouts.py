@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 import torch
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from torch import nn
 
 from expertmesh.config.dispatch_options import DispatchOptions

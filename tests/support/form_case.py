@@ -22,7 +22,8 @@ from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.optim import build_optimizer
 from tests.oracle.numerics import assert_two_times, relative_error
-from tests.support.replicas import fill_biases, whole, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import fill_biases, whole
 
 S, V = 8, 24
 SEED = 4

@@ -3,9 +3,13 @@
 Gloo on the loopback interface, with a file for the first contact. A function runs on all ranks at once; the first
 error of any rank is raised in the test, and the pool is then made anew. On a loaded machine gloo sometimes fails to
 connect the ranks of a new group, before anything of ours has run; the function then runs once more on new ranks.
+Groups that a function made outside `world_of` are destroyed behind it: each has three threads of gloo's, one of which
+wakes up a hundred times a second, and some hundred groups would take a core from the others.
 """
 
 import contextlib
+import functools
+import gc
 import os
 import sys
 import tempfile
@@ -20,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from expertmesh.comm.world import World
 from tests.support.nursery import Child, the_nursery
 from tests.support.patience import PATIENCE_S
 
@@ -73,6 +78,7 @@ class RankPool:
         for _, pipe in self._ranks:
             pipe.send((function, args, kwargs))
         results: dict[int, Any] = {}
+        are_last = False
         while len(results) < self.num_ranks:
             open_pipes = {p: n for n, (_, p) in enumerate(self._ranks) if n not in results}
             ready = wait(list(open_pipes), timeout=2 * self.timeout_s)
@@ -80,12 +86,15 @@ class RankPool:
                 self._fail(f"ranks {sorted(open_pipes.values())} did not answer")
             for rank in [n for p, n in open_pipes.items() if p in ready]:
                 try:
-                    ok, value = self._ranks[rank][1].recv()
+                    ok, value, is_last = self._ranks[rank][1].recv()
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok, value, is_last = False, "the process died", True
                 if not ok:
                     self._fail(f"rank {rank} of {self.num_ranks}:\n{value}")
                 results[rank] = value
+                are_last = are_last or is_last
+        if are_last:
+            self.stop()
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _fail(self, message: str) -> None:
@@ -132,12 +141,66 @@ def _serve(
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
+    # what is there now is not looked at again when what a function made is collected
+    gc.freeze()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             function, args, kwargs = pipe.recv()
             torch.manual_seed(0)
             try:
-                answer = True, function(*args, **kwargs)
+                ok, value = True, function(*args, **kwargs)
             except BaseException:
-                answer = False, traceback.format_exc()
-            pipe.send(answer)
+                ok, value = False, traceback.format_exc()
+            pipe.send((ok, value, not _names_stay_new()))
+            if ok:
+                _close_groups()
+
+
+def world_of(is_half: bool = False) -> World:
+    """The world of all ranks of this pool, or one of its halves: the even ranks, the odd ones. Made once."""
+    return _world_of(is_half)
+
+
+_KEPT: list[World] = []
+
+
+@functools.cache
+def _world_of(is_half: bool) -> World:
+    if not is_half:
+        world = World()
+    else:
+        everyone = range(dist.get_world_size())
+        halves = [dist.new_group(list(everyone[half::2])) for half in (0, 1)]
+        world = World(halves[dist.get_rank() % 2])
+    _KEPT.append(world)
+    return world
+
+
+_KEPT: list[World] = []
+
+
+def _made() -> list[dist.ProcessGroup]:
+    """Groups of no kept world."""
+    kept = [dist.group.WORLD, *(g for w in _KEPT for g in (w._group, *w._made))]
+    return [g for g in dist.distributed_c10d._world.pg_map if all(g is not one for one in kept)]
+
+
+def _names_stay_new() -> bool:
+    """Whether no group is named by its members and the number of groups, a name that another could have behind it."""
+    names = dist.distributed_c10d._world.pg_names
+    return all(names[group].isdecimal() for group in _made())
+
+
+def _close_groups() -> None:
+    """Destroy the groups of no kept world, and the threads of those that nothing refers to."""
+    made = _made()
+    if made:
+        dist.barrier()  # another rank may still wait for this one's last message
+        for group in made:
+            dist.destroy_process_group(group)
+        # DTensor caches results of operators by mesh, and an equal mesh will have other groups
+        from torch.distributed.tensor import debug  # here, because it imports torch's compiler
+
+        debug._clear_sharding_prop_cache()
+        del made, group
+        gc.collect()

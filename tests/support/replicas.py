@@ -1,17 +1,14 @@
 """The same in every process: the world of a pool of ranks, weights, some steps of the trainer on a GPT."""
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
@@ -28,20 +25,6 @@ def dense_or_moe(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, A
     """Values of a configuration with changes; without options of experts where the changes leave none."""
     is_dense = changes.get("model.moe.num_experts") == ()
     return {k: v for k, v in values.items() if not (is_dense and "model.moe." in k)} | changes
-
-
-def world_of(is_half: bool = False) -> World:
-    """The world of all ranks of this pool, or one of its halves: the even ranks, the odd ones. Made once."""
-    return _world_of(is_half)
-
-
-@functools.cache
-def _world_of(is_half: bool) -> World:
-    if not is_half:
-        return World()
-    everyone = range(dist.get_world_size())
-    halves = [dist.new_group(list(everyone[half::2])) for half in (0, 1)]
-    return World(halves[dist.get_rank() % 2])
 
 
 def messages_of(*calls: Callable[[], object]) -> list[str]:

@@ -13,7 +13,8 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, magnitude, max_error
-from tests.support.replicas import fill_biases, whole, world_of
+from tests.support.ranks import world_of
+from tests.support.replicas import fill_biases, whole
 
 D, F, E = 8, 12, 8
 LOSS_FACTOR = 3.0

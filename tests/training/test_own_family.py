@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
-from tests.support.replicas import world_of
+from tests.support.ranks import world_of
 from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietly
 from torch import nn
 
