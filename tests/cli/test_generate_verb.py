@@ -204,6 +204,21 @@ def test_objects_in_and_out(
     assert capsys.readouterr().out == second["text"] + "\n"
 
 
+def test_a_developer_is_the_system(run_dir: Path, tmp_path: Path) -> None:
+    """As in OpenAI's newer conversations, in a file of prompts as on the server."""
+    asked, answered = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
+    said = [
+        [{"role": role, "content": "short"}, {"role": "user", "content": "def"}]
+        for role in ("system", "developer")
+    ]
+    asked.write_text("\n".join(json.dumps({"messages": one}) for one in said))
+    words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4"]
+    assert main([*words, "--input", str(asked), "--output", str(answered)]) == 0
+    first, second = map(json.loads, answered.read_text().splitlines())
+    assert (first["messages"], second["messages"]) == tuple(said)
+    assert first["text"] == second["text"]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

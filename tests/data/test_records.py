@@ -366,3 +366,10 @@ def test_lines_and_rows_are_counted_from_one(tmp_path):
         notes = load_corpus(TextConfig(path=str(tmp_path / name), validation_fraction=0.4)).notes
         (note,) = (one for one in map(str, notes) if "left out" in one)
         assert "have no text in 'text'" in note and where in note
+
+
+def test_a_developer_is_the_system():
+    """As in OpenAI's newer conversations."""
+    given = [{"role": "developer", "content": "be short"}, {"role": "user", "content": "hi"}]
+    assert checked({"messages": given})["messages"] == [{**given[0], "role": "system"}, given[1]]
+    assert given[0]["role"] == "developer"

@@ -190,7 +190,9 @@ def test_the_folder_of_a_run_is_planned(tmp_path, saved_as):
         assert config.model.updated({"moe.recompute_h": run.model.moe.recompute_h}) == run.model
         assert config.train.run_dir == f"{run.train.run_dir}-planned"
         assert layout_of(config, 4) == layout
-        assert config.optim.state_dtype == "float32"  # what was planned
+        assert config.optim.state_dtype == "int8"
+        in_fp32 = em.plan(target, cluster="h100x4", states="ours")
+        assert found.best.memory.device_bytes < in_fp32.best.memory.device_bytes
 
 
 @pytest.mark.parametrize(

@@ -229,12 +229,13 @@ def _encoder(
     from expertmesh.engine.checks import check_prompts
     from expertmesh.engine.lockstep import check_context_room
     from expertmesh.engine.texts import prompt_ids
+    from expertmesh.text.chat import our_role
 
     model, text = opened.decoder, opened.text
 
     def encoded(asked: Asked) -> list[int]:
         if not isinstance(asked, str):
-            return text.chat.prompt(asked)
+            return text.chat.prompt([{**one, "role": our_role(one["role"])} for one in asked])
         if options.chat:
             return text.chat.prompt([{"role": "user", "content": asked}])
         return prompt_ids(text, asked, start=not options.no_start)
@@ -468,7 +469,7 @@ def _are_messages(value: Any) -> bool:
 
 def _problem(asked: Asked) -> str | None:
     """Reason in one line why a prompt of a file is refused; None: it is well."""
-    from expertmesh.text.chat import ROLES
+    from expertmesh.text.chat import ROLES, our_role
 
     if not asked:
         return "prompt='': is empty; give some text to continue"
@@ -477,7 +478,7 @@ def _problem(asked: Asked) -> str | None:
     except UnicodeEncodeError:
         return "has half a character (a lone surrogate); correct it"
     for number, message in enumerate([] if isinstance(asked, str) else asked, 1):
-        if message["role"] not in ROLES:
+        if our_role(message["role"]) not in ROLES:
             role, roles = shown(message["role"]), ", ".join(ROLES)
             return f"message {number} has role {role}, which is none of {roles}; correct it"
     return None

@@ -15,6 +15,19 @@ examples:
   expertmesh plan qwen3-30b --cluster h100x8 --serve --batch 64 --context 4096
   expertmesh plan --validate
 """
+_OF_TRAINING = (
+    "goal",
+    "tokens-per-batch",
+    "max-context",
+    "tokens",
+    "imbalance",
+    "states",
+    "pp",
+    "vpp",
+    "page",
+    "measured",
+)
+"""Options that a plan of generation does not read."""
 
 
 def run(argv: list[str]) -> int:
@@ -67,7 +80,6 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--goal",
         choices=["throughput", "memory", "latency"],
-        default="throughput",
         help="of the search (throughput)",
     )
     parser.add_argument(
@@ -87,14 +99,13 @@ def _parser() -> OptionParser:
     )
     parser.add_argument(
         "--states",
-        default="ours",
         metavar="KIND",
-        help="optimizer states to compare with: bf16_moments, int8_moments, fairseq, ... (ours)",
+        help="optimizer states: ours, bf16_moments, int8_moments, fairseq, ... (the recipe's, ours)",
     )
     parser.add_argument(
-        "--pp", type=int, default=1, help="pipeline stages of a published run; there are none here"
+        "--pp", type=int, help="pipeline stages of a published run; there are none here"
     )
-    parser.add_argument("--vpp", type=int, default=1, help="virtual stages of each")
+    parser.add_argument("--vpp", type=int, help="virtual stages of each")
     parser.add_argument(
         "--page",
         metavar="FILE",
@@ -131,14 +142,14 @@ def _plan(options: Any) -> int:
     found = plan(
         options.model,
         cluster=options.cluster,
-        goal=options.goal,
+        goal=options.goal or "throughput",
         tokens_per_batch=options.tokens_per_batch,
         max_context=options.max_context,
         tokens=options.tokens,
         imbalance=options.imbalance,
         states=options.states,
-        pp=options.pp,
-        vpp=options.vpp,
+        pp=1 if options.pp is None else options.pp,
+        vpp=1 if options.vpp is None else options.vpp,
         measured=options.measured,
     )
     for line in found.text().split("\n"):
@@ -157,6 +168,9 @@ def _serve(options: Any) -> int:
     for name in ("batch", "context"):
         if getattr(options, name) is None:
             raise ConfigError(f"--{name}: must be given with --serve; for example --{name} 64")
+    for name in _OF_TRAINING:
+        if getattr(options, name.replace("-", "_")) is not None:
+            raise ConfigError(f"--{name}: is of training; leave it out, or --serve")
     found = serve_plan(
         options.model, cluster=options.cluster, batch=options.batch, context=options.context
     )

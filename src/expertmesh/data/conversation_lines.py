@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.config.base import parse_json
-from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ROLES, Conversation
+from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ROLES, Conversation, our_role
 
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
 """Names of the flag by which a message is learned or not: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
@@ -70,6 +70,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is no object")
     role, content = message.get("role"), message.get("content")
+    if isinstance(role, str):
+        role = our_role(role)
     if role not in ROLES:
         raise ValueError(f"message {number} has role {role!r}, which is none of {', '.join(ROLES)}")
     if content is None and role == "assistant" and message.get("tool_calls"):
@@ -89,7 +91,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         name = next(iter(flags))
         raise ValueError(f"{what} has {name!r}, and only what the assistant says is learned")
     found = {name: value for name, value in message.items() if name not in _ALL_FLAGS}
-    found["content"] = content
+    found |= {"role": role, "content": content}
     if role == "assistant" and not all(flags.values()):
         found[NOT_LEARNED] = True
     _check_characters(found, what)

@@ -7,7 +7,7 @@ from typing import get_args
 from expertmesh.config.cluster import Cluster, Precision
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.peak_memory import GIB
-from expertmesh.costs.rank_layout import States, Workload
+from expertmesh.costs.rank_layout import OURS, States, Workload
 from expertmesh.costs.step_time import efficiency_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -63,7 +63,7 @@ def plan(
     max_context: int | None = None,
     tokens: float | None = None,
     imbalance: float | None = None,
-    states: States = "ours",
+    states: States | None = None,
     pp: int = 1,
     vpp: int = 1,
     measured: str | Path | None = None,
@@ -78,7 +78,8 @@ def plan(
         max_context: tokens of a sequence; None: the recipe's.
         tokens: tokens of the whole training, for days and price; None: the recipe's.
         imbalance: rows of the fullest rank over the mean; None: 1.15, as of natural routing.
-        states: states kept of each parameter; see `costs.rank_layout.States`.
+        states: states kept of each parameter, see `costs.rank_layout.States`; None: a configuration's `optim.state_dtype`,
+            "ours" for another model.
         pp: pipeline stages, to reproduce published runs; this project has none.
         vpp: virtual stages of each pipeline stage.
         measured: a TOML file of your own measurements, on which the constants are fitted again (docs/planner.md).
@@ -115,13 +116,19 @@ def plan(
     return Plan(found, problem, goal, tuple(candidates), guesses)
 
 
+def _states(model: PlannedModel) -> States:
+    """The states of this project with a configuration's dtype of moments; "ours" if none have it."""
+    state_dtype = "float32" if model.config is None else model.config.optim.state_dtype
+    return next((name for name, dtype in OURS.items() if dtype == state_dtype), "ours")
+
+
 def _problem(
     model: PlannedModel,
     cluster: Cluster,
     tokens_per_batch: int | None,
     max_context: int | None,
     imbalance: float | None,
-    states: States,
+    states: States | None,
     pp: int,
     vpp: int,
 ) -> tuple[Problem, tuple[str, ...]]:
@@ -134,6 +141,8 @@ def _problem(
     if imbalance is not None:
         fix = "leave it out, or give the rows of the fullest rank over the mean"
         imbalance = number("imbalance", imbalance, most=MOST_IMBALANCE, fix=fix)
+    if states is None:
+        states = _states(model)
     one_of("states", states, get_args(States))
     pp, vpp = _stages(pp, vpp, cluster, model.sizes.num_layers)
     seq_len = model.seq_len if max_context is None else max_context

@@ -20,7 +20,7 @@ from expertmesh.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
-from expertmesh.text.chat import MARKS, OwnFormat
+from expertmesh.text.chat import MARKS, OwnFormat, our_role
 from expertmesh.text.format import TextFormat
 
 _DEFAULT_TOKENS = 16
@@ -170,8 +170,7 @@ class RequestReader:
             if (message.model_extra or {}).get("tool_calls"):
                 name = f"messages.{number}.tool_calls"
                 raise RequestError(400, f"{name}: calls of tools are not supported", param=name)
-            role = "system" if message.role == "developer" else message.role
-            said.append({"role": role, "content": message.text})
+            said.append({"role": our_role(message.role), "content": message.text})
         try:
             return self.text.chat.prompt(said)
         except ConfigError as error:

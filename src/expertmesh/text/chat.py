@@ -43,6 +43,11 @@ OWN_TEMPLATE = (
 """Our own format as a chat template, for models that go to the hub."""
 
 
+def our_role(role: str) -> str:
+    """Role of a message in OpenAI's interface, where the system is also "developer", by its name here."""
+    return "system" if role == "developer" else role
+
+
 def is_answer(message: Mapping[str, Any]) -> bool:
     """Whether a message is the assistant's and has content or tool calls."""
     return message["role"] == "assistant" and bool(
