@@ -22,6 +22,7 @@ from expertmesh.ops.experts import (
     torch_backward,
     torch_forward,
     triton_backend,
+    weight_first,
 )
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
@@ -125,6 +126,7 @@ _BY_TORCH = partial(call.backward, torch_backward.backward)
 _BY_TRITON = partial(call.backward, triton_backend.backward)
 
 BACKENDS: dict[str, Backend] = {
+    "weight_first": Backend(weight_first.serves, weight_first.forward),
     "few_rows": Backend(_has_few_rows, _few_rows),
     "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
     "adapter_runs": Backend(

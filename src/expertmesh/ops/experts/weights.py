@@ -28,6 +28,7 @@ class WeightFormat:
     """
 
     backends: tuple[str, ...] = (
+        "weight_first",
         "few_rows",
         "adapters",
         "reference",
