@@ -215,6 +215,7 @@ CLAIMS = {
                 ),
                 Arm("MoE-16", _PYRAMID | {"model.moe.num_experts": (16,)}),
                 *_dense_ladder(_RESIDUAL, lr=4e-3),
+                Arm("dense, 4 x", _RESIDUAL, dense_width=2.0, lr=4e-3, rate_of="dense, 2 x"),
             ),
             base="MoE-16",
             tokens_per_parameter=50,
