@@ -3,8 +3,8 @@
 Gloo on the loopback interface, with a file for the first contact. A function runs on all ranks at once; the first
 error of any rank is raised in the test, and the pool is then made anew. On a loaded machine gloo sometimes fails to
 connect the ranks of a new group, before anything of ours has run; the function then runs once more on new ranks.
-Groups that a function made outside `world_of` are destroyed behind it: each has three threads of gloo's, one of which
-wakes up a hundred times a second, and some hundred groups would take a core from the others.
+Each group has three threads of gloo's, one of which wakes up a hundred times a second; some hundred groups would take a
+core from the others. So groups that a function made are destroyed behind it, and ranks that keep many are made anew.
 """
 
 import contextlib
@@ -28,6 +28,8 @@ from expertmesh.comm.world import World
 from tests.support.nursery import Child, the_nursery
 from tests.support.patience import PATIENCE_S
 
+_MOST_KEPT = 16
+"""Maximum number of groups that the worlds of `world_of` keep for the next function."""
 _NOT_CONNECTED = "connectFullMesh failed"
 """In gloo's message when a group's ranks could not connect."""
 
@@ -151,8 +153,9 @@ def _serve(
                 ok, value = True, function(*args, **kwargs)
             except BaseException:
                 ok, value = False, traceback.format_exc()
-            pipe.send((ok, value, not _names_stay_new()))
-            if ok:
+            is_last = len(_kept()) > _MOST_KEPT or not _names_stay_new()
+            pipe.send((ok, value, is_last))
+            if ok and not is_last:
                 _close_groups()
 
 
@@ -179,9 +182,14 @@ def _world_of(is_half: bool) -> World:
 _KEPT: list[World] = []
 
 
+def _kept() -> list[dist.ProcessGroup]:
+    """The default group, and groups of kept worlds."""
+    return [dist.group.WORLD, *(g for w in _KEPT for g in (w._group, *w._made))]
+
+
 def _made() -> list[dist.ProcessGroup]:
-    """Groups of no kept world."""
-    kept = [dist.group.WORLD, *(g for w in _KEPT for g in (w._group, *w._made))]
+    """All other groups."""
+    kept = _kept()
     return [g for g in dist.distributed_c10d._world.pg_map if all(g is not one for one in kept)]
 
 
