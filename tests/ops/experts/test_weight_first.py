@@ -20,9 +20,9 @@ E, D, F, K = 6, 64, 96, 2
 
 
 @pytest.fixture(autouse=True)
-def _with_tiles(monkeypatch, threshold):
+def _with_tiles(processor, threshold):
     """A processor with AMX, and small weights."""
-    monkeypatch.setattr(weight_first, "has_tiles", lambda: True)
+    processor(has_tiles=True)
     threshold(weight_first, "FEWEST_WEIGHTS", 1)
 
 
@@ -149,12 +149,12 @@ def test_what_it_leaves_to_the_other_backends(change):
     assert not weight_first.serves(change(call))
 
 
-def test_small_weights_and_processors_without_tiles_go_another_way(monkeypatch, threshold):
+def test_small_weights_and_processors_without_tiles_go_another_way(processor, threshold):
     call = make_call(drawn_ids(9))
     threshold(weight_first, "FEWEST_WEIGHTS", call.experts.w_in[0].numel() + 1)
     assert not weight_first.serves(call)
     threshold(weight_first, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(weight_first, "has_tiles", lambda: False)
+    processor(has_tiles=False)
     assert not weight_first.serves(call)
 
 
