@@ -31,7 +31,6 @@ from expertmesh.ops.cpu.compiled_loops import DTYPES
 from expertmesh.ops.cpu.packed_linear import PackedWeights
 from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.experts import weight_first
 from expertmesh.ops.experts.call import make_experts_call
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.op_set import DEFAULT_OPS
@@ -226,11 +225,8 @@ class CompiledForward:
             if isinstance(module, GroupedExperts)
         )
         counts = [num for num in model.config.experts_per_layer() if num]
-        # with more choices, a library's products are faster
-        most = 2 * min(counts, default=0)
-        if weight_first.has_tiles():
-            most = weight_first.fewest_rows(min(counts, default=0)) - 1
-        self._most_few = most // model.config.moe.top_k
+        # with more choices, a library with prepacked weights is faster
+        self._most_few = 2 * min(counts, default=0) // model.config.moe.top_k
 
     def __call__(
         self, ids_T: Tensor, context: Any, rows_R: Tensor

@@ -74,7 +74,7 @@ def check(call):
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "clamped_swiglu", "relu2"])
-@pytest.mark.parametrize("num_tokens", [5, 40, 150])
+@pytest.mark.parametrize("num_tokens", [6, 40, 150])
 def test_agrees_with_the_oracle(activation, num_tokens):
     check(make_call(drawn_ids(num_tokens), activation=activation))
 
@@ -136,7 +136,7 @@ LOW_RANK = LowRank(torch.zeros(E, 2, D), torch.zeros(E, 2 * F, 2), 1.0, False)
         lambda call: make_call(drawn_ids(9), dtype=torch.float32),
         lambda call: make_call(drawn_ids(9), dim=48),
         lambda call: make_call(drawn_ids(9), hidden_dim=80),
-        lambda call: make_call(drawn_ids(4)),  # fewer than 1.5 choices per expert
+        lambda call: make_call(drawn_ids(5)),  # fewer than two choices per expert
         lambda call: call._replace(batch_invariant=True),
         lambda call: call._replace(adapters=(LOW_RANK, None)),
         lambda call: call._replace(backend="reference"),

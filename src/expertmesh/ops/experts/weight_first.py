@@ -20,6 +20,8 @@ from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
+FEWEST_CHOICES = 2
+"""Fewest choices per expert; with fewer, each choice's weights are read as fast by itself."""
 FEWEST_WEIGHTS = 1 << 20
 """Fewest elements of w_in; smaller ones stay in the caches, and calls take longer than products."""
 MOST_ELEMENTS = 1 << 21
@@ -51,7 +53,7 @@ def serves(c: ExpertsCall) -> bool:
         and experts.b_out is None
         and c.backend in ("auto", "torch")
         and ids_TK.shape == c.weights_TK.shape
-        and ids_TK.numel() >= fewest_rows(len(w_in))
+        and ids_TK.numel() >= FEWEST_CHOICES * len(w_in)
         and w_in.numel() >= FEWEST_WEIGHTS
         and c.x_TD.shape[-1] == w_in.shape[3]
         and w_in.shape[2] % _TILE == w_in.shape[3] % _TILE == 0
@@ -59,11 +61,6 @@ def serves(c: ExpertsCall) -> bool:
         and w_out.is_contiguous()
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def fewest_rows(num_experts: int) -> int:
-    """Number of choices from which `forward` is faster than reading each choice's weights: 1.5 rows per expert."""
-    return 3 * num_experts // 2
 
 
 def has_tiles() -> bool:
