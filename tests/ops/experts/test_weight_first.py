@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.oracle.numerics import assert_two_times
 from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import compiled_passes
 from expertmesh.ops.experts import weight_first
 from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import ExpertsCall, LowRank
@@ -66,42 +63,52 @@ def oracle(call, dtype):
 
 
 def check(call):
+    """The result beside the oracle's, if it is computed here."""
     assert BACKENDS["weight_first"].serves(call)
     with poisoned_empty():
-        ours = compute(call)
-    sides = [oracle(call, dtype) for dtype in (torch.bfloat16, torch.float64)]
-    assert_two_times(ours, *sides, what="y", dtype=torch.bfloat16)
+        ours = weight_first.forward(call, [])
+    if ours is not None:
+        sides = [oracle(call, dtype) for dtype in (torch.bfloat16, torch.float64)]
+        assert_two_times(ours, *sides, what="y", dtype=torch.bfloat16)
+        assert torch.equal(compute(call), ours)
+    return ours
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "clamped_swiglu", "relu2"])
-@pytest.mark.parametrize("num_tokens", [6, 40, 150])
+@pytest.mark.parametrize("num_tokens", [6, 17, 24])
 def test_agrees_with_the_oracle(activation, num_tokens):
-    check(make_call(drawn_ids(num_tokens), activation=activation))
+    assert check(make_call(drawn_ids(num_tokens), activation=activation)) is not None
+
+
+@pytest.mark.parametrize(("hot", "dead"), [(0.5, 0.0), (0.0, 0.4), (0.3, 0.3)])
+@pytest.mark.parametrize("num_tokens", [15, 24])
+def test_agrees_with_hot_experts_and_dead_choices(hot, dead, num_tokens):
+    assert check(make_call(drawn_ids(num_tokens, hot=hot, dead=dead))) is not None
 
 
 @pytest.mark.parametrize(
-    ("hot", "dead"), [(0.8, 0.0), (0.0, 0.4), (0.5, 0.5), (1.0, 0.0), (0.0, 1.0)]
+    "ids_TK",
+    [
+        drawn_ids(24, hot=0.9),  # more than 32 rows of one expert
+        drawn_ids(24) % 3,  # half the experts have none
+        torch.full((24, K), E),  # none has any
+    ],
 )
-@pytest.mark.parametrize("num_tokens", [9, 150])
-def test_agrees_with_hot_experts_and_dead_choices(hot, dead, num_tokens):
-    check(make_call(drawn_ids(num_tokens, hot=hot, dead=dead)))
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("hot", [0.0, 0.8])
-def test_agrees_with_a_compiled_activation(cpp_compiler, threshold, activation, hot):
-    threshold(compiled_passes, "SMALLEST", 1)
-    check(make_call(drawn_ids(150, hot=hot), activation=activation))
+def test_many_rows_of_one_and_experts_without_rows_go_another_way(ids_TK):
+    call = make_call(ids_TK)
+    assert check(call) is None
+    sides = [oracle(call, dtype) for dtype in (torch.bfloat16, torch.float64)]
+    assert_two_times(compute(call), *sides, what="y", dtype=torch.bfloat16)
 
 
 def test_a_row_that_is_not_finite_stays_its_tokens():
-    call = make_call(drawn_ids(40))
+    call = make_call(drawn_ids(20))
     plain = compute(call)
     x_TD = call.x_TD.clone()
     x_TD[7] = torch.nan
     found = compute(call._replace(x_TD=x_TD))
     assert found[7].isnan().all()
-    others = [t for t in range(40) if t != 7]
+    others = [t for t in range(20) if t != 7]
     assert torch.equal(found[others], plain[others])
 
 
@@ -137,6 +144,7 @@ LOW_RANK = LowRank(torch.zeros(E, 2, D), torch.zeros(E, 2 * F, 2), 1.0, False)
         lambda call: make_call(drawn_ids(9), dim=48),
         lambda call: make_call(drawn_ids(9), hidden_dim=80),
         lambda call: make_call(drawn_ids(5)),  # fewer than two choices per expert
+        lambda call: make_call(drawn_ids(25)),  # more than eight
         lambda call: call._replace(batch_invariant=True),
         lambda call: call._replace(adapters=(LOW_RANK, None)),
         lambda call: call._replace(backend="reference"),
@@ -156,20 +164,3 @@ def test_small_weights_and_processors_without_tiles_go_another_way(processor, th
     threshold(weight_first, "FEWEST_WEIGHTS", 1)
     processor(has_tiles=False)
     assert not weight_first.serves(call)
-
-
-@given(st.lists(st.integers(0, 400), min_size=1, max_size=40), st.sampled_from([64, 1024, 1 << 16]))
-def test_blocks_hold_every_row_once_and_little_padding(counts, width):
-    blocks = list(weight_first._blocks(counts, width))
-    place, of_expert = 0, {}
-    for block in blocks:
-        assert block.first == place
-        for e in range(block.experts.start, block.experts.stop):
-            assert e not in of_expert
-            of_expert[e] = block.size
-        place += block.size * (block.experts.stop - block.experts.start)
-    assert list(of_expert) == sorted(of_expert)
-    for e, count in enumerate(counts):
-        assert of_expert.get(e, 0) >= count
-    # every expert may have a tile, and half as many places again as it has rows, rounded up
-    assert place <= sum(1.5 * max(count, 16) + 16 for count in counts)

@@ -86,14 +86,6 @@ def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
 
 
 @cache
-def columns_loop(activation: str, dtype: torch.dtype) -> Loop:
-    """Compile the loop of the forward on transposed rows of several experts: h (E, G * F, M), s (E, M) -> (E, F, M)."""
-    hidden = num_branches(activation) * 80
-    example = example_values(3, hidden, 48, dtype=dtype), example_values(3, 48)
-    return make_loop(partial(_forward_of_columns, activation), example)
-
-
-@cache
 def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
     """Compile the loop of the backward."""
     hidden = num_branches(activation) * 80
@@ -113,14 +105,6 @@ def _forward(activation: str, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> Tens
     out = act * second_branch(up[0], inner) if up else act
     out_RF.copy_(out * s_R[:, None])
     return s_R.new_zeros(2)  # a compiled function has to return something
-
-
-def _forward_of_columns(activation: str, h_EHM: Tensor, s_EM: Tensor) -> tuple[Tensor]:
-    inner = inner_name(activation)
-    gate, *up = h_EHM.float().chunk(num_branches(activation), 1)
-    act = _pointwise(gate, inner)
-    out = act * second_branch(up[0], inner) if up else act
-    return ((out * s_EM[:, None]).to(h_EHM.dtype),)
 
 
 def _backward(

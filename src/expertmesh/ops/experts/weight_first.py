@@ -1,43 +1,38 @@
-"""Experts on a CPU with AMX without gradients, as products with the weight as the left factor.
+"""Experts on a CPU with AMX for some rows per expert, without gradients: one product with all experts' weights as the left factor.
 
 Before oneDNN multiplies, it rearranges the right factor for AMX's tiles, and reads the left factor as it is stored. In
-x W^T the right factor is the weight, whose rearranging takes as long as reading it; in W x^T it is a few tokens. The
-steps are the general forward's, on transposed matrices and on many experts per call.
+x W^T the right factor is the weight, whose rearranging takes as long as reading it; in W x^T it is a few tokens. Up to
+16 rows of an expert take the time of one, so every expert gets as many places as the fullest has rows.
 """
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
-from expertmesh.ops.cpu import compiled_passes
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.ops.plain_call import runs_plainly
-from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+from expertmesh.ops.route_metadata import route_metadata
 
-FEWEST_CHOICES = 2
-"""Fewest choices per expert; with fewer, each choice's weights are read as fast by itself."""
 FEWEST_WEIGHTS = 1 << 20
 """Fewest elements of w_in; smaller ones stay in the caches, and calls take longer than products."""
-MOST_ELEMENTS = 1 << 21
-"""Maximum number of elements of H of one call, unless an expert has more."""
+CHOICES = 2, 8
+"""Fewest and most choices per expert. With fewer, each choice's weights are read as fast by themselves; with more, a
+product for each expert with rows is as fast.
+"""
+MOST_ROWS = 32
+"""Maximum number of rows of an expert: two tiles of 16 columns."""
+_FEWEST_LIVE = 2 / 3
+"""Minimum share of experts with rows, because the weights of all are read."""
+_STEP = 4
+"""Multiple of the number of places, so that few shapes occur: oneDNN generates code for every new shape."""
 _TILE = 32
 """Multiple of D and of F: oneDNN reads the left factor in pieces of so many elements."""
-_COLUMNS = 16
-"""Columns of a tile; up to so many rows of an expert take the time of one."""
-_MOST_PADDING = 1.5
-"""Maximum ratio of places to rows of a call on several experts, where fewer than `_COLUMNS` rows count as so many."""
-_FEWEST_LIVE = 2 / 3
-"""Minimum share of experts with rows in a call on several experts."""
 
 
 def serves(c: ExpertsCall) -> bool:
-    """Whether `forward` may compute a call, and is faster than the other backends."""
+    """Whether `forward` may compute a call, and is likely to be faster than the other backends."""
     experts, ids_TK = c.experts, c.ids_TK
     if c.maps is not None or ids_TK is None or c.batch_invariant or c.has_adapters:
         return False
@@ -53,7 +48,7 @@ def serves(c: ExpertsCall) -> bool:
         and experts.b_out is None
         and c.backend in ("auto", "torch")
         and ids_TK.shape == c.weights_TK.shape
-        and ids_TK.numel() >= FEWEST_CHOICES * len(w_in)
+        and CHOICES[0] * len(w_in) <= ids_TK.numel() <= CHOICES[1] * len(w_in)
         and w_in.numel() >= FEWEST_WEIGHTS
         and c.x_TD.shape[-1] == w_in.shape[3]
         and w_in.shape[2] % _TILE == w_in.shape[3] % _TILE == 0
@@ -68,145 +63,52 @@ def has_tiles() -> bool:
     return torch.cpu._is_amx_tile_supported() and torch.backends.mkldnn.is_available()
 
 
-def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
+def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     """Compute y (T, D) of a call that `serves` accepts.
+
+    Returns:
+        y; None if an expert has many rows or many have none, so that a product for each expert is faster.
 
     Raises:
         ConfigError: an id is out of range.
     """
     assert c.ids_TK is not None
-    experts, top_k = c.experts, c.ids_TK.shape[1]
-    w_in_EHD, w_out_EDF = experts.w_in[0].flatten(1, 2), experts.w_out[0]
-    maps = route_metadata(c.ids_TK, len(w_out_EDF), backend=c.backend)
-    places = _Places.of(maps, w_in_EHD.shape[1])
-    y_PD = c.x_TD.new_empty(places.num + 1, c.x_TD.shape[1])
-    y_PD[-1] = 0.0  # a dead slot's
-    x_PD = c.x_TD.index_select(0, maps.token_of_row_N.index_select(0, places.row_of_place_P))
-    slot_P = maps.slot_of_row_N.index_select(0, places.row_of_place_P)
-    s_P = c.weights_TK.flatten().index_select(0, slot_P).float()
-    passes = _Passes(experts.activation, num_elements=places.num * w_out_EDF.shape[2])
-    for block in places.blocks:
-        x_EMD, y_EMD, s_EM = (block.of(values) for values in (x_PD, y_PD, s_P))
-        h_EHM = torch.bmm(w_in_EHD[block.experts], x_EMD.mT)
-        a_EFM = passes.forward(h_EHM, s_EM)
-        y_EMD.copy_(torch.bmm(w_out_EDF[block.experts], a_EFM).mT)
+    w_in_EHD, w_out_EDF = c.experts.w_in[0].flatten(1, 2), c.experts.w_out[0]
+    E, D, top_k = len(w_in_EHD), w_in_EHD.shape[2], c.ids_TK.shape[1]
+    maps = route_metadata(c.ids_TK, E, backend=c.backend)
+    counts_E = maps.offsets_E.diff()
+    counts = counts_E.tolist()
+    num_live, num_rows = sum(count > 0 for count in counts), sum(counts)
+    if max(counts) > MOST_ROWS or num_live < _FEWEST_LIVE * E:
+        return None
+    M = -(-max(counts) // _STEP) * _STEP
+    places_E = torch.arange(0, E * M, M, dtype=torch.int32, device="cpu")
+    shifts_E = places_E - maps.offsets_E[:-1]
+    # padding repeats rows
+    row_P = torch.arange(E * M, dtype=torch.int32, device="cpu").view(E, M) - shifts_E[:, None]
+    row_P = row_P.flatten().clamp_(max=num_rows - 1)
+    place_R = torch.arange(num_rows, dtype=torch.int32, device="cpu")
+    place_R += shifts_E.repeat_interleave(counts_E, output_size=num_rows)
+    x_PD = c.x_TD.index_select(0, maps.token_of_row_N.index_select(0, row_P))
+    s_R = c.weights_TK.flatten().index_select(0, maps.slot_of_row_N[:num_rows]).float()
+    s_EM = s_R.index_select(0, row_P).view(E, 1, M)
+    h_EHM = torch.bmm(w_in_EHD, x_PD.view(E, M, D).mT)
+    y_EDM = torch.bmm(w_out_EDF, _activate(h_EHM, s_EM, c.experts.activation))
+    # the last row is a dead slot's; rows behind the last live one belong to such
+    y_PD = y_EDM.new_zeros(E * M + 1, D)
+    y_PD[:-1].view(E, M, D).copy_(y_EDM.mT)
+    place_N = pad(place_R, (0, len(maps.row_of_slot_N) - num_rows), value=E * M)
+    place_N = place_N.index_select(0, maps.row_of_slot_N)
     # an embedding bag sums each token's rows in FP32, in one pass
-    starts_T = torch.arange(0, c.ids_TK.numel(), top_k, dtype=torch.int32, device="cpu")
-    return embedding_bag(places.place_of_slot_N, y_PD, starts_T, mode="sum")
+    starts_T = torch.arange(0, len(place_N), top_k, dtype=torch.int32, device="cpu")
+    return embedding_bag(place_N, y_PD, starts_T, mode="sum")
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Neighbouring experts, of which each has the same number of places.
-
-    Attributes:
-        experts: the experts.
-        first: first place.
-        size: M, places of an expert.
-    """
-
-    experts: slice
-    first: int
-    size: int
-
-    def of(self, values_P: Tensor) -> Tensor:
-        """View of the block's values (E, M, ...)."""
-        num = self.experts.stop - self.experts.start
-        here = values_P[self.first : self.first + num * self.size]
-        return here.unflatten(0, (num, self.size))
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Rows with padding, in blocks of experts of equal numbers of rows; padding repeats rows.
-
-    Attributes:
-        blocks: the blocks, in the order of their places.
-        num: P, number of places.
-        row_of_place_P: (P,) int32 row of each place.
-        place_of_slot_N: (N,) int32 place of each slot; P for a dead one.
-    """
-
-    blocks: list[_Block]
-    num: int
-    row_of_place_P: Tensor
-    place_of_slot_N: Tensor
-
-    @staticmethod
-    def of(maps: RouteMetadata, width: int) -> "_Places":
-        """Make the blocks of experts whose H has `width` columns."""
-        bounds: list[int] = maps.offsets_E.tolist()
-        counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-        blocks = list(_blocks(counts, width))
-        sizes = [0] * len(counts)
-        for block in blocks:
-            sizes[block.experts] = [block.size] * (block.experts.stop - block.experts.start)
-        ends = list(accumulate(sizes))
-        num, live = (ends or [0])[-1], bounds[-1]
-        firsts = [end - size for end, size in zip(ends, sizes, strict=True)]
-        shifts_E = torch.tensor(firsts, dtype=torch.int32, device="cpu") - maps.offsets_E[:-1]
-        sizes_E, counts_E = torch.tensor([sizes, counts], dtype=torch.int32, device="cpu")
-        row_P = torch.arange(num, dtype=torch.int32, device="cpu")
-        row_P -= shifts_E.repeat_interleave(sizes_E, output_size=num)
-        place_R = torch.arange(live, dtype=torch.int32, device="cpu")
-        place_R += shifts_E.repeat_interleave(counts_E, output_size=live)
-        # rows behind the last live one belong to dead slots
-        place_N = pad(place_R, (0, len(maps.row_of_slot_N) - live), value=num)
-        place_of_slot_N = place_N.index_select(0, maps.row_of_slot_N)
-        return _Places(blocks, num, row_P.clamp_(0, max(live - 1, 0)), place_of_slot_N)
-
-
-def _blocks(counts: list[int], width: int) -> Iterator[_Block]:
-    """Blocks of experts: several where little is padded, else one; none without rows.
-
-    Args:
-        counts: number of rows of each expert.
-        width: columns of H.
-    """
-    mean = max(sum(counts) // len(counts), _COLUMNS)
-    at_once = min(len(counts), 1 << max(MOST_ELEMENTS // (width * mean), 1).bit_length() - 1)
-    place = 0
-    for first in range(0, len(counts), at_once):
-        here = counts[first : first + at_once]
-        size = _rounded(max(here))
-        most = _MOST_PADDING * sum(max(count, _COLUMNS) for count in here)
-        num_live = sum(count > 0 for count in here)
-        are_together = size * len(here) <= most and num_live >= _FEWEST_LIVE * len(here)
-        step = len(here) if are_together else 1
-        for e in range(first, first + len(here), step):
-            if size := _rounded(max(counts[e : e + step])):
-                yield _Block(slice(e, e + step), place, size)
-                place += step * size
-
-
-def _rounded(num_rows: int) -> int:
-    """Round a number of rows up, so that few shapes occur: oneDNN generates code for every new shape."""
-    step = 4 if num_rows <= _COLUMNS else _COLUMNS
-    step = max(step, (1 << max(num_rows, 1).bit_length() - 1) // 8)
-    return -(-num_rows // step) * step
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """Activation of transposed rows, times their routing weights.
-
-    Attributes:
-        activation: name of the activation.
-        num_elements: elements of A of the whole call.
-    """
-
-    activation: str
-    num_elements: int
-
-    def forward(self, h_EHM: Tensor, s_EM: Tensor) -> Tensor:
-        """Compute s * act(h), (E, F, M), in FP32, rounded once."""
-        if self.num_elements >= compiled_passes.SMALLEST:
-            loop = compiled_passes.columns_loop(self.activation, h_EHM.dtype)
-            if loop.run is not None:
-                return loop(h_EHM, s_EM)[0]
-        inner = inner_name(self.activation)
-        gate, *up = h_EHM.chunk(num_branches(self.activation), 1)
-        act = pointwise_(gate.float(), inner)
-        for branch in up:
-            act.mul_(second_branch(branch.float(), inner))
-        return act.mul_(s_EM[:, None]).to(h_EHM.dtype)
+def _activate(h_EHM: Tensor, s_E1M: Tensor, activation: str) -> Tensor:
+    """Compute s * act(h) of transposed rows, (E, F, M), in FP32, rounded once."""
+    inner = inner_name(activation)
+    gate, *up = h_EHM.chunk(num_branches(activation), 1)
+    act = pointwise_(gate.float(), inner)
+    for branch in up:
+        act.mul_(second_branch(branch.float(), inner))
+    return act.mul_(s_E1M).to(h_EHM.dtype)
