@@ -17,17 +17,16 @@ examples:
 """
 _OF_TRAINING = (
     "goal",
-    "tokens-per-batch",
-    "max-context",
+    "tokens_per_batch",
+    "max_context",
     "tokens",
     "imbalance",
     "states",
     "pp",
     "vpp",
-    "page",
     "measured",
 )
-"""Options that a plan of generation does not read."""
+"""Options of `plan` that a plan of generation does not read."""
 
 
 def run(argv: list[str]) -> int:
@@ -139,19 +138,9 @@ def _plan(options: Any) -> int:
 
     if options.page is not None:
         output_file("page", options.page)  # checked before the computation
-    found = plan(
-        options.model,
-        cluster=options.cluster,
-        goal=options.goal or "throughput",
-        tokens_per_batch=options.tokens_per_batch,
-        max_context=options.max_context,
-        tokens=options.tokens,
-        imbalance=options.imbalance,
-        states=options.states,
-        pp=1 if options.pp is None else options.pp,
-        vpp=1 if options.vpp is None else options.vpp,
-        measured=options.measured,
-    )
+    given = {name: getattr(options, name) for name in _OF_TRAINING}
+    given = {name: value for name, value in given.items() if value is not None}
+    found = plan(options.model, cluster=options.cluster, **given)
     for line in found.text().split("\n"):
         print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
     if options.page is not None:
@@ -168,9 +157,10 @@ def _serve(options: Any) -> int:
     for name in ("batch", "context"):
         if getattr(options, name) is None:
             raise ConfigError(f"--{name}: must be given with --serve; for example --{name} 64")
-    for name in _OF_TRAINING:
-        if getattr(options, name.replace("-", "_")) is not None:
-            raise ConfigError(f"--{name}: is of training; leave it out, or --serve")
+    for name in (*_OF_TRAINING, "page"):
+        if getattr(options, name) is not None:
+            word = name.replace("_", "-")
+            raise ConfigError(f"--{word}: is of training; leave it out, or --serve")
     found = serve_plan(
         options.model, cluster=options.cluster, batch=options.batch, context=options.context
     )

@@ -59,13 +59,9 @@ class Backend:
 def _has_few_rows(c: ExpertsCall) -> bool:
     experts = c.experts
     return (
-        c.maps is None
-        and c.ids_TK is not None
-        and not c.has_adapters
-        and not c.batch_invariant
-        and experts.is_whole
+        c.ids_TK is not None
+        and c.is_direct
         and "few_rows" in FORMATS[experts.format].backends
-        and c.ids_TK.shape == c.weights_TK.shape
         and few_rows.serves(
             c.x_TD,
             c.ids_TK.numel(),

@@ -84,6 +84,19 @@ class ExpertsCall(NamedTuple):
         return self.adapters is not None or bool(self.runs)
 
     @property
+    def is_direct(self) -> bool:
+        """Whether the call has ids and whole weights, and asks for nothing that only backends with `maps` have."""
+        return (
+            self.maps is None
+            and self.ids_TK is not None
+            and not self.has_adapters
+            and not self.batch_invariant
+            and self.experts.is_whole
+            and self.backend in ("auto", "torch")
+            and self.ids_TK.shape == self.weights_TK.shape
+        )
+
+    @property
     def differentiable(self) -> list[Tensor]:
         """Tensors of the operator that may require gradients: x, routing weights, parameters."""
         return [self.x_TD, self.weights_TK, *self.experts.parameters]

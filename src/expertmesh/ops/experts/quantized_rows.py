@@ -8,7 +8,7 @@ times). Sizes that `takes` refuses are unsafe: with an odd number of columns the
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
+from expertmesh.ops.activation import activate_
 from expertmesh.ops.dtypes import autocast_dtype, has_products_of
 from expertmesh.ops.experts import quantized_loop
 from expertmesh.ops.experts.call import ExpertsCall
@@ -28,17 +28,12 @@ _COLUMNS = {"int8": 32, "int4_cpu": 32}
 def serves(c: ExpertsCall) -> bool:
     """Whether `forward` supports this call: few slots, BF16 products, supported sizes, no gradients."""
     w = c.experts
-    if c.maps is not None or c.ids_TK is None or w.format not in _COLUMNS:
-        return False
-    if c.has_adapters or c.batch_invariant or not w.is_whole:
-        return False
-    if c.backend not in ("auto", "torch") or c.x_TD.dim() != 2:
+    if c.ids_TK is None or not c.is_direct or w.format not in _COLUMNS or c.x_TD.dim() != 2:
         return False
     one = w.slices()[0]
     assert one.scales_in is not None
     return (
         0 < c.ids_TK.numel() <= MOST_SLOTS
-        and c.ids_TK.shape == c.weights_TK.shape
         and runs_plainly(c.x_TD, c.weights_TK, one.w_in_EGFD, one.w_out_EDF, *w.b_in, w.b_out)
         and (autocast_dtype(c.x_TD.device) or c.x_TD.dtype) == torch.bfloat16
         and c.x_TD.dtype != torch.float64
@@ -102,11 +97,7 @@ def _weighted(x_RD: Tensor, s_R1: Tensor, experts: ExpertSlice, rows: dict[int, 
     h_RH = _multiply(x_RD.to(torch.bfloat16), experts, rows, is_first=True).float()
     if experts.b_in_EGF is not None:
         h_RH += _of_rows(experts.b_in_EGF.flatten(1), rows)
-    gate, *up = h_RH.chunk(num_branches(experts.activation), 1)
-    inner = inner_name(experts.activation)
-    a_RF = pointwise_(gate, inner)
-    for branch in up:
-        a_RF.mul_(second_branch(branch, inner))
+    a_RF = activate_(h_RH, experts.activation)
     y_RD = _multiply(a_RF.mul_(s_R1), experts, rows, is_first=False).float()
     if experts.b_out_ED is not None:
         y_RD += s_R1 * _of_rows(experts.b_out_ED, rows)

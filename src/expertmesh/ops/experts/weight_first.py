@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from expertmesh.ops.activation import inner_name, num_branches, pointwise_, second_branch
+from expertmesh.ops.activation import activate_
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.ops.plain_call import runs_plainly
@@ -34,9 +34,9 @@ _TILE = 32
 def serves(c: ExpertsCall) -> bool:
     """Whether `forward` may compute a call, and is likely to be faster than the other backends."""
     experts, ids_TK = c.experts, c.ids_TK
-    if c.maps is not None or ids_TK is None or c.batch_invariant or c.has_adapters:
+    if ids_TK is None or not c.is_direct:
         return False
-    if not experts.is_whole or "weight_first" not in FORMATS[experts.format].backends:
+    if "weight_first" not in FORMATS[experts.format].backends:
         return False
     w_in, w_out = experts.w_in[0], experts.w_out[0]
     return (
@@ -46,8 +46,6 @@ def serves(c: ExpertsCall) -> bool:
         and c.x_TD.dtype == w_in.dtype == w_out.dtype == torch.bfloat16
         and not experts.b_in
         and experts.b_out is None
-        and c.backend in ("auto", "torch")
-        and ids_TK.shape == c.weights_TK.shape
         and CHOICES[0] * len(w_in) <= ids_TK.numel() <= CHOICES[1] * len(w_in)
         and w_in.numel() >= FEWEST_WEIGHTS
         and c.x_TD.shape[-1] == w_in.shape[3]
@@ -93,7 +91,8 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     s_R = c.weights_TK.flatten().index_select(0, maps.slot_of_row_N[:num_rows]).float()
     s_EM = s_R.index_select(0, row_P).view(E, 1, M)
     h_EHM = torch.bmm(w_in_EHD, x_PD.view(E, M, D).mT)
-    y_EDM = torch.bmm(w_out_EDF, _activate(h_EHM, s_EM, c.experts.activation))
+    a_EFM = activate_(h_EHM.float(), c.experts.activation).mul_(s_EM)
+    y_EDM = torch.bmm(w_out_EDF, a_EFM.to(h_EHM.dtype))
     # the last row is a dead slot's; rows behind the last live one belong to such
     y_PD = y_EDM.new_zeros(E * M + 1, D)
     y_PD[:-1].view(E, M, D).copy_(y_EDM.mT)
@@ -102,13 +101,3 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     # an embedding bag sums each token's rows in FP32, in one pass
     starts_T = torch.arange(0, len(place_N), top_k, dtype=torch.int32, device="cpu")
     return embedding_bag(place_N, y_PD, starts_T, mode="sum")
-
-
-def _activate(h_EHM: Tensor, s_E1M: Tensor, activation: str) -> Tensor:
-    """Compute s * act(h) of transposed rows, (E, F, M), in FP32, rounded once."""
-    inner = inner_name(activation)
-    gate, *up = h_EHM.chunk(num_branches(activation), 1)
-    act = pointwise_(gate.float(), inner)
-    for branch in up:
-        act.mul_(second_branch(branch.float(), inner))
-    return act.mul_(s_E1M).to(h_EHM.dtype)
