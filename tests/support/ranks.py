@@ -156,7 +156,10 @@ def _serve(
             is_last = len(_kept()) > _MOST_KEPT or not _names_stay_new()
             pipe.send((ok, value, is_last))
             if ok and not is_last:
-                _close_groups()
+                try:
+                    _close_groups()
+                except RuntimeError:  # another rank has ended, and with it the pool
+                    return
 
 
 def world_of(is_half: bool = False) -> World:
@@ -179,9 +182,6 @@ def _world_of(is_half: bool) -> World:
     return world
 
 
-_KEPT: list[World] = []
-
-
 def _kept() -> list[dist.ProcessGroup]:
     """The default group, and groups of kept worlds."""
     return [dist.group.WORLD, *(g for w in _KEPT for g in (w._group, *w._made))]
@@ -201,9 +201,10 @@ def _names_stay_new() -> bool:
 
 def _close_groups() -> None:
     """Destroy the groups of no kept world, and the threads of those that nothing refers to."""
+    # of all ranks, because a group may have some only, and another rank may still wait for this one's last message
+    dist.barrier()
     made = _made()
     if made:
-        dist.barrier()  # another rank may still wait for this one's last message
         for group in made:
             dist.destroy_process_group(group)
         # DTensor caches results of operators by mesh, and an equal mesh will have other groups

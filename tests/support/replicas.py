@@ -1,4 +1,4 @@
-"""The same in every process: the world of a pool of ranks, weights, some steps of the trainer on a GPT."""
+"""The same in every process: weights, some steps of the trainer on a GPT."""
 
 import re
 from collections.abc import Callable, Iterator
