@@ -187,9 +187,17 @@ def test_reasons_are_of_the_form_that_fits_best(client):
         assert answer.json()["error"]["message"].startswith(message), (body, answer.text)
 
 
-def test_a_million_errors_are_refused_at_the_first():
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [True] * 1_000_000},
+        {"prompt": "x", "logit_bias": {str(i): 200 for i in range(100_000)}},
+    ],
+    ids=["prompt", "logit_bias"],
+)
+def test_a_million_errors_are_refused_at_the_first(fields):
     with pytest.raises(ValidationError) as caught:
-        CompletionRequest.model_validate({"prompt": [True] * 1_000_000})
+        CompletionRequest.model_validate(fields)
     assert caught.value.error_count() < 9
 
 

@@ -1,6 +1,6 @@
 """Request schemas: OpenAI's fields, and vLLM's extensions. Bounds also appear in the OpenAPI description.
 
-Lists end at their first error (`fail_fast`): millions of errors would occupy the server for seconds.
+Lists and biases end at their first error: millions of errors would occupy the server for seconds.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,6 +22,15 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _up_to_first_wrong(value: Any) -> Any:
+    """Keep only the first wrong bias if there is one: Pydantic has no `fail_fast` for objects."""
+    if type(value) is dict:
+        for name, bias in value.items():
+            if type(bias) not in (int, float) or not -100 <= bias <= 100:
+                return {name: bias}
+    return value
+
+
 WholeNumber = Annotated[int, BeforeValidator(_whole)]
 NotNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
@@ -30,6 +39,9 @@ Answers = Annotated[int, Field(ge=1, le=MOST_ANSWERS), BeforeValidator(_whole)]
 Tops = Annotated[int, Field(ge=0, le=MOST_TOPS), BeforeValidator(_whole)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(_whole)
+]
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_first_wrong)
 ]
 Text = Annotated[str, Field(max_length=2**23)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -86,7 +98,7 @@ class Sampling(BaseModel):
     stop: StopText | Stops | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     max_tokens: NotNegative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
