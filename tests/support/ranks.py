@@ -4,15 +4,18 @@ Gloo on the loopback interface, with a file for the first contact. A function ru
 error of any rank is raised in the test, and the pool is then made anew. On a loaded machine gloo sometimes fails to
 connect the ranks of a new group, before anything of ours has run; the function then runs once more on new ranks.
 Each group has three threads of gloo's, one of which wakes up a hundred times a second; some hundred groups would take a
-core from the others. So groups that a function made are destroyed behind it, and ranks that keep many are made anew.
+core from the others. So groups that a function made are destroyed behind it, ranks that keep many are made anew, and
+ranks without work are stopped (SIGSTOP) until the next function.
 """
 
 import contextlib
 import functools
 import gc
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,6 +33,8 @@ from tests.support.patience import PATIENCE_S
 
 _MOST_KEPT = 16
 """Maximum number of groups that the worlds of `world_of` keep for the next function."""
+_REST_AFTER_S = 1.0 if sys.platform == "linux" else None
+"""Seconds after which a rank without work stops; never where it would outlive a test run that is killed."""
 _NOT_CONNECTED = "connectFullMesh failed"
 """In gloo's message when a group's ranks could not connect."""
 
@@ -77,6 +82,7 @@ class RankPool:
     ) -> list[Any]:
         if not self._ranks:
             self._start()
+        self._wake()
         for _, pipe in self._ranks:
             pipe.send((function, args, kwargs))
         results: dict[int, Any] = {}
@@ -98,6 +104,25 @@ class RankPool:
         if are_last:
             self.stop()
         return [results[rank] for rank in range(self.num_ranks)]
+
+    def _wake(self) -> None:
+        """Let all ranks run, and wait until they say that they do, because one may have been about to stop."""
+        for _, pipe in self._ranks:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send("wake up")
+        asleep = {pipe: (rank, process) for rank, (process, pipe) in enumerate(self._ranks)}
+        end = time.monotonic() + 2 * self.timeout_s
+        while asleep:
+            for _, process in asleep.values():
+                process.kill(signal.SIGCONT)
+            for pipe in wait(list(asleep), timeout=1):
+                rank, _ = asleep.pop(pipe)
+                try:
+                    pipe.recv()
+                except EOFError:
+                    self._fail(f"rank {rank} of {self.num_ranks}:\nthe process died")
+            if time.monotonic() > end:
+                self._fail(f"ranks {sorted(rank for rank, _ in asleep.values())} did not wake up")
 
     def _fail(self, message: str) -> None:
         self.stop()
@@ -147,7 +172,7 @@ def _serve(
     gc.freeze()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            function, args, kwargs = pipe.recv()
+            function, args, kwargs = _next_call(pipe)
             torch.manual_seed(0)
             try:
                 ok, value = True, function(*args, **kwargs)
@@ -160,6 +185,15 @@ def _serve(
                     _close_groups()
                 except RuntimeError:  # another rank has ended, and with it the pool
                     return
+
+
+def _next_call(pipe: Connection) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Wait for the next call; stopped, if it is long in coming."""
+    while not pipe.poll(_REST_AFTER_S):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pipe.recv()  # "wake up"
+    pipe.send("awake")
+    return pipe.recv()
 
 
 def world_of(is_half: bool = False) -> World:

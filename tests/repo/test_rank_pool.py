@@ -1,0 +1,52 @@
+"""Ranks of tests without work take no time of a processor, and answer again."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import RankError, RankPool
+
+
+def sum_of(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return os.getpid(), total
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_for_state(pid, state):
+    end = time.monotonic() + PATIENCE_S
+    while state_of(pid) != state:
+        assert time.monotonic() < end, state_of(pid)
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read from /proc")
+def test_ranks_without_work_are_stopped_and_go_on():
+    pool = RankPool(2)
+    try:
+        # more than a pipe holds, so that a call cannot be sent to a rank at rest
+        given = torch.ones(1 << 17)
+        pids = [pid for pid, _ in pool.run(sum_of, given)]
+        for _ in range(2):
+            for pid in pids:
+                wait_for_state(pid, "T")
+            answers = pool.run(sum_of, given)
+            assert [pid for pid, _ in answers] == pids
+            assert all(torch.equal(total, 2 * given) for _, total in answers)
+        os.kill(pids[1], signal.SIGKILL)
+        wait_for_state(pids[1], "Z")
+        with pytest.raises(RankError, match="rank 1 of 2:\nthe process died"):
+            pool.run(sum_of, given)
+        assert len(pool.run(sum_of, given)) == 2  # on new ranks
+    finally:
+        pool.stop()
