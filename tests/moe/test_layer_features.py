@@ -192,6 +192,26 @@ def test_meta_construction_then_reset_equals_direct_construction(variant):
 
 
 @every_variant
+@pytest.mark.parametrize("assign", [True, False])
+def test_meta_construction_then_a_state_dict_equals_direct_construction(variant, assign):
+    direct, late = make(variant), make(variant, device="meta")
+    given = direct.state_dict()
+    if not assign:
+        used = [torch.full((2,), 7) for _ in range(1000)]
+        del used  # memory that `to_empty` may get again
+        late.to_empty(device="cpu")
+    late.load_state_dict(given, assign=assign)
+    assert not any(t.is_meta for t in (*late.parameters(), *late.buffers()))
+    assert late.noise_key.tolist() == late.noise_samples.tolist() == [0, 0]
+    x, token_ids = tokens(), torch.arange(len(tokens()))
+    for layer in (direct, late):
+        key_noise(layer.double(), seed=3, step=1)
+    with torch.no_grad():
+        (expected, _), (found, _) = (layer(x, token_ids=token_ids) for layer in (direct, late))
+    assert torch.equal(found, expected)
+
+
+@every_variant
 def test_shapes_can_be_followed_on_the_meta_device(variant):
     layer = make(variant, device="meta")
     y, stats = layer(tokens().to("meta"), token_ids=torch.arange(len(tokens())).to("meta"))

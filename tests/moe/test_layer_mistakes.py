@@ -211,6 +211,16 @@ def test_wrong_arguments(x, kwargs, message):
         layer.eval()(x, **kwargs)
 
 
+def test_a_call_takes_no_more_choices_than_its_groups_hold():
+    limited = {"num_expert_groups": 3, "num_limited_groups": 1}
+    layer = make(**limited)
+    with pytest.raises(
+        ConfigError, match="top_k=3 must be at most .* num_limited_groups=1 groups, 2"
+    ):
+        layer(X, top_k=3)
+    layer(X, routing=Routing(torch.tensor([[0, 2, 4]] * 6)))  # another router's choices
+
+
 class Returns(nn.Module):
     """An expert that answers with something."""
 

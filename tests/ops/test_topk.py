@@ -99,6 +99,10 @@ def test_opcheck():
         ({"score_function": "tanh"}, "tanh"),
         ({"num_expert_groups": 3}, "must divide"),
         ({"num_limited_groups": 2}, "num_limited_groups 2"),
+        (
+            {"num_expert_groups": 4, "top_k": 3},
+            "top_k is 3; it must be at most the experts in num_limited_groups=1 groups, 2",
+        ),
         ({"logits_TE": torch.randn(4, 8).double(), "backend": "triton"}, "float64"),
         ({"logits_TE": torch.randn(1, 2049), "backend": "triton"}, "2049 experts"),
         ({"logits_TE": torch.randn(8)}, r"\(8,\)"),

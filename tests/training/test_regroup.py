@@ -51,6 +51,7 @@ def translation(folder, name, **changes):
         "model.dim": 16,
         "model.init_std": 0.3,
         "model.moe.num_experts": (4, 3),
+        "model.moe.router_bias": True,
         "data.path": (str(folder / "lines"),),
         "data.cache_dir": str(folder / "cache"),
         "train.run_dir": str(folder / name),

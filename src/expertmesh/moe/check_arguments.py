@@ -37,12 +37,20 @@ def check_module(model: Any) -> None:
         )
 
 
-def check_top_k(top_k: Any, num_experts: int) -> None:
-    """Raise ConfigError unless the top_k of a call is an integer from 1 to num_experts."""
+def check_top_k(
+    top_k: Any, num_experts: int, *, num_groups: int = 1, num_limited_groups: int = 1
+) -> None:
+    """Raise ConfigError unless the top_k of a call is an integer from 1 to the experts that a token may use."""
     is_int = isinstance(top_k, (int, torch.SymInt)) and not isinstance(top_k, bool)
     if not is_int or not 1 <= top_k <= num_experts:
         raise ConfigError(
             f"top_k={top_k!r} must be an integer from 1 to num_experts={num_experts}; lower top_k or add experts"
+        )
+    reachable = num_limited_groups * (num_experts // num_groups)
+    if num_groups > 1 and top_k > reachable:
+        raise ConfigError(
+            f"top_k={top_k} must be at most the experts in num_limited_groups={num_limited_groups} groups, {reachable}; lower"
+            " top_k or raise num_limited_groups"
         )
 
 

@@ -19,6 +19,7 @@ from expertmesh.moe.build import (
 )
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_parts
 from expertmesh.moe.checkpointing import warn_of_lost_losses
+from expertmesh.moe.constant_buffers import ConstantBuffers
 from expertmesh.moe.dense_parts import add_dense, dense_parts
 from expertmesh.moe.dispatch import (
     Dispatched,
@@ -40,7 +41,7 @@ from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.op_set import select_op_set
 
 
-class MoELayer(nn.Module):
+class MoELayer(ConstantBuffers):
     """A mixture-of-experts layer: each token passes the K of E experts that a router chooses for it.
 
     Parameters, by their names in `state_dict()`: `router.proj.weight` (E, D), `experts.w_in` (E, G, F, D) with G = 2
@@ -226,6 +227,13 @@ class MoELayer(nn.Module):
         out_std = std if out_std is None else out_std
         seed = self.options.seed if seed is None else seed
         reset_layer(self, seed, std=std, out_std=out_std, custom=True)
+
+    @torch.no_grad()
+    def fill_constants(self) -> None:
+        """Reset the noise key and the samples."""
+        self.noise_key.zero_()
+        self.noise_samples.zero_()
+        self.noise_is_keyed = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoELayer":
         before = self.expert_bias_E

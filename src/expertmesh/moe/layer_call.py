@@ -169,7 +169,10 @@ def make_layer_call(
     top_k, capacity_factor = python_number(top_k), python_number(capacity_factor)
     check_call_factor(capacity_factor, arithmetic=layer.arithmetic.in_mode(training))
     if top_k is not None:
-        check_top_k(top_k, E)
+        options = layer.options
+        # replayed choices were limited by the groups of their own router
+        num_groups = options.num_expert_groups if routing is None else 1
+        check_top_k(top_k, E, num_groups=num_groups, num_limited_groups=options.num_limited_groups)
     mask_T, ids_T, index_T = (
         None if value is None else flat_argument(name, value, x, boolean=name == "token_mask")
         for name, value in (

@@ -47,9 +47,7 @@ def reset_layer(
         layer.router.hash_key[1].fill_(layer.layer_index)
     if layer.expert_bias_E is not None:
         layer.expert_bias_E.zero_()
-    layer.noise_key.zero_()
-    layer.noise_samples.zero_()
-    layer.noise_is_keyed = False
+    layer.fill_constants()
     if custom and layer.options.router_kind == "module":
         reset_custom_modules(layer.router, seed=seed, name=prefix + "router")
     if custom and isinstance(layer.experts, ExpertList):

@@ -41,7 +41,7 @@ def choose_experts(
 
     Args:
         logits_TE: (T, E) FP32 or FP64.
-        top_k: K, from 1 to E.
+        top_k: K, from 1 to E, or to the experts of the groups that a token may use.
         score_function: "softmax", "sigmoid" or "softmax_after_topk".
         normalize: see above.
         weight_scale: see above.
@@ -76,7 +76,7 @@ def choose_experts(
         raise ConfigError(
             f"score_function is {score_function!r}; known are {', '.join(SCORE_FUNCTIONS)}; use one of these"
         )
-    _check_groups(num_experts, num_expert_groups, num_limited_groups, group_score)
+    _check_groups(top_k, num_experts, num_expert_groups, num_limited_groups, group_score)
     for what, tensor, shape in (
         ("noise", noise_TE, logits_TE.shape),
         ("bias", bias_E, (num_experts,)),
@@ -118,12 +118,18 @@ def choose_experts(
 
 
 def _check_groups(
-    num_experts: int, num_expert_groups: int, num_limited_groups: int, group_score: str
+    top_k: int, num_experts: int, num_expert_groups: int, num_limited_groups: int, group_score: str
 ) -> None:
     if num_experts % num_expert_groups or not 1 <= num_limited_groups <= num_expert_groups:
         raise ConfigError(
             f"num_expert_groups is {num_expert_groups}, num_limited_groups {num_limited_groups}; the first must divide "
             f"the number of experts, {num_experts}, and not be below the second; change them"
+        )
+    reachable = num_limited_groups * (num_experts // num_expert_groups)
+    if num_expert_groups > 1 and top_k > reachable:
+        raise ConfigError(
+            f"top_k is {top_k}; it must be at most the experts in num_limited_groups={num_limited_groups} groups, "
+            f"{reachable}; lower it or raise num_limited_groups"
         )
     if group_score not in GROUP_SCORES:
         raise ConfigError(

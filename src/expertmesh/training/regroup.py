@@ -290,10 +290,12 @@ def _tensors_of_experts(model: nn.Module) -> dict[str, str]:
     names = list(model.state_dict())
     for layer_name, layer in moe_layers(model).items():
         is_cosine = layer.options.router == "cosine"
-        rows = "router.expert_embeddings" if is_cosine else "router.proj.weight"
+        # a cosine router's projection has no row per expert
+        rows = ("expert_embeddings",) if is_cosine else ("proj.weight", "proj.bias")
+        by_expert = {"expert_bias_E", *(f"router.{row}" for row in rows)}
         for name in names:
             own = name.removeprefix(f"{layer_name}.")
-            if own != name and (own in (rows, "expert_bias_E") or own.startswith("experts.")):
+            if own != name and (own in by_expert or own.startswith("experts.")):
                 found[name] = layer_name
     return found
 

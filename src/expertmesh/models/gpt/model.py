@@ -411,7 +411,13 @@ class GPT(LanguageModel):
         check_call_factor(capacity_factor, arithmetic=self.arithmetic.in_mode(self.training))
         counts = [n for n in self.config.experts_per_layer() if n]
         if counts and top_k is not None:
-            check_top_k(top_k, min(counts))
+            moe = self.config.moe
+            check_top_k(
+                top_k,
+                min(counts),
+                num_groups=moe.num_expert_groups,
+                num_limited_groups=moe.num_limited_groups,
+            )
         if not counts and (top_k is not None or capacity_factor not in (None, math.inf)):
             name, value = (
                 ("top_k", top_k) if top_k is not None else ("capacity_factor", capacity_factor)

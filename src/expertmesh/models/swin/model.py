@@ -28,6 +28,7 @@ from expertmesh.models.swin.windows import (
     region_mask,
     relative_index,
 )
+from expertmesh.moe.constant_buffers import ConstantBuffers
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.large_sizes import names_large_sizes
@@ -64,7 +65,7 @@ torch.utils._pytree.register_dataclass(
 )
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(ConstantBuffers):
     """Attention inside windows, with a bias that a small MLP computes from log-spaced offsets.
 
     V2: cos(q, k) exp(min(s, ln 100)) + 16 sigmoid(MLP(offset)), s per head; q and v have biases (arXiv 2111.09883, 3.2 and 3.3).
@@ -116,8 +117,8 @@ class WindowAttention(nn.Module):
         return tables
 
     @torch.no_grad()
-    def fill_tables(self) -> None:
-        """Recompute the constant buffers, after `to_empty`."""
+    def fill_constants(self) -> None:
+        """Recompute the tables."""
         for name, table in self._tables().items():
             getattr(self, name).copy_(table)
 
@@ -358,7 +359,7 @@ class Swin(nn.Module):
         """
         seed, std = draw_seed() if seed is None else seed, self.config.init_std
         for block in self.blocks():
-            block.attention.fill_tables()
+            block.attention.fill_constants()
         init_by_spec(self, self.spec, seed=seed, std=std)
 
     def forward(self, images_BCHW: Tensor, *, image_index_B: Tensor | None = None) -> SwinOutput:
