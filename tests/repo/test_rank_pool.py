@@ -45,7 +45,7 @@ def test_ranks_without_work_are_stopped_and_go_on():
             assert all(torch.equal(total, 2 * given) for _, total in answers)
         os.kill(pids[1], signal.SIGKILL)
         wait_for_state(pids[1], "Z")
-        with pytest.raises(RankError, match="rank 1 of 2:\nthe process died"):
+        with pytest.raises(RankError, match="rank . of 2:\nthe process died"):
             pool.run(sum_of, given)
         assert len(pool.run(sum_of, given)) == 2  # on new ranks
     finally:

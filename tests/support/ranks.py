@@ -35,6 +35,8 @@ _MOST_KEPT = 16
 """Maximum number of groups that the worlds of `world_of` keep for the next function."""
 _REST_AFTER_S = 1.0 if sys.platform == "linux" else None
 """Seconds after which a rank without work stops; never where it would outlive a test run that is killed."""
+_GONE = EOFError, ConnectionError
+"""Errors of reading from a process that died."""
 _NOT_CONNECTED = "connectFullMesh failed"
 """In gloo's message when a group's ranks could not connect."""
 
@@ -84,7 +86,8 @@ class RankPool:
             self._start()
         self._wake()
         for _, pipe in self._ranks:
-            pipe.send((function, args, kwargs))
+            with contextlib.suppress(ConnectionError):  # told below
+                pipe.send((function, args, kwargs))
         results: dict[int, Any] = {}
         are_last = False
         while len(results) < self.num_ranks:
@@ -95,7 +98,7 @@ class RankPool:
             for rank in [n for p, n in open_pipes.items() if p in ready]:
                 try:
                     ok, value, is_last = self._ranks[rank][1].recv()
-                except EOFError:
+                except _GONE:
                     ok, value, is_last = False, "the process died", True
                 if not ok:
                     self._fail(f"rank {rank} of {self.num_ranks}:\n{value}")
@@ -108,7 +111,7 @@ class RankPool:
     def _wake(self) -> None:
         """Let all ranks run, and wait until they say that they do, because one may have been about to stop."""
         for _, pipe in self._ranks:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(ConnectionError):
                 pipe.send("wake up")
         asleep = {pipe: (rank, process) for rank, (process, pipe) in enumerate(self._ranks)}
         end = time.monotonic() + 2 * self.timeout_s
@@ -119,7 +122,7 @@ class RankPool:
                 rank, _ = asleep.pop(pipe)
                 try:
                     pipe.recv()
-                except EOFError:
+                except _GONE:
                     self._fail(f"rank {rank} of {self.num_ranks}:\nthe process died")
             if time.monotonic() > end:
                 self._fail(f"ranks {sorted(rank for rank, _ in asleep.values())} did not wake up")
