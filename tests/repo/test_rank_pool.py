@@ -19,6 +19,29 @@ def sum_of(tensor):
     return os.getpid(), total
 
 
+class SlowToTake:
+    """A result whose reader needs longer than ranks need to come to rest."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __reduce__(self):
+        return _taken_slowly, (_Slow(), self.tensor)
+
+
+class _Slow:
+    def __reduce__(self):
+        return time.sleep, (2.5,)
+
+
+def _taken_slowly(_, tensor):
+    return tensor
+
+
+def slow_sum_of(tensor):
+    return SlowToTake(sum_of(tensor)[1])
+
+
 def state_of(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
@@ -28,6 +51,15 @@ def wait_for_state(pid, state):
     while state_of(pid) != state:
         assert time.monotonic() < end, state_of(pid)
         time.sleep(0.05)
+
+
+def test_ranks_rest_when_their_results_are_taken():
+    pool = RankPool(2)
+    try:
+        for total in pool.run(slow_sum_of, torch.ones(3)):
+            assert total.tolist() == [2.0, 2.0, 2.0]
+    finally:
+        pool.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read from /proc")

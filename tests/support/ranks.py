@@ -106,6 +106,9 @@ class RankPool:
                 are_last = are_last or is_last
         if are_last:
             self.stop()
+        for _, pipe in self._ranks:
+            with contextlib.suppress(ConnectionError):
+                pipe.send("taken")
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _wake(self) -> None:
@@ -188,6 +191,8 @@ def _serve(
                     _close_groups()
                 except RuntimeError:  # another rank has ended, and with it the pool
                     return
+            # a thread of this process hands over the tensors of what was sent
+            pipe.recv()  # "taken"
 
 
 def _next_call(pipe: Connection) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
