@@ -251,13 +251,16 @@ class Runner:
             both = self._from_rank0(torch.stack((drawn_R, is_finite_R.long()))).tolist()
             tokens = dict(zip(drawing, both[0], strict=True))
             broken = {s for s, ok in zip(drawing, both[1], strict=True) if not ok}
-        return RunnerOutput(tokens, self._logprobs(logits_RV, rows, tokens), broken, experts)
+        sound = [
+            (i, row) for i, row in enumerate(rows) if not (row.is_drawn and row.sequence in broken)
+        ]
+        return RunnerOutput(tokens, self._logprobs(logits_RV, sound, tokens), broken, experts)
 
     def _logprobs(
-        self, logits_RV: Tensor, rows: list[LogitsRow], tokens: dict[Sequence, int]
+        self, logits_RV: Tensor, rows: list[tuple[int, LogitsRow]], tokens: dict[Sequence, int]
     ) -> list[tuple[Sequence, int, Logprob]]:
         wanted = []
-        for i, row in enumerate(rows):
+        for i, row in rows:
             params = row.sequence.request.params
             count = params.logprobs if row.is_drawn else params.prompt_logprobs
             if count is not None:

@@ -1,0 +1,30 @@
+"""Rows that break, steps that fail, iterators and new weights beside an answer: it is as without them."""
+
+import pytest
+import torch
+from tests.engine.test_engine import gpt
+
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.request import SamplingParams
+
+DRAWN = {
+    "greedy": {"temperature": 0},
+    "drawn": {},
+    "filtered": {"top_p": 0.9, "top_k": 5, "min_p": 0.01},
+    "penalised": {"repetition_penalty": 1.2},
+    "several": {"n": 2},
+}
+
+
+@pytest.mark.parametrize("how", DRAWN.values(), ids=DRAWN)
+def test_a_row_that_is_not_finite_has_no_logprobs_and_harms_no_neighbour(how):
+    model = gpt(tie_embeddings=False)
+    params = SamplingParams(seed=1, max_tokens=9, logprobs=1, prompt_logprobs=0, **how)
+    expected = Engine(model).generate([[5, 6]], params)
+    with torch.no_grad():
+        model.embedding.weight[50] = torch.nan
+    found = Engine(model).generate([[50, 6], [5, 6]], params)
+    bad, good = found[: len(expected)], found[len(expected) :]
+    assert [o.token_ids for o in good] == [o.token_ids for o in expected]
+    assert [o.finish_reason for o in good] == ["length"] * params.n
+    assert {(o.finish_reason, o.token_ids, o.logprobs) for o in bad} == {("error", (), ())}
