@@ -1,8 +1,10 @@
 """Rows that break, steps that fail, iterators and new weights beside an answer: it is as without them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.engine.test_engine import gpt
+from tests.engine.test_engine import VOCAB, gpt
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
@@ -28,3 +30,20 @@ def test_a_row_that_is_not_finite_has_no_logprobs_and_harms_no_neighbour(how):
     assert [o.token_ids for o in good] == [o.token_ids for o in expected]
     assert [o.finish_reason for o in good] == ["length"] * params.n
     assert {(o.finish_reason, o.token_ids, o.logprobs) for o in bad} == {("error", (), ())}
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {}, {"top_p": 0.9}], ids=str)
+def test_a_row_whose_changes_leave_no_maximum_ends_alone(how):
+    model = gpt(tie_embeddings=False)
+    with torch.no_grad():
+        model.output.weight.mul_(1e307)  # 100 times as large, they are infinite
+    params = SamplingParams(seed=1, max_tokens=4, logprobs=0, **how)
+    (expected,) = Engine(model).generate([[5, 6]], params)
+    bad, good = Engine(model).generate(
+        [list(range(40)), [5, 6]], [replace(params, repetition_penalty=0.01), params]
+    )
+    assert bad.finish_reason == "error" and "no finite maximum" in bad.error
+    assert (bad.token_ids, bad.logprobs) == ((), ())
+    assert (good.token_ids, good.logprobs) == (expected.token_ids, expected.logprobs)
+    ends = SamplingParams(max_tokens=1, stop_token_ids=range(VOCAB))
+    assert Engine(model).generate([[5]], ends)[0].finish_reason == "stop", "min_tokens is 0"

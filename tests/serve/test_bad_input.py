@@ -6,6 +6,7 @@ import socket
 import httpx2
 import pytest
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 
 from expertmesh.serve.schema import CompletionRequest
 
@@ -199,6 +200,14 @@ def test_a_million_errors_are_refused_at_the_first(fields):
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate(fields)
     assert caught.value.error_count() < 9
+
+
+def test_end_tokens_that_leave_none_before_min_tokens_are_refused(client, folder):
+    every = [*range(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())]
+    for stream in (False, True):
+        body = with_(min_tokens=1, stop_token_ids=every, stream=stream)
+        refused(client.post(COMPLETE, json=body), 400, "min_tokens")
+    assert client.post(COMPLETE, json=with_(stop_token_ids=every)).status_code == 200
 
 
 def test_what_changes_nothing_is_accepted(client):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.groups import GroupScheduler
-from expertmesh.engine.output import NOT_FINITE, Logprob, RequestOutput
+from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.engine.request import Request, Sequence, State
 from expertmesh.engine.runner import RunnerOutput
 from expertmesh.engine.scheduler import Scheduler, Step
@@ -75,7 +75,7 @@ class Answers:
         for sequence, token in result.tokens.items():
             if sequence.state is State.FINISHED or sequence.is_guessed:
                 continue
-            self._answer(sequence, token, scheduler, is_broken=sequence in result.broken)
+            self._answer(sequence, token, scheduler, problem=result.broken.get(sequence))
             touched.append(sequence)
             self._accept(sequence, step, result, scheduler)
         return [self._output(sequence) for sequence in touched]
@@ -97,7 +97,7 @@ class Answers:
                 if chunk.sequence is one:
                     answer.experts[chunk.start] = ids[0]
             token = result.tokens[one]
-            self._answer(sequence, token, scheduler, is_broken=one in result.broken)
+            self._answer(sequence, token, scheduler, problem=result.broken.get(one))
 
     def _answer(
         self,
@@ -105,16 +105,16 @@ class Answers:
         token: int,
         scheduler: Scheduler | GroupScheduler,
         *,
-        is_broken: bool,
+        problem: str | None,
     ) -> None:
-        """Append a token to an answer, and end it if it is finished."""
+        """Append a token to an answer, and end it if it is finished; `problem`: error of a token that cannot be drawn."""
         self.num_tokens += 1
         answer, request = self.known[sequence], sequence.request
         answer.timing.drew(time.perf_counter())
         num_new = len(sequence.new_ids)
         may_end = num_new > request.params.min_tokens
-        if is_broken:
-            answer.error = NOT_FINITE.format(len(sequence.token_ids) - 1)
+        if problem is not None:
+            answer.error = problem.format(len(sequence.token_ids) - 1)
             sequence.token_ids.pop()
             scheduler.finish(sequence, "error")
         elif token in request.end_ids and (may_end or sequence.rule is not None):

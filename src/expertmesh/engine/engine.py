@@ -338,7 +338,11 @@ class Engine:
         self._check_leads("requests")
         params = params_of(params)
         ids = self._prompt_ids(prompt)
-        check_asked(ids, params, self.model.vocab_size, has_text=self.tokenizer is not None)
+        has_schema, has_text = params.json_schema is not None, self.tokenizer is not None
+        ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos and not has_schema else self._end_ids
+        )
+        check_asked(ids, params, self.model.vocab_size, has_text=has_text, end_ids=ends)
         chosen = None if adapter is None else self._adapter(adapter)
         if request_id is None:
             numbers = map(str, itertools.count(self._arrivals))
@@ -347,10 +351,6 @@ class Engine:
             raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
         if self._is_busy(request_id):
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
-        has_schema = params.json_schema is not None
-        ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos and not has_schema else self._end_ids
-        )
         request = Request(
             request_id,
             tuple(ids),

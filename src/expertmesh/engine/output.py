@@ -12,6 +12,11 @@ NOT_FINITE = (
     "checkpoint or float32"
 )
 """Error of an answer whose logits are not finite, formatted with the number of tokens before it."""
+NO_MAXIMUM = (
+    "logits after {} tokens have no finite maximum once penalties, logit_bias and masks are applied: no token can be drawn; "
+    "choose a repetition_penalty nearer to 1, or mask fewer tokens"
+)
+"""Error of an answer of which no token can be drawn, formatted with the number of tokens before it."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of each token that was generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that it was generated; in [-2, 2].
         repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
-            (Keskar et al. 2019); above 0, 1: off.
+            (Keskar et al. 2019); at least 0.01, 1: off.
         logit_bias: added to the logits of these token ids; each in [-100, 100].
         n: number of answers to the prompt, sampled independently.
         seed: seed of the random numbers, which depend only on it, the answer's index and the position; None: a fresh
@@ -180,7 +180,7 @@ _RULES = {
     "min_p": _Rule(float, 0.0, 1.0),
     "presence_penalty": _Rule(float, -2.0, 2.0),
     "frequency_penalty": _Rule(float, -2.0, 2.0),
-    "repetition_penalty": _Rule(float, 0.0, _MOST, is_open=True),
+    "repetition_penalty": _Rule(float, 0.01, _MOST),
     "n": _Rule(int, 1, 1024),
     "seed": _Rule(int, 0, _LARGEST, optional=True),
     "max_tokens": _Rule(int, 1, float("inf"), optional=True, fix="ask for a token or more"),
