@@ -149,6 +149,8 @@ class Runner:
         """Drop data derived from weights."""
         if self._kept is not None:
             self._kept.clear()
+        if self.compiled is not None:
+            self.compiled.forget_weights()
 
     @torch.no_grad()
     def run(self, step: Step) -> RunnerOutput:
