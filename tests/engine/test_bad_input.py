@@ -89,6 +89,11 @@ PARAMS = {
     "min_p above 1": (drawing(min_p=1.5), "min_p"),
     "penalty": (drawing(presence_penalty=3), "presence_penalty"),
     "repetition penalty": (drawing(repetition_penalty=0), "repetition_penalty"),
+    "repetition penalty near 0": (drawing(repetition_penalty=1e-320), "must be at least 0.01"),
+    "no token before min_tokens": (
+        drawing(min_tokens=2, stop_token_ids=range(VOCAB)),
+        "min_tokens=2: all 64 tokens of the model are end tokens",
+    ),
     "bias of another model": (drawing(logit_bias={VOCAB: 1.0}), "logit_bias: token id 64"),
     "bias that is no number": (drawing(logit_bias={1: float("nan")}), "logit_bias"),
     "bias as a list": (drawing(logit_bias=[1]), "must be numbers by token id"),

@@ -80,6 +80,17 @@ def test_compiled_steps_are_the_models_own_and_see_new_weights(dtype, kind):
     assert_two_times_rms(*zip(*draws, strict=True), what="logprobs", dtype=dtype)
 
 
+def test_weights_changed_through_data_are_packed_again():
+    model = gpt(torch.float32)
+    engine = Engine(model, compile=True)
+    product, weight = engine._runner.compiled._packed.linear, model.layers[0].attention.qkv.weight
+    x_RK = torch.randn(4, weight.shape[1])
+    before = product(x_RK, weight)
+    weight.data.mul_(2)
+    engine.update_weights({})
+    assert torch.equal(product(x_RK, weight), 2 * before)
+
+
 def test_a_step_goes_on_where_nothing_can_be_compiled():
     model = gpt(torch.float32, moe={"top_k": 2})
     engine, plain = Engine(model, compile=True), Engine(model, compile=False)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import reduce
 
 import jsonschema
 import pytest
@@ -121,6 +122,16 @@ def test_a_cut_answer_says_length_and_ends_count_in_any_case():
     assert (short.finish_reason, short.text) == ("stop", "1")
 
 
+def test_stop_tokens_of_the_request_do_not_end_an_answer_before_min_tokens():
+    made = engine()
+    common = {"stop_token_ids": range(made.model.vocab_size), "min_tokens": 9, "max_tokens": 40}
+    text = {"type": "string", "minLength": 200}
+    for schema, length in ((text, 10), ({"const": 1}, 2)):
+        params = SamplingParams(json_schema=schema, seed=0, **common)
+        (found,) = made.generate([PROMPT], params)
+        assert (found.finish_reason, len(found.token_ids)) == ("stop", length)
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
@@ -131,6 +142,9 @@ def test_a_cut_answer_says_length_and_ends_count_in_any_case():
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
         ({"const": {1, 2}}, "not JSON serializable"),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
+        ({"const": "\ud800"}, "surrogate"),
+        ({"properties": {"\udc00": {}}}, "surrogate"),
+        (reduce(lambda inner, _: {"items": inner}, range(200), {}), "recursion limit"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_is_one_line(schema, said):

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.groups import GroupScheduler
-from expertmesh.engine.output import NOT_FINITE, Logprob, RequestOutput
+from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.engine.request import Request, Sequence, State
 from expertmesh.engine.runner import RunnerOutput
-from expertmesh.engine.scheduler import Scheduler, Step
+from expertmesh.engine.scheduler import Chunk, Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.engine.timing import Timing
 
@@ -64,21 +64,28 @@ class Answers:
         for sequence, position, logprob in result.logprobs:
             answer = self.known.get(sequence)
             if answer is not None and position < sequence.num_prompt:
-                answer.prompt_logprobs[position] = logprob
+                answer.prompt_logprobs.setdefault(position, logprob)
             elif answer is not None:
                 answer.logprobs.append(logprob)
         for chunk, ids in result.experts:
             if not chunk.sequence.is_guessed:
-                places = range(chunk.start, chunk.start + chunk.count)
-                self.known[chunk.sequence].experts.update(zip(places, ids, strict=True))
+                self._keep_experts(chunk, ids)
         touched = []
         for sequence, token in result.tokens.items():
             if sequence.state is State.FINISHED or sequence.is_guessed:
                 continue
-            self._answer(sequence, token, scheduler, is_broken=sequence in result.broken)
+            self._answer(sequence, token, scheduler, problem=result.broken.get(sequence))
             touched.append(sequence)
             self._accept(sequence, step, result, scheduler)
         return [self._output(sequence) for sequence in touched]
+
+    def _keep_experts(self, chunk: Chunk, ids_of_tokens: Tensor) -> None:
+        """Keep the experts of tokens that are computed for the first time, which gave the logprob of the next token."""
+        own = self.known[chunk.sequence].experts
+        for place, ids in enumerate(ids_of_tokens, chunk.start):
+            own.setdefault(place, ids)
+        for other in chunk.samples[1:]:  # answers that share the prompt
+            self.known[other].experts |= own
 
     def _accept(
         self,
@@ -95,9 +102,9 @@ class Answers:
             answer.logprobs += [logprob for known, _, logprob in result.logprobs if known is one]
             for chunk, ids in result.experts:
                 if chunk.sequence is one:
-                    answer.experts[chunk.start] = ids[0]
+                    answer.experts.setdefault(chunk.start, ids[0])
             token = result.tokens[one]
-            self._answer(sequence, token, scheduler, is_broken=one in result.broken)
+            self._answer(sequence, token, scheduler, problem=result.broken.get(one))
 
     def _answer(
         self,
@@ -105,19 +112,19 @@ class Answers:
         token: int,
         scheduler: Scheduler | GroupScheduler,
         *,
-        is_broken: bool,
+        problem: str | None,
     ) -> None:
-        """Append a token to an answer, and end it if it is finished."""
+        """Append a token to an answer, and end it if it is finished; `problem`: error of a token that cannot be drawn."""
         self.num_tokens += 1
         answer, request = self.known[sequence], sequence.request
         answer.timing.drew(time.perf_counter())
         num_new = len(sequence.new_ids)
         may_end = num_new > request.params.min_tokens
-        if is_broken:
-            answer.error = NOT_FINITE.format(len(sequence.token_ids) - 1)
+        if problem is not None:
+            answer.error = problem.format(len(sequence.token_ids) - 1)
             sequence.token_ids.pop()
             scheduler.finish(sequence, "error")
-        elif token in request.end_ids and (may_end or sequence.rule is not None):
+        elif token in request.end_ids and (may_end or _is_over(sequence, token)):
             scheduler.finish(sequence, "stop")
         else:
             answer.text.feed(token, may_stop=may_end)
@@ -143,8 +150,8 @@ class Answers:
             )
         experts = None
         if params.return_routed_experts:
-            known = first.experts | answer.experts
-            rows = [known[i] for i in range(len(sequence.token_ids) - 1) if i in known]
+            places = range(len(sequence.token_ids) - 1)
+            rows = [answer.experts[i] for i in places if i in answer.experts]
             experts = torch.stack(rows) if rows else None
         return RequestOutput(
             request.request_id,
@@ -169,3 +176,8 @@ class Answers:
         """Drop the answers of a request."""
         for sequence in request.sequences:
             del self.known[sequence]
+
+
+def _is_over(sequence: Sequence, token: int) -> bool:
+    """Whether a token ends an answer before min_tokens, because its rule allows nothing else."""
+    return sequence.rule is not None and token in sequence.rule.end_ids

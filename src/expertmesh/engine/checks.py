@@ -160,11 +160,37 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: st
         check_ids(prompt, vocab_size, what=what)
 
 
-def check_asked(ids: list[int], params: SamplingParams, vocab_size: int, *, has_text: bool) -> None:
-    """Raise ConfigError if ids of a prompt or its parameters are invalid, or text is requested without a tokenizer."""
+def check_asked(
+    ids: list[int],
+    params: SamplingParams,
+    vocab_size: int,
+    *,
+    has_text: bool,
+    end_ids: Set[int] = frozenset(),
+) -> None:
+    """Check ids of a prompt and its parameters.
+
+    Args:
+        ids: token ids of the prompt.
+        params: parameters of the request.
+        vocab_size: V.
+        has_text: whether the engine has a tokenizer.
+        end_ids: end tokens of the request.
+
+    Raises:
+        ConfigError: an id or a parameter is invalid, no token is left before min_tokens, or text is requested without a
+            tokenizer.
+    """
     check_prompts([ids], vocab_size, what="prompt")
     check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
     check_ids(params.logit_bias, vocab_size, what="logit_bias")
+    if params.min_tokens and params.json_schema is None and len(end_ids) >= vocab_size:
+        raise ConfigError(
+            "min_tokens",
+            params.min_tokens,
+            f"all {vocab_size} tokens of the model are end tokens, and no other is left",
+            "give fewer stop_token_ids",
+        )
     if params.stop and not has_text:
         raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 

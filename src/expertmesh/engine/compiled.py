@@ -259,6 +259,10 @@ class CompiledForward:
                 if kind not in self._graphs and (kind != "few" or self._most_few > 1):
                     self._graphs[kind] = self._compiled(kind)
 
+    def forget_weights(self) -> None:
+        """Drop data derived from weights."""
+        self._packed.clear()
+
     def _ask_for(self, kind: str) -> None:
         """Compile a kind of step in the background after enough such steps; one kind at a time."""
         self._steps[kind] += 1

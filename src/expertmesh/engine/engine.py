@@ -46,7 +46,7 @@ from expertmesh.engine.request import Request, SamplingParams
 from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, folders_by_name
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
-from expertmesh.engine.stats import EngineStats
+from expertmesh.engine.stats import EngineStats, stats_of
 from expertmesh.engine.timing import note_begin
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
@@ -139,7 +139,14 @@ class Engine:
         self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         num_blocks = self._num_blocks(dtype)
-        cache = self._cache(num_blocks, device, dtype)
+        cache = PagedCache(
+            model.config,
+            num_parts=1 if ranks is None else ranks.degrees.tp,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            device=device,
+            dtype=dtype,
+        )
         self._answers = Answers(tokenizer)
         groups = 1 if ranks is None else ranks.degrees.num_groups
         schedulers = [
@@ -173,24 +180,6 @@ class Engine:
         except BaseException:  # the other ranks are in follow already
             self.close()
             raise
-
-    def _cache(self, num_blocks: int, device: torch.device, dtype: torch.dtype) -> PagedCache:
-        try:
-            return PagedCache(
-                self.model.config,
-                num_parts=1 if self._ranks is None else self._ranks.degrees.tp,
-                num_blocks=num_blocks,
-                block_size=self.config.block_size,
-                device=device,
-                dtype=dtype,
-            )
-        except RuntimeError as error:  # the allocator's message has several lines
-            raise ConfigError(
-                "num_blocks",
-                num_blocks,
-                f"the device has no memory for as many blocks of {self.config.block_size} tokens",
-                "use fewer",
-            ) from error
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
         if self.config.num_blocks is not None:
@@ -309,8 +298,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self._scheduler.has_work
+        """Whether any request is unfinished, or has an answer that ended and was not returned; see `step`."""
+        return self._scheduler.has_work or self._awaited.has_kept
 
     @one_at_a_time
     def add(
@@ -338,7 +327,11 @@ class Engine:
         self._check_leads("requests")
         params = params_of(params)
         ids = self._prompt_ids(prompt)
-        check_asked(ids, params, self.model.vocab_size, has_text=self.tokenizer is not None)
+        has_schema, has_text = params.json_schema is not None, self.tokenizer is not None
+        ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos and not has_schema else self._end_ids
+        )
+        check_asked(ids, params, self.model.vocab_size, has_text=has_text, end_ids=ends)
         chosen = None if adapter is None else self._adapter(adapter)
         if request_id is None:
             numbers = map(str, itertools.count(self._arrivals))
@@ -347,10 +340,6 @@ class Engine:
             raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
         if self._is_busy(request_id):
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
-        has_schema = params.json_schema is not None
-        ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos and not has_schema else self._end_ids
-        )
         request = Request(
             request_id,
             tuple(ids),
@@ -382,14 +371,15 @@ class Engine:
 
     @one_at_a_time
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """Abort a request in any state; a finished or unknown one is ignored.
+        """Abort a request in any state; one whose answers were returned, and an unknown one, are ignored.
 
         Returns:
             Its answers; unfinished ones get finish_reason "abort".
         """
+        kept = self._awaited.take_of(request_id)
         request = self._requests.pop(request_id, None)
         if request is None:
-            return []
+            return kept
         self._scheduler.abort(request)
         outputs = self._answers.of(request)
         self._answers.forget(request)
@@ -398,16 +388,36 @@ class Engine:
 
     @one_at_a_time
     def step(self) -> list[RequestOutput]:
-        """Compute one step.
+        """Compute one step. After an error in it, unfinished answers are computed again from their tokens so far.
 
         Returns:
             Current state of every answer that got a token or ended; answers of a finished request are returned once,
-            complete, and are then dropped.
+            complete, and are then dropped. First come answers that ended in steps of `generate` and other iterators
+            and that these did not await.
 
         Raises:
             ConfigError: the model is in training mode.
         """
+        outputs = self._outputs()
+        return [*self._awaited.take(), *outputs]
+
+    @one_at_a_time
+    def _step_of_iterator(self) -> None:
+        """Compute one step, and keep for `step` what no iterator awaits."""
+        self._awaited.keep(self._outputs())
+
+    def _outputs(self) -> list[RequestOutput]:
+        """Outputs of one step; after an error in it, running sequences are computed again."""
         check_mode(self.model)
+        try:
+            return self._computed()
+        except BaseException:
+            # blocks that the step should have copied or written hold other values
+            self._scheduler.forget_prefixes()
+            raise
+
+    def _computed(self) -> list[RequestOutput]:
+        """Outputs of one step."""
         step = self._scheduler.schedule()
         if not step.chunks:
             return []
@@ -433,7 +443,8 @@ class Engine:
         told: Callable[[int], None] | None = None,
         adapter: str | Seq[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts and return when all answers have ended; other requests continue meanwhile.
+        """Answer prompts and return when all answers have ended; other requests continue meanwhile, and `step` returns
+        their answers.
 
         Args:
             prompts: one or several texts or lists of token ids.
@@ -481,7 +492,7 @@ class Engine:
         except BaseException:  # also if a later prompt is refused
             list(map(self.abort, names))
             raise
-        return self._awaited.as_they_end(names, step=self.step, abort=self.abort)
+        return self._awaited.as_they_end(names, step=self._step_of_iterator, abort=self.abort)
 
     @one_at_a_time
     def stream(
@@ -499,7 +510,7 @@ class Engine:
             ConfigError: see `add`; raised at once.
         """
         name = self.add(prompt, params, adapter=adapter)
-        return self._awaited.streamed(name, step=self.step, abort=self.abort)
+        return self._awaited.streamed(name, step=self._step_of_iterator, abort=self.abort)
 
     @one_at_a_time
     @torch.no_grad()
@@ -528,21 +539,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Statistics for logs and metrics."""
-        scheduler, pools = self._scheduler, self._scheduler.pools
-        return EngineStats(
-            len(scheduler.running),
-            len(scheduler.waiting),
-            sum(pool.num_blocks for pool in pools),
-            sum(pool.num_used for pool in pools),
-            sum(pool.num_cached for pool in pools),
-            self._steps,
-            self._prompt_tokens,
-            self._answers.num_tokens,
-            scheduler.counters.preemptions,
-            scheduler.counters.prefix_queries,
-            scheduler.counters.prefix_hits,
-            scheduler.counters.guessed,
-            scheduler.counters.accepted,
+        return stats_of(
+            self._scheduler,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._answers.num_tokens,
         )
 
     def expert_load(self) -> list[list[int]]:

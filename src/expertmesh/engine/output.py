@@ -12,6 +12,11 @@ NOT_FINITE = (
     "checkpoint or float32"
 )
 """Error of an answer whose logits are not finite, formatted with the number of tokens before it."""
+NO_MAXIMUM = (
+    "logits after {} tokens have no finite maximum once penalties, logit_bias and masks are applied: no token can be drawn; "
+    "choose a repetition_penalty nearer to 1, or mask fewer tokens"
+)
+"""Error of an answer of which no token can be drawn, formatted with the number of tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class RequestOutput:
         logprobs: logprobs of each generated token, if requested.
         prompt_logprobs: logprobs of each prompt token, if requested; None for the first token.
         routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer so far, without the last
-            token, if requested.
+            token, if requested; each row as in the pass that gave the logprob of the next token.
         num_cached_tokens: prompt tokens found in the prefix cache.
         timing: times of the answer; None for `Lockstep`, which has no queue and takes no times.
 

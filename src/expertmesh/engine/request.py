@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -41,7 +42,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of each token that was generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that it was generated; in [-2, 2].
         repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
-            (Keskar et al. 2019); above 0, 1: off.
+            (Keskar et al. 2019); at least 0.01, 1: off.
         logit_bias: added to the logits of these token ids; each in [-100, 100].
         n: number of answers to the prompt, sampled independently.
         seed: seed of the random numbers, which depend only on it, the answer's index and the position; None: a fresh
@@ -56,8 +57,8 @@ class SamplingParams:
             logprobs.
         return_routed_experts: whether the experts of every token are returned.
         json_schema: JSON schema of the answer, {} for any JSON; max_tokens or a stop may cut the answer. Where nothing
-            else may follow, end tokens are allowed despite `ignore_eos` and `min_tokens`. Needs the extra `json`. None:
-            any text.
+            else may follow, the model's end tokens are allowed despite `ignore_eos` and `min_tokens`. Needs the extra
+            `json`. None: any text.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -180,7 +181,7 @@ _RULES = {
     "min_p": _Rule(float, 0.0, 1.0),
     "presence_penalty": _Rule(float, -2.0, 2.0),
     "frequency_penalty": _Rule(float, -2.0, 2.0),
-    "repetition_penalty": _Rule(float, 0.0, _MOST, is_open=True),
+    "repetition_penalty": _Rule(float, 0.01, _MOST),
     "n": _Rule(int, 1, 1024),
     "seed": _Rule(int, 0, _LARGEST, optional=True),
     "max_tokens": _Rule(int, 1, float("inf"), optional=True, fix="ask for a token or more"),
@@ -192,6 +193,11 @@ _RULES = {
 
 class Rule(Protocol):
     """Constraint on the next tokens of an answer; see `expertmesh.engine.grammar`."""
+
+    @property
+    def end_ids(self) -> AbstractSet[int]:
+        """End tokens, which may follow where the constraint is met."""
+        ...
 
     def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Any:
         """(V,) bool: tokens that may follow; None: unknown."""

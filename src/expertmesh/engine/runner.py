@@ -14,7 +14,7 @@ from expertmesh.engine.block_pool import ROOT
 from expertmesh.engine.compiled import CompiledForward
 from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, ones_of, span_of
-from expertmesh.engine.output import Logprob
+from expertmesh.engine.output import NO_MAXIMUM, NOT_FINITE, Logprob
 from expertmesh.engine.request import Sequence
 from expertmesh.engine.request_adapters import Adapters, AdapterSpan
 from expertmesh.engine.scheduler import Chunk, Step
@@ -52,13 +52,13 @@ class RunnerOutput:
     Attributes:
         tokens: sampled token of each sequence.
         logprobs: (sequence, position, logprob) of sampled and known tokens, if requested.
-        broken: sequences whose logits are not finite.
+        broken: sequences of which no token can be drawn, each with its error, to be formatted with the number of tokens.
         experts: for chunks whose request returns them, (count, layers, K) expert ids.
     """
 
     tokens: dict[Sequence, int]
     logprobs: list[tuple[Sequence, int, Logprob]]
-    broken: set[Sequence]
+    broken: dict[Sequence, str]
     experts: list[tuple[Chunk, Tensor]]
 
 
@@ -149,6 +149,8 @@ class Runner:
         """Drop data derived from weights."""
         if self._kept is not None:
             self._kept.clear()
+        if self.compiled is not None:
+            self.compiled.forget_weights()
 
     @torch.no_grad()
     def run(self, step: Step) -> RunnerOutput:
@@ -238,26 +240,35 @@ class Runner:
         self, logits_RV: Tensor, rows: list[LogitsRow], experts: list[tuple[Chunk, Tensor]]
     ) -> RunnerOutput:
         if not rows:
-            return RunnerOutput({}, [], set(), experts)
+            return RunnerOutput({}, [], {}, experts)
         drawn = [i for i, row in enumerate(rows) if row.is_drawn]
         drawing = [rows[i].sequence for i in drawn]
         tokens: dict[Sequence, int] = {}
-        broken: set[Sequence] = set()
+        broken: dict[Sequence, str] = {}
         if drawn:
             own_RV = logits_RV if len(drawn) == len(rows) else logits_RV[self._tensor(drawn)]
             is_finite_R = are_finite(own_RV)
             changed_RV = self._changed(own_RV, drawing)
             drawn_R = draw(changed_RV, self._batch(drawing, own_RV.shape[-1]))
-            both = self._from_rank0(torch.stack((drawn_R, is_finite_R.long()))).tolist()
-            tokens = dict(zip(drawing, both[0], strict=True))
-            broken = {s for s, ok in zip(drawing, both[1], strict=True) if not ok}
-        return RunnerOutput(tokens, self._logprobs(logits_RV, rows, tokens), broken, experts)
+            has_most_R = is_finite_R
+            if changed_RV is not own_RV:
+                has_most_R = changed_RV.amax(-1).isfinite()
+            each = torch.stack((drawn_R, is_finite_R.long(), has_most_R.long()))
+            found = self._from_rank0(each).tolist()
+            for sequence, token, is_finite, has_most in zip(drawing, *found, strict=True):
+                tokens[sequence] = token
+                if not (is_finite and has_most):
+                    broken[sequence] = NO_MAXIMUM if is_finite else NOT_FINITE
+        sound = [
+            (i, row) for i, row in enumerate(rows) if not (row.is_drawn and row.sequence in broken)
+        ]
+        return RunnerOutput(tokens, self._logprobs(logits_RV, sound, tokens), broken, experts)
 
     def _logprobs(
-        self, logits_RV: Tensor, rows: list[LogitsRow], tokens: dict[Sequence, int]
+        self, logits_RV: Tensor, rows: list[tuple[int, LogitsRow]], tokens: dict[Sequence, int]
     ) -> list[tuple[Sequence, int, Logprob]]:
         wanted = []
-        for i, row in enumerate(rows):
+        for i, row in rows:
             params = row.sequence.request.params
             count = params.logprobs if row.is_drawn else params.prompt_logprobs
             if count is not None:

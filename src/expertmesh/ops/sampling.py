@@ -77,7 +77,8 @@ def token_probs(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
 def draw(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample (R,) int64 token ids; does not synchronise with the device.
 
-    The sampled token is the one whose interval of the cumulative distribution contains the row's uniform number.
+    The sampled token is the one whose interval of the cumulative distribution contains the row's uniform number. A row
+    that is not finite gets some token of the vocabulary.
     """
     # on a CPU argmax in FP32 is five times as fast as in 16 bits
     greedy_R = logits_RV.to(accumulate_dtype(logits_RV.dtype)).argmax(-1)
@@ -88,6 +89,8 @@ def draw(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
     # scaled by the last value: rows with removed tokens do not sum to 1, and rounding may leave others below it
     threshold = uniform_R[:, None] * cumulative[:, -1:]
     drawn_R = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    # in a row without a distribution (NaN) no interval has the number
+    drawn_R = drawn_R.clamp(max=logits_RV.shape[-1] - 1)
     return torch.where(batch.temperature_R <= 0, greedy_R, drawn_R)
 
 

@@ -122,7 +122,9 @@ def _event(value: dict[str, Any]) -> bytes:
 def _as_fault(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
-    return RequestError(400 if isinstance(error, ConfigError) else 500, str(error))
+    if isinstance(error, ConfigError):
+        return RequestError(400, str(error), param=error.option)
+    return RequestError(500, str(error))
 
 
 def _check(outputs: dict[int, RequestOutput]) -> None:

@@ -12,10 +12,14 @@ MOST_ROWS = 64
 
 
 class PackedWeights:
-    """Packed copies of weights, made on first use, and again after a weight has changed."""
+    """Packed copies of weights, made on first use, and again after a counted change of a weight or `clear`."""
 
     def __init__(self) -> None:
         self._packed: dict[int, tuple[Tensor, int, Any]] = {}
+
+    def clear(self) -> None:
+        """Drop all copies, as after changes through `p.data`, which PyTorch does not count."""
+        self._packed.clear()
 
     def linear(self, x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
         """Compute x W^T + b for rows (R, K); not seen by autograd."""
