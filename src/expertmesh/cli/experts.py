@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.errors import ConfigError
@@ -28,7 +29,7 @@ def run(argv: list[str]) -> int:
         CheckpointError: a run has no usable checkpoint.
     """
     options = _parse(argv)
-    with told_of_data(), loading():
+    with ended_by_exit(), told_of_data(), loading():
         from expertmesh.training.regroup import join, prune
 
         if options.action == "join":
@@ -50,13 +51,22 @@ def _parse(argv: list[str]) -> Any:
         epilog=_EXAMPLES,
     )
     parser.add_argument("action", choices=["prune", "join"], help="what to do")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="one run to prune, two to join")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="one run to prune, two to join")
+    parser.add_argument(
+        "--run",
+        "--run-dir",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="the same, in its place",
+    )
     parser.add_argument("--to", required=True, metavar="DIR", help="the new run")
     parser.add_argument("--keep", type=int, metavar="K", help="experts of each layer (prune)")
     parser.add_argument(
         "--samples", type=int, metavar="N", help="validation samples to count (prune: all)"
     )
     options = parser.parse_args(argv)
+    options.runs = [*options.runs, *options.run]
     is_pruning = options.action == "prune"
     if len(options.runs) != (1 if is_pruning else 2):
         raise ConfigError(

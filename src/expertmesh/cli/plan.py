@@ -44,10 +44,12 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 f"--validate: compares the published rows, and plans no {options.model}; leave one out"
             )
+        _check_read(options, "validate", "measured")
         return _validate(options.measured)
     if options.claims:
         from expertmesh.planner.table import claims_text
 
+        _check_read(options, "claims")
         print(claims_text())
         return 0
     if options.model is None:
@@ -141,12 +143,15 @@ def _plan(options: Any) -> int:
     given = {name: getattr(options, name) for name in _OF_TRAINING}
     given = {name: value for name, value in given.items() if value is not None}
     found = plan(options.model, cluster=options.cluster, **given)
-    for line in found.text().split("\n"):
-        print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
+    page = None
     if options.page is not None:
         from expertmesh.planner.plan_page import write_page
 
-        print(f"\npage: {write_page(found, options.page)}")
+        page = write_page(found, options.page)
+    for line in found.text().split("\n"):
+        print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
+    if page is not None:
+        print(f"\npage: {page}")
     return 0
 
 
@@ -166,6 +171,15 @@ def _serve(options: Any) -> int:
     )
     print(serve_text(found))
     return 0
+
+
+def _check_read(options: Any, mode: str, *read: str) -> None:
+    """Raise ConfigError for a word that a mode does not read."""
+    for name, value in vars(options).items():
+        if name in (mode, *read) or value is None or value is False:
+            continue
+        word = value if name == "model" else f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{word}: has no effect with --{mode}; leave one of the two out")
 
 
 def _validate(measured: str | None) -> int:

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
@@ -14,12 +15,13 @@ from pydantic import BaseModel
 
 from expertmesh.cli.decoding import add_ranks, check_several, load_adapter, shared_by
 from expertmesh.cli.flags import OptionParser, listed
-from expertmesh.cli.terminal_progress import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.config.server import ServerConfig
+from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.errors import ConfigError, named
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ examples:
   torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
   curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
 """
+_log = logging.getLogger("expertmesh.serve")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_ROWS = 8
+"""Sequences at a time for which the number of threads is measured."""
 MOST_KEY_BYTES = 2**20
 _SWITCH_S = 0.001
 """Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every event)."""
@@ -90,20 +95,18 @@ def run(argv: list[str]) -> int:
             engine = stack.enter_context(_open_engine(options.run, engine_config, parallel))
             for adapter, folder in server.adapters.items():
                 load_adapter(engine, adapter, folder, typed=f"{adapter}={folder}")
+            num_threads = None if parallel is not None else num_threads_of(engine)
         except BaseException:
             stack.close()
             place.close()
             raise
     sys.setswitchinterval(_SWITCH_S)
-    app = ServerApp(engine, server, model_name=name, keys=keys, version=__version__)
-
-    def told(address: str) -> None:
-        print(
-            f"serving {name} at {address} (the page), {address}/v1 (OpenAI's interface)", flush=True
-        )
+    app = ServerApp(
+        engine, server, model_name=name, keys=keys, version=__version__, num_threads=num_threads
+    )
 
     with stack:
-        code = serve(app, place, told)
+        code = serve(app, place, partial(say_address, name))
         engine.close()
         engine.check_ranks()
     return code
@@ -129,6 +132,40 @@ def _open_engine(
         engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine
+
+
+def say_address(name: str, address: str) -> None:
+    """Print where a server answers, or log it if standard output cannot be written: the server goes on.
+
+    Args:
+        name: name of the model.
+        address: address of the server.
+    """
+    text = f"serving {name} at {address} (the page), {address}/v1 (OpenAI's interface)"
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        silence_output()
+        _log.warning("%s (standard output cannot be written: %s)", text, error.strerror)
+
+
+def num_threads_of(engine: "Engine") -> int | None:
+    """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
+    import torch
+
+    from expertmesh.ops.cpu.products import usual_library
+    from expertmesh.runs.arithmetic import Arithmetic
+    from expertmesh.runs.precision import Precision
+    from expertmesh.training.threads import threads_of_calls
+
+    model = engine.model
+    if not isinstance(model, torch.nn.Module) or model.device.type != "cpu":
+        return None
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    precision = Precision.of(model.device, Arithmetic("cpu", dtype, usual_library()))
+    rows = min(_ROWS, engine.config.max_sequences)
+    with threads_of_calls(model, precision, num_rows=rows) as threads:
+        return None if threads is None else threads.count
 
 
 def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:
@@ -194,8 +231,8 @@ def keys_of(path: str | None) -> tuple[str, ...]:
         return ()
     try:
         with expanded(path).open("rb") as file:
-            lines = file.read(MOST_KEY_BYTES).decode().split("\n")
-    except (OSError, UnicodeError) as error:
+            lines = decoded(file.read(MOST_KEY_BYTES)).split("\n")
+    except (OSError, NotTextError) as error:
         reason = getattr(error, "strerror", None) or "is no text"
         raise ConfigError(
             "api_key_file",

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, cast
 from expertmesh.config.base import parse_json
 from expertmesh.data.data_progress import Progress
 from expertmesh.data.encoding import MOST_OF_A_MARK, NotTextError, decoded, encoding_of
-from expertmesh.data.files import TextFile, is_packed, opened, printable
+from expertmesh.data.files import TextFile, is_packed, lines_of, opened, printable
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import named
 
 _HEAD_BYTES = 4096
+_FIRST_BYTES = 1 << 20
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
@@ -91,7 +92,31 @@ def _parts(path: Path, encoding: str | None, *, is_lines: bool) -> tuple[list[_P
     return list(_lines(path, name, skipped)), "line"
 
 
-def _is_object(line: bytes) -> bool:
+def entries_of(text: str, *, is_lines: bool) -> tuple[list[tuple[int, str]], str]:
+    """(numbered JSON values, unit) of a text: objects on lines, the entries of an array, or a single object.
+
+    Args:
+        text: the text.
+        is_lines: see `json_rows`.
+
+    Raises:
+        NoRecordsError: the text is no JSON, and no object on each line.
+    """
+    lines = [(number, line) for number, line in enumerate(lines_of(text), 1) if line.strip()]
+    if text.lstrip().startswith("["):
+        try:
+            spans = enumerate(_spans(text), 1)
+            return [(number, text[start:stop]) for number, (start, stop) in spans], "entry"
+        except NoRecordsError:
+            if not is_lines:
+                raise
+    elif lines and not is_lines and (len(lines) == 1 or not _is_object(lines[0][1])):
+        _check_json(text)
+        return [(1, text)], "entry"
+    return lines, "line"
+
+
+def _is_object(line: bytes | str) -> bool:
     try:
         return isinstance(parse_json(line), dict)
     except ValueError:
@@ -117,6 +142,38 @@ def holds_lines(path: Path, encoding: str | None) -> bool:
     with closing(_lines(path, name, skipped)) as lines:
         first = [line for line in (next(lines, None), next(lines, None)) if line is not None]
     return bool(first) and all(_is_object(line.read()) for line in first)
+
+
+def holds_entries(path: Path, encoding: str | None) -> bool:
+    """Whether a text file begins with an array of JSON objects, or with an object before others or none, on several lines.
+
+    Only a name that says nothing, without an ending or with .txt, is looked at: programs keep such files under many others.
+
+    Args:
+        path: path of the file.
+        encoding: encoding of a file without a mark; None: UTF-8.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    own = path.with_suffix("") if is_packed(path) else path
+    if own.suffix.lower() not in ("", ".txt"):
+        return False
+    with opened(path) as file:
+        head = file.read(_HEAD_BYTES)
+        name, skipped = encoding_of(head[:MOST_OF_A_MARK], encoding)
+        first = head[skipped:].decode(name, errors="replace").lstrip()[:1]
+        if first not in ("[", "{"):
+            return False
+        head += file.read(_FIRST_BYTES)
+    text = head[skipped:].decode(name, errors="replace").lstrip()
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, _after_blanks(text, int(first == "[")))
+    except (ValueError, RecursionError):
+        return False
+    end = _after_blanks(text, end)
+    following = (",", "]", "") if first == "[" else ("{", "")
+    return isinstance(value, dict) and text[end : end + 1] in following
 
 
 def _lines(path: Path, name: str, skipped: int) -> Generator[_Part]:

@@ -1,7 +1,6 @@
 """Quantized folders made from a run, a checkpoint or a hub model, under hub names if an architecture fits."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -19,8 +18,8 @@ from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_dtype, read_config
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
-from expertmesh.config.base import expanded
-from expertmesh.config.output_file import naming
+from expertmesh.config.base import expanded, parse_json
+from expertmesh.config.output_file import complete_folder
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.integrations.hub.save import their_value, write_rest
@@ -34,9 +33,12 @@ from expertmesh.runs.quantized import REPORT
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
+from expertmesh.training.threads import threads_of_calls
 
 _KEEP = ("router.", "norm.", "embedding.", "output.", "gate.", "expert_bias")
 """Parts of names of tensors that are never quantized."""
+_ROWS = 512
+"""Approximate tokens of a forward of the calibration, for which the number of threads is measured."""
 
 
 class Quantized(NamedTuple):
@@ -139,28 +141,22 @@ def quantize(
     scheme = Scheme(format) if group_size is None else Scheme(format, group_size)
     plan = _planned(run, weights, scheme, layers, dtype)
     if calibration is not None:
-        importance = importance_of(
-            open_model(run), expanded(calibration), most_bytes=calibration_bytes
-        )
+        opened = open_model(run)
+        with threads_of_calls(opened.model, opened.precision, num_rows=_ROWS):
+            importance = importance_of(opened, expanded(calibration), most_bytes=calibration_bytes)
         plan = plan._replace(importance=importance)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    with naming(target, partial):
-        partial.mkdir(parents=True)
-        try:
-            sizes = _write_weights(weights, plan, partial)
-            what = _write_rest(run, plan, partial)
-            report = {
-                "source": str(source),
-                "format": format,
-                "group_size": scheme.group_size if format == "int4" else None,
-                "layers": layers,
-                "calibration": None if calibration is None else str(calibration),
-                **sizes,
-            }
-            (partial / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with complete_folder(target) as partial:
+        sizes = _write_weights(weights, plan, partial)
+        what = _write_rest(run, plan, partial)
+        report = {
+            "source": str(source),
+            "format": format,
+            "group_size": scheme.group_size if format == "int4" else None,
+            "layers": layers,
+            "calibration": None if calibration is None else str(calibration),
+            **sizes,
+        }
+        (partial / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return Quantized(target, what, report)
 
 
@@ -300,7 +296,7 @@ def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
                 shutil.copyfile(path, folder / path.name)
         if (run.path / TOKENIZER).is_file():
             shutil.copyfile(run.path / TOKENIZER, folder / TOKENIZER)
-        values = json.loads((run.path / "config.json").read_text())
+        values = parse_json((run.path / "config.json").read_bytes())
         more |= {"dtype": name, "torch_dtype": name}
         what = hub_family(values).architecture
     elif model_type is not None:
