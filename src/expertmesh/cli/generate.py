@@ -450,10 +450,10 @@ def _asked_in(path: Path) -> list[Prompt]:
     return list(map(Prompt, asked, wheres))
 
 
-def _asked_by(text: str, where: str) -> Asked:
+def _asked_by(json_text: str, where: str) -> Asked:
     """Prompt in a value of JSON; `where` is its place in messages."""
     try:
-        value = parse_json(text)
+        value = parse_json(json_text)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}); correct it") from None
     is_one = isinstance(value, dict) and len(value) == 1

@@ -151,15 +151,14 @@ def say_address(name: str, address: str) -> None:
 
 def num_threads_of(engine: "Engine") -> int | None:
     """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
-    import torch
-
+    from expertmesh.models.gpt.model import GPT
     from expertmesh.ops.cpu.products import usual_library
     from expertmesh.runs.arithmetic import Arithmetic
     from expertmesh.runs.precision import Precision
     from expertmesh.training.threads import threads_of_calls
 
     model = engine.model
-    if not isinstance(model, torch.nn.Module) or model.device.type != "cpu":
+    if not isinstance(model, GPT) or model.device.type != "cpu":
         return None
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     precision = Precision.of(model.device, Arithmetic("cpu", dtype, usual_library()))

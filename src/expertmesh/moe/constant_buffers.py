@@ -46,5 +46,5 @@ def _give_memory(module: nn.Module, _: object) -> None:
     device = next((p.device for p in module.parameters() if not p.is_meta), None)
     if names and device is not None:
         for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+            module._buffers[name] = torch.empty_like(module.get_buffer(name), device=device)
         module.fill_constants()

@@ -89,8 +89,8 @@ def importance_of(
         for hook in hooks:
             hook.remove()
     found = {}
-    for name, one in seen.items():
-        found[f"{name}.w_in"], found[f"{name}.w_out"] = one.means()
+    for name, sums in seen.items():
+        found[f"{name}.w_in"], found[f"{name}.w_out"] = sums.means()
     return found
 
 
