@@ -151,17 +151,21 @@ def say_address(name: str, address: str) -> None:
 
 def num_threads_of(engine: "Engine") -> int | None:
     """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
-    from expertmesh.models.gpt.model import GPT
+    import torch
+
     from expertmesh.ops.cpu.products import usual_library
     from expertmesh.runs.arithmetic import Arithmetic
     from expertmesh.runs.precision import Precision
     from expertmesh.training.threads import threads_of_calls
 
     model = engine.model
-    if not isinstance(model, GPT) or model.device.type != "cpu":
+    if not isinstance(model, torch.nn.Module):
         return None
-    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
-    precision = Precision.of(model.device, Arithmetic("cpu", dtype, usual_library()))
+    weight = model.get_parameter("embedding.weight")
+    if weight.device.type != "cpu":
+        return None
+    dtype = str(weight.dtype).removeprefix("torch.")
+    precision = Precision.of(weight.device, Arithmetic("cpu", dtype, usual_library()))
     rows = min(_ROWS, engine.config.max_sequences)
     with threads_of_calls(model, precision, num_rows=rows) as threads:
         return None if threads is None else threads.count
