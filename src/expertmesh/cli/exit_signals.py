@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -16,7 +17,7 @@ def ended_by_exit() -> Iterator[None]:
     An ignored SIGHUP (`nohup`) stays ignored. Outside the main thread, where Python allows no signal handlers, the
     context does nothing.
     """
-    before = {}
+    before: dict[signal.Signals, Any] = {}
 
     def leave(number: int, frame: FrameType | None) -> None:
         for one in before:
