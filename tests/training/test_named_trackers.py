@@ -1,6 +1,7 @@
 """Trackers by name: what services get, and that a run that goes on stays one there."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -122,7 +123,7 @@ def test_an_error_of_a_users_tracker_is_raised_after_a_checkpoint(tiny):
     config = tiny()
     with pytest.raises(ConnectionError, match="is gone"):
         train(config, console=Console(quiet=True), trackers=[Mine()])
-    assert step_of(list_checkpoints(config.train.run_dir / "checkpoints")[-1]) == 3
+    assert step_of(list_checkpoints(Path(config.train.run_dir) / "checkpoints")[-1]) == 3
 
 
 def test_a_service_that_is_not_installed_is_refused_before_the_work(tiny, run_quietly, monkeypatch):
