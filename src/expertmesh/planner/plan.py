@@ -186,7 +186,6 @@ def _problem(
             work,
             batch,
             efficiency_of(cluster),
-            num_heads=_heads(model),
             pp_degree=pp,
             virtual_stages=vpp,
         ),
@@ -203,13 +202,6 @@ def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
     if given == "auto":
         return "float32" if is_cpu else "bfloat16"
     return given
-
-
-def _heads(model: PlannedModel) -> int:
-    """Number of heads, which a tensor-parallel degree must divide."""
-    if model.config is not None:
-        return model.config.model.num_heads
-    return 2**20  # heads of the hub's models are multiples of 8
 
 
 def _tokens(name: str, value: object) -> int:

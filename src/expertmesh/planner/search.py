@@ -28,7 +28,6 @@ class Problem:
         work: sequences, precision and software.
         batch: sequences of one step.
         efficiency: efficiency of the software.
-        num_heads: number of heads, which a tensor-parallel degree must divide.
         pp_degree: pipeline stages; always 1 in runs of this project.
         virtual_stages: virtual stages of each pipeline stage.
     """
@@ -38,7 +37,6 @@ class Problem:
     work: Workload
     batch: int
     efficiency: Efficiency
-    num_heads: int
     pp_degree: int = 1
     virtual_stages: int = 1
 
@@ -116,7 +114,7 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
     node = problem.cluster.node_size
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     for tp in TENSOR_DEGREES:
-        if tp > node or N % tp or problem.num_heads % tp or problem.work.seq_len % tp:
+        if N % tp or not can_cut(problem, tp):
             continue
         for copies in _copies(N, node):
             W = N // copies
@@ -136,6 +134,12 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
                             zero_stage=zero,
                             checkpointing=checkpointing,
                         )
+
+
+def can_cut(problem: Problem, tp_degree: int) -> bool:
+    """Whether a tensor-parallel degree keeps within a node, and divides the sequence and all that it cuts."""
+    divisor = math.gcd(problem.sizes.tensor_divisor, problem.work.seq_len)
+    return tp_degree <= problem.cluster.node_size and divisor % tp_degree == 0
 
 
 def _copies(num_ranks: int, node: int) -> list[int]:

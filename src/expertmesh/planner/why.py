@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.step_time import StepSeconds
-from expertmesh.planner.search import Candidate, divisors
+from expertmesh.planner.search import Candidate, can_cut, divisors
 
 _WORDS = {
     "dense_s": "dense products",
@@ -104,6 +104,5 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
             yield f"zero-stage {zero}", replace(layout, zero_stage=zero)
     tp = 2 * layout.tp_degree
     doubled = replace(layout, tp_degree=tp, micro_batch=2 * layout.micro_batch)
-    may_double = problem.num_heads % tp == 0 and tp <= problem.cluster.node_size
-    if may_double and layout.dp_degree % 2 == 0:
+    if can_cut(problem, tp) and W % tp == 0 and layout.dp_degree % 2 == 0:
         yield f"tp-degree {tp}", doubled
