@@ -19,6 +19,7 @@ CASES = {
     "norms of projections": ({"qk_norm": True, "qk_norm_scope": "projection"}, EXPERTS, {1}),
     "dense layers of 2730": ({"ffn_hidden_dim": 2730, "moe_every": 2}, EXPERTS, {1, 2}),
     "shared experts": ({}, EXPERTS | {"num_shared_experts": 2, "hidden_dim": 10}, {1, 2, 4}),
+    "5 experts of 100": ({}, EXPERTS | {"num_experts": (5,), "hidden_dim": 100}, {1, 2, 4}),
 }
 QWEN2 = {
     "hidden_size": 224,
@@ -58,3 +59,11 @@ def test_heads_of_a_hub_folder_are_cut_whole(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"model_type": kind}))
     found = em.plan(tmp_path, cluster="h100x8")
     assert {one.layout.tp_degree for one in found.candidates} == {1, 2, 4}
+
+
+def test_what_cannot_be_cut_says_so():
+    moe = EXPERTS | {"num_experts": (5,), "hidden_dim": 2**22 + 2}
+    model = SMALL | {"dim": 8192, "head_dim": 64, "moe": moe}
+    config = GPTRunConfig.model_validate({"model": model, "train": {"batch_size": 64}})
+    with pytest.raises(em.ConfigError, match="slices of experts are whole on 2 devices at most"):
+        em.plan(config, cluster="h100x8")

@@ -27,6 +27,8 @@ from expertmesh.planner.search import (
     Candidate,
     Goal,
     Problem,
+    can_slice,
+    divisors,
     fitting,
     layouts,
     powers_of_two,
@@ -256,6 +258,10 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
     said += (
         f", with offload {device:.1f} and {host:.1f} of the host's {cluster.host.memory_gib:.1f}"
     )
+    stage = cluster.num_gpus // problem.pp_degree
+    widest = max(n for n in divisors(stage) if can_slice(problem.sizes, n))
+    if widest < stage:
+        said += f", and slices of experts are whole on {widest} devices at most"
     return f"{said}; {_remedy(problem)}"
 
 

@@ -1,7 +1,7 @@
 """Search over the layouts of a model on a cluster that this project can run, by memory and time."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
@@ -111,17 +111,15 @@ def divisors(number: int) -> tuple[int, ...]:
 def layouts(problem: Problem) -> Iterator[RankLayout]:
     """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay open."""
     N = problem.cluster.num_gpus // problem.pp_degree
-    node = problem.cluster.node_size
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     for tp in TENSOR_DEGREES:
         if N % tp or not can_cut(problem, tp):
             continue
-        for copies in _copies(N, node):
+        for copies in _copies(problem):
             W = N // copies
-            if W % tp:
+            if W % tp or not can_slice(problem.sizes, W):
                 continue
-            routes = [r for r in divisors(W) if _can_route(problem, r, W)] if has_experts else [1]
-            for route in routes:
+            for route in routes_over(W) if has_experts else [1]:
                 for zero in (3, 2, 1):
                     for checkpointing in _CHECKPOINTING:
                         yield RankLayout(
@@ -142,18 +140,23 @@ def can_cut(problem: Problem, tp_degree: int) -> bool:
     return tp_degree <= problem.cluster.node_size and divisor % tp_degree == 0
 
 
-def _copies(num_ranks: int, node: int) -> list[int]:
-    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes."""
-    found = [num_ranks // (node * n) for n in (8, 2, 1) if num_ranks % (node * n) == 0]
+def _copies(problem: Problem) -> Sequence[int]:
+    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes; any if one is too wide."""
+    N, node = problem.cluster.num_gpus // problem.pp_degree, problem.cluster.node_size
+    if not can_slice(problem.sizes, N):
+        return divisors(N)
+    found = [N // (node * n) for n in (8, 2, 1) if N % (node * n) == 0]
     return sorted({1, *(c for c in found if c > 1)})
 
 
-def _can_route(problem: Problem, route: int, W: int) -> bool:
-    """Whether the slices of experts are whole, and the route degree is W or a power of two."""
-    for block in problem.sizes.blocks:
-        if block.num_experts and block.hidden_dim % RankLayout.slices(block.num_experts, W):
-            return False
-    return route == W or route & (route - 1) == 0
+def can_slice(sizes: ModelSizes, num_ranks: int) -> bool:
+    """Whether so many ranks can hold whole slices of the experts of each layer."""
+    return not any(b.hidden_dim % RankLayout.slices(b.num_experts, num_ranks) for b in sizes.blocks)
+
+
+def routes_over(num_ranks: int) -> list[int]:
+    """Numbers of ranks that tokens may travel over: powers of two that divide all ranks, and all of them."""
+    return [r for r in divisors(num_ranks) if r == num_ranks or r & (r - 1) == 0]
 
 
 def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:

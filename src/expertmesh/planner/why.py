@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.step_time import StepSeconds
-from expertmesh.planner.search import Candidate, can_cut, divisors
+from expertmesh.planner.search import Candidate, can_cut, routes_over
 
 _WORDS = {
     "dense_s": "dense products",
@@ -70,7 +70,7 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
     """(change in words, layout) of layouts that differ by one choice."""
     layout, problem = best.layout, best.problem
     W = layout.stage_ranks // layout.dp_replicate_degree
-    routes = [r for r in divisors(W) if r & (r - 1) == 0 or r == W]
+    routes = routes_over(W)
     place = routes.index(layout.route_degree) if layout.route_degree in routes else -1
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     if has_experts and place > 0:
