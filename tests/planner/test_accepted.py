@@ -1,4 +1,4 @@
-"""What a plan offers is what training accepts, and no tensor degree that it accepts is missing."""
+"""What a plan offers is what training and the engine accept, and no degree that they accept is missing."""
 
 import json
 
@@ -6,9 +6,15 @@ import pytest
 
 import expertmesh as em
 from expertmesh.cli.flags import parse_run_config
+from expertmesh.config.run import ParallelConfig
+from expertmesh.costs.hardware import find_cluster
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.parallelize import check_degrees
+from expertmesh.parallel.serving import serving_degrees
+from expertmesh.planner.planned_model import planned_model
+from expertmesh.planner.search import TENSOR_DEGREES
 from expertmesh.planner.search_result import flags_of
+from expertmesh.planner.serve import serve_plan, servings
 
 SMALL = {"dim": 64, "num_layers": 2, "vocab_size": 512, "ffn_hidden_dim": 64, "num_heads": 8}
 EXPERTS = {"num_experts": (8,), "hidden_dim": 64}
@@ -54,11 +60,37 @@ def test_training_accepts_every_candidate(case, tmp_path):
     assert {one.layout.tp_degree for one in found.candidates} == degrees
 
 
+def _is_served(config, tp, num_ranks):
+    """Whether an engine on these ranks accepts a tensor degree, with different experts on each rank."""
+    moe, parallel = config.model.moe, ParallelConfig(tp_degree=tp)
+    sizes = {"num_experts": moe.num_experts, "hidden_dim": moe.hidden_dim}
+    try:
+        found = serving_degrees(parallel, num_ranks=num_ranks, **sizes)
+        check_degrees(config.model, parallel, num_ranks=tp)  # as the engine cuts dense layers
+    except em.ConfigError:
+        return False
+    return num_ranks == (found.e * found.f if moe.num_experts else tp)
+
+
+def test_the_engine_accepts_what_is_offered_and_nothing_else(case):
+    config, _ = case
+    given = {"batch": 8, "context": 100, "weight_bytes": 2.0, "fused": False}
+    ways = servings(planned_model(config), find_cluster("h100x8"), **given)
+    assert {(way.tp_degree, way.route_degree) for way in ways} == {
+        (tp, route)
+        for tp in TENSOR_DEGREES
+        for route in TENSOR_DEGREES
+        if _is_served(config, tp, route)
+    }
+
+
 @pytest.mark.parametrize("kind", ["qwen2_moe", "another"])
 def test_heads_of_a_hub_folder_are_cut_whole(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"model_type": kind}))
     found = em.plan(tmp_path, cluster="h100x8")
     assert {one.layout.tp_degree for one in found.candidates} == {1, 2, 4}
+    served = serve_plan(tmp_path, cluster="h100x8", batch=8, context=100)
+    assert {way.tp_degree for way in served.ways} == {1, 2, 4}
 
 
 def test_what_cannot_be_cut_says_so():
