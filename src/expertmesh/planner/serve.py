@@ -90,8 +90,8 @@ class Serving:
 
     @property
     def routed_batch(self) -> float:
-        """Tokens of a step on the devices that share one set of experts."""
-        return self.local_batch * self.route_degree / self.tp_degree
+        """Tokens of a step on the devices that share one set of experts, at most one of each sequence."""
+        return min(self.local_batch * self.route_degree / self.tp_degree, self.batch)
 
     def experts_touched(self, block: LayerSizes) -> float:
         """Expected number of a layer's experts on one device that some token of a step chose."""
