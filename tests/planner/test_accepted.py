@@ -15,6 +15,7 @@ from expertmesh.planner.planned_model import planned_model
 from expertmesh.planner.search import TENSOR_DEGREES
 from expertmesh.planner.search_result import flags_of
 from expertmesh.planner.serve import serve_plan, servings
+from expertmesh.planner.why import why_not
 
 SMALL = {"dim": 64, "num_layers": 2, "vocab_size": 512, "ffn_hidden_dim": 64, "num_heads": 8}
 EXPERTS = {"num_experts": (8,), "hidden_dim": 64}
@@ -26,6 +27,7 @@ CASES = {
     "dense layers of 2730": ({"ffn_hidden_dim": 2730, "moe_every": 2}, EXPERTS, {1, 2}),
     "shared experts": ({}, EXPERTS | {"num_shared_experts": 2, "hidden_dim": 10}, {1, 2, 4}),
     "5 experts of 100": ({}, EXPERTS | {"num_experts": (5,), "hidden_dim": 100}, {1, 2, 4}),
+    "no experts": ({}, {"num_experts": ()}, {1, 2, 4, 8}),
 }
 QWEN2 = {
     "hidden_size": 224,
@@ -58,6 +60,8 @@ def test_training_accepts_every_candidate(case, tmp_path):
         run = parse_run_config(" ".join([found.model.words, *flags]).split()).config
         check_degrees(run.model, run.parallel, num_ranks=8, seq_len=run.data.seq_len)
     assert {one.layout.tp_degree for one in found.candidates} == degrees
+    if not config.model.moe.num_experts:
+        assert not any("recompute-h" in line for line in why_not(found.best))
 
 
 def _is_served(config, tp, num_ranks):

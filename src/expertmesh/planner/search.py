@@ -15,7 +15,6 @@ from expertmesh.costs.step_time import Efficiency, StepSeconds, raw_step, step_s
 Goal = Literal["throughput", "memory", "latency"]
 OVERLAPS = (1, 2, 4)
 TENSOR_DEGREES = (1, 2, 4, 8)
-_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "experts", "full")
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,12 @@ class Candidate:
         return flops / cluster.num_gpus / cluster.device.flops_per_s(precision)
 
 
+def checkpointings(sizes: ModelSizes) -> tuple[Checkpointing, ...]:
+    """Kinds of checkpointing that training has for a model; the hidden rows of experts need some."""
+    has_experts = any(block.num_experts for block in sizes.blocks)
+    return ("none", "experts", "full") if has_experts else ("none", "full")
+
+
 def powers_of_two(most: int) -> list[int]:
     """The powers of two 1, 2, 4, ... up to `most`."""
     return [1 << n for n in range(max(most, 1).bit_length()) if 1 << n <= most]
@@ -121,7 +126,7 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
                 continue
             for route in routes_over(W) if has_experts else [1]:
                 for zero in (3, 2, 1):
-                    for checkpointing in _CHECKPOINTING:
+                    for checkpointing in checkpointings(problem.sizes):
                         yield RankLayout(
                             num_ranks=problem.cluster.num_gpus,
                             tp_degree=tp,

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.step_time import StepSeconds
-from expertmesh.planner.search import Candidate, can_cut, routes_over
+from expertmesh.planner.search import Candidate, can_cut, checkpointings, routes_over
 
 _WORDS = {
     "dense_s": "dense products",
@@ -22,6 +22,11 @@ _WORDS = {
     "offload_s": "copies to the host",
     "host_s": "launches",
     "bubble_s": "pipeline bubble",
+}
+_RECOMPUTED = {
+    "none": "no checkpointing",
+    "experts": "recompute-h",
+    "full": "activation-checkpointing",
 }
 SAME = 0.005
 """Relative difference of step times below which they count as equal."""
@@ -85,13 +90,9 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
     if layout.route_degree > 1:
         parts = 1 if layout.overlap_degree > 1 else 2
         yield f"overlap-degree {parts}", replace(layout, overlap_degree=parts)
-    for checkpointing, what in (
-        ("none", "no checkpointing"),
-        ("experts", "recompute-h"),
-        ("full", "activation-checkpointing"),
-    ):
+    for checkpointing in checkpointings(problem.sizes):
         if checkpointing != layout.checkpointing:
-            yield what, replace(layout, checkpointing=checkpointing)  # type: ignore[arg-type]
+            yield _RECOMPUTED[checkpointing], replace(layout, checkpointing=checkpointing)
     if layout.accumulation % 2 == 0:
         doubled = replace(
             layout, micro_batch=2 * layout.micro_batch, accumulation=layout.accumulation // 2
