@@ -123,7 +123,7 @@ def test_states_are_those_of_the_trainer(name, num_ranks):
     config = recipe(name)
     cluster = find_cluster(f"h100x{num_ranks}")
     work = Workload(config.data.seq_len)
-    problem = Problem(sizes_of(config.model), cluster, work, 4096, None, config.model.num_heads)
+    problem = Problem(sizes_of(config.model), cluster, work, 4096, None)
     for layout in layouts(problem):
         layout = next(with_batch(problem, layout))
         parallel = config.parallel.model_copy(
@@ -399,7 +399,7 @@ def test_more_devices_are_never_planned_slower():
 
 def test_layouts_are_of_the_cluster():
     sizes = sizes_of(recipe("gpt-350m-prmoe").model)
-    problem = Problem(sizes, find_cluster("h100x64"), Workload(2048), 512, None, 16)
+    problem = Problem(sizes, find_cluster("h100x64"), Workload(2048), 512, None)
     for layout in layouts(problem):
         assert isinstance(layout, RankLayout)
         assert layout.dp_degree * layout.tp_degree == 64

@@ -36,6 +36,13 @@ def test_experts_touched_are_those_of_distinct_choices():
     assert many.experts_touched(block) == pytest.approx(block.num_experts / 8)
 
 
+def test_one_sequence_chooses_the_experts_of_one_token():
+    for way in serve_plan("deepseek-v3", cluster="h200x32", batch=1, context=4096).ways:
+        for block in way.sizes.blocks:
+            touched = way.experts_touched(block) * way.route_degree
+            assert touched == pytest.approx(block.rows_per_token)
+
+
 def test_keys_and_values_are_counted_once_for_each_head():
     """Grouped heads are shared out over tensor-parallel devices as far as there are some; latents are on each of them."""
     per_token = 48 * 2 * 4 * 128 * 2

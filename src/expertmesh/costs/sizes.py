@@ -1,5 +1,6 @@
 """Sizes of a language model for the models of time and memory: its layers by kind, also from a config.json of the hub."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class ModelSizes:
         blocks: its layers by kind.
         two_layers_parameters: dense parameters of the two neighbouring layers that have most.
         dense: (parameter, count) of parameters beside the routed experts, equal ones together; empty: shapes unknown.
+        tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
 
     Example:
         >>> from expertmesh.models.gpt.sizes import sizes_of
@@ -80,6 +82,7 @@ class ModelSizes:
     blocks: tuple[LayerSizes, ...]
     two_layers_parameters: int
     dense: tuple[tuple[Parameter, int], ...] = ()
+    tensor_divisor: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -194,7 +197,11 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
         dense_of[is_moe, limit] = blocks[-1].dense_parameters
     tied = v.get("tie_word_embeddings", False)
     pair = max(sum(dense_of[kind] for kind in order[i : i + 2]) for i in range(L))
-    return ModelSizes(D, V, (1 if tied else 2) * D * V + D, tuple(blocks), pair)
+    heads = v["num_attention_heads"]
+    keys = heads if "kv_lora_rank" in v else v.get("num_key_value_heads", heads)
+    divisor = math.gcd(heads, keys, *(block.dense_hidden for block in blocks))
+    outside = (1 if tied else 2) * D * V + D
+    return ModelSizes(D, V, outside, tuple(blocks), pair, tensor_divisor=divisor)
 
 
 def _first(v: _Values, *names: str) -> Any:

@@ -27,6 +27,8 @@ from expertmesh.planner.search import (
     Candidate,
     Goal,
     Problem,
+    can_slice,
+    divisors,
     fitting,
     layouts,
     powers_of_two,
@@ -186,7 +188,6 @@ def _problem(
             work,
             batch,
             efficiency_of(cluster),
-            num_heads=_heads(model),
             pp_degree=pp,
             virtual_stages=vpp,
         ),
@@ -203,13 +204,6 @@ def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
     if given == "auto":
         return "float32" if is_cpu else "bfloat16"
     return given
-
-
-def _heads(model: PlannedModel) -> int:
-    """Number of heads, which a tensor-parallel degree must divide."""
-    if model.config is not None:
-        return model.config.model.num_heads
-    return 2**20  # heads of the hub's models are multiples of 8
 
 
 def _tokens(name: str, value: object) -> int:
@@ -264,6 +258,10 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
     said += (
         f", with offload {device:.1f} and {host:.1f} of the host's {cluster.host.memory_gib:.1f}"
     )
+    stage = cluster.num_gpus // problem.pp_degree
+    widest = max(n for n in divisors(stage) if can_slice(problem.sizes, n))
+    if widest < stage:
+        said += f", and slices of experts are whole on {widest} devices at most"
     return f"{said}; {_remedy(problem)}"
 
 

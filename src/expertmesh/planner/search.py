@@ -1,7 +1,7 @@
 """Search over the layouts of a model on a cluster that this project can run, by memory and time."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
@@ -15,7 +15,6 @@ from expertmesh.costs.step_time import Efficiency, StepSeconds, raw_step, step_s
 Goal = Literal["throughput", "memory", "latency"]
 OVERLAPS = (1, 2, 4)
 TENSOR_DEGREES = (1, 2, 4, 8)
-_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "experts", "full")
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Problem:
         work: sequences, precision and software.
         batch: sequences of one step.
         efficiency: efficiency of the software.
-        num_heads: number of heads, which a tensor-parallel degree must divide.
         pp_degree: pipeline stages; always 1 in runs of this project.
         virtual_stages: virtual stages of each pipeline stage.
     """
@@ -38,7 +36,6 @@ class Problem:
     work: Workload
     batch: int
     efficiency: Efficiency
-    num_heads: int
     pp_degree: int = 1
     virtual_stages: int = 1
 
@@ -98,6 +95,12 @@ class Candidate:
         return flops / cluster.num_gpus / cluster.device.flops_per_s(precision)
 
 
+def checkpointings(sizes: ModelSizes) -> tuple[Checkpointing, ...]:
+    """Kinds of checkpointing that training has for a model; the hidden rows of experts need some."""
+    has_experts = any(block.num_experts for block in sizes.blocks)
+    return ("none", "experts", "full") if has_experts else ("none", "full")
+
+
 def powers_of_two(most: int) -> list[int]:
     """The powers of two 1, 2, 4, ... up to `most`."""
     return [1 << n for n in range(max(most, 1).bit_length()) if 1 << n <= most]
@@ -113,19 +116,17 @@ def divisors(number: int) -> tuple[int, ...]:
 def layouts(problem: Problem) -> Iterator[RankLayout]:
     """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay open."""
     N = problem.cluster.num_gpus // problem.pp_degree
-    node = problem.cluster.node_size
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     for tp in TENSOR_DEGREES:
-        if tp > node or N % tp or problem.num_heads % tp or problem.work.seq_len % tp:
+        if N % tp or not can_cut(problem, tp):
             continue
-        for copies in _copies(N, node):
+        for copies in _copies(problem):
             W = N // copies
-            if W % tp:
+            if W % tp or not can_slice(problem.sizes, W):
                 continue
-            routes = [r for r in divisors(W) if _can_route(problem, r, W)] if has_experts else [1]
-            for route in routes:
+            for route in routes_over(W) if has_experts else [1]:
                 for zero in (3, 2, 1):
-                    for checkpointing in _CHECKPOINTING:
+                    for checkpointing in checkpointings(problem.sizes):
                         yield RankLayout(
                             num_ranks=problem.cluster.num_gpus,
                             tp_degree=tp,
@@ -138,18 +139,29 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
                         )
 
 
-def _copies(num_ranks: int, node: int) -> list[int]:
-    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes."""
-    found = [num_ranks // (node * n) for n in (8, 2, 1) if num_ranks % (node * n) == 0]
+def can_cut(problem: Problem, tp_degree: int) -> bool:
+    """Whether a tensor-parallel degree keeps within a node, and divides the sequence and all that it cuts."""
+    divisor = math.gcd(problem.sizes.tensor_divisor, problem.work.seq_len)
+    return tp_degree <= problem.cluster.node_size and divisor % tp_degree == 0
+
+
+def _copies(problem: Problem) -> Sequence[int]:
+    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes; any if one is too wide."""
+    N, node = problem.cluster.num_gpus // problem.pp_degree, problem.cluster.node_size
+    if not can_slice(problem.sizes, N):
+        return divisors(N)
+    found = [N // (node * n) for n in (8, 2, 1) if N % (node * n) == 0]
     return sorted({1, *(c for c in found if c > 1)})
 
 
-def _can_route(problem: Problem, route: int, W: int) -> bool:
-    """Whether the slices of experts are whole, and the route degree is W or a power of two."""
-    for block in problem.sizes.blocks:
-        if block.num_experts and block.hidden_dim % RankLayout.slices(block.num_experts, W):
-            return False
-    return route == W or route & (route - 1) == 0
+def can_slice(sizes: ModelSizes, num_ranks: int) -> bool:
+    """Whether so many ranks can hold whole slices of the experts of each layer."""
+    return not any(b.hidden_dim % RankLayout.slices(b.num_experts, num_ranks) for b in sizes.blocks)
+
+
+def routes_over(num_ranks: int) -> list[int]:
+    """Numbers of ranks that tokens may travel over: powers of two that divide all ranks, and all of them."""
+    return [r for r in divisors(num_ranks) if r == num_ranks or r & (r - 1) == 0]
 
 
 def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:

@@ -17,7 +17,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.arguments import MOST_AT_ONCE, cluster_of, whole
 from expertmesh.planner.planned_model import PlannedModel, planned_model
-from expertmesh.planner.search import TENSOR_DEGREES, divisors
+from expertmesh.planner.search import TENSOR_DEGREES, can_slice, routes_over
 
 HOST_S = 1.1e-4
 """CPU seconds per layer and step, with a launch per operation: Qwen3-30B on one A100, 9.6 ms for a token of 48 layers."""
@@ -90,8 +90,8 @@ class Serving:
 
     @property
     def routed_batch(self) -> float:
-        """Tokens of a step on the devices that share one set of experts."""
-        return self.local_batch * self.route_degree / self.tp_degree
+        """Tokens of a step on the devices that share one set of experts, at most one of each sequence."""
+        return min(self.local_batch * self.route_degree / self.tp_degree, self.batch)
 
     def experts_touched(self, block: LayerSizes) -> float:
         """Expected number of a layer's experts on one device that some token of a step chose."""
@@ -219,14 +219,13 @@ def servings(
     weight_bytes: float,
     fused: bool,
 ) -> Iterator[Serving]:
-    """All layouts for generation, whether they fit or not."""
+    """All layouts for generation that the engine accepts, whether they fit or not."""
     has_experts = any(block.num_experts for block in model.sizes.blocks)
-    heads = model.config.model.num_heads if model.config is not None else TENSOR_DEGREES[-1]
     for tp in TENSOR_DEGREES:
-        if tp > cluster.node_size or cluster.num_gpus % tp or heads % tp:
+        if tp > cluster.node_size or cluster.num_gpus % tp or model.sizes.tensor_divisor % tp:
             continue
-        for route in divisors(cluster.num_gpus) if has_experts else [tp]:
-            if route % tp == 0 and (route & (route - 1) == 0 or route == cluster.num_gpus):
+        for route in routes_over(cluster.num_gpus) if has_experts else [tp]:
+            if route % tp == 0 and can_slice(model.sizes, route):
                 yield Serving(
                     model.sizes,
                     cluster,

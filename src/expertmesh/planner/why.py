@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.step_time import StepSeconds
-from expertmesh.planner.search import Candidate, divisors
+from expertmesh.planner.search import Candidate, can_cut, checkpointings, routes_over
 
 _WORDS = {
     "dense_s": "dense products",
@@ -22,6 +22,11 @@ _WORDS = {
     "offload_s": "copies to the host",
     "host_s": "launches",
     "bubble_s": "pipeline bubble",
+}
+_RECOMPUTED = {
+    "none": "no checkpointing",
+    "experts": "recompute-h",
+    "full": "activation-checkpointing",
 }
 SAME = 0.005
 """Relative difference of step times below which they count as equal."""
@@ -70,7 +75,7 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
     """(change in words, layout) of layouts that differ by one choice."""
     layout, problem = best.layout, best.problem
     W = layout.stage_ranks // layout.dp_replicate_degree
-    routes = [r for r in divisors(W) if r & (r - 1) == 0 or r == W]
+    routes = routes_over(W)
     place = routes.index(layout.route_degree) if layout.route_degree in routes else -1
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     if has_experts and place > 0:
@@ -85,13 +90,9 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
     if layout.route_degree > 1:
         parts = 1 if layout.overlap_degree > 1 else 2
         yield f"overlap-degree {parts}", replace(layout, overlap_degree=parts)
-    for checkpointing, what in (
-        ("none", "no checkpointing"),
-        ("experts", "recompute-h"),
-        ("full", "activation-checkpointing"),
-    ):
+    for checkpointing in checkpointings(problem.sizes):
         if checkpointing != layout.checkpointing:
-            yield what, replace(layout, checkpointing=checkpointing)  # type: ignore[arg-type]
+            yield _RECOMPUTED[checkpointing], replace(layout, checkpointing=checkpointing)
     if layout.accumulation % 2 == 0:
         doubled = replace(
             layout, micro_batch=2 * layout.micro_batch, accumulation=layout.accumulation // 2
@@ -104,6 +105,5 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
             yield f"zero-stage {zero}", replace(layout, zero_stage=zero)
     tp = 2 * layout.tp_degree
     doubled = replace(layout, tp_degree=tp, micro_batch=2 * layout.micro_batch)
-    may_double = problem.num_heads % tp == 0 and tp <= problem.cluster.node_size
-    if may_double and layout.dp_degree % 2 == 0:
+    if can_cut(problem, tp) and W % tp == 0 and layout.dp_degree % 2 == 0:
         yield f"tp-degree {tp}", doubled

@@ -10,6 +10,7 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
+from expertmesh.models.gpt.sizes import tensor_sizes
 from expertmesh.parallel.apply import degrees_of, expert_split, model_device_type, parallelize
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
 from expertmesh.parallel.serving import (
@@ -177,18 +178,7 @@ def _check_slices(model: ModelConfig, tp: int) -> None:
             f"cuts attention by heads, and {named('model.qk_norm_scope', 'projection')} is over all of them",
             "use 1",
         )
-    experts = model.experts_per_layer()
-    moe = model.moe_layer
-    sizes = {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
-    if 0 in experts or (any(experts) and moe.residual):
-        sizes["model.ffn_hidden_dim"] = model.ffn_hidden_dim
-    if any(experts) and (moe.num_shared_experts or moe.shared_hidden_dim):
-        if moe.shared_hidden_dim:
-            sizes["model.moe.shared_hidden_dim"] = moe.shared_hidden_dim
-        else:
-            sizes["model.moe.num_shared_experts x hidden_dim"] = (
-                moe.num_shared_experts * moe.hidden_dim
-            )
+    sizes = tensor_sizes(model)
     for name, size in sizes.items():
         if size % tp:
             fits = [d for d in divisors(math.gcd(*sizes.values())) if d <= tp]

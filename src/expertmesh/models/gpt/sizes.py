@@ -1,5 +1,6 @@
 """Sizes of a GPT that its time and memory depend on, for the planner."""
 
+import math
 from collections import Counter
 
 from expertmesh.costs.flops import rows_per_token
@@ -39,7 +40,35 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
         for p in ones
         if not p.is_expert
     )
-    return ModelSizes(config.dim, config.vocab_size, outside, blocks, pair, tuple(alike.items()))
+    return ModelSizes(
+        config.dim,
+        config.vocab_size,
+        outside,
+        blocks,
+        pair,
+        tuple(alike.items()),
+        math.gcd(*tensor_sizes(config).values()),
+    )
+
+
+def tensor_sizes(config: ModelConfig) -> dict[str, int]:
+    """Sizes that a tensor-parallel degree must divide, by option; norms over all heads of a projection allow 1 alone.
+
+    Args:
+        config: configuration of the model.
+    """
+    if config.qk_norm and config.qk_norm_scope == "projection":
+        return {"model.qk_norm_scope": 1}
+    experts, moe = config.experts_per_layer(), config.moe
+    sizes = {"model.num_heads": config.num_heads, "model.num_kv_heads": config.kv_heads}
+    if 0 in experts or (any(experts) and moe.residual):
+        sizes["model.ffn_hidden_dim"] = config.ffn_hidden_dim
+    if any(experts) and moe.shared_hidden_dim:
+        sizes["model.moe.shared_hidden_dim"] = moe.shared_hidden_dim
+    elif any(experts) and moe.num_shared_experts:
+        shared = moe.num_shared_experts * moe.hidden_dim
+        sizes["model.moe.num_shared_experts x hidden_dim"] = shared
+    return sizes
 
 
 def _block(
