@@ -59,6 +59,7 @@ JUDGEMENTS = [
     ("messages", "kto_tag", True),
     ("messages", "kto_tag", False),
     ("messages", "kto_tag", 0),
+    ("prompt", "chosen", False),
 ]
 
 

@@ -28,8 +28,9 @@ FLAGS = (
 """Names of the flag by which a message is learned or not: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
 ALL_FLAGS = (*FLAGS, NOT_LEARNED)
 """`FLAGS` and the flag with the opposite meaning."""
-JUDGEMENTS = ("kto_tag", "label")
-"""Fields by which a line says whether its answer is good (unpaired preferences): LLaMA-Factory's; TRL's and ms-swift's."""
+JUDGEMENTS = ("kto_tag", "label", "chosen", "rejected")
+"""Fields by which a line says, as a Boolean, whether its answer is good (unpaired preferences): LLaMA-Factory's; TRL's and
+ms-swift's; two names of paired preferences."""
 _PREFERENCES = "preferences are not learned; keep what is right as messages"
 ELSEWHERE = {
     "functions": "write them as 'tools'",
