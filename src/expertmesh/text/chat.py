@@ -175,7 +175,12 @@ class TemplateFormat:
         self._tokenizer.encode_special_tokens = False
         self.source, self._variables = template, dict(variables)
         added = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: i for i, token in added.items() if token.special}
+        named = set(self._variables.values())  # of a tokenizer that was not read beside its files
+        self._special = {
+            token.content: i
+            for i, token in added.items()
+            if token.special or token.content in named
+        }
 
     @cached_property
     def identity(self) -> str:
