@@ -13,7 +13,8 @@ from expertmesh.data.corpus import load_corpus
 from expertmesh.errors import ConfigError
 from expertmesh.text.chat import MARKS, OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import text_format
-from expertmesh.text.tokenizer import train_tokenizer
+from expertmesh.text.stream import TextStream
+from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|end|>", "<|call|>")
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -100,6 +101,64 @@ def test_every_answer_ends_in_a_token_at_which_generation_stops(
         messages = said(*talk)["messages"]
         assert before in [form.prompt(messages[:n]) for n in range(1, len(messages))]
         assert ids[: len(before)] == before
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+ADDED = {"__type": "AddedToken", "content": "<|im_end|>", "special": True, "normalized": False}
+
+
+NAMED = [
+    # whether decoding in transformers leaves <|im_start|> out: not where a list names what its file has as plain
+    ({"x_token": "<|im_start|>"}, True),
+    ({"extra_special_tokens": {"x_token": "<|im_start|>"}}, True),
+    ({"extra_special_tokens": ["<|im_start|>"]}, False),
+    ({"additional_special_tokens": ["<|im_start|>"]}, False),
+]
+
+
+@pytest.mark.parametrize("end_token", ["<|im_end|>", ADDED])
+@pytest.mark.parametrize(("config", "is_left_out"), NAMED)
+def test_added_tokens_that_the_configuration_names_are_special_as_in_transformers(
+    tmp_path, config, is_left_out, end_token
+):
+    """`em.add_tokens` and many files add them as plain ones; the end of a text is there besides."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    marks = ("<|im_start|>", "<|im_end|>", "<tool>")
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"eos_token": end_token, "chat_template": CHATML})
+    )
+    _, end, tool = map(tokenizer.token_to_id, marks)
+    ours = load_tokenizer(path)
+    form = text_format(ours, path)
+    assert end in form.end_ids and form.chat.ends == (end,)
+    assert text_format(tokenizer, path).chat.ends == (end,)  # of a tokenizer in memory, too
+    assert learned(ours, form.chat.samples(said(*TALK))) == [["Yes<|im_end|>", "No<|im_end|>"]]
+    assert form.chat.problem(said(("user", "a<|im_end|>b"), TALK[1])) is not None
+    assert form.chat.problem(said(("user", "a<tool>b"), TALK[1])) is None
+    assert end not in form.prompt_ids("a<|im_end|>b") and tool in form.prompt_ids("a<tool>b")
+    ids = form.chat.samples(said(*TALK))[0]
+    ids = [*(i for piece in ids for i in piece.ids), tool]
+    stream = TextStream(ours)
+    text = "".join(map(stream.feed, ids)) + stream.finish()
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert {*theirs.all_special_tokens} == {"<|im_start|>", "<|im_end|>"}
+    assert text == ours.decode(ids, skip_special_tokens=True)
+    assert text == "user\nHi\nassistant\nYes\nuser\nSo?\nassistant\nNo\n<tool>"
+    said_there = theirs.decode(ids, skip_special_tokens=True)
+    assert text == (said_there if is_left_out else said_there.replace("<|im_start|>", ""))
 
 
 HARMONY = (  # gpt-oss: the last answer returns, earlier ones end, and there is a date without a default

@@ -329,8 +329,9 @@ def test_the_coefficient_comes_back(layers, k, coef):
     assert config.moe.aux_loss_weight == coef * k / layers
     again = hub_config(config, export_family(config), dtype="float32")
     assert again["router_aux_loss_coef"] == coef
-    without = config.moe.model_copy(update={"balance_loss": "none"})
-    assert loss_coefficient(config.model_copy(update={"moe": without})) == 0
+    for kind, expected in (("none", 0), ("importance_load", 0), ("gshard", coef)):
+        moe = config.moe.model_copy(update={"balance_loss": kind})
+        assert loss_coefficient(moe, layers) == expected
 
 
 GLM = {"score_function": "sigmoid", "bias_update_rate": 1e-3, "num_shared_experts": 1}

@@ -110,6 +110,30 @@ def test_what_no_class_computes_is_refused_and_the_other_way_said(name, changes,
         as_moe_model(model)
 
 
+@pytest.mark.parametrize(
+    ("options", "coef", "said"),
+    [
+        ({}, 0.01 * 4 / 2, None),
+        ({"balance_loss": "none"}, 0.0, None),
+        ({"balance_loss": "importance_load"}, 0.0, "balance_loss=importance_load"),
+        ({"balance_loss": "gshard"}, 0.01 * 4 / 2, "balance_loss=gshard"),
+        (
+            {"z_loss_weight": 0.5, "input_jitter": 0.25, "capacity_factor": 2.0},
+            0.01 * 4 / 2,
+            "z_loss_weight=0.5, input_jitter=0.25, capacity_factor=2.0",
+        ),
+        ({"router_noise": "gumbel"}, 0.01 * 4 / 2, "router_noise=gumbel"),
+    ],
+)
+def test_what_counts_in_training_only_is_said_or_has_its_weight(caplog, options, coef, said):
+    model = dense("Llama")
+    em.upcycle(model, every=1, num_experts=4, **options)
+    with caplog.at_level(logging.WARNING, "expertmesh.integrations"):
+        assert as_moe_model(model).config.router_aux_loss_coef == coef
+    line = f"MixtralForCausalLM has no place for {said}: counts in training only, and is left out"
+    assert caplog.messages == ([] if said is None else [line])
+
+
 def test_no_model_of_transformers_is_refused():
     with pytest.raises(ConfigError, match="Linear: transformers has no class with experts"):
         as_moe_model(torch.nn.Linear(2, 2))

@@ -3,7 +3,8 @@
 A conversation is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
 {"type": "text", "text": ...}, which are joined. A flag of an answer (`weight` 0 or 1, `train` false or true, ...) says whether it
 is learned. Further fields of a message, and the object's `tools`, are kept for the chat template. Fields that other programs read
-and this one does not are refused. `expertmesh.data.records` turns other shapes into this one.
+and this one does not are refused, and so are a flag that excludes a whole record, text or conversation, and a judgement of its
+answer. `expertmesh.data.records` turns other shapes into this one.
 """
 
 import json
@@ -13,18 +14,34 @@ from typing import Any
 from expertmesh.config.base import parse_json
 from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ROLES, Conversation, our_role
 
-FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
+FLAGS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "train_on_turn",
+    "loss",
+    "loss_mask",
+    "loss_scale",
+    "loss_weight",
+)
 """Names of the flag by which a message is learned or not: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
+ALL_FLAGS = (*FLAGS, NOT_LEARNED)
+"""`FLAGS` and the flag with the opposite meaning."""
+JUDGEMENTS = ("kto_tag", "label", "chosen", "rejected")
+"""Fields by which a line says, as a Boolean, whether its answer is good (unpaired preferences): LLaMA-Factory's; TRL's and
+ms-swift's; two names of paired preferences."""
+_PREFERENCES = "preferences are not learned; keep what is right as messages"
 ELSEWHERE = {
     "functions": "write them as 'tools'",
     "system": "write it as the first message, of role system",
     "system_prompt": "write it as the first message, of role system",
     "chat_template_kwargs": "put them into the chat template",
     "documents": "put them into a message",
-    "chosen": "preferences are not learned; keep what is right as messages",
-    "rejected": "preferences are not learned; keep what is right as messages",
-    "rejected_response": "preferences are not learned; keep what is right as messages",
-    "rejected_messages": "preferences are not learned; keep what is right as messages",
+    "chosen": _PREFERENCES,
+    "rejected": _PREFERENCES,
+    "rejected_response": _PREFERENCES,
+    "rejected_messages": _PREFERENCES,
     "images": "only text is learned",
     "videos": "only text is learned",
     "audios": "only text is learned",
@@ -57,13 +74,45 @@ def checked(given: bytes | Mapping[str, Any]) -> Conversation:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"has no list {MESSAGES!r} with messages in it")
     _check_fields(values, ELSEWHERE, "the line")
-    if not all(_flags(values, "the line").values()):
-        raise ValueError("says of the whole line that it is not learned")
+    for name in JUDGEMENTS:
+        value = values.get(name)
+        # a label of another type is a class or an id
+        if isinstance(value, bool) or (name == "kto_tag" and value is not None):
+            raise ValueError(f"the line has {name!r}, which is not read: {_PREFERENCES}")
+    check_whole(values)
     found: Conversation = {MESSAGES: [_message(m, n) for n, m in enumerate(messages, 1)]}
     if values.get("tools"):
         _check_characters(values["tools"], "'tools'")
         found["tools"] = values["tools"]
     return found
+
+
+def check_whole(values: Mapping[str, Any]) -> None:
+    """Check the flags of a whole line.
+
+    Args:
+        values: fields of the line.
+
+    Raises:
+        ValueError: a flag excludes the line from learning, or is neither 0 nor 1.
+    """
+    if not all(_flags(values, "the line").values()):
+        raise ValueError("says of the whole line that it is not learned")
+
+
+def of_cell(name: str, text: str) -> Any:
+    """Value of a cell in a table without types.
+
+    Args:
+        name: the column. Cells of flags and judgements are read as numbers and Booleans, and blank ones as None.
+        text: the cell.
+    """
+    if name not in ALL_FLAGS and name not in JUDGEMENTS:
+        return text
+    return _OF_CELLS.get(text.strip().lower(), text)
+
+
+_OF_CELLS = {"": None, "0": 0, "0.0": 0, "1": 1, "1.0": 1, "false": False, "true": True}
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
@@ -90,7 +139,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if role != "assistant" and any(flags.values()):
         name = next(iter(flags))
         raise ValueError(f"{what} has {name!r}, and only what the assistant says is learned")
-    found = {name: value for name, value in message.items() if name not in _ALL_FLAGS}
+    found = {name: value for name, value in message.items() if name not in ALL_FLAGS}
     found |= {"role": role, "content": content}
     if role == "assistant" and not all(flags.values()):
         found[NOT_LEARNED] = True
@@ -98,13 +147,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     return found
 
 
-_ALL_FLAGS = (*FLAGS, NOT_LEARNED)
-
-
 def _flags(values: Mapping[str, Any], what: str) -> dict[str, bool]:
     """The flags that are set, each as whether the message or line is learned."""
     found = {}
-    for name in _ALL_FLAGS:
+    for name in ALL_FLAGS:
         value = values.get(name)
         if value is None:
             continue

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from expertmesh.config.base import expanded
+from expertmesh.data.conversation_lines import of_cell
 from expertmesh.data.encoding import decoded
 from expertmesh.data.files import UNPACKERS, TextFile, is_packed, opened, printable
 from expertmesh.data.json_records import json_rows
@@ -102,14 +103,15 @@ def _table(path: Path, reading: Reading) -> list[Row]:
     (_, names), *rows = found
     names = [name.strip() for name in names]
     _check_once(names, where, reading.column)
-    records = (_named(names, cells) for _, cells in rows)
+    named_cells = partial(_named, names, column=reading.column)
+    records = (named_cells(cells) for _, cells in rows)
     shape = found_shape(records, names, reading.column, what="its first line")
     for line, cells in rows:
         if len(cells) != len(names):
             raise ConfigError(
                 f"{where}, line {line}: has {len(cells)} values for {len(names)} columns; quote what has {separator!r} in it"
             )
-    return [Row(partial(_named, names, cells), shape, "line", line, where) for line, cells in rows]
+    return [Row(partial(named_cells, cells), shape, "line", line, where) for line, cells in rows]
 
 
 def _check_once(names: list[str], where: str, column: str | None) -> None:
@@ -119,8 +121,9 @@ def _check_once(names: list[str], where: str, column: str | None) -> None:
         raise ConfigError(f"{where}: has the column {twice!r} twice; rename one of the two")
 
 
-def _named(names: list[str], cells: list[str]) -> dict[str, str]:
-    return dict(zip(names, cells, strict=False))
+def _named(names: list[str], cells: list[str], *, column: str | None) -> dict[str, Any]:
+    pairs = zip(names, cells, strict=False)
+    return {name: cell if name == column else of_cell(name, cell) for name, cell in pairs}
 
 
 def _parquet(path: Path, reading: Reading) -> list[Row]:

@@ -10,7 +10,13 @@ from functools import partial
 from typing import Any
 
 from expertmesh.config.base import parse_json
-from expertmesh.data.conversation_lines import ELSEWHERE, checked
+from expertmesh.data.conversation_lines import (
+    ALL_FLAGS,
+    ELSEWHERE,
+    JUDGEMENTS,
+    check_whole,
+    checked,
+)
 from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.chat import MESSAGES, Conversation
@@ -129,9 +135,10 @@ def _without_text(names: Collection[str]) -> tuple[str, ...]:
 
 
 def known_fields(column: str | None = None) -> frozenset[str]:
-    """Fields of all shapes; other columns of a table are not read."""
+    """Fields of all shapes, and fields that are checked; other columns of a table are not read."""
     fields = {name for shape in SHAPES for name in (*shape.needed, *shape.more)}
-    return frozenset(fields | {column or TEXT, *_PREFERENCES} | ELSEWHERE.keys())
+    checks = {*_PREFERENCES, *ELSEWHERE, *ALL_FLAGS, *JUDGEMENTS}
+    return frozenset(fields | checks | {column or TEXT})
 
 
 def ascii_name(name: object) -> str:
@@ -176,7 +183,8 @@ class Row:
         """The text, or the conversation as JSON with sorted keys, so that equal conversations are equal texts.
 
         Raises:
-            ConfigError: the record is no conversation, in a file of conversations; names file and number.
+            ConfigError: the record is no conversation, in a file of conversations, or its flag excludes it from learning; names
+                file and number.
             NotTextError: the record has no text.
             OSError: the file cannot be read.
         """
@@ -190,12 +198,11 @@ class Row:
         except (RecursionError, ValueError) as error:
             why = "is nested too deep" if isinstance(error, RecursionError) else str(error)
             if isinstance(error, NotTextError) and error.encoding is not None:
-                raise ConfigError(
-                    f"{self.where}, {self.unit} {self.number}: {why}{remedy(error)}"
-                ) from None
-            raise ConfigError(
-                f"{self.where}, {self.unit} {self.number}: {why}; correct the {self.unit}, or take it out"
-            ) from None
+                raise self._wrong(f"{why}{remedy(error)}") from None
+            raise self._wrong(f"{why}; correct the {self.unit}, or take it out") from None
+
+    def _wrong(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.where}, {self.unit} {self.number}: {why}")
 
     def _text(self, shape: Shape) -> str:
         units, (name,) = (
@@ -216,6 +223,11 @@ class Row:
             raise NotTextError("is not a JSON object", f"{units} are not a JSON object")
         if not isinstance(value, str):
             raise NotTextError(f"has no text in {name!r}", f"{units} have no text in {name!r}")
+        try:
+            check_whole({flag: values.get(flag) for flag in ALL_FLAGS if flag != name})
+        except ValueError as error:
+            fix = f"correct the {self.unit}, take it out, or rename a field that is no flag"
+            raise self._wrong(f"{error}; {fix}") from None
         return value
 
 

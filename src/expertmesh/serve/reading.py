@@ -1,7 +1,8 @@
 """Conversion of client requests to engine requests: tokens, sampling parameters, and refusal of unsupported fields."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from expertmesh.config.server import ServerConfig
@@ -13,6 +14,9 @@ from expertmesh.serve.json_mode import json_schema
 from expertmesh.serve.schema import (
     HARMLESS,
     REFUSED,
+    REFUSED_OF_MESSAGES,
+    SET_BY_FIELDS,
+    ChatPrompt,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -20,7 +24,7 @@ from expertmesh.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
-from expertmesh.text.chat import MARKS, OwnFormat, our_role
+from expertmesh.text.chat import MARKS, OwnFormat, our_role, strings_in
 from expertmesh.text.format import TextFormat
 from expertmesh.text.tokenizer import ids_of_text
 
@@ -141,7 +145,7 @@ class RequestReader:
         count = request.top_logprobs
         if count is not None and count > self._config.max_logprobs:
             raise _over("top_logprobs", count, self._config.max_logprobs)
-        ids = self.chat_ids(request.messages)
+        ids = self.chat_ids(request)
         wanted = (
             request.max_tokens
             if request.max_completion_tokens is None
@@ -153,11 +157,11 @@ class RequestReader:
         )
         return Job([ids], [], [params], wanted == 0, adapter)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(self, request: ChatPrompt) -> list[int]:
         """Tokens of a conversation.
 
         Raises:
-            RequestError: there is no chat template, or it rejects the messages.
+            RequestError: there is no chat template, it rejects the messages, or a field of the prompt is invalid.
         """
         if not self.can_chat:
             raise RequestError(
@@ -166,16 +170,51 @@ class RequestReader:
                 param="messages",
                 code="no_chat_template",
             )
-        said = []
-        for number, message in enumerate(messages):
-            if (message.model_extra or {}).get("tool_calls"):
-                name = f"messages.{number}.tool_calls"
-                raise RequestError(400, f"{name}: calls of tools are not supported", param=name)
-            said.append({"role": our_role(message.role), "content": message.text})
+        said = [_said(message, number) for number, message in enumerate(request.messages)]
+        variables = self._variables(request)
+        for name, values in (("messages", said), ("chat_template_kwargs", variables)):
+            if not all(map(_is_unicode, strings_in(values))):
+                raise RequestError(400, f"{name}: has half a character; correct it", param=name)
+        continues = bool(request.continue_final_message)
+        if continues and request.add_generation_prompt:
+            name = "continue_final_message"
+            raise RequestError(
+                400, f"{name}: excludes add_generation_prompt; leave one out", param=name
+            )
         try:
-            return self.text.chat.prompt(said)
+            ids = self.text.chat.prompt(
+                said,
+                asks=request.add_generation_prompt is not False,
+                continues=continues,
+                variables=variables,
+            )
         except ConfigError as error:
             raise RequestError(400, f"messages: {error}", param="messages") from None
+        if not ids:
+            raise RequestError(
+                400, "messages: the chat template writes nothing; say something", param="messages"
+            )
+        return ids
+
+    def _variables(self, request: ChatPrompt) -> dict[str, Any]:
+        """Variables of the template that the request sets; raises RequestError if one is not its to set."""
+        given = dict(request.chat_template_kwargs or {})
+        name = "chat_template_kwargs"
+        if wrong := [one for one in SET_BY_FIELDS if one in given]:
+            raise RequestError(400, f"{name}: may not have {wrong[0]!r}; leave it out", param=name)
+        name = "reasoning_effort"
+        effort = (request.model_extra or {}).get(name)
+        if self.text.chat.writes(name):
+            if not isinstance(effort, str | None):
+                raise RequestError(400, f"{name}: must be text", param=name)
+            return given if effort is None else {name: effort, **given}
+        if effort not in (None, "none"):
+            raise RequestError(
+                400,
+                f"{name}: this model's chat template does not read it; leave it out",
+                param=name,
+            )
+        return given
 
     def prompt_ids(self, text: str) -> list[int]:
         """Tokens of a text to continue."""
@@ -192,7 +231,8 @@ class RequestReader:
         """
         self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
-            return self.chat_ids(request.messages)
+            _refuse(request.model_extra or {})
+            return self.chat_ids(request)
         if request.add_special_tokens is False and request.prompt in self._specials:
             return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
@@ -209,11 +249,11 @@ class RequestReader:
     def _check(self, request: Sampling) -> str | None:
         """Requested adapter; raises RequestError if a field is unsupported or invalid."""
         adapter = self.adapter_of(request.model)
-        for name, value in (request.model_extra or {}).items():
-            if name in REFUSED and value is not None and value not in HARMLESS.get(name, ()):
-                if name == "best_of" and value == (request.n or 1):
-                    continue
-                raise RequestError(400, f"{name}: {REFUSED[name]}; leave it out", param=name)
+        is_text = isinstance(request, CompletionRequest)
+        _refuse(
+            request.model_extra or {},
+            {"best_of": (request.n or 1,), "add_special_tokens": (is_text,)},
+        )
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -286,6 +326,41 @@ class RequestReader:
             found[int(name)] = value
         self.check_ids(tuple(found), "logit_bias")
         return found
+
+
+def _refuse(
+    fields: Mapping[str, Any],
+    harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({"add_special_tokens": (False,)}),
+) -> None:
+    """Raise RequestError if a field is unsupported and its value would change an answer."""
+    for name, value in fields.items():
+        taken = (None, *HARMLESS.get(name, ()), *harmless.get(name, ()))
+        if name in REFUSED and value not in taken:
+            raise RequestError(400, f"{name}: {REFUSED[name]}; leave it out", param=name)
+
+
+def _said(message: Message, number: int) -> dict[str, Any]:
+    """A message for the chat template, without the fields that say nothing."""
+    given = message.model_extra or {}
+    for field, why in REFUSED_OF_MESSAGES.items():
+        if given.get(field):
+            name = f"messages.{number}.{field}"
+            raise RequestError(400, f"{name}: {why}; leave it out", param=name)
+    more = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in REFUSED_OF_MESSAGES
+    }
+    return {**more, "role": our_role(message.role), "content": message.text}
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no lone surrogate, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_prompts(given: Any) -> list[Any]:

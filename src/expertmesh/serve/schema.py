@@ -63,7 +63,29 @@ REFUSED = {
     "guided_regex": "answers are free text, or JSON (response_format)",
     "guided_grammar": "answers are free text, or JSON (response_format)",
     "guided_choice": "answers are free text, or JSON (response_format)",
+    "guided_whitespace_pattern": "answers are free text, or JSON (response_format)",
+    "structural_tag": "answers are free text, or JSON (response_format)",
     "use_beam_search": "answers are drawn one by one",
+    "length_penalty": "answers are drawn one by one",
+    "typical_p": "tokens are chosen by top_k, top_p and min_p",
+    "bad_words": "words are not forbidden; logit_bias makes tokens unlikely",
+    "allowed_token_ids": "all tokens are allowed; logit_bias makes some unlikely",
+    "logits_processors": "programs of clients do not run",
+    "vllm_xargs": "programs of clients do not run",
+    "include_stop_str_in_output": "an answer ends before its stop",
+    "skip_special_tokens": "the text of an answer has no special tokens; return_token_ids shows them",
+    "add_special_tokens": "a text begins with the model's start tokens, a conversation as its template writes it",
+    "truncate_prompt_tokens": "prompts are not cut",
+    "prompt_logprobs": "only completions have those of a prompt, by echo and logprobs",
+    "prompt_embeds": "a prompt is text or token ids",
+    "echo": "the last message is not repeated",
+    "chat_template": "the template is the model's",
+    "documents": "write them into a message, or for a template that reads them into chat_template_kwargs",
+    "enable_thinking": "it is a variable of templates; write it into chat_template_kwargs",
+    "thinking": "it is a variable of templates; write it into chat_template_kwargs",
+    "thinking_token_budget": "thoughts are not counted",
+    "include_reasoning": "thoughts are part of the answer",
+    "verbosity": "the length of answers is not steered; ask for it in a message",
 }
 """Unsupported fields that would change an answer, with the reason. Other unknown fields are ignored."""
 
@@ -75,8 +97,44 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),
     "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "typical_p": (1.0,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "echo": (False,),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
 }
-"""Values of these fields that have no effect, and are accepted."""
+"""Values of these fields that have no effect, and are accepted; null always is."""
+
+REFUSED_OF_MESSAGES = {
+    "tool_calls": "calls of tools are not supported",
+    "function_call": "calls of functions are not supported",
+    "prefix": "continue_final_message continues the last message",
+    "audio": "only text is supported",
+    "images": "only text is supported",
+}
+"""Unsupported fields of a message that would change an answer, with the reason. The chat template gets the others."""
+
+SET_BY_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+"""Names that `chat_template_kwargs` may not have: fields of the request set them, or nothing does."""
+
+
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(json_schema_extra={"propertyNames": {"not": {"enum": [*SET_BY_FIELDS]}}}),
+]
 
 
 class StreamOptions(BaseModel):
@@ -158,13 +216,34 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+class ChatPrompt(BaseModel):
+    """Conversation, and how a prompt is made of it."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        json_schema_extra={
+            "not": {
+                "required": ["add_generation_prompt", "continue_final_message"],
+                "properties": {
+                    "add_generation_prompt": {"const": True},
+                    "continue_final_message": {"const": True},
+                },
+            }
+        },
+    )
+
+    messages: Annotated[
+        list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+    ]
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, ChatPrompt):
     """Chat completion request: a conversation to answer."""
 
-    messages: Messages
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
@@ -181,13 +260,10 @@ class TokenizeText(BaseModel):
     return_token_strs: bool | None = None
 
 
-class TokenizeChat(BaseModel):
+class TokenizeChat(ChatPrompt):
     """Conversation to tokenize, followed by the start of an answer."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     model: str | None = None
-    messages: Messages
     return_token_strs: bool | None = None
 
 

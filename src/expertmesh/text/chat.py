@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -113,14 +114,30 @@ class OwnFormat:
         """Whether a field of messages is written besides role and content."""
         return False
 
-    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        asks: bool = True,
+        continues: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Prompt for an answer of the assistant: the messages, then the assistant's mark.
+
+        Args:
+            messages: the conversation.
+            asks: whether the assistant's mark follows the messages; ignored with `continues`.
+            continues: whether the last message stays open, so that the answer continues its text.
+            variables: variables of a chat template, which this format does not read.
 
         Raises:
             ConfigError: the messages call tools.
         """
         (pieces,) = self.samples({MESSAGES: messages})
-        return [i for piece in pieces for i in piece.ids] + self._mark("assistant")
+        ids = [i for piece in pieces for i in piece.ids]
+        if continues:
+            return ids[:-1]
+        return ids + self._mark("assistant") if asks else ids
 
     def _mark(self, role: str) -> list[int]:
         found = self._tokenizer.token_to_id(f"<|{role}|>")
@@ -157,7 +174,12 @@ class TemplateFormat:
         self._tokenizer.encode_special_tokens = False
         self.source, self._variables = template, dict(variables)
         added = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: i for i, token in added.items() if token.special}
+        named = set(self._variables.values())  # of a tokenizer that was not read beside its files
+        self._special = {
+            token.content: i
+            for i, token in added.items()
+            if token.special or token.content in named
+        }
 
     @cached_property
     def identity(self) -> str:
@@ -231,7 +253,7 @@ class TemplateFormat:
         return end_of_text_id(self._given)
 
     def writes(self, field: str) -> bool:
-        """Whether the template names a field of messages."""
+        """Whether the template names a field of messages, or a variable."""
         return field in self.source
 
     def problem(self, conversation: Conversation) -> str | None:
@@ -283,21 +305,51 @@ class TemplateFormat:
         bare = text.lstrip()
         return max((t for t in self._special if bare.startswith(t)), key=len, default=None)
 
-    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Prompt for an answer of the assistant, with the template's generation prompt.
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        asks: bool = True,
+        continues: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Prompt for an answer of the assistant.
+
+        Args:
+            messages: the conversation.
+            asks: whether the template's generation prompt follows the messages; ignored with `continues`.
+            continues: whether the last message stays open, so that the answer continues its text.
+            variables: further variables of the template, which override the format's own.
 
         Raises:
-            ConfigError: a message quotes a special token, which could end its turn, or the template refuses the messages.
+            ConfigError: a message or a variable quotes a special token, which could end its turn; the template refuses the
+                messages; or it does not write the text that `continues` continues.
         """
-        if (token := self._quoted(messages)) is not None:
+        if (token := self._quoted([messages, dict(variables)])) is not None:
             raise ConfigError(
                 f"prompt: quotes {token}, a special token of the model, which is no text to it; leave it out"
             )
-        return self._encode(self._render(messages, None, asks=True))
+        if continues:
+            return self._encode(self._open(messages, variables))
+        return self._encode(self._render(messages, None, asks=asks, variables=variables))
+
+    def _open(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Text of the messages up to the end of the last content, as transformers' `continue_final_message` cuts it."""
+        *before, last = messages
+        marked = [*before, {**last, "content": last["content"] + _OPEN_END}]
+        text = self._render(marked, None, variables=variables)
+        written, mark, rest = text.rpartition(_OPEN_END.strip())
+        if not mark or last["content"].strip() not in written:
+            raise ConfigError(
+                "the chat template does not write the text of the last message as it is, so that nothing can continue it; ask for"
+                " an answer"
+            )
+        # a template that trims the blank of the mark would have trimmed those of the content
+        return written if rest.startswith(" ") else written.rstrip()
 
     def _quoted(self, values: Any) -> str | None:
         """A special token that occurs in a string of JSON values; None: none does."""
-        texts = list(_strings(values))
+        texts = list(strings_in(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
     def _pieces(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
@@ -320,20 +372,31 @@ class TemplateFormat:
         count = 1 + next(i for i, token in enumerate(ids) if token in special) if ends_answer else 0
         return [TokenSpan(ids[:count], True), TokenSpan(ids[count:], False)]
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False) -> str:
-        text = self._render_as_it_is(messages, tools, asks=asks)
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        *,
+        asks: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        text = self._render_as_it_is(messages, tools, asks=asks, variables=variables)
         return text + self._header if asks else text
 
     def _render_as_it_is(
-        self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        *,
+        asks: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         from jinja2 import TemplateError
 
         said = [{k: v for k, v in message.items() if k != NOT_LEARNED} for message in messages]
         try:
-            text: str = self._template.render(
-                messages=said, tools=tools, add_generation_prompt=asks, **self._variables
-            )
+            own = {MESSAGES: said, "tools": tools, "add_generation_prompt": asks}
+            text: str = self._template.render({**self._variables, **variables, **own})
         except (TemplateError, *_FAILURES) as error:
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise ConfigError(f"the model's chat template refuses it ({reason})") from None
@@ -363,6 +426,8 @@ _ASKED, _ANSWER, _SYSTEM, _TOOL = (
     {"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool")
 )
 _PROBE = "8d1f answer"
+_OPEN_END = "8d1f open end "
+"""Mark behind the text that is to be continued; its blank shows whether the template trims what it writes."""
 _CALL = {
     **_ANSWER,
     "content": "",
@@ -415,8 +480,8 @@ def latest_turns(
     return messages[first:], ids
 
 
-def _strings(values: Any) -> Iterator[str]:
-    """All strings in JSON values, keys included."""
+def strings_in(values: Any) -> Iterator[str]:
+    """Strings in JSON values, keys included."""
     left = [values]
     while left:
         value = left.pop()

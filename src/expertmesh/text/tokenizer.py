@@ -4,8 +4,9 @@ Training uses the training split only.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,6 +58,8 @@ def train_tokenizer(
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     """Read a tokenizer of a run or of the hub.
 
+    Added tokens that the tokenizer_config.json beside it names as special ones are special, as in transformers.
+
     Args:
         path: the tokenizer.json; if it has no known end-of-text token, the `eos_token` of the tokenizer_config.json beside it is
             used.
@@ -79,6 +82,8 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
             "file from"
             " a copy"
         )
+    if plain := _plain_though_named(tokenizer, path):
+        tokenizer = _with_special(tokenizer, plain)
     if _known_end(tokenizer) is None:
         vars(tokenizer)["eos_token"] = eos_token_beside(path)
     # The file does not keep this flag; without it an end-of-text token quoted in a text would become that token.
@@ -132,17 +137,66 @@ def eos_token_beside(path: Path) -> str | None:
     Raises:
         CheckpointError: one of these files is damaged.
     """
+    found = (_content(values.get("eos_token")) for values in _configs_beside(path))
+    return next((token for token in found if token is not None), None)
+
+
+def _configs_beside(path: Path) -> Iterator[dict[str, Any]]:
+    """Values of each tokenizer_config.json beside a tokenizer.json; raises CheckpointError if one is damaged."""
     for place in (path.parent / EXTRAS / CONFIG, path.parent / CONFIG):
         if not place.is_file():
             continue
         try:
-            found = parse_json(place.read_bytes()).get("eos_token")
-        except (ValueError, AttributeError):
-            raise CheckpointError(f"{place}: is no JSON object; restore it from the hub") from None
-        found = found.get("content") if isinstance(found, dict) else found
-        if isinstance(found, str):
-            return found
-    return None
+            values = parse_json(place.read_bytes())
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{place}: is no JSON object; restore it from the hub")
+        yield values
+
+
+def _content(token: Any) -> str | None:
+    """Text of a token in a tokenizer_config.json."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def special_names(config: Mapping[str, Any]) -> set[str]:
+    """Tokens that a tokenizer_config.json names as special ones.
+
+    Args:
+        config: its values. Read are `eos_token` and all others that end in `_token`, `additional_special_tokens`,
+            `extra_special_tokens`, and what `added_tokens_decoder` calls special.
+    """
+    found = [value for name, value in config.items() if name.endswith("_token")]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        found += _several(config.get(name))
+    added = _several(config.get("added_tokens_decoder"))
+    found += [token for token in added if isinstance(token, dict) and token.get("special") is True]
+    return {token for token in map(_content, found) if token is not None}
+
+
+def _several(values: Any) -> list[Any]:
+    """Entries of a list, or values of an object; empty for all else."""
+    found = values.values() if isinstance(values, dict) else values
+    return [*found] if isinstance(values, dict | list) else []
+
+
+def _plain_though_named(tokenizer: Tokenizer, path: Path) -> set[str]:
+    """Added tokens that are plain text in the tokenizer.json, and special ones by a file beside it."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    plain = {token.content for token in added if not token.special}
+    if not plain:
+        return plain
+    return plain & set().union(*map(special_names, _configs_beside(path)))
+
+
+def _with_special(tokenizer: Tokenizer, tokens: set[str]) -> Tokenizer:
+    """A copy of a tokenizer in which these added tokens are special."""
+    values = json.loads(tokenizer.to_str())
+    for token in values["added_tokens"]:
+        token["special"] |= token["content"] in tokens
+    return Tokenizer.from_str(json.dumps(values))
 
 
 def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from expertmesh.checkpoints.hub.family import Fits, Values, anything, other_model
 from expertmesh.config.moe import MoEConfig
+from expertmesh.config.moe_rules import LayerChoices
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 
@@ -46,13 +47,43 @@ def normalizes(moe: MoEConfig) -> bool:
     return moe.top_k > 1 if ours == "auto" else ours != "none"
 
 
-def loss_coefficient(config: ModelConfig) -> float:
-    """transformers' `router_aux_loss_coef` from the weight of our balance loss; see `configs.model_config`."""
-    moe = config.moe
-    if moe.balance_loss == "none":
+def loss_coefficient(moe: LayerChoices, num_layers: int) -> float:
+    """transformers' `router_aux_loss_coef` from the weight of our balance loss; see `configs.model_config`.
+
+    Args:
+        moe: options of each layer with experts.
+        num_layers: number of layers with experts.
+
+    Returns:
+        0 for "none", and for "importance_load", which no weight makes transformers' loss.
+    """
+    if moe.balance_loss in ("none", "importance_load"):
         return 0.0
-    coef = moe.aux_loss_weight * config.num_moe_layers / moe.top_k
+    # theirs is K at balance and a mean over the layers, ours is 1 in each layer
+    coef = moe.aux_loss_weight * num_layers / moe.top_k
     return float(f"{coef:.12g}")  # 0.001 there and back is 0.001
+
+
+_NOT_OF_THE_HUB = (
+    *("z_loss_weight", "input_jitter", "input_dropout", "expert_output_masking"),
+    *("router_noise", "capacity_factor", "routing_group_size", "balance_loss_scope"),
+)
+
+
+def training_only(moe: LayerChoices, *, has_balance_loss: bool) -> list[str]:
+    """Options in use that count in training only and that no config.json of the hub has, as `name=value`.
+
+    Args:
+        moe: options of each layer with experts.
+        has_balance_loss: whether the architecture reads `router_aux_loss_coef`.
+    """
+    fields = LayerChoices.model_fields
+    found = [name for name in _NOT_OF_THE_HUB if getattr(moe, name) != fields[name].default]
+    if moe.balance_loss not in ("switch", "none"):
+        found.append("balance_loss")
+    if not has_balance_loss and moe.aux_loss_weight and moe.balance_loss != "none":
+        found.append("aux_loss_weight")
+    return [f"{name}={getattr(moe, name)}" for name in found]
 
 
 SIGMOID: dict[str, Fits] = {
@@ -163,7 +194,7 @@ def write_qwen(c: ModelConfig) -> dict[str, Any]:
         "norm_topk_prob": normalizes(c.moe),
         "sliding_window": c.sliding_window,
         "use_sliding_window": c.sliding_window is not None,
-        "router_aux_loss_coef": loss_coefficient(c),
+        "router_aux_loss_coef": loss_coefficient(c.moe, c.num_moe_layers),
     }
 
 

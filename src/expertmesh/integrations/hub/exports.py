@@ -7,8 +7,8 @@ from typing import Any
 from expertmesh.checkpoints.hub.configs import YARN
 from expertmesh.checkpoints.hub.family import ACTIVATIONS, HubFamily, option
 from expertmesh.checkpoints.hub.find_family import FAMILIES, hub_family
+from expertmesh.checkpoints.hub.parts import training_only
 from expertmesh.config.base import parse_json
-from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.text.tokenizer import EXTRAS
@@ -96,22 +96,8 @@ def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[st
 
 def left_out(config: ModelConfig, family: HubFamily) -> list[str]:
     """Training-only options that the family's config.json cannot express, as `name=value`."""
-    moe = config.moe
-    names = [
-        *("z_loss_weight", "input_jitter", "input_dropout", "expert_output_masking"),
-        *("router_noise", "capacity_factor", "routing_group_size", "balance_loss_scope"),
-    ]
-    fields = MoEConfig.model_fields
-    found = [name for name in names if getattr(moe, name) != fields[name].default]
-    if moe.balance_loss not in ("switch", "none"):
-        found.append("balance_loss")
-    if (
-        "router_aux_loss_coef" not in family.defaults
-        and moe.aux_loss_weight
-        and moe.balance_loss != "none"
-    ):
-        found.append("aux_loss_weight")
-    return [f"moe.{name}={getattr(moe, name)}" for name in found]
+    has_loss = "router_aux_loss_coef" in family.defaults
+    return [f"moe.{one}" for one in training_only(config.moe, has_balance_loss=has_loss)]
 
 
 def say_left_out(config: ModelConfig, family: HubFamily) -> None:

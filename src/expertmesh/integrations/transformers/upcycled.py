@@ -1,5 +1,6 @@
 """Conversion of an upcycled model to transformers' Mixtral or Qwen3-MoE, for its own saving and loading."""
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from expertmesh.checkpoints.hub.parts import loss_coefficient, training_only
 from expertmesh.errors import ConfigError
 from expertmesh.models.upcycle import MoEBlock
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer
+
+_log = logging.getLogger("expertmesh.integrations")
 
 
 class _Sparse(NamedTuple):
@@ -39,8 +43,8 @@ def as_moe_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Weights are shared with the upcycled model, not copied, with two exceptions: the router is cast to the dtype of the
     other weights, and `granularity` g is multiplied into the experts' second matrices. Outputs are equal up to
-    rounding. The result works wherever transformers' models do (`save_pretrained`, `push_to_hub`, vLLM, `expertmesh
-    convert`).
+    rounding. Options that count in training only and that the class lacks are left out, which a log line says. The
+    result works wherever transformers' models do (`save_pretrained`, `push_to_hub`, vLLM, `expertmesh convert`).
 
     Args:
         model: a model whose feed-forward blocks were replaced by `em.upcycle`: all of them (`every=1`), or for Qwen3
@@ -66,6 +70,12 @@ def as_moe_model(model: PreTrainedModel) -> PreTrainedModel:
     some = [layer for layer in layers if layer is not None]
     _check(some, dense)
     sparse = _SPARSE[kind]
+    if lost := training_only(some[0].options, has_balance_loss=True):
+        _log.warning(
+            "%s has no place for %s: counts in training only, and is left out",
+            sparse.model.__name__,
+            ", ".join(lost),
+        )
     config = sparse.config(**_values(dense, sparse, some, step))
     with torch.device("meta"):
         target = sparse.model(config)
@@ -153,8 +163,7 @@ def _values(dense: Any, sparse: _Sparse, layers: list[MoELayer], step: int) -> d
     found = {
         **common,
         "num_experts_per_tok": o.top_k,
-        # theirs is K at balance and a mean over the layers, ours is 1 in each layer
-        "router_aux_loss_coef": o.aux_loss_weight * len(layers) / o.top_k,
+        "router_aux_loss_coef": loss_coefficient(o, len(layers)),
         "dtype": dense.dtype,
     }
     if sparse is _MIXTRAL:

@@ -37,7 +37,7 @@ def _write(c: ModelConfig) -> dict[str, Any]:
         "layer_types": parts.layer_types(c.num_layers, every),
         "swiglu_limit": CLAMP_LIMIT,
         "swiglu_alpha": CLAMP_SLOPE,
-        "router_aux_loss_coef": parts.loss_coefficient(c),
+        "router_aux_loss_coef": parts.loss_coefficient(c.moe, c.num_moe_layers),
     }
 
 

@@ -20,7 +20,7 @@ def _write(c: ModelConfig) -> dict[str, Any]:
         "num_local_experts": c.moe.num_experts[0],
         "intermediate_size": c.moe.hidden_dim,
         "sliding_window": c.sliding_window,
-        "router_aux_loss_coef": parts.loss_coefficient(c),
+        "router_aux_loss_coef": parts.loss_coefficient(c.moe, c.num_moe_layers),
     }
 
 

@@ -19,7 +19,7 @@ def _write(c: ModelConfig) -> dict[str, Any]:
         "norm_topk_prob": parts.normalizes(c.moe),
         "attention_bias": False,
         "clip_qkv": None,
-        "router_aux_loss_coef": parts.loss_coefficient(c),
+        "router_aux_loss_coef": parts.loss_coefficient(c.moe, c.num_moe_layers),
     }
 
 

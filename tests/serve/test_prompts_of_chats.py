@@ -1,0 +1,196 @@
+"""Fields that decide how a conversation becomes a prompt, and the fields that are refused since they would change an answer."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import expertmesh as em
+from expertmesh.config.server import ServerConfig
+from expertmesh.serve.faults import RequestError
+from expertmesh.serve.reading import RequestReader
+from expertmesh.serve.schema import HARMLESS, REFUSED, ChatRequest, CompletionRequest, TokenizeChat
+from expertmesh.text.chat import MARKS, OwnFormat, TemplateFormat
+from expertmesh.text.format import text_format
+from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
+
+TEMPLATE = (
+    "{{ reasoning_effort }}{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}{{ '\n' }}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+USER = {"role": "user", "content": "Hi"}
+ASKED = "<|im_start|>user\nHi<|im_end|>\n"
+ANSWER = "<|im_start|>assistant\n"
+HALF = [USER, {"role": "assistant", "content": "It is "}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    found = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    marks = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    found.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    return found
+
+
+def reader_of(tokenizer, folder, template):
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    config = em.recipe("gpt-moe-test", {"model.max_seq_len": 256}).model
+    engine = em.Engine(em.GPT(config, seed=0).eval(), load_tokenizer(path), num_blocks=64)
+    engine.text = text_format(engine.text.tokenizer, path, model=engine.model)
+    return RequestReader(engine, ServerConfig(), "m")
+
+
+@pytest.fixture(scope="module")
+def reader(tokenizer, tmp_path_factory):
+    return reader_of(tokenizer, tmp_path_factory.mktemp("chatml"), TEMPLATE)
+
+
+def prompt_of(reader, fields):
+    """The prompt as text, the same for an answer and for /tokenize."""
+    body = {"messages": [USER], **fields}
+    (ids,) = reader.chat(ChatRequest.model_validate(body)).prompts
+    assert reader.tokenize(TokenizeChat.model_validate(body)) == ids
+    return reader.text.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+ASSISTANT = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+PROMPTS = [
+    ({}, ASKED + ANSWER),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, f"{ASKED}{ANSWER}<think></think>"),
+    ({"chat_template_kwargs": {"enable_thinking": True, "other": [1]}}, ASKED + ANSWER),
+    ({"chat_template_kwargs": None, "add_generation_prompt": None, "continue_final_message": None}, ASKED + ANSWER),
+    ({"add_generation_prompt": False}, ASKED),
+    ({"messages": HALF, "continue_final_message": True}, f"{ASKED}{ANSWER}It is "),
+    ({"messages": HALF, "continue_final_message": True, "add_generation_prompt": False}, f"{ASKED}{ANSWER}It is "),
+    ({"messages": [{"role": "user", "content": ""}], "continue_final_message": True}, "<|im_start|>user\n"),
+    ({"reasoning_effort": "high"}, f"high{ASKED}{ANSWER}"),
+    ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, f"low{ASKED}{ANSWER}"),
+    ({"messages": [{**USER, "name": "Bob"}]}, "<|im_start|>user Bob\nHi<|im_end|>\n" + ANSWER),
+    ({"messages": [{**USER, "name": None, "tool_calls": [], "prefix": False}]}, ASKED + ANSWER),
+    ({"messages": [USER, ASSISTANT, USER]}, f"{ASKED}{ANSWER}<think>Hm</think>Yes<|im_end|>\n{ASKED}{ANSWER}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "expected"), PROMPTS)
+def test_fields_of_a_prompt_reach_the_template(reader, fields, expected):
+    assert prompt_of(reader, fields) == expected
+
+
+TRIMMED = TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}")
+LONGER = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}, {{ m.content | length }}.\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TRIMMED, LONGER])
+@pytest.mark.parametrize("content", ["It is ", "It is", " a\n\n", "a a"])
+def test_a_message_is_continued_as_by_transformers(tokenizer, template, content):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    messages = [USER, {"role": "assistant", "content": content}]
+    found = TemplateFormat(tokenizer, template, {}).prompt(messages, continues=True)
+    assert found == theirs.apply_chat_template(
+        messages, chat_template=template, continue_final_message=True, return_dict=False
+    )
+
+
+def test_a_template_that_does_not_write_the_last_message_cannot_continue_it(tokenizer):
+    form = TemplateFormat(tokenizer, "{{ messages[0].content }}", {})
+    with pytest.raises(em.ConfigError, match="does not write the text of the last message as it"):
+        form.prompt(HALF, continues=True)
+
+
+def test_our_own_format_has_the_same_ends():
+    own = OwnFormat(train_tokenizer(["It is so. Hi "], vocab_size=300, marks=MARKS))
+    asked = own.prompt([USER], asks=False)
+    assert own.prompt([USER]) == [*asked, *own.prompt([])[1:]]
+    text = own.prompt(HALF, continues=True)
+    assert own.prompt(HALF, asks=False)[:-1] == text and text[: len(asked)] == asked
+
+
+def extra(name, value):
+    return {"role": "user", "content": "Hi", name: value}
+
+
+BOTH = {"continue_final_message": True, "add_generation_prompt": True}
+REFUSED_OF_CHATS = [
+    ({"messages": HALF, **BOTH}, "continue_final_message"),
+    *(({"chat_template_kwargs": {name: []}}, "chat_template_kwargs") for name in ("messages", "tools", "add_generation_prompt")),
+    ({"chat_template_kwargs": {"a": ["<|im_end|>"]}}, "messages"),
+    ({"chat_template_kwargs": {"a": ["\ud800"]}}, "chat_template_kwargs"),
+    ({"messages": [extra("name", "\ud800")]}, "messages"),
+    ({"messages": [extra("name", "<|im_end|>")]}, "messages"),
+    ({"messages": [extra("function_call", {"name": "f"})]}, "messages.0.function_call"),
+    ({"messages": [extra("tool_calls", [1])]}, "messages.0.tool_calls"),
+    ({"messages": [USER, {**USER, "prefix": True}]}, "messages.1.prefix"),
+    ({"reasoning_effort": 3}, "reasoning_effort"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "name"), REFUSED_OF_CHATS)
+def test_a_conversation_is_refused_by_the_field(reader, fields, name):
+    body = {"messages": [USER], **fields}
+    for read, kind in ((reader.chat, ChatRequest), (reader.tokenize, TokenizeChat)):
+        with pytest.raises(RequestError) as caught:
+            read(kind.model_validate(body))
+        assert caught.value.status == 400 and caught.value.param == name
+        assert name in str(caught.value)
+
+
+WITHOUT_EFFECT_ONCE = (  # accepted in former releases
+    *("chat_template", "documents", "echo", "bad_words", "allowed_token_ids", "logits_processors", "length_penalty"),
+    *("typical_p", "add_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "include_stop_str_in_output"),
+    *("skip_special_tokens", "prompt_embeds", "enable_thinking", "thinking", "vllm_xargs", "structural_tag"),
+)  # fmt: skip
+OTHER = {  # values with an effect, of fields whose usual one is no list
+    "best_of": 2,
+    "length_penalty": 2.0,
+    "typical_p": 0.3,
+    "skip_special_tokens": False,
+    "prompt_logprobs": 0,
+    "include_reasoning": False,
+    "truncate_prompt_tokens": -1,
+    "tool_choice": "required",
+}
+
+
+@pytest.mark.parametrize("name", sorted({*REFUSED, *WITHOUT_EFFECT_ONCE}))
+def test_each_field_that_would_change_an_answer_is_refused_by_name(reader, name):
+    """But for null, and the values that change nothing."""
+    value = OTHER.get(name, True if HARMLESS.get(name) == (False,) else ["x"])
+    kinds = [(ChatRequest, {"messages": [USER]}, reader.chat)]
+    if name != "echo":  # a completion has one
+        kinds.append((CompletionRequest, {"prompt": "Hi"}, reader.completion))
+    for kind, body, read in kinds:
+        plain = read(kind.model_validate(body))
+        harmless = [None, *HARMLESS.get(name, ())]
+        harmless += [kind is CompletionRequest] if name == "add_special_tokens" else []
+        for one in harmless:
+            assert read(kind.model_validate({**body, name: one})) == plain, one
+        if name == "add_special_tokens":
+            value = kind is not CompletionRequest
+        with pytest.raises(RequestError, match=f"^{name}: ") as caught:
+            read(kind.model_validate({**body, name: value}))
+        assert caught.value.param == name
+
+
+def test_an_effort_that_no_template_reads_is_refused(tmp_path):
+    own = reader_of(train_tokenizer(["Hi "], vocab_size=300, marks=MARKS), tmp_path, None)
+    body = {"messages": [USER]}
+    plain = own.chat(ChatRequest.model_validate(body))
+    for taken in (
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ):
+        assert own.chat(ChatRequest.model_validate(body | taken)) == plain
+    with pytest.raises(
+        RequestError, match="^reasoning_effort: this model's chat template does not"
+    ):
+        own.chat(ChatRequest.model_validate(body | {"reasoning_effort": "low"}))
