@@ -15,16 +15,9 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.attention import DenseContext
 from expertmesh.models.cache import KVCache
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.plain_call import is_plain
+from expertmesh.ops.plain_call import can_look_at
 
 _IDS = (torch.int64, torch.int32)
-
-
-def can_look_at(tensor: Tensor) -> bool:
-    """Whether the host can read the values of a tensor without a device synchronisation or a graph break."""
-    if not is_plain(tensor) or is_in_torch_dispatch_mode() or get_interpreter_stack():
-        return False
-    return tensor.numel() > 0
 
 
 def check_tensor(name: str, value: Any, *, what: str) -> None:
