@@ -19,6 +19,7 @@ MOE = {"hidden_dim": 8, "num_experts": (3,)}
 IDS = torch.arange(8).view(2, 4) + 3
 MASK = torch.ones(2, 4, dtype=torch.bool)
 META = torch.device("meta")
+INT = torch.int64
 
 
 @functools.cache
@@ -90,6 +91,7 @@ GPT_CALLS = {
     "logits at places": (IDS, {"num_logits": torch.tensor([1])}, "num_logits=a Tensor"),
     "rows of logits in a square": (IDS, {"logit_rows_R": IDS}, "logit_rows_R has shape"),
     "rows of floats": (IDS, {"logit_rows_R": torch.ones(2)}, "logit_rows_R has dtype"),
+    "rows of bytes": (IDS, {"logit_rows_R": torch.zeros(2, dtype=torch.uint8)}, "logit_rows_R has dtype torch.uint8"),
     "a row that is none": (IDS, {"logit_rows_R": torch.tensor([8])}, "logit_rows_R holds 8"),
     "rows and a number": (IDS, {"logit_rows_R": IDS[0], "num_logits": 1}, "leave one of the two out"),
     "no experts": (IDS, {"top_k": 0}, "top_k=0 must be an integer from 1 to"),
@@ -132,6 +134,32 @@ def test_a_cache_is_as_it_was_where_a_token_is_refused(name):
         gpt().next_logits(ids, token_mask_BS=None, cache=cache)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
     assert getattr(cache, "length", 0) == 0
+
+
+def making(kind, config, **options):
+    return lambda: kind(config, seed=0, **options)
+
+
+MADE = {
+    "fewer rows than none": (lambda: cache_of(-1), "batch_size=-1: must be whole and at least 0"),
+    "half a row": (lambda: cache_of(1.5), "batch_size=1.5"),
+    "fewer tokens than none": (lambda: cache_of(max_len=-3), "max_len=-3"),
+    "tokens in words": (lambda: cache_of(max_len="8"), "max_len='8'"),
+    "a GPT of a dict": (making(GPT, {}), "config is a dict; it must be a ModelConfig"),
+    "a Seq2Seq of a dict": (making(Seq2Seq, {}), "config is a dict; it must be a Seq2SeqConfig"),
+    "a Swin of a dict": (making(Swin, {}), "config is a dict; it must be a SwinConfig"),
+    "a GPT of integers": (lambda: GPT(gpt().config, dtype=torch.int32), "dtype=torch.int32"),
+    "a Seq2Seq of integers": (lambda: Seq2Seq(seq2seq().config, dtype=INT), "dtype=torch.int64"),
+    "a Swin of integers": (lambda: Swin(swin().config, dtype=INT), "dtype=torch.int64"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_cannot_be_made_is_refused_in_one_line(name):
+    make, match = MADE[name]
+    with pytest.raises(ConfigError, match=match) as caught:
+        make()
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +217,6 @@ def write(ids=IDS, mask=None, cache=memory):
 
 HOLES = torch.tensor([[True, False, True, True]] * 2)
 EMPTY = torch.tensor([[True] * 4, [False] * 4])
-INT = torch.int64
 SEQ2SEQ_CALLS = {
     "a source that is a list": (forward([[1]], IDS), "source_BS is a list"),
     "a source of one axis": (forward(IDS[0], IDS), "source_BS has shape"),
@@ -212,6 +239,7 @@ SEQ2SEQ_CALLS = {
     "indices of rows": (forward(IDS, IDS, source_index_T=torch.arange(2)), "source_index_T has shape"),
     "indices of floats": (forward(IDS, IDS, target_index_T=torch.ones(8)), "target_index_T has dtype"),
     "places in a square": (forward(IDS, IDS, target_places_N=IDS), "target_places_N has shape"),
+    "places of bytes": (forward(IDS, IDS, target_places_N=IDS[0].to(torch.uint8)), "target_places_N has dtype torch.uint8"),
     "places of floats": (forward(IDS, IDS, target_places_N=torch.ones(3)), "target_places_N has dtype"),
     "a place that is none": (forward(IDS, IDS, target_places_N=torch.tensor([8])), "target_places_N holds 8"),
     "reading floats": (read(IDS.float()), "ids_BS has shape"),

@@ -24,7 +24,7 @@ class KVCache:
         dtype: dtype of keys and values, the model's compute dtype.
 
     Raises:
-        ConfigError: max_len is larger than the model's max_seq_len.
+        ConfigError: a size is negative or not whole, or max_len is larger than the model's max_seq_len.
 
     Attributes:
         length: tokens of every sequence stored so far, padding included.
@@ -41,6 +41,12 @@ class KVCache:
     ) -> None:
         """Allocate the cache."""
         max_len = config.max_seq_len if max_len is None else max_len
+        for name, size in (("batch_size", batch_size), ("max_len", max_len)):
+            is_whole = isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool)
+            if not is_whole or size < 0:
+                raise ConfigError(
+                    f"{name}={size!r}: must be whole and at least 0; give a number of rows, and of tokens"
+                )
         if max_len > config.max_seq_len:
             raise ConfigError(
                 f"max_len={max_len}: a cache longer than the model's max_seq_len={config.max_seq_len};"

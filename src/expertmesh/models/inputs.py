@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_interpreter_stack
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import DenseContext
@@ -162,6 +160,25 @@ def check_whole(
     check_device(name, value, like.device)
     if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
         raise ConfigError(f"{name} has dtype {value.dtype}; it must be an integer type; convert it")
+
+
+def check_rows(name: str, rows: Any, ids: Tensor, *, of: str, fix: str) -> None:
+    """Raise ConfigError unless rows are (N,) int64 or int32 indices of `ids.flatten()`.
+
+    Args:
+        name: name of the argument.
+        rows: the argument.
+        ids: (B, S) the tokens.
+        of: meaning of the shape, for the message.
+        fix: the fix of an index out of range, for the message.
+    """
+    shape = (rows.numel(),) if isinstance(rows, Tensor) else (0,)
+    check_whole(name, rows, ids, (shape,), of=of)
+    if rows.dtype not in _IDS:  # index_select takes no other
+        raise ConfigError(
+            f"{name} has dtype {rows.dtype}; it must be int64 or int32; convert it with .long()"
+        )
+    check_range(name, rows, below=ids.numel(), fix=fix)
 
 
 def check_count(name: str, value: Any, *, least: int, fix: str) -> None:
