@@ -1,9 +1,11 @@
 """What the models are given and cannot take: one line for each argument's shape, type, device and range, before anything is computed."""
 
+import copy
 import functools
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.errors import ConfigError
@@ -33,9 +35,10 @@ def dense():
 
 
 @functools.cache
-def seq2seq():
+def seq2seq(positions="rotary"):
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 2, "max_source_len": 8}
-    return Seq2Seq(Seq2SeqConfig(**SMALL, **layers, moe=MOE), seed=0).eval()
+    config = Seq2SeqConfig(**SMALL, **layers, moe=MOE, positions=positions)
+    return Seq2Seq(config, seed=0).eval()
 
 
 @functools.cache
@@ -205,8 +208,8 @@ def forward(*args, **more):
     return lambda: seq2seq()(*args, **more)
 
 
-def read(ids=IDS, mask=None, cache=None):
-    return lambda: seq2seq().encode(
+def read(ids=IDS, mask=None, cache=None, positions="rotary"):
+    return lambda: seq2seq(positions).encode(
         ids, token_mask_BS=mask, cache=cache_of(2, 8, seq2seq()) if cache is None else cache()
     )
 
@@ -216,6 +219,7 @@ def write(ids=IDS, mask=None, cache=memory):
 
 
 HOLES = torch.tensor([[True, False, True, True]] * 2)
+LEFT = torch.tensor([[True] * 4, [False, True, True, True]])
 EMPTY = torch.tensor([[True] * 4, [False] * 4])
 SEQ2SEQ_CALLS = {
     "a source that is a list": (forward([[1]], IDS), "source_BS is a list"),
@@ -235,6 +239,9 @@ SEQ2SEQ_CALLS = {
     "a mask of numbers": (forward(IDS, IDS, target_mask_BS=MASK.long()), "target_mask_BS has dtype"),
     "a long mask of targets": (forward(IDS, IDS, target_mask_BS=torch.ones(2, 5) > 0), "target_mask_BS has shape"),
     "padding before tokens": (forward(IDS, IDS, target_mask_BS=HOLES), "padding before a token"),
+    "padding before untied sources": (
+        lambda: seq2seq("untied")(IDS, IDS, source_mask_BS=LEFT), "source_mask_BS has padding before a token; sources with untied"),
+    "reading padding before untied sources": (read(mask=LEFT, positions="untied"), "token_mask_BS has padding before a token"),
     "a source without tokens": (forward(IDS, IDS, source_mask_BS=EMPTY), "row without a token"),
     "indices of rows": (forward(IDS, IDS, source_index_T=torch.arange(2)), "source_index_T has shape"),
     "indices of floats": (forward(IDS, IDS, target_index_T=torch.ones(8)), "target_index_T has dtype"),
@@ -263,6 +270,16 @@ def test_an_encoder_decoder_refuses_in_one_line(name):
     with pytest.raises(ConfigError, match=match) as caught:
         call()
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+@torch.no_grad()
+def test_rotary_sources_may_be_padded_on_the_left():
+    """Scores depend on distances only; untied positions count from the first column, and are refused above."""
+    model, right = copy.deepcopy(seq2seq()).double(), LEFT.flip(1)
+    source = torch.where(right, IDS, 0)
+    found = model(source.roll(1, 1), IDS, source_mask_BS=LEFT).logits_NV
+    expected = model(source, IDS, source_mask_BS=right).logits_NV
+    assert_close_fp64(found[4:], expected[4:], what="logits")
 
 
 def test_a_source_is_read_into_an_empty_cache():

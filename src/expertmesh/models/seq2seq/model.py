@@ -409,8 +409,8 @@ class Seq2Seq(LanguageModel):
             Logits and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: an argument has a wrong shape, dtype, device or range, sources or targets are too long, or targets are
-                padded on the left. Values (ids, masks) are checked on CPUs only, and not inside torch.compile.
+            ConfigError: an argument has a wrong shape, dtype, device or range, sources or targets are too long, or targets, or
+                sources with untied positions, are padded on the left. Values (ids, masks) are checked on CPUs only, and not inside torch.compile.
         """
         self._check_side("source_BS", source_BS, "source_mask_BS", source_mask_BS, is_source=True)
         self._check_side("target_BS", target_BS, "target_mask_BS", target_mask_BS, is_source=False)
@@ -453,9 +453,12 @@ class Seq2Seq(LanguageModel):
             raise ConfigError(
                 f"{mask_name} has a row without a token; every source must have one; leave the row out"
             )
-        if not is_source and bool((mask_BS[:, 1:] & ~mask_BS[:, :-1]).any()):
+        if is_source and self.source_places is None:
+            return  # rotary scores depend on distances only
+        if bool((mask_BS[:, 1:] & ~mask_BS[:, :-1]).any()):
+            whose = "sources with untied positions" if is_source else "targets"
             raise ConfigError(
-                f"{mask_name} has padding before a token; targets are padded on the right; move it there"
+                f"{mask_name} has padding before a token; {whose} are padded on the right; move it there"
             )
 
     def _check_indices(
