@@ -139,6 +139,29 @@ def test_a_cache_is_as_it_was_where_a_token_is_refused(name):
     assert getattr(cache, "length", 0) == 0
 
 
+ROWS = {
+    "a mask": (torch.tensor([True, False]), r"shape \(2,\) and dtype torch.bool"),
+    "of floats": (torch.ones(2), "dtype torch.float32"),
+    "of two axes": (torch.tensor([[0, 1]]), r"shape \(1, 2\)"),
+    "a list": ([0, 1], "rows_B is a list"),
+    "from the end": (torch.tensor([0, -1]), "rows_B holds -1; it must be from 0 to 1"),
+    "behind the last": (torch.tensor([0, 2]), "rows_B holds 2"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_cache_is_as_it_was_where_rows_are_refused(name):
+    rows, match = ROWS[name]
+    caches = cache_of(), cache_of()
+    for cache in caches:
+        gpt().next_logits(IDS, token_mask_BS=MASK, cache=cache)
+    with pytest.raises(ConfigError, match=match) as caught:
+        caches[0].select(rows)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+    found, expected = (gpt().next_logits(IDS, token_mask_BS=MASK, cache=one) for one in caches)
+    assert torch.equal(found, expected)
+
+
 def making(kind, config, **options):
     return lambda: kind(config, seed=0, **options)
 
