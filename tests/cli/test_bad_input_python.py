@@ -246,6 +246,13 @@ TRAINING = {
         lambda: own(loss=lambda m, x: (m(x).mean(), {"right": m(x)})),
         ["right is a tensor of shape (", "a measure must be a number"],
     ),
+    **{
+        f"a measure named {name}": Mistake(
+            lambda name=name: own(loss=lambda m, x: (m(x).mean(), {name: 7.0})),
+            [f"loss: returned a measure {name!r}", "the name is taken", "another name"],
+        )
+        for name in ("loss", "items")
+    },
     "a metric that is not measured": Mistake(
         lambda: own(metric="accuracy"), ["metric=accuracy", "returned loss", "return it"]
     ),

@@ -144,6 +144,7 @@ ENGINES = {
     "too many blocks": (making(num_blocks=10**12), "no memory for as many blocks"),
     "a negative budget": (making(token_budget=-1), "token_budget"),
     "no sequences": (making(max_sequences=0), "max_sequences"),
+    "more tokens than places": (making(max_len=10**6), "max_len=1000000: .* max_seq_len=64"),
     "huge blocks": (making(block_size=9999), "block_size"),
     "config and options": (making(config=EngineConfig(), num_blocks=3), "beside config"),
     "config of another type": (making(config={"num_blocks": 3}), "config is a dict"),

@@ -115,6 +115,47 @@ def test_other_state_is_refused_by_name(model_type):
     assert "\n" not in str(caught.value)
 
 
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 4.0, 8.0, 16.0],
+    "short_mscale": 1.0,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 64,
+    "factor": 2.0,
+}
+
+
+def test_long_rope_is_served_up_to_its_original_length_only(tmp_path):
+    """Beyond it an answer would depend on the longest neighbour of its step."""
+    model = tiny("phimoe", rope_parameters=LONG)
+    expected = own_tokens(model, PROMPTS[0], 12)
+    model.save_pretrained(tmp_path)
+    tokenizer = train_tokenizer(["some words of a text"] * 9, vocab_size=300)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for call in (
+        lambda: TransformersDecoder(model),
+        lambda: Engine(tmp_path, implementation="transformers", max_len=65),
+    ):
+        with pytest.raises(ConfigError, match="rope_type=longrope.*give max_len=64") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    for longer in (
+        lambda: TransformersDecoder(model, max_len=10**6),
+        lambda: Engine(tmp_path, implementation="transformers", max_len=10**6),
+    ):
+        with pytest.raises(ConfigError, match="max_len=1000000"):
+            longer()
+    params = SamplingParams(temperature=0, max_tokens=12)
+    engine = Engine(tmp_path, implementation="transformers", max_len=64, token_budget=9)
+    assert engine.max_len == 64
+    assert engine.generate(PROMPTS, params)[0].token_ids == expected
+    model.config.rope_parameters = {"full_attention": LONG}
+    with pytest.raises(ConfigError, match="longrope"):
+        TransformersDecoder(model)
+
+
 def tiny_of_defaults(model_type):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))

@@ -1,9 +1,11 @@
 """What the models are given and cannot take: one line for each argument's shape, type, device and range, before anything is computed."""
 
+import copy
 import functools
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.errors import ConfigError
@@ -19,6 +21,7 @@ MOE = {"hidden_dim": 8, "num_experts": (3,)}
 IDS = torch.arange(8).view(2, 4) + 3
 MASK = torch.ones(2, 4, dtype=torch.bool)
 META = torch.device("meta")
+INT = torch.int64
 
 
 @functools.cache
@@ -32,9 +35,10 @@ def dense():
 
 
 @functools.cache
-def seq2seq():
+def seq2seq(positions="rotary"):
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 2, "max_source_len": 8}
-    return Seq2Seq(Seq2SeqConfig(**SMALL, **layers, moe=MOE), seed=0).eval()
+    config = Seq2SeqConfig(**SMALL, **layers, moe=MOE, positions=positions)
+    return Seq2Seq(config, seed=0).eval()
 
 
 @functools.cache
@@ -90,6 +94,7 @@ GPT_CALLS = {
     "logits at places": (IDS, {"num_logits": torch.tensor([1])}, "num_logits=a Tensor"),
     "rows of logits in a square": (IDS, {"logit_rows_R": IDS}, "logit_rows_R has shape"),
     "rows of floats": (IDS, {"logit_rows_R": torch.ones(2)}, "logit_rows_R has dtype"),
+    "rows of bytes": (IDS, {"logit_rows_R": torch.zeros(2, dtype=torch.uint8)}, "logit_rows_R has dtype torch.uint8"),
     "a row that is none": (IDS, {"logit_rows_R": torch.tensor([8])}, "logit_rows_R holds 8"),
     "rows and a number": (IDS, {"logit_rows_R": IDS[0], "num_logits": 1}, "leave one of the two out"),
     "no experts": (IDS, {"top_k": 0}, "top_k=0 must be an integer from 1 to"),
@@ -132,6 +137,55 @@ def test_a_cache_is_as_it_was_where_a_token_is_refused(name):
         gpt().next_logits(ids, token_mask_BS=None, cache=cache)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
     assert getattr(cache, "length", 0) == 0
+
+
+ROWS = {
+    "a mask": (torch.tensor([True, False]), r"shape \(2,\) and dtype torch.bool"),
+    "of floats": (torch.ones(2), "dtype torch.float32"),
+    "of two axes": (torch.tensor([[0, 1]]), r"shape \(1, 2\)"),
+    "a list": ([0, 1], "rows_B is a list"),
+    "from the end": (torch.tensor([0, -1]), "rows_B holds -1; it must be from 0 to 1"),
+    "behind the last": (torch.tensor([0, 2]), "rows_B holds 2"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_cache_is_as_it_was_where_rows_are_refused(name):
+    rows, match = ROWS[name]
+    caches = cache_of(), cache_of()
+    for cache in caches:
+        gpt().next_logits(IDS, token_mask_BS=MASK, cache=cache)
+    with pytest.raises(ConfigError, match=match) as caught:
+        caches[0].select(rows)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+    found, expected = (gpt().next_logits(IDS, token_mask_BS=MASK, cache=one) for one in caches)
+    assert torch.equal(found, expected)
+
+
+def making(kind, config, **options):
+    return lambda: kind(config, seed=0, **options)
+
+
+MADE = {
+    "fewer rows than none": (lambda: cache_of(-1), "batch_size=-1: must be whole and at least 0"),
+    "half a row": (lambda: cache_of(1.5), "batch_size=1.5"),
+    "fewer tokens than none": (lambda: cache_of(max_len=-3), "max_len=-3"),
+    "tokens in words": (lambda: cache_of(max_len="8"), "max_len='8'"),
+    "a GPT of a dict": (making(GPT, {}), "config is a dict; it must be a ModelConfig"),
+    "a Seq2Seq of a dict": (making(Seq2Seq, {}), "config is a dict; it must be a Seq2SeqConfig"),
+    "a Swin of a dict": (making(Swin, {}), "config is a dict; it must be a SwinConfig"),
+    "a GPT of integers": (lambda: GPT(gpt().config, dtype=torch.int32), "dtype=torch.int32"),
+    "a Seq2Seq of integers": (lambda: Seq2Seq(seq2seq().config, dtype=INT), "dtype=torch.int64"),
+    "a Swin of integers": (lambda: Swin(swin().config, dtype=INT), "dtype=torch.int64"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_cannot_be_made_is_refused_in_one_line(name):
+    make, match = MADE[name]
+    with pytest.raises(ConfigError, match=match) as caught:
+        make()
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +231,8 @@ def forward(*args, **more):
     return lambda: seq2seq()(*args, **more)
 
 
-def read(ids=IDS, mask=None, cache=None):
-    return lambda: seq2seq().encode(
+def read(ids=IDS, mask=None, cache=None, positions="rotary"):
+    return lambda: seq2seq(positions).encode(
         ids, token_mask_BS=mask, cache=cache_of(2, 8, seq2seq()) if cache is None else cache()
     )
 
@@ -188,8 +242,8 @@ def write(ids=IDS, mask=None, cache=memory):
 
 
 HOLES = torch.tensor([[True, False, True, True]] * 2)
+LEFT = torch.tensor([[True] * 4, [False, True, True, True]])
 EMPTY = torch.tensor([[True] * 4, [False] * 4])
-INT = torch.int64
 SEQ2SEQ_CALLS = {
     "a source that is a list": (forward([[1]], IDS), "source_BS is a list"),
     "a source of one axis": (forward(IDS[0], IDS), "source_BS has shape"),
@@ -208,10 +262,14 @@ SEQ2SEQ_CALLS = {
     "a mask of numbers": (forward(IDS, IDS, target_mask_BS=MASK.long()), "target_mask_BS has dtype"),
     "a long mask of targets": (forward(IDS, IDS, target_mask_BS=torch.ones(2, 5) > 0), "target_mask_BS has shape"),
     "padding before tokens": (forward(IDS, IDS, target_mask_BS=HOLES), "padding before a token"),
+    "padding before untied sources": (
+        lambda: seq2seq("untied")(IDS, IDS, source_mask_BS=LEFT), "source_mask_BS has padding before a token; sources with untied"),
+    "reading padding before untied sources": (read(mask=LEFT, positions="untied"), "token_mask_BS has padding before a token"),
     "a source without tokens": (forward(IDS, IDS, source_mask_BS=EMPTY), "row without a token"),
     "indices of rows": (forward(IDS, IDS, source_index_T=torch.arange(2)), "source_index_T has shape"),
     "indices of floats": (forward(IDS, IDS, target_index_T=torch.ones(8)), "target_index_T has dtype"),
     "places in a square": (forward(IDS, IDS, target_places_N=IDS), "target_places_N has shape"),
+    "places of bytes": (forward(IDS, IDS, target_places_N=IDS[0].to(torch.uint8)), "target_places_N has dtype torch.uint8"),
     "places of floats": (forward(IDS, IDS, target_places_N=torch.ones(3)), "target_places_N has dtype"),
     "a place that is none": (forward(IDS, IDS, target_places_N=torch.tensor([8])), "target_places_N holds 8"),
     "reading floats": (read(IDS.float()), "ids_BS has shape"),
@@ -235,6 +293,16 @@ def test_an_encoder_decoder_refuses_in_one_line(name):
     with pytest.raises(ConfigError, match=match) as caught:
         call()
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+@torch.no_grad()
+def test_rotary_sources_may_be_padded_on_the_left():
+    """Scores depend on distances only; untied positions count from the first column, and are refused above."""
+    model, right = copy.deepcopy(seq2seq()).double(), LEFT.flip(1)
+    source = torch.where(right, IDS, 0)
+    found = model(source.roll(1, 1), IDS, source_mask_BS=LEFT).logits_NV
+    expected = model(source, IDS, source_mask_BS=right).logits_NV
+    assert_close_fp64(found[4:], expected[4:], what="logits")
 
 
 def test_a_source_is_read_into_an_empty_cache():

@@ -5,7 +5,7 @@ import torch
 from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh import ConfigError, MoELayer
-from expertmesh.functional import count_choices, importance_load_loss, switch_loss
+from expertmesh.functional import count_choices, importance_load_loss, router_z_loss, switch_loss
 
 T, E = 30, 5
 
@@ -58,3 +58,25 @@ def test_choices_of_other_groups_are_refused(loss, counted, given):
     scores, choices = torch.rand(T, E), count_choices(torch.randint(E, (T, 2)), E, counted)
     with pytest.raises(ConfigError, match=f"group_size={given}.*must be equally many"):
         loss(scores, choices, group_size=given)
+
+
+LONG = torch.ones(T + 1, dtype=torch.bool)
+MISFITS = {
+    "fewer experts": (lambda s, n: switch_loss(s, n[:, 1:]), "num_choices has shape"),
+    "fewer experts of importance": (lambda s, n: importance_load_loss(s, n[:, 1:]), "num_choices"),
+    "a longer mask": (lambda s, n: switch_loss(s, n, token_mask_T=LONG), "token_mask has shape"),
+    "a longer mask of logits": (lambda s, n: router_z_loss(s, token_mask_T=LONG), "token_mask has"),
+    "a mask of numbers": (lambda s, n: router_z_loss(s, token_mask_T=LONG[1:].long()), "int64"),
+    "an id too large": (lambda s, n: count_choices(n + E + 1, E, 1), "expert_ids holds values"),
+    "a negative id": (lambda s, n: count_choices(n - E * T, E, None), "expert_ids holds values"),
+    "ids of floats": (lambda s, n: count_choices(s, E, None), "expert_ids has dtype"),
+    "ids of one axis": (lambda s, n: count_choices(n[0], E, None), "expert_ids has shape"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_is_one_line(call, words):
+    scores, choices = torch.rand(T, E), torch.ones(1, E, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=words) as caught:
+        call(scores, choices)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)

@@ -118,6 +118,8 @@ def test_metadata_of_another_batch_is_told(backend):
     rows = torch.randn(10, 3)
     for call, words in (
         (lambda: permute(rows[:3], m, backend=backend), "x has 3 tokens and the metadata 10"),
+        (lambda: permute(rows[:2], m, backend=backend), "x has 2 tokens and the metadata 10"),
+        (lambda: permute(rows, m, backend=backend), "x has 10 tokens and the metadata 10"),
         (lambda: permute(rows[:0], m, backend=backend), "x has 0 tokens"),
         (lambda: combine(rows[:7], m, 2, backend=backend), "y has 7 rows"),
         (lambda: combine(rows, m, 3, backend=backend), "top_k is 3"),

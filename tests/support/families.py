@@ -42,11 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
         "routed_scaling_factor": 1.7,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1000.0,
-            "partial_rotary_factor": 0.5,
-        },
+        "rope_parameters": _YARN | {"partial_rotary_factor": 0.5},
     },
     # with biases, and a window in its first layer
     "dots1": {

@@ -42,6 +42,13 @@ def check_model(model: Any, config: EngineConfig, *, is_alone: bool = True) -> N
     if problem := why_not(model):
         raise ConfigError(problem)
     check_mode(model)
+    if config.max_len is not None and config.max_len > model.max_seq_len:
+        raise ConfigError(
+            "max_len",
+            config.max_len,
+            f"must be at most the model's max_seq_len={model.max_seq_len}",
+            "lower it, or leave it out",
+        )
     if config.deterministic and not model.config.batch_invariant:
         raise ConfigError(
             "deterministic=True: the model computes by the order of its batch; build it with batch_invariant=True"

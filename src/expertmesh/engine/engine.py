@@ -136,7 +136,7 @@ class Engine:
         check_ids(end_ids, model.vocab_size, what="end_ids")
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
-        self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
+        self.max_len = self.config.max_len or model.max_seq_len
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         num_blocks = self._num_blocks(dtype)
         cache = PagedCache(

@@ -37,7 +37,7 @@ def open_served(
         # by name: integrations are above the engine, and are imported on use only
         door = import_module("expertmesh.integrations.transformers.decoder")
         opened_there: tuple[Any, TextFormat] = door.open_decoder(
-            path, device=config.device, dtype=dtype
+            path, device=config.device, dtype=dtype, max_len=config.max_len
         )
         return *opened_there, None
     run = find_model(path)

@@ -164,7 +164,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
-    Pair i of a head is rotated by position * base^(-2 i / (fraction * head_dim)). Pairs beyond that fraction are not rotated.
+    Pair i of a head is rotated by position * base^(-2 i / (fraction * head_dim)). Pairs beyond that fraction are not rotated
+    and not scaled.
 
     Args:
         positions_S: (S,) or (B, S) integer positions, or of any other shape.
@@ -186,12 +187,14 @@ def rope_tables(
         pair = torch.arange(turning // 2, device=positions_S.device, dtype=dtype)
         share = ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
         frequency = frequency * (1 - share) + frequency / scaling.factor * share
-    frequency = F.pad(frequency, (0, (head_dim - turning) // 2))
     angle = positions_S.to(dtype)[..., None] * frequency
     cos, sin = arithmetic.cos_and_sin(angle)
-    if scaling is None or scaling.cos_factor == 1:
+    if scaling is not None and scaling.cos_factor != 1:
+        cos, sin = cos * scaling.cos_factor, sin * scaling.cos_factor
+    if turning == head_dim:
         return cos, sin
-    return cos * scaling.cos_factor, sin * scaling.cos_factor
+    still = (0, (head_dim - turning) // 2)
+    return F.pad(cos, still, value=1.0), F.pad(sin, still)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

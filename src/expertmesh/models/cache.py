@@ -7,6 +7,7 @@ from torch import Tensor
 
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import DenseContext
+from expertmesh.ops.plain_call import can_look_at
 
 
 class KVCache:
@@ -24,7 +25,7 @@ class KVCache:
         dtype: dtype of keys and values, the model's compute dtype.
 
     Raises:
-        ConfigError: max_len is larger than the model's max_seq_len.
+        ConfigError: a size is negative or not whole, or max_len is larger than the model's max_seq_len.
 
     Attributes:
         length: tokens of every sequence stored so far, padding included.
@@ -41,6 +42,12 @@ class KVCache:
     ) -> None:
         """Allocate the cache."""
         max_len = config.max_seq_len if max_len is None else max_len
+        for name, size in (("batch_size", batch_size), ("max_len", max_len)):
+            is_whole = isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool)
+            if not is_whole or size < 0:
+                raise ConfigError(
+                    f"{name}={size!r}: must be whole and at least 0; give a number of rows, and of tokens"
+                )
         if max_len > config.max_seq_len:
             raise ConfigError(
                 f"max_len={max_len}: a cache longer than the model's max_seq_len={config.max_seq_len};"
@@ -100,7 +107,12 @@ class KVCache:
 
         Args:
             rows_B: (new batch size,) int64, each any number of times.
+
+        Raises:
+            ConfigError: it has another shape or type, or (on CPUs only) a row is out of range; the cache is left
+                unchanged.
         """
+        self._check_old_rows(rows_B)
         seen = self.length
         shape = (self._k.shape[0], len(rows_B), *self._k.shape[2:])
         is_smaller_or_larger = len(rows_B) != self.batch_size
@@ -115,6 +127,22 @@ class KVCache:
         self._v = self._k if is_one else selected(self._v)
         if self._is_token_BS is not None:
             self._is_token_BS = self._is_token_BS[rows_B]
+
+    def _check_old_rows(self, rows_B: Any) -> None:
+        fix = "give the old index of each new row, such as mask.nonzero()[:, 0]"
+        is_tensor = isinstance(rows_B, Tensor)
+        if not is_tensor or rows_B.ndim != 1 or rows_B.dtype != torch.int64:
+            what = f"a {type(rows_B).__name__}"
+            if is_tensor:
+                what = f"of shape {tuple(rows_B.shape)} and dtype {rows_B.dtype}"
+            raise ConfigError(f"rows_B is {what}; it must be a tensor (rows,) of int64; {fix}")
+        if not can_look_at(rows_B):
+            return
+        low, high = (int(row) for row in rows_B.aminmax())
+        if low < 0 or high >= self.batch_size:
+            raise ConfigError(
+                f"rows_B holds {low if low < 0 else high}; it must be from 0 to {self.batch_size - 1}; {fix}"
+            )
 
     def begin(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, counts_padding: bool = True

@@ -8,23 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_interpreter_stack
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import DenseContext
 from expertmesh.models.cache import KVCache
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.plain_call import is_plain
+from expertmesh.ops.plain_call import can_look_at
 
 _IDS = (torch.int64, torch.int32)
-
-
-def can_look_at(tensor: Tensor) -> bool:
-    """Whether the host can read the values of a tensor without a device synchronisation or a graph break."""
-    if not is_plain(tensor) or is_in_torch_dispatch_mode() or get_interpreter_stack():
-        return False
-    return tensor.numel() > 0
 
 
 def check_tensor(name: str, value: Any, *, what: str) -> None:
@@ -169,6 +160,25 @@ def check_whole(
     check_device(name, value, like.device)
     if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
         raise ConfigError(f"{name} has dtype {value.dtype}; it must be an integer type; convert it")
+
+
+def check_rows(name: str, rows: Any, ids: Tensor, *, of: str, fix: str) -> None:
+    """Raise ConfigError unless rows are (N,) int64 or int32 indices of `ids.flatten()`.
+
+    Args:
+        name: name of the argument.
+        rows: the argument.
+        ids: (B, S) the tokens.
+        of: meaning of the shape, for the message.
+        fix: the fix of an index out of range, for the message.
+    """
+    shape = (rows.numel(),) if isinstance(rows, Tensor) else (0,)
+    check_whole(name, rows, ids, (shape,), of=of)
+    if rows.dtype not in _IDS:  # index_select takes no other
+        raise ConfigError(
+            f"{name} has dtype {rows.dtype}; it must be int64 or int32; convert it with .long()"
+        )
+    check_range(name, rows, below=ids.numel(), fix=fix)
 
 
 def check_count(name: str, value: Any, *, least: int, fix: str) -> None:

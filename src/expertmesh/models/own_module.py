@@ -28,6 +28,8 @@ _RETURN = (
     "return a scalar, the mean over the samples, then RoutingStats and a dictionary of measures"
 )
 
+_TAKEN = {"loss": "the loss itself", "items": "the number of samples"}
+
 
 class OwnBuilder(ModelBuilder):
     """Builder for a user-defined module.
@@ -77,7 +79,7 @@ class OwnModule(Task):
         data: see `expertmesh.data.samples.data_of`.
         validation: see `expertmesh.data.samples.data_of`.
         loss: called as loss(model, *batch); returns a scalar mean over the batch's samples, and then, in any order,
-            RoutingStats and a dictionary of other means by name.
+            RoutingStats and a dictionary of other means by name; "loss" and "items" are taken.
         metric: name of the mean that evaluations are compared by.
     """
 
@@ -147,6 +149,11 @@ class OwnModule(Task):
         for one in stats:
             if not isinstance(one, RoutingStats):
                 raise ConfigError(f"loss: returned a {type(one).__name__} after it; {_RETURN}")
+        for name, owner in _TAKEN.items():
+            if name in measures:
+                raise ConfigError(
+                    f"loss: returned a measure {name!r}; the name is taken by {owner}; give it another name"
+                )
         for name, mean in measures.items():
             if isinstance(mean, Tensor) and mean.ndim:
                 what = f"tensor of shape {tuple(mean.shape)}"

@@ -11,8 +11,13 @@ from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.routing_noise import STREAM_RANDOM_DROP, random_bits
 from expertmesh.moe.types import Routing
 from expertmesh.ops.backend import resolve_backend
-from expertmesh.ops.plain_call import runs_plainly
-from expertmesh.ops.route_metadata import MOST_TRITON_EXPERTS, route_metadata
+from expertmesh.ops.plain_call import can_look_at, runs_plainly
+from expertmesh.ops.route_metadata import (
+    MOST_TRITON_EXPERTS,
+    check_expert_ids,
+    check_range,
+    route_metadata,
+)
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
@@ -123,10 +128,15 @@ def valid_tokens_per_group(
 def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | None) -> Tensor:
     """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere.
 
+    Raises ConfigError if ids are no (T, K) integers, or (on CPUs only) out of range.
+
     Example:
         >>> count_choices(torch.tensor([[0, 1], [0, 2]]), 2, None).tolist()  # 2 is "no expert"
         [[2, 1]]
     """
+    check_expert_ids(expert_ids_TK)
+    if can_look_at(expert_ids_TK):  # an id out of range would count in the next group
+        check_range(*map(int, expert_ids_TK.aminmax()), num_experts)
     T = expert_ids_TK.shape[0]
     num_groups, size = group_sizes(T, group_size)
     segment_TK = expert_ids_TK

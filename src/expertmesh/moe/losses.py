@@ -109,6 +109,17 @@ def _sums(
     return padded.view(num_groups, size, E).sum(1)
 
 
+def _check_mask(values_TE: Tensor, token_mask_T: Tensor | None) -> None:
+    if token_mask_T is None:
+        return
+    T = values_TE.shape[0]
+    if token_mask_T.ndim != 1 or token_mask_T.shape[0] != T or token_mask_T.dtype != torch.bool:
+        raise ConfigError(
+            f"token_mask has shape {tuple(token_mask_T.shape)} and dtype {token_mask_T.dtype}; it must be ({T},) of bools, one per token; "
+            "flatten it, or convert it with .bool()"
+        )
+
+
 def _valid(
     values_TE: Tensor,
     num_choices_UE: Tensor,
@@ -116,6 +127,13 @@ def _valid(
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
+    num_experts = values_TE.shape[-1]
+    if values_TE.ndim != 2 or num_choices_UE.shape[-1] != num_experts:
+        raise ConfigError(
+            f"num_choices has shape {tuple(num_choices_UE.shape)} and the scores {tuple(values_TE.shape)}; they must be (groups, experts) and "
+            "(tokens, experts) of as many experts; give the num_experts of count_choices"
+        )
+    _check_mask(values_TE, token_mask_T)
     valid_U = valid_tokens_per_group(values_TE.shape[0], group_size, token_mask_T, values_TE.device)
     if num_choices_UE.ndim > 1 and num_choices_UE.shape[0] != valid_U.shape[0]:
         raise ConfigError(
@@ -158,7 +176,8 @@ def switch_loss(
         Scalar, not weighted. Does not synchronise.
 
     Raises:
-        ConfigError: num_choices_UE has another number of groups than group_size makes.
+        ConfigError: num_choices_UE has another number of groups than group_size makes, or of experts; or token_mask_T does
+            not fit.
 
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
@@ -207,7 +226,8 @@ def importance_load_loss(
         Scalar, not weighted. Does not synchronise.
 
     Raises:
-        ConfigError: num_choices_UE has another number of groups than group_size makes.
+        ConfigError: num_choices_UE has another number of groups than group_size makes, or of experts; or token_mask_T does
+            not fit.
 
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
@@ -305,10 +325,14 @@ def router_z_loss(logits_TE: Tensor, *, token_mask_T: Tensor | None = None) -> T
     Returns:
         Scalar, not weighted; 0 for no tokens. Does not synchronise.
 
+    Raises:
+        ConfigError: token_mask_T has another shape or type.
+
     Example:
         >>> router_z_loss(torch.zeros(4, 1)).item()
         0.0
     """
+    _check_mask(logits_TE, token_mask_T)
     squares_T = logits_TE.logsumexp(-1).square()
     if token_mask_T is None:
         return squares_T.sum() / max(logits_TE.shape[0], 1)

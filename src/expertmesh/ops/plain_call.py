@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_interpreter_stack
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
@@ -13,6 +14,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if t is not None and (type(t) not in (Tensor, nn.Parameter) or not t.is_cpu):
             return False
     return True
+
+
+def can_look_at(tensor: Tensor) -> bool:
+    """Whether the host can read the values of a tensor without a device synchronisation or a graph break."""
+    if not is_plain(tensor) or is_in_torch_dispatch_mode() or get_interpreter_stack():
+        return False
+    return tensor.numel() > 0
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
-from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.plain_call import can_look_at, runs_plainly
 
 MOST_TRITON_EXPERTS = 2047
 """Maximum number of experts of the Triton kernels, which hold one value per expert in one program; `kernels.route_metadata.MAX_EXPERTS`."""
@@ -69,14 +69,7 @@ def route_metadata(
         >>> maps.offsets_E.tolist(), maps.token_of_row_N[:3].tolist()
         ([0, 1, 3], [0, 0, 1])
     """
-    if expert_ids_TK.dim() != 2:
-        raise ConfigError(
-            f"expert_ids has shape {tuple(expert_ids_TK.shape)}; it must be (tokens, top_k); reshape it"
-        )
-    if expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool:
-        raise ConfigError(
-            f"expert_ids has dtype {expert_ids_TK.dtype}; it must be an integer type; convert it"
-        )
+    check_expert_ids(expert_ids_TK)
     if num_experts < 1 or num_experts > 65535:
         raise ConfigError(f"num_experts is {num_experts}; it must be in 1..65535; choose another")
     ids = expert_ids_TK.detach()
@@ -97,6 +90,18 @@ def _num_rows(num_slots: int, max_rows: int | None) -> int:
     return num_slots if max_rows is None else torch.sym_min(num_slots, max_rows)
 
 
+def check_expert_ids(expert_ids_TK: Tensor) -> None:
+    """Raise ConfigError unless expert ids are (tokens, top_k) integers."""
+    if expert_ids_TK.dim() != 2:
+        raise ConfigError(
+            f"expert_ids has shape {tuple(expert_ids_TK.shape)}; it must be (tokens, top_k); reshape it"
+        )
+    if expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool:
+        raise ConfigError(
+            f"expert_ids has dtype {expert_ids_TK.dtype}; it must be an integer type; convert it"
+        )
+
+
 def check_range(least: int, most: int, num_experts: int) -> None:
     """Raise ConfigError unless the smallest and the largest expert id are in 0..num_experts."""
     if not 0 <= least <= most <= num_experts:
@@ -107,11 +112,20 @@ def check_range(least: int, most: int, num_experts: int) -> None:
 
 
 def check_tokens(x_TD: Tensor, metadata: RouteMetadata) -> None:
-    """Raise ConfigError if the number of tokens does not fit the metadata: a kernel would read out of bounds."""
+    """Raise ConfigError if the number of tokens does not fit the metadata: a kernel would read out of bounds.
+
+    The number of choices must be a multiple of it; where the host can read the maps, they must be of as many tokens.
+    """
     num_tokens, num_slots = x_TD.shape[0], metadata.row_of_slot_N.shape[0]
-    if num_slots % num_tokens if num_tokens else num_slots:
+    fits = not (num_slots % num_tokens if num_tokens else num_slots)
+    if fits and num_tokens and can_look_at(metadata.token_of_row_N):
+        live = int(metadata.offsets_E[-1])
+        slots_N, tokens_N = metadata.slot_of_row_N[:live], metadata.token_of_row_N[:live]
+        fits = torch.equal(slots_N // (num_slots // num_tokens), tokens_N)
+    if not fits:
         raise ConfigError(
-            f"x has {num_tokens} tokens and the metadata {num_slots} choices; each token must have as many; check both"
+            f"x has {num_tokens} tokens and the metadata {num_slots} choices of another number; they must be of the same tokens; "
+            "give the tokens that were routed"
         )
 
 

@@ -120,3 +120,25 @@ def test_wrong_shapes_are_named():
         grouped_linear(x, w, offsets()[1:])
     with pytest.raises(ConfigError, match="w has dtype torch.float64"):
         grouped_linear(x, w.double(), offsets())
+    with pytest.raises(ConfigError, match=r"offsets has dtype torch.int64; it must be int32"):
+        grouped_linear(x, w, offsets().long())
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["plain", "autograd"])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([0, 2, 4, 9], "offsets hold 9; .* rise to at most the 6 rows"),
+        ([0, 2, 1, 6], "offsets hold 1 behind 2"),
+        ([0, -2, 4, 6], "offsets hold -2 behind 0"),
+        ([1, 2, 4, 6], "offsets hold 1; they must be 0"),
+    ],
+    ids=str,
+)
+def test_offsets_that_are_none_are_refused(wrong, words, needs_grad):
+    """They gave fewer rows than x has, or products of other experts."""
+    x, w = torch.randn(6, 8), torch.randn(3, 5, 8, requires_grad=needs_grad)
+    ends = torch.tensor(wrong, dtype=torch.int32)
+    with pytest.raises(ConfigError, match=words) as caught:
+        grouped_linear(x, w, ends, backend="torch")
+    assert "\n" not in str(caught.value)

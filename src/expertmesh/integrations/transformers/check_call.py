@@ -13,13 +13,13 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.inputs import (
-    can_look_at,
     check_count,
     check_ids,
     check_range,
     check_shape,
     check_whole,
 )
+from expertmesh.ops.plain_call import can_look_at
 
 IGNORED = -100
 """Label of positions that are not predicted."""

@@ -7,7 +7,7 @@ gated delta nets), or with other attention, are refused with the reason.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,6 +99,7 @@ class TransformersDecoder(nn.Module):
         model: a loaded model; it is set to evaluation mode, and its attention and experts are switched to ours.
         end_ids: end-of-text tokens.
         start_ids: tokens before a prompt; None: the tokenizer's.
+        max_len: maximum tokens of a sequence; None: the model's.
 
     Raises:
         ConfigError: the model cannot be served, with the reason.
@@ -109,7 +110,12 @@ class TransformersDecoder(nn.Module):
     """
 
     def __init__(
-        self, model: Any, *, end_ids: tuple[int, ...] = (), start_ids: tuple[int, ...] | None = None
+        self,
+        model: Any,
+        *,
+        end_ids: tuple[int, ...] = (),
+        start_ids: tuple[int, ...] | None = None,
+        max_len: int | None = None,
     ) -> None:
         super().__init__()
         register_attention()
@@ -118,6 +124,7 @@ class TransformersDecoder(nn.Module):
         self.inner = model.eval()
         self.end_ids, self.start_ids = end_ids, start_ids
         text = model.config.get_text_config()
+        longest = _longest(name, text, max_len)
         ids = torch.arange(_PROBE, device=model.device)[None] % text.vocab_size
         with torch.no_grad(), _refusing(name):
             expected = model(input_ids=ids, use_cache=False).logits
@@ -140,7 +147,7 @@ class TransformersDecoder(nn.Module):
             )
         self.config = DecoderShape(
             vocab_size=model.get_input_embeddings().num_embeddings,
-            max_seq_len=text.max_position_embeddings,
+            max_seq_len=longest,
             num_layers=len(self.rules),
             cache_heads=heads,
             cache_size=size,
@@ -385,6 +392,30 @@ def _refuse_other_state(model: Any) -> None:
         )
 
 
+def _longest(name: str, config: Any, max_len: int | None) -> int:
+    """Maximum tokens of a sequence; ConfigError if rotary positions of one would depend on what else is in a step."""
+    longest: int = config.max_position_embeddings
+    if max_len is not None and max_len > longest:
+        raise ConfigError(
+            "max_len",
+            max_len,
+            f"must be at most the model's max_position_embeddings={longest}",
+            "lower it, or leave it out",
+        )
+    longest = longest if max_len is None else max_len
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *(one for one in given.values() if isinstance(one, Mapping))):
+        if rope.get("rope_type", rope.get("type")) != "longrope":
+            continue
+        original = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        if longest > original:
+            raise ConfigError(
+                f"{name}: rope_type=longrope with sequences of {longest} tokens; transformers picks the factors of a whole step by its "
+                f"last position, and neighbours would change an answer; give max_len={original}, or use another model"
+            )
+    return longest
+
+
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
     """Context that turns errors of an unsupported model in the detecting pass into ConfigError."""
@@ -400,7 +431,11 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def open_decoder(
-    folder: str | Path, *, device: str | None, dtype: torch.dtype | None
+    folder: str | Path,
+    *,
+    device: str | None,
+    dtype: torch.dtype | None,
+    max_len: int | None = None,
 ) -> tuple[TransformersDecoder, TextFormat]:
     """Open a folder saved by transformers with transformers' own class; nothing is downloaded, and no code of the
     folder runs.
@@ -409,6 +444,7 @@ def open_decoder(
         folder: folder with config.json, safetensors files and tokenizer.json.
         device: auto, cpu, cuda or cuda:N; None: auto.
         dtype: dtype of the weights; None: the files'.
+        max_len: maximum tokens of a sequence; None: the model's.
 
     Raises:
         ConfigError: the folder does not exist, transformers does not know the architecture, or the model cannot be
@@ -436,5 +472,5 @@ def open_decoder(
     ends = model.generation_config.eos_token_id
     ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     tokenizer = load_tokenizer(path / "tokenizer.json")
-    decoder = TransformersDecoder(model, end_ids=ends, start_ids=hub_start(path))
+    decoder = TransformersDecoder(model, end_ids=ends, start_ids=hub_start(path), max_len=max_len)
     return decoder, text_format(tokenizer, path / "tokenizer.json", model=decoder)

@@ -25,11 +25,17 @@ from expertmesh.models.inputs import (
     check_home,
     check_ids,
     check_mask,
-    check_range,
+    check_rows,
     check_whole,
 )
 from expertmesh.models.latent_attention import LatentAttention
-from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_by_spec
+from expertmesh.models.layers import (
+    FeedForward,
+    RMSNorm,
+    check_model_arguments,
+    draw_weights,
+    init_by_spec,
+)
 from expertmesh.moe.check_arguments import check_call_factor, check_top_k, python_number
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
@@ -220,10 +226,7 @@ class GPT(LanguageModel):
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(config, ModelConfig):
-            raise ConfigError(
-                f"config is a {type(config).__name__}; it must be a ModelConfig; give recipe(...).model"
-            )
+        check_model_arguments(config, ModelConfig, dtype)
         super().__init__()
         self.config = config
         self.arithmetic = select_op_set(config.batch_invariant)
@@ -399,10 +402,10 @@ class GPT(LanguageModel):
                 raise ConfigError(
                     f"num_logits={num_logits}: logit_rows_R says which tokens get logits; leave one of the two out"
                 )
-            rows: Any = logit_rows_R
-            shape = (rows.numel(),) if isinstance(rows, Tensor) else (0,)
-            check_whole("logit_rows_R", rows, ids_BS, (shape,), of="one per token with logits")
-            check_range("logit_rows_R", rows, below=B * S, fix="give rows of ids_BS.flatten()")
+            fix = "give rows of ids_BS.flatten()"
+            check_rows(
+                "logit_rows_R", logit_rows_R, ids_BS, of="one per token with logits", fix=fix
+            )
 
     def _choices(
         self, top_k: Any, capacity_factor: Any, dispatch: DispatchOptions | None, losses: bool

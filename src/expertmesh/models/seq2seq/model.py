@@ -14,15 +14,20 @@ from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.attention import Attention, DenseContext, rope_tables
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.inputs import (
-    can_look_at,
     check_cache,
     check_home,
     check_ids,
     check_mask,
-    check_range,
+    check_rows,
     check_whole,
 )
-from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_by_spec
+from expertmesh.models.layers import (
+    FeedForward,
+    RMSNorm,
+    check_model_arguments,
+    draw_weights,
+    init_by_spec,
+)
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.positions import UntiedPositions
@@ -36,6 +41,7 @@ from expertmesh.ops.attention.dense import attention
 from expertmesh.ops.attention.visible import Visible, visible_source
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.plain_call import can_look_at
 
 Memory = tuple[Tensor, Tensor]
 """Keys and values of the sources for one layer, (sources, H, S, head_dim) each."""
@@ -240,6 +246,7 @@ class Seq2Seq(LanguageModel):
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ) -> None:
+        check_model_arguments(config, Seq2SeqConfig, dtype)
         super().__init__()
         self.config = config
         place: dict[str, Any] = {"device": "meta", "dtype": dtype}
@@ -402,8 +409,8 @@ class Seq2Seq(LanguageModel):
             Logits and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: an argument has a wrong shape, dtype, device or range, sources or targets are too long, or targets are
-                padded on the left. Values (ids, masks) are checked on CPUs only, and not inside torch.compile.
+            ConfigError: an argument has a wrong shape, dtype, device or range, sources or targets are too long, or targets, or
+                sources with untied positions, are padded on the left. Values (ids, masks) are checked on CPUs only, and not inside torch.compile.
         """
         self._check_side("source_BS", source_BS, "source_mask_BS", source_mask_BS, is_source=True)
         self._check_side("target_BS", target_BS, "target_mask_BS", target_mask_BS, is_source=False)
@@ -446,9 +453,12 @@ class Seq2Seq(LanguageModel):
             raise ConfigError(
                 f"{mask_name} has a row without a token; every source must have one; leave the row out"
             )
-        if not is_source and bool((mask_BS[:, 1:] & ~mask_BS[:, :-1]).any()):
+        if is_source and self.source_places is None:
+            return  # rotary scores depend on distances only
+        if bool((mask_BS[:, 1:] & ~mask_BS[:, :-1]).any()):
+            whose = "sources with untied positions" if is_source else "targets"
             raise ConfigError(
-                f"{mask_name} has padding before a token; targets are padded on the right; move it there"
+                f"{mask_name} has padding before a token; {whose} are padded on the right; move it there"
             )
 
     def _check_indices(
@@ -475,11 +485,8 @@ class Seq2Seq(LanguageModel):
             if index_T is not None:
                 check_whole(name, index_T, ids, ((ids.numel(),),), of="one per token")
         if target_places_N is not None:
-            places: Any = target_places_N
-            shape = (places.numel(),) if isinstance(places, Tensor) else (0,)
-            check_whole("target_places_N", places, target_BS, (shape,), of="one per logit")
             fix = "give places in target_BS.flatten()"
-            check_range("target_places_N", places, below=target_BS.numel(), fix=fix)
+            check_rows("target_places_N", target_places_N, target_BS, of="one per logit", fix=fix)
 
     def _encode(
         self,

@@ -17,7 +17,12 @@ from expertmesh.errors import ConfigError, named
 from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.classifier import ImageScores
 from expertmesh.models.inputs import check_home, check_tensor, check_whole
-from expertmesh.models.layers import FeedForward, draw_weights, init_by_spec
+from expertmesh.models.layers import (
+    FeedForward,
+    check_model_arguments,
+    draw_weights,
+    init_by_spec,
+)
 from expertmesh.models.swin.config import SwinConfig
 from expertmesh.models.swin.drop_path import DropPath, scaled
 from expertmesh.models.swin.spec import POSITION_HIDDEN, swin_spec
@@ -262,6 +267,9 @@ class Swin(nn.Module):
         dtype: dtype of the parameters; None: torch's default.
         seed: seed of the initial weights; None: a fresh one from torch's default generator.
 
+    Raises:
+        ConfigError: config is no SwinConfig, or dtype no floating-point type.
+
     Example:
         >>> import torch
         >>> from expertmesh.models.swin.config import SwinConfig
@@ -281,6 +289,7 @@ class Swin(nn.Module):
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ) -> None:
+        check_model_arguments(config, SwinConfig, dtype)
         super().__init__()
         self.config = config
         place: dict[str, Any] = {"device": "meta", "dtype": dtype}

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.expert_rows import rows_by_expert
 from expertmesh.ops.cpu.products import (
     grouped_mm_serves,
@@ -22,8 +23,13 @@ _FEW_ROWS = 64
 def forward(
     x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """Compute (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`."""
+    """Compute (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`.
+
+    Raises:
+        ConfigError: offsets do not begin at 0, decrease, or pass the rows.
+    """
     bounds = offsets_E.tolist()
+    _check_bounds(bounds, x_RK.shape[0])
     dtype = gemm_dtype(x_RK.device, x_RK.dtype)
     w_ENK = w.mT if transposed else w
     live = bounds[-1]
@@ -68,6 +74,17 @@ def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     for e, (start, stop) in enumerate(pairwise(bounds)):
         found[e] = grad_RN[start:stop].sum(0, dtype=wide)
     return found
+
+
+def _check_bounds(bounds: list[int], num_rows: int) -> None:
+    if bounds[0] == 0 and all(a <= b for a, b in pairwise([*bounds, num_rows])):
+        return
+    wrong = next((f"{b} behind {a}" for a, b in pairwise([0, *bounds]) if b < a), None)
+    if wrong is None:
+        wrong = str(bounds[-1] if bounds[-1] > num_rows else bounds[0])
+    raise ConfigError(
+        f"offsets hold {wrong}; they must be 0, then rise to at most the {num_rows} rows; give the metadata's offsets_E"
+    )
 
 
 def _in_one_call(w_ENK: Tensor, bounds: list[int], b_EN: Tensor | None, dtype: torch.dtype) -> bool:

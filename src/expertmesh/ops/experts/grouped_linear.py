@@ -36,7 +36,7 @@ def grouped_linear(
         x_RK: (R, K) rows sorted by expert, as `permute` gives them: float64, float32, bfloat16 or float16. Under autocast
             all tensors are cast to its type here.
         w: (E, N, K), or (E, K, N) with `transposed`; in the dtype of x.
-        offsets_E: (E + 1,) int32, `RouteMetadata.offsets_E`.
+        offsets_E: (E + 1,) int32 from 0 to at most R, not decreasing, `RouteMetadata.offsets_E`.
         b_EN: (E, N) biases, or None.
         transposed: whether the matrices are stored as (K, N).
         backend: see `resolve_backend`; "reference" means "torch" here, and FP64 runs on PyTorch's products.
@@ -45,7 +45,7 @@ def grouped_linear(
         (R, N) in the dtype of x.
 
     Raises:
-        ConfigError: shapes or types do not fit one another.
+        ConfigError: shapes or types do not fit one another, or offsets are none (the torch backend looks).
     """
     dtype = autocast_dtype(x_RK.device)
     if dtype is not None and x_RK.dtype != torch.float64:
@@ -77,6 +77,10 @@ def check_rows_and_matrices(
     if tuple(offsets_E.shape) != (E + 1,):
         raise ConfigError(
             f"offsets has shape {tuple(offsets_E.shape)}; it must be ({E + 1},), one more than experts; check the metadata"
+        )
+    if offsets_E.dtype != torch.int32:
+        raise ConfigError(
+            f"offsets has dtype {offsets_E.dtype}; it must be int32; convert it with .int()"
         )
     if b_EN is not None and tuple(b_EN.shape) != (E, N):
         raise ConfigError(
