@@ -142,7 +142,7 @@ def test_stop_tokens_of_the_request_do_not_end_an_answer_before_min_tokens():
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
         ({"const": {1, 2}}, "not JSON serializable"),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
-        ({"const": "\ud800"}, "surrogate"),
+        ({"const": "\ud800"}, "hex escape"),
         ({"properties": {"\udc00": {}}}, "surrogate"),
         (reduce(lambda inner, _: {"items": inner}, range(200), {}), "recursion limit"),
     ],

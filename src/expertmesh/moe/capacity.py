@@ -136,7 +136,8 @@ def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | Non
     """
     check_expert_ids(expert_ids_TK)
     if can_look_at(expert_ids_TK):  # an id out of range would count in the next group
-        check_range(*map(int, expert_ids_TK.aminmax()), num_experts)
+        least, most = (int(id) for id in expert_ids_TK.aminmax())
+        check_range(least, most, num_experts)
     T = expert_ids_TK.shape[0]
     num_groups, size = group_sizes(T, group_size)
     segment_TK = expert_ids_TK
