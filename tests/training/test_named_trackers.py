@@ -1,11 +1,15 @@
 """Trackers by name: what services get, and that a run that goes on stays one there."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from expertmesh.checkpoints.store import list_checkpoints, step_of
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.training.loop import train
 from expertmesh.training.named_trackers import MLflow, WandB
 
 
@@ -88,6 +92,38 @@ def test_a_run_writes_to_services_by_name(tiny, run_quietly, monkeypatch):
     for service in services.values():
         assert [step for step, _ in service.rows] == list(range(1, 9)) and service.ends == 1
         assert "eval_loss" in service.rows[7][1]
+
+
+@pytest.mark.parametrize("call", ["log", "finish"])
+def test_a_service_that_fails_is_dropped_with_one_warning(
+    call, tiny, run_quietly, monkeypatch, capsys
+):
+    def fail(*given, **named):
+        calls.append(given)
+        raise RuntimeError("API request failed:\nConnection refused")
+
+    service, calls = Wandb(), []
+    service.__spec__ = SimpleNamespace(name="wandb")
+    setattr(service, call, fail)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    config = tiny(**{"train.trackers": ("wandb",)})
+    result = train(config, console=Console(width=200))
+    assert result.step == 8 and result.checkpoint is not None and len(calls) == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(told) == 1
+    assert told[0].startswith("warning: wandb: API request failed: Connection refused; ")
+
+
+def test_an_error_of_a_users_tracker_is_raised_after_a_checkpoint(tiny):
+    class Mine:
+        def write(self, values, experts):
+            if values["step"] == 3:
+                raise ConnectionError("is gone")
+
+    config = tiny()
+    with pytest.raises(ConnectionError, match="is gone"):
+        train(config, console=Console(quiet=True), trackers=[Mine()])
+    assert step_of(list_checkpoints(Path(config.train.run_dir) / "checkpoints")[-1]) == 3
 
 
 def test_a_service_that_is_not_installed_is_refused_before_the_work(tiny, run_quietly, monkeypatch):

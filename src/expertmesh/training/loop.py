@@ -64,7 +64,7 @@ from expertmesh.training.threads import (
     measure_step,
     settle_threads,
 )
-from expertmesh.training.trackers import Files, OwnTracker, Tracker
+from expertmesh.training.trackers import AllTrackers, Files, OwnTracker, Tracker
 
 
 class _LeftOutError(Exception):
@@ -126,7 +126,8 @@ def train(
         recipe: name of the recipe, kept with the run.
         family: model family; None: the family in the configuration.
         console: output of progress; None: standard output.
-        trackers: additional trackers; rank 0 writes to them, and does not close them.
+        trackers: additional trackers; rank 0 writes to them, and does not close them. An error of one is raised after a
+            checkpoint is saved.
 
     Returns:
         Result of the call.
@@ -271,6 +272,7 @@ class _Trainer:
             keep_every=config.train.keep_every,
             ranks=ranks,
         )
+        self.trackers = AllTrackers((), ())
         self.saved_step: int | None = None
         self.evaluated: Evaluation | None = None
         self.evaluated_step = -1
@@ -305,12 +307,20 @@ class _Trainer:
         """Run all remaining steps."""
         config, progress = self.config, self.state.progress
         first = progress.step
-        trackers: list[Tracker] = []
-        lost = ""
+        lost, own = "", list[OwnTracker]()
+        console = console if self.ranks.is_leader else Console(quiet=True)
+        report = ProgressReport(
+            console,
+            family=self.family,
+            total_steps=config.train.steps,
+            first_step=first,
+            every=config.train.log_every,
+            on_lost=lambda: stop.ask(signal.SIGPIPE),
+        )
         if self.ranks.is_leader:
             lost = self._told_losses(first)
             files = [MetricsFile(p, last_step=first) for p in self.run_dir.records]
-            own: list[OwnTracker] = [Files(*files)]
+            own.append(Files(*files))
             if first < config.train.steps:
                 own += open_trackers(
                     config.train.trackers,
@@ -318,24 +328,14 @@ class _Trainer:
                     config.model_dump(mode="json"),
                     tensorboard=config.train.tensorboard,
                     last_step=first,
+                    say=report.last_word,
                 )
             for tracker in own:
                 stack.callback(tracker.close)
-            trackers = [*own, *given]
-        else:
-            console = Console(quiet=True)
+            self.trackers = AllTrackers(own, given)
         if first >= config.train.steps:
             return
-        report = stack.enter_context(
-            ProgressReport(
-                console,
-                family=self.family,
-                total_steps=config.train.steps,
-                first_step=first,
-                every=config.train.log_every,
-                on_lost=lambda: stop.ask(signal.SIGPIPE),
-            )
-        )
+        stack.enter_context(report)
         stop.on_ask = report.asked
         report.message(self._description(first))
         report.message(summary(self.state.model, muon=config.optim.name == "muon"))
@@ -347,7 +347,7 @@ class _Trainer:
         if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
         while progress.step < config.train.steps and not self._must_end(stop):
-            self._one_step(trackers, report, extra, stop)
+            self._one_step(report, extra, stop)
             extra = {}
         if progress.step >= config.train.steps and stop.signal == signal.SIGPIPE:
             stop.signal = None  # all steps were done already
@@ -356,13 +356,15 @@ class _Trainer:
         if self.saved_step != progress.step and progress.bad_steps_in_row == 0:
             self._save(self.evaluated if self.evaluated_step == progress.step else None)
         self.store.wait()
+        self.ranks.on_rank0(self.trackers.raise_error)
         self._say_end(stop, report, first)
 
     def _must_end(self, stop: StopRequest) -> bool:
-        """Whether a rank was asked to stop, time is up, or evaluations have stopped improving; every rank must call."""
+        """Whether a rank was asked to stop, a user's tracker failed, time is up, or evaluations have stopped improving; every rank must call."""
         if self.ends.has_no_patience():
             return True
-        return self.ranks.any(stop.signal is not None or self.ends.is_late())
+        ends_here = stop.signal is not None or self.trackers.error is not None
+        return self.ranks.any(ends_here or self.ends.is_late())
 
     def _name_end(self, stop: StopRequest) -> None:
         """Record why the run ended before its last step; every rank must call."""
@@ -421,7 +423,6 @@ class _Trainer:
 
     def _one_step(
         self,
-        trackers: Sequence[Tracker],
         report: ProgressReport,
         extra: dict[str, float],
         stop: StopRequest,
@@ -457,8 +458,7 @@ class _Trainer:
             evaluation = self._evaluate(stop, report)
             extra |= {f"eval_{name}": value for name, value in (evaluation or {}).items()}
         values = {**line.named(self.family.items), **extra}
-        for tracker in trackers:
-            tracker.write(values, result.experts)
+        self.trackers.write(values, result.experts)
         self._check_divergence()
         self.store.check()
         due = progress.step % config.checkpoint_every == 0 or progress.step == config.steps

@@ -81,6 +81,38 @@ class MLflow:
         self._module.end_run()
 
 
+class DroppedOnFailure:
+    """Tracker of a service that is dropped, with one warning, at its first error: the training goes on.
+
+    Args:
+        name: name of the service.
+        tracker: its tracker.
+        say: receiver of the warning.
+    """
+
+    def __init__(self, name: TrackerName, tracker: OwnTracker, say: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._say = name, tracker, say
+        self._is_dropped = False
+
+    def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
+        """Log the values of a step, unless the service has failed before."""
+        self._try(lambda: self._tracker.write(values, experts), "the run goes on without it")
+
+    def close(self) -> None:
+        """Close the tracker, unless the service has failed before."""
+        self._try(self._tracker.close, "it may lack the last steps, which metrics.jsonl has")
+
+    def _try(self, call: Callable[[], None], then: str) -> None:
+        if self._is_dropped:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._is_dropped = True
+            text = " ".join(str(error).split()) or type(error).__name__
+            self._say(f"warning: {self._name}: {text}; {then}")
+
+
 _CLIENTS: dict[str, Callable[..., OwnTracker]] = {"wandb": WandB, "mlflow": MLflow}
 
 
@@ -104,6 +136,7 @@ def open_trackers(
     *,
     tensorboard: bool,
     last_step: int,
+    say: Callable[[str], None],
 ) -> list[OwnTracker]:
     """Open the trackers of a run.
 
@@ -113,6 +146,7 @@ def open_trackers(
         values: the configuration.
         tensorboard: whether to add TensorBoard if it is installed.
         last_step: number of steps done.
+        say: receiver of the warning that a service is dropped.
 
     Raises:
         ConfigError: a client is not installed.
@@ -123,7 +157,8 @@ def open_trackers(
         found += open_tensorboard(folder / "tensorboard", last_step=last_step)
     for name in names:
         if name in _CLIENTS:
-            found.append(_CLIENTS[name](folder, values, module=importlib.import_module(name)))
+            tracker = _CLIENTS[name](folder, values, module=importlib.import_module(name))
+            found.append(DroppedOnFailure(name, tracker, say))
     return found
 
 

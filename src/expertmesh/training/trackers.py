@@ -2,7 +2,7 @@
 
 import importlib.util
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,37 @@ class OwnTracker(Tracker, Protocol):
 
     def close(self) -> None:
         """Close the tracker at the end of the run."""
+
+
+class AllTrackers:
+    """Trackers of a run, called one after the other.
+
+    Args:
+        own: trackers of the run, whose errors are raised at once.
+        given: trackers of the user.
+
+    Attributes:
+        error: first error of a user's tracker, raised after the run is saved; None: there was none.
+    """
+
+    def __init__(self, own: Sequence[Tracker], given: Sequence[Tracker]) -> None:
+        self._own, self._given = own, given
+        self.error: Exception | None = None
+
+    def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
+        """Record one step in each tracker."""
+        for tracker in self._own:
+            tracker.write(values, experts)
+        for tracker in self._given:
+            try:
+                tracker.write(values, experts)
+            except Exception as error:
+                self.error = self.error or error
+
+    def raise_error(self) -> None:
+        """Raise the error of a user's tracker, if there was one."""
+        if self.error is not None:
+            raise self.error
 
 
 class Files:
