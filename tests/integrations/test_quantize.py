@@ -1,5 +1,6 @@
 """`expertmesh quantize`: folders that compressed-tensors reads to the same bits, and that answer like what they were made of."""
 
+import codecs
 import json
 import random
 import shutil
@@ -110,6 +111,15 @@ def test_folders_of_runs_and_of_the_hub_are_the_same_model(place, form):
             assert torch.equal(tensor, source[name]) and torch.equal(
                 tensor, again.state_dict()[name]
             )
+
+
+def test_a_mark_in_a_hub_folders_configuration_is_no_part_of_it(place, tmp_path):
+    shutil.copytree(place / "hub", tmp_path / "hub")
+    config = tmp_path / "hub/config.json"
+    config.write_bytes(codecs.BOM_UTF8 + config.read_bytes())
+    quantize(tmp_path / "hub", tmp_path / "made", format="int8")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "made" / name).read_bytes() == (place / "hub-int8" / name).read_bytes()
 
 
 @pytest.mark.parametrize("form", FORMS)

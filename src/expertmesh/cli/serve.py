@@ -20,6 +20,7 @@ from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.config.server import ServerConfig
+from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.errors import ConfigError, named
 
 if TYPE_CHECKING:
@@ -194,8 +195,8 @@ def keys_of(path: str | None) -> tuple[str, ...]:
         return ()
     try:
         with expanded(path).open("rb") as file:
-            lines = file.read(MOST_KEY_BYTES).decode().split("\n")
-    except (OSError, UnicodeError) as error:
+            lines = decoded(file.read(MOST_KEY_BYTES)).split("\n")
+    except (OSError, NotTextError) as error:
         reason = getattr(error, "strerror", None) or "is no text"
         raise ConfigError(
             "api_key_file",

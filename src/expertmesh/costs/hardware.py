@@ -63,7 +63,7 @@ def _read(name: str, where: str) -> dict[str, Any]:
             "cluster", "''", "must not be empty", "give DEVICExNUMBER, for example h100x64"
         )
     try:
-        found = tomllib.loads(path.read_text("utf-8"))
+        found = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         hint = f"give DEVICExNUMBER of {', '.join(known_devices())}, or a file"
         near = difflib.get_close_matches(name.lower().rpartition("x")[0], known_devices(), n=1)

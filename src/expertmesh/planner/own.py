@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from expertmesh.config.base import expanded, shown
 from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.errors import ConfigError, text_of
 from expertmesh.planner.planned_model import planned_model
 from expertmesh.planner.published import (
@@ -43,10 +44,10 @@ def own_points(path: str) -> tuple[PublishedMeasurement, ...]:
     """
     where = f"measured={path}"
     try:
-        found = tomllib.loads(expanded(path).read_text("utf-8"))
+        found = tomllib.loads(decoded(expanded(path).read_bytes()))
     except FileNotFoundError:
         raise ConfigError("measured", path, "does not exist", "check the path") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, NotTextError, tomllib.TOMLDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError("measured", path, f"is no TOML file ({reason})", "correct it") from None
     rows = found.get("points")

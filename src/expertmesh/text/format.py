@@ -179,7 +179,7 @@ def _find_template(path: Path) -> _Template | None:
         source = values.get("chat_template")
         if (folder / _TEMPLATE).is_file():
             try:
-                source = (folder / _TEMPLATE).read_text(encoding="utf-8")
+                source = (folder / _TEMPLATE).read_text(encoding="utf-8-sig")
             except UnicodeError:
                 raise ConfigError(
                     f"{folder / _TEMPLATE}: is no UTF-8 text; restore it from the hub"

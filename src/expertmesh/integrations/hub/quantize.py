@@ -19,7 +19,7 @@ from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_dtype, read_config
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
-from expertmesh.config.base import expanded
+from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.output_file import naming
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, origin_of
@@ -300,7 +300,7 @@ def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
                 shutil.copyfile(path, folder / path.name)
         if (run.path / TOKENIZER).is_file():
             shutil.copyfile(run.path / TOKENIZER, folder / TOKENIZER)
-        values = json.loads((run.path / "config.json").read_text())
+        values = parse_json((run.path / "config.json").read_bytes())
         more |= {"dtype": name, "torch_dtype": name}
         what = hub_family(values).architecture
     elif model_type is not None:
