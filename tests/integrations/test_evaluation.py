@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from tests.oracle import numerics
+from tests.support.full_screen import full_screen
 from tests.support.hub_text import byte_tokenizer, hub_folder
 from tests.support.real_text import DOCS
 
@@ -188,6 +189,13 @@ def test_the_verb_judges_a_run(judged, capsys):
     assert f"quiz  acc  {found['quiz']['acc,none']:.4f}" in shown
     assert 0 < found["text"]["bits_per_byte,none"] < 8
     assert "write  exact_match" in shown
+
+
+def test_the_results_are_written_before_the_screen(judged):
+    where = ["--run", "run", "--output", "kept.json"]
+    with full_screen():
+        assert main(["evaluate", *where, "--tasks", "quiz.yaml", "--limit", "1"]) == 1
+    assert set(json.loads((judged / "kept.json").read_text())["results"]) == {"quiz"}
 
 
 def test_the_verb_judges_a_folder_of_the_hub_as_the_run_of_it(judged):

@@ -4,6 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from tests.support.full_screen import full_screen
 
 import expertmesh as em
 from expertmesh.cli import main as front
@@ -55,6 +56,14 @@ def test_the_page_is_whole(page):
 def test_the_page_needs_no_other_file(page):
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)
     assert "<script" not in page
+
+
+def test_the_page_is_written_before_the_screen(tmp_path):
+    path = tmp_path / "plan.html"
+    words = ["plan", "gpt-moe-1b", "--cluster", "h100x8", "--page", str(path)]
+    with full_screen():
+        assert front.main(words) == 1
+    assert path.is_file()
 
 
 def test_names_are_no_markup():

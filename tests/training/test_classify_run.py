@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tests.support.agent import Agent
+from tests.support.full_screen import full_screen
 from tests.support.patience import PATIENCE_S
 from tests.support.pictures import stripes, write_folder
 from tests.support.runs import (
@@ -109,6 +110,14 @@ def test_it_classifies(learned, folder, capsys, tmp_path):
     for i in (55, 57):  # an answer does not depend on the images beside it
         assert main(["classify", "--run", learned, f"{images}@{i}", "--top", "1"]) == 0
         assert capsys.readouterr().out.rstrip() in (first.rstrip(), second.rstrip())
+
+
+def test_the_picture_is_written_before_the_screen(learned, folder, tmp_path):
+    words = ["classify", "--run", learned, f"{folder}/data/images-idx3-ubyte.gz@55"]
+    picture = tmp_path / "experts.png"
+    with full_screen():
+        assert main([*words, "--picture", str(picture)]) == 1
+    assert picture.is_file()
 
 
 def test_it_is_scored_at_other_capacities(learned, capsys):

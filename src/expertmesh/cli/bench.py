@@ -97,16 +97,16 @@ def run(argv: list[str]) -> int:
                 cluster = with_spread_steps(cluster, spread_steps(cluster, world))
         if not ranks.is_leader:
             return 0
-        print(table(points))
-        print(links(network))
         path = network_path(topology)
         save_network(path, network, [asdict(point) for point in points])
-        print(f"kept in {path}")
+        written = [f"kept in {path}"]
         if cluster is not None:
-            print(f"links in {write_cluster(cluster, options.cluster)}")
+            written.append(f"links in {write_cluster(cluster, options.cluster)}")
         if target is not None:
             write_whole(target, plot(points))
-            print(f"plot in {target}")
+            written.append(f"plot in {target}")
+        for text in (table(points), links(network), *written):
+            print(text)
     return 0
 
 

@@ -60,13 +60,14 @@ def run(argv: list[str]) -> int:
             print(_score(found, options))
             return 0
         results = _classify(found, options)
-    width = max(len(result.name) for result in results)
-    for result in results:
-        print(f"{result.name:<{width}}  {_likeliest(result, options.top or _SHOWN)}")
     if picture is not None:
         from expertmesh.models.swin.expert_picture import save_picture
 
         save_picture(results, picture)
+    width = max(len(result.name) for result in results)
+    for result in results:
+        print(f"{result.name:<{width}}  {_likeliest(result, options.top or _SHOWN)}")
+    if picture is not None:
         print(f"picture: {picture}")
     return 0
 

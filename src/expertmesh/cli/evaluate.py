@@ -75,14 +75,14 @@ def run(argv: list[str]) -> int:
             num_fewshot=options.num_fewshot,
             limit=options.limit,
         )
+    if output is not None:
+        text = json.dumps({"run": options.run, "results": found["results"]}, indent=2, default=str)
+        write_whole(output, text + "\n")
     for task, values in found["results"].items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
             if isinstance(value, float) and not metric.endswith("_stderr"):
                 print(f"{task}  {metric}{'' if kind == 'none' else f' ({kind})'}  {value:.4f}")
-    if output is not None:
-        text = json.dumps({"run": options.run, "results": found["results"]}, indent=2, default=str)
-        write_whole(output, text + "\n")
     return 0
 
 

@@ -141,12 +141,15 @@ def _plan(options: Any) -> int:
     given = {name: getattr(options, name) for name in _OF_TRAINING}
     given = {name: value for name, value in given.items() if value is not None}
     found = plan(options.model, cluster=options.cluster, **given)
-    for line in found.text().split("\n"):
-        print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
+    page = None
     if options.page is not None:
         from expertmesh.planner.plan_page import write_page
 
-        print(f"\npage: {write_page(found, options.page)}")
+        page = write_page(found, options.page)
+    for line in found.text().split("\n"):
+        print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
+    if page is not None:
+        print(f"\npage: {page}")
     return 0
 
 
