@@ -1,5 +1,6 @@
 """`expertmesh convert --from DIR --to DIR`: convert a hub folder to a run, or a run to a hub folder."""
 
+from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser
 
 _EXAMPLES = """\
@@ -30,7 +31,8 @@ def run(argv: list[str]) -> int:
     from expertmesh.integrations.hub import convert
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    made = convert(options.source, options.target, dtype=dtype)
+    with ended_by_exit():
+        made = convert(options.source, options.target, dtype=dtype)
     print(f"{made.path}: {made.what}")
     return 0
 

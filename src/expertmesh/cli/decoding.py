@@ -1,17 +1,14 @@
 """Opening of a model for verbs that generate text, in this process or on the ranks that torchrun started."""
 
 import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser
-from expertmesh.cli.terminal_progress import loading
+from expertmesh.cli.terminal_progress import loading, tell
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import launched_rank
 from expertmesh.config.output_file import Growing, growing
@@ -138,7 +135,8 @@ def load_adapter(engine: "Engine", name: str, folder: str, *, typed: str | None 
 def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
     """File of answers that is written as they come; on a failure a line says where the finished answers are.
 
-    SIGTERM, with which torchrun, SLURM and Kubernetes end a process, is such a failure in here: SystemExit with 143.
+    SIGTERM, with which torchrun, SLURM and Kubernetes end a process, and SIGHUP of a closed terminal are such failures in
+    here: SystemExit with 143 or 129.
 
     Args:
         path: path of the file.
@@ -149,38 +147,14 @@ def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
         OSError: the file cannot be written; names it.
     """
     file: Growing | None = None
-    with _ended_by_exit():
+    with ended_by_exit():
         try:
             with growing(path) as file:
                 yield file
         except BaseException:
             if file is not None and file.rest is not None:
-                print(
-                    f"note: the first {file.count:,} of {total:,} {unit} are in {file.rest}",
-                    file=sys.stderr,
-                )
+                tell(f"note: the first {file.count:,} of {total:,} {unit} are in {file.rest}")
             raise
-
-
-@contextmanager
-def _ended_by_exit() -> Iterator[None]:
-    """Context in which the first SIGTERM raises SystemExit, and later ones do not disturb the cleanup.
-
-    Outside the main thread, where Python allows no signal handlers, it does nothing.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

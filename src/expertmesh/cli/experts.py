@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.errors import ConfigError
@@ -28,7 +29,7 @@ def run(argv: list[str]) -> int:
         CheckpointError: a run has no usable checkpoint.
     """
     options = _parse(argv)
-    with told_of_data(), loading():
+    with ended_by_exit(), told_of_data(), loading():
         from expertmesh.training.regroup import join, prune
 
         if options.action == "join":

@@ -1,5 +1,6 @@
 """`expertmesh export RUN --output FILE.safetensors`: write a model's weights to one file."""
 
+from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser
 from expertmesh.config.base import expanded
 
@@ -27,7 +28,8 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     source = expanded(options.run)
     output = expanded(options.output)
-    found = export(source, output, overwrite=options.overwrite)
+    with ended_by_exit():
+        found = export(source, output, overwrite=options.overwrite)
     print(
         f"{output}: {found.num_tensors} tensors, {found.num_bytes:,} bytes, of step {found.step} ({found.checkpoint})"
     )

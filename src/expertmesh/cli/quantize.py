@@ -1,5 +1,6 @@
 """`expertmesh quantize DIR --to DIR --format int8|int4|fp8`: quantize the experts of a model to 8 or 4 bits."""
 
+from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser
 
 _EXAMPLES = """\
@@ -25,15 +26,16 @@ def run(argv: list[str]) -> int:
 
     from expertmesh.integrations.hub import quantize
 
-    made = quantize(
-        options.run,
-        options.target,
-        format=options.format,
-        group_size=options.group_size,
-        layers=options.layers,
-        calibration=options.calibration,
-        dtype=None if options.dtype is None else getattr(torch, options.dtype),
-    )
+    with ended_by_exit():
+        made = quantize(
+            options.run,
+            options.target,
+            format=options.format,
+            group_size=options.group_size,
+            layers=options.layers,
+            calibration=options.calibration,
+            dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        )
     share = made.report["bytes"] / made.report["bytes_before"]
     print(f"{made.path}: a {made.what}, {made.report['bytes']:,} bytes ({share:.0%} of before)")
     return 0

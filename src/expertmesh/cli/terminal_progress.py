@@ -17,6 +17,17 @@ _CLEAR = "\r\x1b[2K"
 _THE_END = b"\0"
 
 
+def tell(text: str, end: str = "\n") -> None:
+    """Write a note to standard error; errors of writing are ignored, so that the verb goes on.
+
+    Args:
+        text: the note.
+        end: text after it.
+    """
+    with suppress(OSError, ValueError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
 class _News(logging.Handler):
     """Logging handler for standard error. Without a terminal the interval between progress lines doubles."""
 
@@ -55,9 +66,7 @@ class _News(logging.Handler):
         self._is_open = False
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # errors of standard error are ignored
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        tell(text, end="")
 
 
 @contextmanager

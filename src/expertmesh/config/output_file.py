@@ -1,6 +1,8 @@
 """Output files that a user names: checked before the work begins, and moved into place when they are complete."""
 
 import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, count
@@ -74,6 +76,59 @@ def complete(path: Path) -> Iterator[Path]:
             partial.rename(target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def complete_folder(path: Path) -> Iterator[Path]:
+    """Context with a partial folder to fill; renamed to `path` on success, deleted on failure.
+
+    Partial folders that killed processes have left of the same path are deleted first. Missing parent folders are made.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    remove_leftovers(path)
+    with naming(path, partial):
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            partial.rename(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete partial files and folders, `.NAME.partial-PID`, of processes that are dead.
+
+    Args:
+        path: the complete file or folder, which need not exist.
+    """
+    form = re.compile(
+        rf"\.(?:{re.escape(path.name)}\.partial-(\d+)|{re.escape(path.stem)}\.partial-(\d+){re.escape(path.suffix)})"
+    )
+    others: list[Path] = []
+    with suppress(OSError):  # there is no such folder yet, or it cannot be listed
+        others += path.parent.iterdir()
+    for other in others:
+        found = form.fullmatch(other.name)
+        if found is None or _is_another(int(found[1] or found[2])):
+            continue
+        if other.is_dir() and not other.is_symlink():
+            shutil.rmtree(other, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                other.unlink()
+
+
+def _is_another(pid: int) -> bool:
+    """Whether a number is a living process, but not this one, whose number a dead one of a container may have had."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # the process is another user's
+        pass
+    return True
 
 
 class Growing:

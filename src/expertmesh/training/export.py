@@ -13,7 +13,7 @@ from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
-from expertmesh.config.output_file import complete
+from expertmesh.config.output_file import complete, remove_leftovers
 from expertmesh.errors import CheckpointError, ConfigError, command
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.state import read_run_state
@@ -67,6 +67,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
         "recipe": str(state.get("recipe", "unknown")),
         "config": json.dumps(state["config"]),
     }
+    remove_leftovers(output.resolve())
     with complete(output) as partial:
         write_file(partial, tensors, (read_whole(weights, t.name) for t in tensors), texts)
         _check_output(output, overwrite=overwrite)

@@ -1,7 +1,6 @@
 """Quantized folders made from a run, a checkpoint or a hub model, under hub names if an architecture fits."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -20,7 +19,7 @@ from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_dtype, read
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded, parse_json
-from expertmesh.config.output_file import naming
+from expertmesh.config.output_file import complete_folder
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.integrations.hub.save import their_value, write_rest
@@ -143,24 +142,18 @@ def quantize(
             open_model(run), expanded(calibration), most_bytes=calibration_bytes
         )
         plan = plan._replace(importance=importance)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    with naming(target, partial):
-        partial.mkdir(parents=True)
-        try:
-            sizes = _write_weights(weights, plan, partial)
-            what = _write_rest(run, plan, partial)
-            report = {
-                "source": str(source),
-                "format": format,
-                "group_size": scheme.group_size if format == "int4" else None,
-                "layers": layers,
-                "calibration": None if calibration is None else str(calibration),
-                **sizes,
-            }
-            (partial / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with complete_folder(target) as partial:
+        sizes = _write_weights(weights, plan, partial)
+        what = _write_rest(run, plan, partial)
+        report = {
+            "source": str(source),
+            "format": format,
+            "group_size": scheme.group_size if format == "int4" else None,
+            "layers": layers,
+            "calibration": None if calibration is None else str(calibration),
+            **sizes,
+        }
+        (partial / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return Quantized(target, what, report)
 
 

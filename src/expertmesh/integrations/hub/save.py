@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -18,7 +17,7 @@ from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
-from expertmesh.config.output_file import naming
+from expertmesh.config.output_file import complete_folder
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
@@ -61,16 +60,10 @@ def save_pretrained(
     family = export_family(config.model, origin_of(run_dir))
     if folder.exists():
         raise ConfigError("to", folder, "exists already", "choose another folder")
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    with naming(folder, partial):
-        partial.mkdir(parents=True)
-        try:
-            written = dtype or _dtype_of(checkpoint)
-            _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
-            write_rest(run_dir, config.model, family, partial, written)
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with complete_folder(folder) as partial:
+        written = dtype or _dtype_of(checkpoint)
+        _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
+        write_rest(run_dir, config.model, family, partial, written)
     say_left_out(config.model, family)
     return family
 
