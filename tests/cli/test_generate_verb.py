@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.agent import Agent, hasty_main
+from tests.support.full_screen import full_log
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import RankPool
 
@@ -107,6 +108,15 @@ def test_temperature_0_is_greedy_and_the_smallest_one_works(
     for temperature in ("0", "1e-320", "1e-30"):
         words = ("--temperature", temperature, "--max-tokens", "8")
         assert printed(run_dir, *words, capsys=capsys) == greedy
+
+
+def test_a_note_that_cannot_be_written_ends_nothing(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--chat", "--greedy", "--max-tokens", "2")  # with a note: it learned no conversations
+    expected = printed(run_dir, *words, capsys=capsys)
+    with full_log():
+        assert printed(run_dir, *words, capsys=capsys) == expected
 
 
 @pytest.mark.parametrize("prompt", ["-x", "--debug", "--x"])

@@ -19,7 +19,7 @@ from expertmesh.cli.decoding import (
 )
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.prog_name import Flags
-from expertmesh.cli.terminal_progress import told_of_data
+from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank, parse_json, shown
 from expertmesh.config.output_file import output_file
@@ -161,7 +161,7 @@ def _generate(
     text = opened.text
     tokenizer, form = text.tokenizer, text.chat
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
-        print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
+        tell(f"note: run {options.run}: {_NO_TALK}")
     params = _params(options)
     ids_of = _encoder(options, opened, params)
     engine, adapter = engine or _engine(options, opened), options.adapter
@@ -183,7 +183,7 @@ def _generate(
         most = limit - (options.max_tokens or limit // _ROOM)
         kept, ids = latest_turns(form, turns, most=most)
         if len(kept) < len(turns):
-            print(f"note: {_FORGETS.format(limit)}", file=sys.stderr)
+            tell(f"note: {_FORGETS.format(limit)}")
         return [*kept, {"role": "assistant", "content": answer(ids)}]
 
     is_alone = opened.shared is not None
@@ -199,7 +199,7 @@ def _generate(
                     else:
                         answer(ids_of(Prompt(prompt)))
                 except ConfigError as error:
-                    print(f"error: {Flags('generate').spell(error)}", file=sys.stderr)
+                    tell(f"error: {Flags('generate').spell(error)}")
         elif len(prompts) == 1 and options.output is None and isinstance(prompts[0].asked, str):
             answer(ids_of(prompts[0]), "" if options.chat else prompts[0].asked)
         else:
@@ -537,7 +537,7 @@ def _asked() -> Iterator[str]:
     source = getattr(sys.stdin, "buffer", sys.stdin)
     while True:
         if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
+            tell("> ", end="")
         line = source.readline()
         if not line:
             return
@@ -550,7 +550,7 @@ def _asked() -> Iterator[str]:
             else:
                 text = line
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell(f"error: {error}")
             continue
         for one in lines_of(text):
             if one.strip():

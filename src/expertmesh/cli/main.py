@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import Flags
-from expertmesh.cli.terminal_progress import silence_output
+from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.cli.torchrun import another_speaks, leave, linger, report_to_elastic
 from expertmesh.cli.waiting import wait_passively
 from expertmesh.config.base import launched_rank
@@ -149,11 +148,9 @@ def _check_closed(words: list[str]) -> None:
             "standard output is closed: the answer has no place; open it, or send it to a file"
         )
     if launched_rank()[0] == 0:
-        with suppress(OSError):
-            print(
-                "warning: standard output is closed; the run goes on without it, its numbers are in its metrics.jsonl",
-                file=sys.stderr,
-            )
+        tell(
+            "warning: standard output is closed; the run goes on without it, its numbers are in its metrics.jsonl"
+        )
 
 
 def _run(words: list[str]) -> int:
@@ -274,7 +271,6 @@ def _os_error_text(error: OSError) -> str:
 
 def _fail(message: str, code: int, *, follows: bool = False) -> int:
     line = "error: " + " ".join(message.split())
-    with suppress(OSError):  # nobody reads stderr; the exit code remains
-        print(line, file=sys.stderr, flush=True)
+    tell(line)
     report_to_elastic(line, is_mistake=code == _MISTAKE, follows=follows)
     return code

@@ -1,7 +1,6 @@
 """`expertmesh sweep RECIPE --rates 1e-3,2e-3`: train at several learning rates, and compare the results in a table."""
 
 import signal
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ from expertmesh.cli.flags import listed
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import flag_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
-from expertmesh.cli.terminal_progress import silence_output
+from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
@@ -52,9 +51,8 @@ def run(argv: list[str]) -> int:
     if (
         "optim.lr" in parsed.from_file
     ):  # a run's config.json has all options, so this is not an error
-        print(
-            f"note: --optim.lr {parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates",
-            file=sys.stderr,
+        tell(
+            f"note: --optim.lr {parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates"
         )
     with ready_to_train(parsed.config, verbose=parsed.verbose):
         from expertmesh.training.stop import NOBODY_READS

@@ -2,13 +2,11 @@
 
 import json
 import shlex
-import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.prog_name import prog_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
-from expertmesh.cli.terminal_progress import silence_output
+from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.config.base import launched_rank
 from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.models.family import Family
@@ -57,9 +55,8 @@ def _say(text: str) -> None:
         print(text, flush=True)
     except OSError as error:
         silence_output()
-        with suppress(OSError):
-            said = "; ".join(text.splitlines())
-            print(f"standard output cannot be written ({error.strerror}): {said}", file=sys.stderr)
+        said = "; ".join(text.splitlines())
+        tell(f"standard output cannot be written ({error.strerror}): {said}")
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:

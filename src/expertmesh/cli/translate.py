@@ -1,6 +1,5 @@
 """`expertmesh translate RUN --to de "..."`: translate with the newest checkpoint of a run."""
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from expertmesh.cli.decoding import add_place, kept, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import read_standard_input
-from expertmesh.cli.terminal_progress import told_of_data
+from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.output_file import output_file
@@ -70,9 +69,8 @@ def run(argv: list[str]) -> int:
     if references is not None:
         scored = _scored(texts, references)
         if left_out := len(texts) - len(scored):
-            print(
-                f"note: {left_out:,} of {len(texts):,} lines are not scored: the text or its reference is blank",
-                file=sys.stderr,
+            tell(
+                f"note: {left_out:,} of {len(texts):,} lines are not scored: the text or its reference is blank"
             )
         found, references = ([lines[i] for i in scored] for lines in (found, references))
         for name, value, signature in score(found, references, language=options.to):
