@@ -1,5 +1,6 @@
 """`expertmesh generate` on a run directory with a random model."""
 
+import gzip
 import io
 import json
 import shutil
@@ -212,6 +213,49 @@ def test_objects_in_and_out(
     assert second["messages"] == turns and second["text"]
     assert main([*words, "--chat", "def"]) == 0
     assert capsys.readouterr().out == second["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.json", "a.jsonl.gz", "array.json", "array.jsonl"]
+)
+def test_objects_of_all_endings_and_forms(run_dir: Path, tmp_path: Path, name: str) -> None:
+    asked, answered = tmp_path / name, tmp_path / "answered.jsonl"
+    values = [{"prompt": PROMPT}, {"messages": [{"role": "user", "content": "def"}]}]
+    text = "\n".join(map(json.dumps, values))
+    if name.startswith("array"):
+        text = json.dumps(values, indent=1)
+    data = text.encode("utf-8-sig")
+    asked.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "2"]
+    assert main([*words, "--input", str(asked), "--output", str(answered)]) == 0
+    found = [json.loads(line) for line in answered.read_text().splitlines()]
+    assert [one.get("prompt", one.get("messages")) for one in found] == [
+        PROMPT,
+        values[1]["messages"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '[{"prompt": "a"}, {"prompt": 3}]', "entry 2: must be"),
+        ("a.json", '{"prompt": 3}', "entry 1: must be"),
+        ("a.json", '[{"prompt": "a"},', "is no JSON (line 1)"),
+        ("a.csv", "prompt\na\n", "prompts are not read from .csv; give a text"),
+        ("a.txt.gz", "a\n", "cannot be read (damaged: "),
+    ],
+)
+def test_what_holds_no_prompts_is_named(
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    text: str,
+    said: str,
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert f"--input {path}: {said}" in refused(run_dir, "--input", str(path), capsys=capsys)
 
 
 def test_a_developer_is_the_system(run_dir: Path, tmp_path: Path) -> None:

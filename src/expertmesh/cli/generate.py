@@ -24,7 +24,7 @@ from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank, parse_json, shown
 from expertmesh.config.output_file import output_file
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
-from expertmesh.data.files import lines_of
+from expertmesh.data.files import TextFile, lines_of
 from expertmesh.errors import ConfigError, command, text_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
     "not know how to answer"
 )
+_JSON = (".jsonl", ".ndjson", ".json")
 _ROOM = 4
 """Inverse share of the model's maximum length that a conversation leaves for the answer: 1 / 4."""
 _FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
@@ -338,7 +339,7 @@ def _parser() -> OptionParser:
         "--input",
         "--prompt-file",
         metavar="FILE",
-        help="a prompt on each line; of a .jsonl file an object with prompt, or with messages as for --chat",
+        help="a prompt on each line; of a .jsonl or .json file objects with prompt, or with messages as for --chat",
     )
     parser.add_argument(
         "--output",
@@ -425,21 +426,34 @@ def _line(prompt: Asked, output: Any) -> str:
     return json.dumps(found, ensure_ascii=False) + "\n"
 
 
-def _asked_in(path: Path, text: str) -> list[Prompt]:
-    """Prompts of a file: its lines, or the JSON objects on them."""
-    found: list[Prompt] = []
-    for number, line in enumerate(lines_of(text), 1):
-        if line.strip():
-            where = f"--input {path}: line {number}"
-            asked = _asked_by(line, where) if path.suffix == ".jsonl" else line
-            found.append(Prompt(asked, where))
-    return found
+def _asked_in(path: Path) -> list[Prompt]:
+    """Prompts of a file, packed or not: its lines, or the JSON objects in it."""
+    from expertmesh.data.formats import ending_of
+    from expertmesh.data.json_records import entries_of
+    from expertmesh.data.records import NoRecordsError
 
-
-def _asked_by(line: str, where: str) -> Asked:
-    """Prompt in a line of JSON; `where` is its place in messages."""
+    ending = ending_of(path.name)
+    if ending not in (None, *_JSON):
+        raise ConfigError(
+            f"--input {path}: prompts are not read from {ending}; give a text with a prompt on each line, or .jsonl"
+        )
+    text = decoded(TextFile(path).data())
+    if ending is None:
+        lines = enumerate(lines_of(text), 1)
+        return [Prompt(line, f"--input {path}: line {n}") for n, line in lines if line.strip()]
     try:
-        value = parse_json(line)
+        values, unit = entries_of(text, is_lines=ending != ".json")
+    except NoRecordsError as error:
+        raise ConfigError(f"--input {path}: {error}") from None
+    wheres = [f"--input {path}: {unit} {number}" for number, _ in values]
+    asked = (_asked_by(value, where) for (_, value), where in zip(values, wheres, strict=True))
+    return list(map(Prompt, asked, wheres))
+
+
+def _asked_by(text: str, where: str) -> Asked:
+    """Prompt in a value of JSON; `where` is its place in messages."""
+    try:
+        value = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}); correct it") from None
     is_one = isinstance(value, dict) and len(value) == 1
@@ -489,7 +503,7 @@ def _prompts(options: Any) -> list[Prompt]:
     try:
         if options.input is not None:
             path = expanded(options.input)
-            prompts = _asked_in(path, decoded(path.read_bytes()))
+            prompts = _asked_in(path)
             if not prompts:
                 raise ConfigError(f"--input {path}: has no line; write a prompt on each")
             return prompts

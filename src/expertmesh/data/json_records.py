@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 from expertmesh.config.base import parse_json
 from expertmesh.data.data_progress import Progress
 from expertmesh.data.encoding import MOST_OF_A_MARK, NotTextError, decoded, encoding_of
-from expertmesh.data.files import TextFile, is_packed, opened, printable
+from expertmesh.data.files import TextFile, is_packed, lines_of, opened, printable
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import named
 
@@ -91,7 +91,31 @@ def _parts(path: Path, encoding: str | None, *, is_lines: bool) -> tuple[list[_P
     return list(_lines(path, name, skipped)), "line"
 
 
-def _is_object(line: bytes) -> bool:
+def entries_of(text: str, *, is_lines: bool) -> tuple[list[tuple[int, str]], str]:
+    """(numbered JSON values, unit) of a text: objects on lines, the entries of an array, or a single object.
+
+    Args:
+        text: the text.
+        is_lines: see `json_rows`.
+
+    Raises:
+        NoRecordsError: the text is no JSON, and no object on each line.
+    """
+    lines = [(number, line) for number, line in enumerate(lines_of(text), 1) if line.strip()]
+    if text.lstrip().startswith("["):
+        try:
+            spans = enumerate(_spans(text), 1)
+            return [(number, text[start:stop]) for number, (start, stop) in spans], "entry"
+        except NoRecordsError:
+            if not is_lines:
+                raise
+    elif lines and not is_lines and (len(lines) == 1 or not _is_object(lines[0][1])):
+        _check_json(text)
+        return [(1, text)], "entry"
+    return lines, "line"
+
+
+def _is_object(line: bytes | str) -> bool:
     try:
         return isinstance(parse_json(line), dict)
     except ValueError:
