@@ -1,8 +1,11 @@
 """Entries of a cache: filled once, made anew where they are damaged, without what killed processes leave."""
 
 import logging
+import threading
+import time
 
 import pytest
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.data.cache_entry import INDEX, exclusive, fill_once
 
@@ -67,6 +70,22 @@ def test_what_cannot_be_filled_leaves_nothing_but_its_lock(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         fill_once(tmp_path / NAME, fill)
     assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.lock"]
+
+
+def test_a_wait_for_another_process_is_said_once(entry, tmp_path, caplog):
+    (tmp_path / "cache").mkdir()
+    thread = threading.Thread(target=entry)
+    with caplog.at_level(logging.INFO), exclusive(tmp_path / "cache" / f"{NAME}.lock"):
+        thread.start()
+        end = time.monotonic() + PATIENCE_S
+        while not caplog.messages and time.monotonic() < end:
+            time.sleep(0.01)
+        assert entry.filled == []
+    thread.join()
+    said = [text for text in caplog.messages if "another process" in text]
+    folder = tmp_path / "cache" / NAME
+    assert said == [f"another process prepares these data in {folder}; waiting for it"]
+    assert entry.filled == [0]
 
 
 def test_an_entry_of_old_has_no_checksums(entry):

@@ -42,7 +42,7 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     if _damage(folder) is None:
         return
     _make_cache(folder.parent)
-    with naming(folder), exclusive(folder.with_name(f"{folder.name}.lock")):
+    with naming(folder), _alone(folder):
         damage = _damage(folder)
         if damage is None:
             return
@@ -60,6 +60,19 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Context with the lock of an entry; before it waits for another process it says so once."""
+    lock = folder.with_name(f"{folder.name}.lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(lock, wait=False))
+        except BlockingIOError:
+            _log.info("another process prepares these data in %s; waiting for it", folder)
+            stack.enter_context(exclusive(lock))
+        yield
 
 
 def _damage(folder: Path) -> str | None:
