@@ -55,6 +55,20 @@ def test_idx_files_are_split_at_the_end(idx, tmp_path):
     assert data.files["classes.json"].read_text() == '["0", "1", "2", "3"]\n'
 
 
+def test_files_that_are_no_images_are_said_once_by_ending(tmp_path, caplog):
+    root = write_class_folders(tmp_path / "images", {"a": 3, "b": 3})
+    images, _ = stripes(1)
+    Image.fromarray(images[0]).save(root / "a" / "4.jfif", format="JPEG")
+    for name in ("a/x.heic", "b/y.HEIC", "b/notes", "b/.hidden"):
+        (root / name).write_bytes(b"1")
+    data_of(root, tmp=tmp_path)
+    (said,) = [text for text in caplog.messages if "left out" in text]
+    assert "2 files end in .heic (for example a/x.heic); 1 files have no ending" in said
+    assert "images are read from .png, .jpg, .jpeg, .jfif" in said
+    found = read_folder(root, num_train=None, validation_fraction=0.2)
+    assert len(found.training.labels_N) + len(found.validation.labels_N) == 7
+
+
 def test_a_split_of_its_own_is_used_and_classes_are_numbered_on(idx, tmp_path):
     other = tmp_path / "glyphs"
     write_folder(other, *stripes(12, classes=3), prefix="train-")

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from expertmesh.config.base import expanded
+from expertmesh.data.data_progress import note
 from expertmesh.data.encoding import NotTextError, decoded, remedy
-from expertmesh.errors import ConfigError
+from expertmesh.data.files import LeftOut
+from expertmesh.errors import ConfigError, named
 
 _NAMED = 5
 """Limit of images that a message names; further ones are counted."""
-ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+ENDINGS = (".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX = re.compile(r"(?:(?P<split>\w+)[-.])?images[-.]idx3-ubyte(?:\.gz)?")
 _UNSIGNED_BYTE = 8
 _TRAIN, _VALIDATION = (
@@ -123,9 +125,11 @@ def read_folder(
     if num_train:
         raise _has_no_use(num_train, path)
     to_learn, to_validate = (_below(path, wanted) for wanted in (_TRAIN, _VALIDATION))
+    left_out = LeftOut()
     if to_learn is not None and to_validate is not None:
-        classes, training = _class_folders(to_learn)
-        _, validation = _class_folders(to_validate, classes)
+        classes, training = _class_folders(to_learn, left_out)
+        _, validation = _class_folders(to_validate, left_out, classes)
+        _note_left_out(path, left_out)
         return LabelledFolder(classes, training, validation)
     if only := to_learn or to_validate:
         lacks = "train/" if to_learn is None else "val/ or test/"
@@ -135,10 +139,18 @@ def read_folder(
             f"has {only.name}/ and no {lacks} beside it",
             f"add one, or name {only} itself",
         )
-    classes, images = _class_folders(path)
+    classes, images = _class_folders(path, left_out)
+    _note_left_out(path, left_out)
     taken = _held_out(images.labels_N, path, classes, validation_fraction)
     sides = (images.take(np.flatnonzero(side)) for side in (~taken, taken))
     return LabelledFolder(classes, *sides)
+
+
+def _note_left_out(path: Path, left_out: LeftOut) -> None:
+    if left_out.total:
+        note(
+            f"{named('data.path', path)}: left out: {left_out}; images are read from {', '.join(ENDINGS)}"
+        )
 
 
 def _has_no_use(num_train: int, path: Path) -> ConfigError:
@@ -250,12 +262,13 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def _class_folders(
-    path: Path, classes: Sequence[str] | None = None
+    path: Path, left_out: LeftOut, classes: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], Images]:
     """Classes and images of class folders, sorted by class, then by name; hidden files are skipped.
 
     Args:
         path: folder with a folder per class.
+        left_out: receives the files that are no images.
         classes: known classes, some of which may have no folder here; None: the names of the folders.
 
     Raises:
@@ -278,7 +291,7 @@ def _class_folders(
     labels: list[int] = []
     digest = hashlib.sha256()
     for label, name in enumerate(classes):
-        inside = _images_below(path / name)
+        inside = _images_below(path / name, left_out)
         if not inside and name in found:
             raise ConfigError(
                 f"{path / name}: has no image ({', '.join(ENDINGS)}); add some, or remove the folder"
@@ -296,10 +309,20 @@ def _class_folders(
     return classes, images
 
 
-def _images_below(folder: Path) -> list[Path]:
+def _images_below(folder: Path, left_out: LeftOut) -> list[Path]:
     """Image files of a folder and its subfolders, without hidden files, which macOS and notebooks create."""
-    found = (p for p in folder.glob("**/*") if p.suffix.lower() in ENDINGS)
-    return sorted(p for p in found if not any(n[0] == "." for n in p.relative_to(folder).parts))
+    images = []
+    for path in sorted(folder.glob("**/*")):
+        if any(name[0] == "." for name in path.relative_to(folder).parts):
+            continue
+        if path.suffix.lower() in ENDINGS:
+            images.append(path)
+        elif path.is_file():
+            reason = (
+                f"files end in {path.suffix.lower()}" if path.suffix else "files have no ending"
+            )
+            left_out.add(reason, path.relative_to(folder.parent).as_posix())
+    return images
 
 
 def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction: float) -> Any:
