@@ -1,11 +1,13 @@
 """Texts that a user may have meant otherwise: what is said of them before a run begins."""
 
 import gzip
+import json
 
 import pytest
 
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus
+from expertmesh.data.shards import prepare_tokens
 from expertmesh.errors import ConfigError
 
 LINES = "".join(f'{{"text": "words of line {i}"}}\n' for i in range(60))
@@ -40,6 +42,54 @@ def test_json_lines_under_another_name_are_said(name, alone, tmp_path):
     found = [note for note in notes if "JSON objects" in note]
     assert len(found) == is_said
     assert not found or SAID.format(file) in found[0]
+
+
+ENTRIES = [{"text": f"words of entry {i}", "id": i} for i in range(60)]
+ARRAYS = {
+    "an array": ("a.txt", json.dumps(ENTRIES), True),
+    "an array over lines": ("a.txt", "\ufeff\n" + json.dumps(ENTRIES, indent=1), True),
+    "no ending": ("entries", json.dumps(ENTRIES), True),
+    "packed": ("a.txt.gz", json.dumps(ENTRIES), True),
+    "objects over lines": ("a.txt", "\n".join(json.dumps(e, indent=1) for e in ENTRIES), True),
+    "one object over lines": ("a.txt", json.dumps({"entries": ENTRIES}, indent=1), True),
+    "long entries": ("a.txt", json.dumps([{"text": "words " * 3000}] * 9), True),
+    "numbers": ("a.txt", "[1, 2]\n" * 300, False),
+    "a quotation": ("a.txt", "[a]\n" * 300, False),
+    "one object, then text": ("a.txt", '{\n"a": 1}\n' + "words\n" * 300, False),
+    "of a program": ("a.map", json.dumps(ENTRIES), False),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_json_that_is_not_on_lines_is_said(name, tmp_path):
+    file, text, is_said = ARRAYS[name]
+    data = text.encode()
+    (tmp_path / file).write_bytes(gzip.compress(data) if file.endswith(".gz") else data)
+    notes = [str(note) for note in load_corpus(TextConfig(path=str(tmp_path / file))).notes]
+    found = [note for note in notes if "which their names do not say" in note]
+    assert len(found) == is_said
+    assert (
+        not found
+        or f"over several lines, which their names do not say (for example {file})" in found[0]
+    )
+
+
+STRANGE = "Das ist Text {}: \u00e4\u00f6\u00fc. "
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_left_out_is_said_where_it_leaves_too_little(count, tmp_path, caplog):
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_bytes(STRANGE.format(number).encode("latin-1") * 50)
+    for number in range(count):
+        (tmp_path / f"README{number}").write_text(f"short {number}\n")
+    config = TextConfig(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), seq_len=64)
+    with pytest.raises(ConfigError) as caught:
+        prepare_tokens(config, vocab_size=300)
+    said = str(caught.value) + caplog.text
+    assert ("cannot be split" if count == 1 else "split has only") in said
+    assert "left out: 9 files are not UTF-8 text, but perhaps latin-1 (for example" in said
+    assert count == 2 or "name its encoding" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from expertmesh.data.formats import (
     rows_of,
     without_none,
 )
-from expertmesh.data.json_records import holds_lines
+from expertmesh.data.json_records import holds_entries, holds_lines
 from expertmesh.data.paths import WeightedPath, find_paths
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import ConfigError, named
@@ -40,6 +40,8 @@ _PIECE_BYTES = 65_536
 _LEAST_PIECES = 40
 _LEAST_PIECE_BYTES = 512
 _LINES = "files hold JSON objects on lines, which their names do not say"
+ENTRIES = "files hold JSON arrays or objects over several lines, which their names do not say"
+"""Reason by which JSON that is not on lines is counted."""
 _NO_RECORDS = "files hold no records that are read"
 
 
@@ -165,8 +167,7 @@ def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDo
         rows = _rows(path, path.name, config)
         if rows is not None:
             return rows
-        if holds_lines(path, config.encoding):
-            told.unnamed.add(_LINES, path.name)
+        _look_for_json(path, path.name, config, told)
         size = TextFile(path).num_bytes()
         return _pieces(path, path.name, _piece_bytes(size, config), size, config.encoding)
     except OSError as error:
@@ -194,8 +195,7 @@ def _of_folder(
             if rows is not None:
                 yield from rows
                 continue
-            if holds_lines(root / path, config.encoding):
-                told.unnamed.add(_LINES, name)
+            _look_for_json(root / path, name, config, told)
             sizes[path] = TextFile(root / path).num_bytes()
         except OSError as error:
             told.left_out.add(f"{NOT_READABLE}, {error.strerror or error}", name)
@@ -221,6 +221,14 @@ def _of_folder(
             except (OSError, NotTextError):
                 pieces = None  # left out when it is read as a whole
         yield from pieces or _whole(root, [path], config)
+
+
+def _look_for_json(path: Path, name: str, config: TextConfig, told: Told) -> None:
+    """Count a text file that holds JSON though its name does not say so."""
+    if holds_lines(path, config.encoding):
+        told.unnamed.add(_LINES, name)
+    elif holds_entries(path, config.encoding):
+        told.unnamed.add(ENTRIES, name)
 
 
 def _all_bytes(num_bytes: int, config: TextConfig) -> int:

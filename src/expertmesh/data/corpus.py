@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from expertmesh.config.text import TextConfig
-from expertmesh.data.candidates import Told, find_documents, option_of
+from expertmesh.data.candidates import ENTRIES, Told, find_documents, option_of
 from expertmesh.data.data_progress import NAMES_ALL, Progress
 from expertmesh.data.encoding import NotTextError, remedy
 from expertmesh.data.files import NOT_READABLE
@@ -21,6 +21,7 @@ from expertmesh.errors import ConfigError, Line, named
 
 # Ratio to the requested share beyond which a split gets a note.
 _FAR = 3.0
+_GIVE_TEXT = "; give text"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     told = Told()
     left_out = told.left_out
     source, candidates = find_documents(config, told)
-    documents, num_bytes, left_unread, fix = [], 0, 0, "; give text"
+    documents, num_bytes, left_unread, fix = [], 0, 0, _GIVE_TEXT
     kinds: dict[bool, str] = {}
     not_talks: dict[str, str] = {}
     progress = Progress("read", total=config.max_bytes)
@@ -131,9 +132,12 @@ def load_corpus(config: TextConfig) -> Corpus:
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
         different, same = len({d.digest for d in documents}), len(documents) > 1
+        without = "; give more text"
+        if left_out.total:
+            without = f" (left out: {left_out}){without if fix == _GIVE_TEXT else fix}"
         raise ConfigError(
             f"{option_of(config)}: {len(documents):,} document{'s' * same} with {different:,} different text{'s' * (different > 1)} "
-            "cannot be split into training and validation, which equal texts do not cross; give more text"
+            f"cannot be split into training and validation, which equal texts do not cross{without}"
         )
     notes = _notes(training, validation, config, told, not_talks)
     if left_unread and (config.path is not None or config.dataset is not None):
@@ -183,8 +187,11 @@ def _notes(
             f" answers alone, take 'text' out of the records; else say so: {named('data.column', 'text')}"
         )
     if told.unnamed.total:
+        ending = (
+            ".json, or .jsonl for objects on lines" if ENTRIES in told.unnamed.counts else ".jsonl"
+        )
         notes.append(
-            f"{option_of(config)}: learned as they stand: {told.unnamed}; to read their texts, end the names in .jsonl"
+            f"{option_of(config)}: learned as they stand: {told.unnamed}; to read their texts, end the names in {ending}"
         )
     return notes
 

@@ -16,6 +16,7 @@ from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import named
 
 _HEAD_BYTES = 4096
+_FIRST_BYTES = 1 << 20
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
@@ -141,6 +142,38 @@ def holds_lines(path: Path, encoding: str | None) -> bool:
     with closing(_lines(path, name, skipped)) as lines:
         first = [line for line in (next(lines, None), next(lines, None)) if line is not None]
     return bool(first) and all(_is_object(line.read()) for line in first)
+
+
+def holds_entries(path: Path, encoding: str | None) -> bool:
+    """Whether a text file begins with an array of JSON objects, or with an object before others or none, on several lines.
+
+    Only a name that says nothing, without an ending or with .txt, is looked at: programs keep such files under many others.
+
+    Args:
+        path: path of the file.
+        encoding: encoding of a file without a mark; None: UTF-8.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    own = path.with_suffix("") if is_packed(path) else path
+    if own.suffix.lower() not in ("", ".txt"):
+        return False
+    with opened(path) as file:
+        head = file.read(_HEAD_BYTES)
+        name, skipped = encoding_of(head[:MOST_OF_A_MARK], encoding)
+        first = head[skipped:].decode(name, errors="replace").lstrip()[:1]
+        if first not in ("[", "{"):
+            return False
+        head += file.read(_FIRST_BYTES)
+    text = head[skipped:].decode(name, errors="replace").lstrip()
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, _after_blanks(text, int(first == "[")))
+    except (ValueError, RecursionError):
+        return False
+    end = _after_blanks(text, end)
+    following = (",", "]", "") if first == "[" else ("{", "")
+    return isinstance(value, dict) and text[end : end + 1] in following
 
 
 def _lines(path: Path, name: str, skipped: int) -> Generator[_Part]:

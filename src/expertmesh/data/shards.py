@@ -95,6 +95,9 @@ def prepare_tokens(
     fill_once(folder, partial(_fill, corpus, given, vocab_size=vocab_size))
     index = parse_json((folder / INDEX).read_text())
     training, validation = (_open(folder, index, name) for name in ("training", "validation"))
+    is_short = any(len(shard.tokens_N) <= config.seq_len for shard in (training, validation))
+    for text in corpus.notes if corpus.num_skipped or not is_short else ():
+        note(text)  # before the error: what is left out may be why the text is short
     for name, shard in (("training", training), ("validation", validation)):
         if len(shard.tokens_N) <= config.seq_len:
             raise ConfigError(
@@ -103,8 +106,6 @@ def prepare_tokens(
                 f"the {name} split has only {len(shard.tokens_N)} tokens",
                 f"give more text or lower {named('data.seq_len')}",
             )
-    for text in corpus.notes:
-        note(text)
     return TokenData(key, training, validation, folder / "tokenizer.json", corpus)
 
 
