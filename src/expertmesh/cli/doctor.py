@@ -28,8 +28,8 @@ from expertmesh.comm.bind import numa_nodes, read_text
 from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
 from expertmesh.config.base import is_launched, launched_rank
 from expertmesh.config.output_file import output_file
+from expertmesh.errors import ConfigError, command
 from expertmesh.errors import Line as Text
-from expertmesh.errors import command
 
 PACKAGES = {
     "torch": "",
@@ -107,6 +107,10 @@ def run(argv: list[str]) -> int:
     with once_per_host():
         options = parser.parse_args(argv)
         if options.cluster is not None:
+            if options.topology:
+                raise ConfigError(
+                    "--topology: has no effect with --cluster, which only measures; leave one of the two out"
+                )
             output_file("cluster", options.cluster)
     if options.cluster is not None:
         return _write_cluster(options.cluster)

@@ -44,10 +44,12 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 f"--validate: compares the published rows, and plans no {options.model}; leave one out"
             )
+        _check_read(options, "validate", "measured")
         return _validate(options.measured)
     if options.claims:
         from expertmesh.planner.table import claims_text
 
+        _check_read(options, "claims")
         print(claims_text())
         return 0
     if options.model is None:
@@ -169,6 +171,15 @@ def _serve(options: Any) -> int:
     )
     print(serve_text(found))
     return 0
+
+
+def _check_read(options: Any, mode: str, *read: str) -> None:
+    """Raise ConfigError for a word that a mode does not read."""
+    for name, value in vars(options).items():
+        if name in (mode, *read) or value is None or value is False:
+            continue
+        word = value if name == "model" else f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{word}: has no effect with --{mode}; leave one of the two out")
 
 
 def _validate(measured: str | None) -> int:
