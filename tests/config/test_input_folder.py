@@ -1,11 +1,16 @@
 """Pipes, sockets and devices in the place of files are refused at once, by every verb that reads a folder."""
 
 import os
+import signal
 import socket
+from contextlib import contextmanager
 
 import pytest
+from tests.support.patience import PATIENCE_S
 
+from expertmesh.checkpoints.peft_folder import read_adapter_files
 from expertmesh.cli.main import main
+from expertmesh.errors import ConfigError
 
 FILES = [
     "config.json",
@@ -25,6 +30,22 @@ VERBS = [
     "experts prune RUN --keep 1 --to new",
     "train gpt-moe-test --train.init-from RUN",
 ]
+
+
+@contextmanager
+def in_time():
+    """Context that is ended by an error where something waits for a pipe."""
+
+    def late(*_):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(round(PATIENCE_S))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -62,6 +83,25 @@ def test_every_file_of_a_run(kind, name, folder, capsys):
         os.mkfifo(path)
     assert main(["generate", "RUN", "a"]) == 2
     assert f"RUN/{name} is {kind}, not a file; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lock", "config.json"])
+def test_a_list_of_runs_waits_for_no_pipe(name, folder, capsys):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with in_time():
+        assert main(["runs", "RUN"]) == 0
+    assert "RUN" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_is_refused_that_is_a_pipe(name, tmp_path):
+    for other in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / other).write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with in_time(), pytest.raises(ConfigError, match=f"{name} is a named pipe, not a file; "):
+        read_adapter_files(tmp_path)
 
 
 def test_a_link_to_nothing_and_other_folders_are_let_through(folder, capsys):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from expertmesh.checkpoints.hub.layout import pieces, spellings
 from expertmesh.config.base import expanded, parse_json
+from expertmesh.config.input_folder import check_only_files
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
@@ -92,10 +93,11 @@ def read_adapter_files(folder: str | Path) -> AdapterFiles:
     """Read a folder of peft's `save_pretrained`, or of `expertmesh.integrations.peft.save_adapters`.
 
     Raises:
-        ConfigError: the folder holds no adapters.
+        ConfigError: the folder holds no adapters, or a pipe or device stands for a file.
         CheckpointError: their tensors are missing or unreadable.
     """
     folder = expanded(folder)
+    check_only_files(folder, what=str(folder), depth=1)
     try:
         values = parse_json((folder / CONFIG).read_bytes())
         kind, rank, alpha = (values[name] for name in ("peft_type", "r", "lora_alpha"))

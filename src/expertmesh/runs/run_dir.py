@@ -118,6 +118,8 @@ class RunDir:
 
     def is_held(self) -> bool:
         """Whether a process holds the directory now."""
+        if not self.lock.is_file():  # a pipe would be waited for
+            return False
         try:
             with self.lock.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

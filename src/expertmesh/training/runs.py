@@ -4,8 +4,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
+from expertmesh.config.input_folder import check_only_files
 from expertmesh.errors import ConfigError
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.metrics import evaluations, read_metrics
@@ -58,14 +60,17 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def look_at(path: Path) -> ListedRun:
-    """Summary of a run, which may be damaged or in training."""
+    """Summary of a run, which may be damaged or in training; nothing is read where pipes or devices stand for files."""
     run = RunDir(path)
+    rows: list[dict[str, Any]] = []
     try:
+        check_only_files(path, what=f"run {path}")
+        rows = read_metrics(run.metrics)
         values, recipe = run.read_values()
         steps = values["train"]["steps"]
     except (ConfigError, KeyError, TypeError):
         recipe, steps = "?", None
-    rows, paths = read_metrics(run.metrics), list_checkpoints(run.checkpoints)
+    paths = list_checkpoints(run.checkpoints)
     found = [one["loss"] for one in evaluations(rows) if "loss" in one]
     done = [row["step"] for row in rows] + [step_of(one) for one in paths]
     return ListedRun(
