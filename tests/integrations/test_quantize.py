@@ -1,6 +1,7 @@
 """`expertmesh quantize`: folders that compressed-tensors reads to the same bits, and that answer like what they were made of."""
 
 import codecs
+import gzip
 import json
 import random
 import shutil
@@ -220,6 +221,16 @@ def mistakes(place, tmp_path):
     yield [*base, "int4", "--calibration", str(tmp_path / "odd.txt")], "is no text"
     yield [*base, "int4", "--calibration", str(tmp_path / "none.txt")], "is no text"
     yield [*base, "fp8", "--calibration", str(tmp_path / "short.txt")], "changes nothing in fp8"
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "talk.jsonl").write_text(json.dumps(talk))
+    (tmp_path / "none.json").write_text('{"a": 1}')
+    (tmp_path / "table.csv").write_text("text\na\n")
+    for name, text in (
+        ("talk.jsonl", "holds conversations"),
+        ("none.json", "is no file of texts (its first entry has a)"),
+        ("table.csv", "ends in .csv, which is not read here"),
+    ):
+        yield [*base, "int4", "--calibration", str(tmp_path / name)], text
     yield [*base, "int3"], "int3"
     yield [*base, "int4", "--group-size", "48"], "48"
     yield [*base, "int4", "--group-size", "128"], "must divide the 64 columns"
@@ -307,6 +318,26 @@ def test_experts_are_rounded_for_a_text(place, tmp_path, source, most_bytes):
     exact, plain, made = found
     share = (made - exact).square().mean() / (plain - exact).square().mean()
     assert share < (0.7 if most_bytes else 1)
+
+
+def test_a_text_is_read_as_training_reads_it(place, tmp_path):
+    """Under every encoding, packed, and in the objects of a JSON file."""
+    content = "def main os import return lambda " * 60
+    opened = open_model(place / "run")
+    files = {
+        "a.txt": content.encode(),
+        "b.txt": content.encode("utf-8-sig"),
+        "c.txt": content.encode("utf-16"),
+        "d.txt.gz": gzip.compress(content.encode()),
+        "e.jsonl": json.dumps({"id": 1, "text": content}).encode(),
+        "f.json": json.dumps([{"text": content, "id": 1}]).encode(),
+    }
+    found = []
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        found.append(importance_of(opened, tmp_path / name, most_bytes=0))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize("source", ["run", "hub"])

@@ -5,13 +5,17 @@ errors weighted by E[x_k^2] (the idea of activation-aware quantisation, Lin et a
 weights). With memory for all E[x_k x_l], later columns compensate the errors of earlier ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from expertmesh.data.encoding import NotTextError
+from expertmesh.data.files import TextFile
+from expertmesh.data.formats import Reading, ending_of, rows_of
+from expertmesh.data.records import NoRecordsError
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_
@@ -20,6 +24,7 @@ from expertmesh.runs.open import LoadedModel
 
 TOKENS = 1 << 15
 """Largest number of tokens of the text."""
+_JSON = (".jsonl", ".ndjson", ".json")
 MOST_BYTES = 4 << 30
 """Default limit of the bytes of all experts' mean products."""
 _FEW = 16
@@ -33,7 +38,7 @@ def importance_of(
 
     Args:
         opened: the model.
-        text: a text file of the kind that the model will read.
+        text: a text of the kind that the model will read, or a JSON file of texts; packed or not.
         most_bytes: limit of the bytes of all experts' mean products; beyond it, mean squares are returned.
 
     Returns:
@@ -42,15 +47,24 @@ def importance_of(
     Raises:
         ConfigError: the file is no text, or has fewer tokens than a sequence.
     """
-    try:
-        content = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "calibration", text, f"is no text ({error})", "name a UTF-8 file"
-        ) from error
     config: Any = opened.run.config
     length: int = min(config.data.seq_len, config.model.max_seq_len)
-    ids = opened.text.tokenizer.encode(content, add_special_tokens=False).ids[:TOKENS]
+    ids: list[int] = []
+    try:
+        for one in _texts(text):
+            ids += opened.text.tokenizer.encode(one, add_special_tokens=False).ids
+            if len(ids) >= TOKENS:
+                break
+    except (OSError, NotTextError) as error:
+        raise ConfigError("calibration", text, f"is no text ({error})", "name a text") from None
+    except NoRecordsError as error:
+        raise ConfigError(
+            "calibration",
+            text,
+            f"is no file of texts ({error.seen})",
+            "name one whose objects have text",
+        ) from None
+    ids = ids[:TOKENS]
     if len(ids) < length:
         raise ConfigError(
             "calibration",
@@ -78,6 +92,27 @@ def importance_of(
     for name, one in seen.items():
         found[f"{name}.w_in"], found[f"{name}.w_out"] = one.means()
     return found
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Texts of a file: the records of a JSON file, or the whole of another one.
+
+    Raises:
+        ConfigError: the file holds conversations, or is a table.
+    """
+    ending = ending_of(path.name)
+    if ending is None:
+        yield TextFile(path)()
+        return
+    rows = rows_of(path, Reading()) if ending in _JSON else None
+    if rows is None:
+        raise ConfigError(
+            "calibration", path, f"ends in {ending}, which is not read here", "name a text, or JSON"
+        )
+    for row in rows:
+        if row.is_talk:
+            raise ConfigError("calibration", path, "holds conversations", "name a file of texts")
+        yield row()
 
 
 class _InputSums:
