@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.calls import calls_of
 from tests.support.runs import train_quietly
 
 import expertmesh as em
@@ -22,6 +23,7 @@ from expertmesh.runs.calibration import importance_of
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import train_tokenizer
+from expertmesh.training.threads import settle_threads
 
 FORMS = ("int8", "int4", "fp8")
 OPTIONS = {"model.moe.weight_scale": 2.0}
@@ -338,6 +340,14 @@ def test_a_text_is_read_as_training_reads_it(place, tmp_path):
         found.append(importance_of(opened, tmp_path / name, most_bytes=0))
     for other in found[1:]:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
+
+
+def test_calibration_measures_the_number_of_threads(place, tmp_path):
+    (tmp_path / "text.txt").write_text("def main os import return lambda " * 30)
+    with calls_of(settle_threads) as calls:
+        given = {"format": "int8", "calibration": tmp_path / "text.txt"}
+        quantize(place / "run", tmp_path / "made", **given)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("source", ["run", "hub"])

@@ -11,16 +11,19 @@ import time
 
 import httpx2
 import pytest
+from tests.support.calls import calls_of
 from tests.support.serving import events, make_run, served
 
 import expertmesh as em
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.main import main
+from expertmesh.cli.serve import num_threads_of
 from expertmesh.config.server import ServerConfig
 from expertmesh.errors import ConfigError
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.serve.app import ServerApp
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
+from expertmesh.training.threads import settle_threads
 
 COMPLETE = "/v1/completions"
 SHORT = {"prompt": "def main(", "max_tokens": 4, "seed": 1}
@@ -331,6 +334,13 @@ def test_a_step_that_fails_ends_its_requests_and_three_end_the_engine(folder, mo
         worker.stop()
 
     asyncio.run(story())
+
+
+def test_the_threads_of_a_server_are_measured_once(folder):
+    with calls_of(settle_threads) as calls:
+        found = num_threads_of(tiny(folder))
+    ((_, threads),) = calls
+    assert found == threads.count >= 1
 
 
 def test_a_dead_engine_says_so_to_everybody(folder):

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.support.serving import PATIENCE_S, served
 
 from expertmesh.engine.output import RequestOutput
@@ -50,9 +51,9 @@ class CountingEngine:
         return [RequestOutput(name, 0, (1,), ids, "", "length" if has_ended else None)]
 
 
-async def answered(engine, *, writing_s):
+async def answered(engine, **options):
     """Reads one answer as a stream does."""
-    worker = EngineWorker(engine, writing_s=writing_s)
+    worker = EngineWorker(engine, **options)
     worker.start(asyncio.get_running_loop())
     ticket = Ticket([[1]], [SamplingParams()])
     worker.submit(ticket)
@@ -66,6 +67,16 @@ def test_a_step_begins_when_the_last_one_has_been_written():
     engine = CountingEngine(30, lambda number: None)
     asyncio.run(answered(engine, writing_s=PATIENCE_S))
     assert engine.seen == list(range(30))
+
+
+def test_steps_have_the_number_of_threads_that_was_measured():
+    before, seen = torch.get_num_threads(), []
+    engine = CountingEngine(2, lambda number: seen.append(torch.get_num_threads()))
+    try:
+        asyncio.run(answered(engine, num_threads=before + 2))
+    finally:
+        torch.set_num_threads(before)  # new threads begin with the number that was set last
+    assert seen == [before + 2] * 2
 
 
 def test_a_loop_that_is_busy_does_not_hold_the_engine_up():

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64
+from tests.support.calls import calls_of
 from tests.support.pictures import stripes, write_folder
 from tests.support.runs import train_quietly
 from torch import nn
@@ -22,6 +23,7 @@ from expertmesh.training.expert_use import read_use
 from expertmesh.training.init_from import with_init_from
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.regroup import checked_layers, count_choices, join, moe_layers, prune
+from expertmesh.training.threads import settle_threads
 
 COMMON = {
     "train.steps": 4,
@@ -129,6 +131,12 @@ def test_a_pruned_model_is_the_model_that_may_choose_no_others(trained, tmp_path
     ours, theirs = (found.model(*inputs) for found in (pruned, whole))
     field = "logits_NV" if name == "first" else "logits_BC"
     assert_close_fp64(getattr(ours, field), getattr(theirs, field), what=field)
+
+
+def test_pruning_measures_the_number_of_threads(trained, tmp_path):
+    with calls_of(settle_threads) as calls:
+        prune(trained / "first", tmp_path / "made", keep=2, max_samples=1)
+    assert len(calls) == 1
 
 
 def test_use_is_counted_on_the_samples_asked_for(trained):

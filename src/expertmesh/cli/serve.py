@@ -36,6 +36,8 @@ examples:
   curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
 """
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_ROWS = 8
+"""Sequences at a time for which the number of threads is measured."""
 MOST_KEY_BYTES = 2**20
 _SWITCH_S = 0.001
 """Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every event)."""
@@ -91,12 +93,15 @@ def run(argv: list[str]) -> int:
             engine = stack.enter_context(_open_engine(options.run, engine_config, parallel))
             for adapter, folder in server.adapters.items():
                 load_adapter(engine, adapter, folder, typed=f"{adapter}={folder}")
+            num_threads = None if parallel is not None else num_threads_of(engine)
         except BaseException:
             stack.close()
             place.close()
             raise
     sys.setswitchinterval(_SWITCH_S)
-    app = ServerApp(engine, server, model_name=name, keys=keys, version=__version__)
+    app = ServerApp(
+        engine, server, model_name=name, keys=keys, version=__version__, num_threads=num_threads
+    )
 
     def told(address: str) -> None:
         print(
@@ -130,6 +135,25 @@ def _open_engine(
         engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine
+
+
+def num_threads_of(engine: "Engine") -> int | None:
+    """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
+    import torch
+
+    from expertmesh.ops.cpu.products import usual_library
+    from expertmesh.runs.arithmetic import Arithmetic
+    from expertmesh.runs.precision import Precision
+    from expertmesh.training.threads import threads_of_calls
+
+    model = engine.model
+    if not isinstance(model, torch.nn.Module) or model.device.type != "cpu":
+        return None
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    precision = Precision.of(model.device, Arithmetic("cpu", dtype, usual_library()))
+    rows = min(_ROWS, engine.config.max_sequences)
+    with threads_of_calls(model, precision, num_rows=rows) as threads:
+        return None if threads is None else threads.count
 
 
 def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:

@@ -46,6 +46,7 @@ class ServerApp:
         model_name: name of the model for clients.
         keys: accepted API keys; empty: no key is needed.
         version: version of the program.
+        num_threads: see `EngineWorker`.
 
     Attributes:
         worker: thread of the engine; `start` starts it.
@@ -60,12 +61,13 @@ class ServerApp:
         model_name: str,
         keys: tuple[str, ...] = (),
         version: str,
+        num_threads: int | None = None,
     ) -> None:
         self.config, self.model_name, self.version = config, model_name, version
         self.engine, self.created = engine, int(time.time())
         self.reader = RequestReader(engine, config, model_name)
         self.metrics = Metrics(engine, model_name)
-        self.worker = EngineWorker(engine, self.metrics.stepped)
+        self.worker = EngineWorker(engine, self.metrics.stepped, num_threads=num_threads)
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="reading")
         self._most = engine.config.max_sequences + config.max_waiting
         self.gate = Gate(self._routes(), config, keys)

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.request import SamplingParams
@@ -93,6 +95,7 @@ class EngineWorker:
         engine: the engine, which only this thread uses from now on.
         observe: called in the event loop with tokens and seconds of each step, for metrics.
         writing_s: longest time in seconds that a step waits for the event loop to write the previous outputs.
+        num_threads: number of CPU threads of the steps; None: torch's.
 
     Attributes:
         engine: the engine.
@@ -107,6 +110,7 @@ class EngineWorker:
         observe: Callable[[int, float], None] | None = None,
         *,
         writing_s: float = 0.1,
+        num_threads: int | None = None,
     ) -> None:
         self.engine = engine
         self.error: str | None = None
@@ -121,7 +125,7 @@ class EngineWorker:
         self._is_stopping, self._failures = False, 0
         self._observe = observe
         self._is_written, self._writing_s = threading.Event(), writing_s
-        self.num_answers = 0
+        self.num_answers, self._num_threads = 0, num_threads
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread; outputs are delivered in this event loop."""
@@ -153,6 +157,8 @@ class EngineWorker:
         self._orders.put(("abort", ticket))
 
     def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)  # of this thread: others have their own
         while not self._is_stopping:
             try:
                 self._take_orders()

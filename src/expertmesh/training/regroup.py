@@ -29,7 +29,10 @@ from expertmesh.text.format import extras_of
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.init_from import save_as_run
 from expertmesh.training.state import check_same_data, dotted, read_run_state
+from expertmesh.training.threads import threads_of_calls
 
+_ROWS = 64
+"""Approximate tokens or patches of a sample, for which the number of threads is measured."""
 _OF_TRAINING = (
     "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",
     "moe.balance_loss", "moe.balance_loss_scope", "moe.aux_loss_weight", "moe.z_loss_weight", "moe.recompute_h",
@@ -146,14 +149,16 @@ def prune(
     with notes_known():
         data = trained.task.prepare()
     check_same_data(data_key, data, where=run.checkpoint)
-    counts = count_choices(
-        trained.task,
-        trained.model,
-        data,
-        batch_size=train.samples_per_pass,
-        max_samples=max_samples,
-        precision=trained.precision,
-    )
+    num_rows = _ROWS * train.samples_per_pass
+    with threads_of_calls(trained.model, trained.precision, num_rows=num_rows):
+        counts = count_choices(
+            trained.task,
+            trained.model,
+            data,
+            batch_size=train.samples_per_pass,
+            max_samples=max_samples,
+            precision=trained.precision,
+        )
     chosen = {
         name: count_E.argsort(descending=True, stable=True)[:keep].sort().values
         for name, count_E in counts.items()

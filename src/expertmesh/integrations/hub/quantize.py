@@ -33,9 +33,12 @@ from expertmesh.runs.quantized import REPORT
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
+from expertmesh.training.threads import threads_of_calls
 
 _KEEP = ("router.", "norm.", "embedding.", "output.", "gate.", "expert_bias")
 """Parts of names of tensors that are never quantized."""
+_ROWS = 512
+"""Approximate tokens of a forward of the calibration, for which the number of threads is measured."""
 
 
 class Quantized(NamedTuple):
@@ -138,9 +141,9 @@ def quantize(
     scheme = Scheme(format) if group_size is None else Scheme(format, group_size)
     plan = _planned(run, weights, scheme, layers, dtype)
     if calibration is not None:
-        importance = importance_of(
-            open_model(run), expanded(calibration), most_bytes=calibration_bytes
-        )
+        opened = open_model(run)
+        with threads_of_calls(opened.model, opened.precision, num_rows=_ROWS):
+            importance = importance_of(opened, expanded(calibration), most_bytes=calibration_bytes)
         plan = plan._replace(importance=importance)
     with complete_folder(target) as partial:
         sizes = _write_weights(weights, plan, partial)
