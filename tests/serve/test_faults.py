@@ -12,12 +12,13 @@ import time
 import httpx2
 import pytest
 from tests.support.calls import calls_of
+from tests.support.full_screen import full_screen
 from tests.support.serving import events, make_run, served
 
 import expertmesh as em
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.main import main
-from expertmesh.cli.serve import num_threads_of
+from expertmesh.cli.serve import num_threads_of, say_address
 from expertmesh.config.server import ServerConfig
 from expertmesh.errors import ConfigError
 from expertmesh.runs.run_dir import RunDir
@@ -334,6 +335,14 @@ def test_a_step_that_fails_ends_its_requests_and_three_end_the_engine(folder, mo
         worker.stop()
 
     asyncio.run(story())
+
+
+def test_an_address_that_cannot_be_printed_is_logged(caplog):
+    with full_screen():
+        say_address("tiny", "http://127.0.0.1:8000")
+    (said,) = caplog.messages
+    assert said.startswith("serving tiny at http://127.0.0.1:8000 (the page)")
+    assert said.endswith("(standard output cannot be written: No space left on device)")
 
 
 def test_the_threads_of_a_server_are_measured_once(folder):

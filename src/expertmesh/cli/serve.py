@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 
 from expertmesh.cli.decoding import add_ranks, check_several, load_adapter, shared_by
 from expertmesh.cli.flags import OptionParser, listed
-from expertmesh.cli.terminal_progress import loading, told_of_data
+from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
@@ -35,6 +36,7 @@ examples:
   torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
   curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
 """
+_log = logging.getLogger("expertmesh.serve")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _ROWS = 8
 """Sequences at a time for which the number of threads is measured."""
@@ -103,13 +105,8 @@ def run(argv: list[str]) -> int:
         engine, server, model_name=name, keys=keys, version=__version__, num_threads=num_threads
     )
 
-    def told(address: str) -> None:
-        print(
-            f"serving {name} at {address} (the page), {address}/v1 (OpenAI's interface)", flush=True
-        )
-
     with stack:
-        code = serve(app, place, told)
+        code = serve(app, place, partial(say_address, name))
         engine.close()
         engine.check_ranks()
     return code
@@ -135,6 +132,21 @@ def _open_engine(
         engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine
+
+
+def say_address(name: str, address: str) -> None:
+    """Print where a server answers, or log it if standard output cannot be written: the server goes on.
+
+    Args:
+        name: name of the model.
+        address: address of the server.
+    """
+    text = f"serving {name} at {address} (the page), {address}/v1 (OpenAI's interface)"
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        silence_output()
+        _log.warning("%s (standard output cannot be written: %s)", text, error.strerror)
 
 
 def num_threads_of(engine: "Engine") -> int | None:
