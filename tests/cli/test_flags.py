@@ -187,8 +187,8 @@ def test_dry_run():
             "--train.steps abc: must be a whole number; for example 1000",
         ),
         (
-            [RECIPE, "--train.steps", "1e3"],
-            "--train.steps 1e3: must be a whole number; for example 1000",
+            [RECIPE, "--train.steps", "1e-3"],
+            "--train.steps 1e-3: must be a whole number; for example 1000",
         ),
         ([RECIPE, "--train.steps="], "--train.steps '': must be a whole number; for example 1000"),
         (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, parse_run_config
 from expertmesh.cli.main import main
 from expertmesh.cli.prog_name import Flags, prog_name
 from expertmesh.errors import ConfigError
@@ -112,13 +112,13 @@ VERBS = [
     "report RUN",
     "export RUN --output out",
     "evaluate RUN --tasks quiz.yaml",
+    "experts prune RUN --keep 1 --to new",
 ]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "experts prune RUN --keep 1 --to new",
         *VERBS,
         *(
             words.replace("RUN", f"{option} RUN")
@@ -131,3 +131,41 @@ def test_every_verb_takes_its_run_first(words, capsys):
     """The folder has no run in it, which is what each of them says."""
     assert main(words.replace("RUN", "runs").split()) == 2
     assert "runs: has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("runs runs", "runs: no run is below it"),
+        ("runs --run runs", "runs: no run is below it"),
+        ("runs --run runs model", "two folders given, model and runs; leave one out"),
+        ("runs", "no folder given; write for example runs/"),
+        ("convert runs --to new", "runs: has no config.json"),
+        ("convert --from runs --to new", "runs: has no config.json"),
+        ("convert model --from runs --to new", "two folders given, model and runs; leave one out"),
+        ("convert --to new", "no folder given; write one: "),
+        ("experts join --run runs --run model --to new", "runs: has no config.json"),
+        ("experts join runs --run model --to new", "runs: has no config.json"),
+        ("experts join --run runs --to new", "experts join: got 1 runs; name two"),
+    ],
+)
+def test_folders_of_other_verbs_are_words_or_options(words, says, capsys):
+    assert main(words.split()) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1e3", 1000), ("2.5E1", 25), ("1e+2", 100), ("12", 12)]
+)
+def test_whole_numbers_may_have_a_power_of_ten(text, number):
+    assert parsed(["runs", "--seed", text]).seed == number
+    parsed_run = parse_run_config(["gpt-moe-test", "--train.steps", text])
+    assert parsed_run.config.train.steps == number
+
+
+@pytest.mark.parametrize("text", ["1.5e0", "1e-3", "e3", "1e999", "inf"])
+def test_other_numbers_are_not_whole(text):
+    with pytest.raises(ConfigError, match="invalid int value"):
+        parsed(["runs", "--seed", text])
+    with pytest.raises(ConfigError, match="train.steps"):
+        parse_run_config(["gpt-moe-test", "--train.steps", text])

@@ -2,6 +2,7 @@
 
 from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser
+from expertmesh.errors import ConfigError, command
 
 _EXAMPLES = """\
 examples:
@@ -26,13 +27,23 @@ def run(argv: list[str]) -> int:
         CheckpointError: the source is damaged, or a tensor does not fit.
     """
     options = _parser().parse_args(argv)
+    if None not in (options.folder, options.source):
+        raise ConfigError(
+            f"two folders given, {options.folder} and {options.source}; leave one out"
+        )
+    source = options.source if options.folder is None else options.folder
+    if source is None:
+        example = command("convert runs/demo --to models/demo")
+        raise ConfigError(
+            f"no folder given; write one: {example} (see {command('convert --help')})"
+        )
     import torch
 
     from expertmesh.integrations.hub import convert
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     with ended_by_exit():
-        made = convert(options.source, options.target, dtype=dtype)
+        made = convert(source, options.target, dtype=dtype)
     print(f"{made.path}: {made.what}")
     return 0
 
@@ -45,8 +56,9 @@ def _parser() -> OptionParser:
         epilog=_EXAMPLES,
     )
     parser.add_argument(
-        "--from", dest="source", required=True, metavar="DIR", help="hub folder, run or checkpoint"
+        "folder", nargs="?", metavar="DIR", help="hub folder, run or checkpoint to convert"
     )
+    parser.add_argument("--from", dest="source", metavar="DIR", help="the same, in its place")
     parser.add_argument("--to", dest="target", required=True, metavar="DIR", help="new folder")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; as they are if not given")
     return parser

@@ -51,13 +51,22 @@ def _parse(argv: list[str]) -> Any:
         epilog=_EXAMPLES,
     )
     parser.add_argument("action", choices=["prune", "join"], help="what to do")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="one run to prune, two to join")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="one run to prune, two to join")
+    parser.add_argument(
+        "--run",
+        "--run-dir",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="the same, in its place",
+    )
     parser.add_argument("--to", required=True, metavar="DIR", help="the new run")
     parser.add_argument("--keep", type=int, metavar="K", help="experts of each layer (prune)")
     parser.add_argument(
         "--samples", type=int, metavar="N", help="validation samples to count (prune: all)"
     )
     options = parser.parse_args(argv)
+    options.runs = [*options.runs, *options.run]
     is_pruning = options.action == "prune"
     if len(options.runs) != (1 if is_pruning else 2):
         raise ConfigError(

@@ -33,6 +33,8 @@ _WIDE = 60
 """Columns from which a whole usage line fits."""
 _LEAST = 20
 """Minimum columns for rendering options."""
+_POWER = re.compile(r"\d+(\.\d+)?[eE]\+?\d{1,2}")
+"""Number with a power of ten."""
 
 
 _SWITCHES = {"-h": "help", "--help": "help", "--dry-run": "dry-run", "--verbose": "verbose"}
@@ -67,6 +69,7 @@ class _Option:
     is_list: bool
     may_be_empty: bool
     is_optional: bool
+    is_whole: bool
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -76,6 +79,7 @@ class OptionParser(argparse.ArgumentParser):
         """Create a parser that keeps the line breaks of description and epilog; options as for argparse."""
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self._takes_run, self._words = False, ""
+        self.register("type", int, lambda text: int(_whole(text)))
 
     def add_run(self, words: str = "", *, what: str = "run directory", **help_of: Any) -> None:
         """Add the run as the first word, stored as `run`; with `--run` or `--run-dir` instead, all words are the
@@ -189,6 +193,12 @@ class OptionParser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]}?" if near else f"see {self._help}"
             raise ConfigError(f"unknown option {word}; {hint}")
         raise ConfigError(f"{message}; see {self._help}")
+
+
+def _whole(text: str) -> str:
+    """Whole number as digits, where it is written like 1e3; any other text unchanged."""
+    value = float(text) if _POWER.fullmatch(text) else 0.5
+    return str(int(value)) if value.is_integer() else text
 
 
 def _holds_model(word: str) -> bool:
@@ -396,12 +406,14 @@ def _options(config_type: type[BaseModel], prefix: str = "") -> dict[str, _Optio
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             found |= _options(kind, f"{prefix}{name}.")
         else:
+            kinds = (kind, *typing.get_args(kind))
             found[prefix + name] = _Option(
                 name=prefix + name,
                 is_bool=kind is bool,
-                is_list=any(typing.get_origin(k) is tuple for k in (kind, *typing.get_args(kind))),
+                is_list=any(typing.get_origin(k) is tuple for k in kinds),
                 may_be_empty=typing.get_origin(kind) is tuple,
                 is_optional=type(None) in typing.get_args(kind),
+                is_whole=int in kinds and float not in kinds,
             )
     return found
 
@@ -478,7 +490,9 @@ def _of_file(option: _Option, value: Any) -> Any:
 def _value(option: _Option, texts: list[str]) -> Any:
     """Value for the configuration; numbers remain text, which the configuration converts and checks."""
     if not option.is_list:
-        return None if option.is_optional and texts[0].lower() == "none" else texts[0]
+        if option.is_optional and texts[0].lower() == "none":
+            return None
+        return _whole(texts[0]) if option.is_whole else texts[0]
     values = listed(texts, are_paths=not option.may_be_empty or option.name.endswith("path"))
     if texts and not values:
         raise ConfigError(

@@ -36,9 +36,12 @@ def run(argv: list[str]) -> int:
     from expertmesh.training.runs import find_runs, look_at, remove_old
 
     options = _parser().parse_args(argv)
-    if not options.folder.strip():
+    if None not in (options.folder, options.run):
+        raise ConfigError(f"two folders given, {options.folder} and {options.run}; leave one out")
+    name = options.folder or options.run or ""
+    if not name.strip():
         raise ConfigError("no folder given; write for example runs/, or . for this one")
-    folder = expanded(options.folder)
+    folder = expanded(name)
     paths = find_runs(folder)
     if not paths:
         raise ConfigError(f"{folder}: no run is below it; give the folder that runs are in")
@@ -127,7 +130,8 @@ def _parser() -> OptionParser:
         description="Lists the runs below a folder with their steps, losses and sizes, and removes old checkpoints if asked to.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder that runs are in")
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder that runs are in")
+    parser.add_argument("--run", "--run-dir", metavar="DIR", help="the same, in its place")
     parser.add_argument(
         "--keep",
         type=_positive,
