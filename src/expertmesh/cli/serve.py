@@ -153,9 +153,7 @@ def num_threads_of(engine: "Engine") -> int | None:
     """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
     import torch
 
-    from expertmesh.ops.cpu.products import usual_library
-    from expertmesh.runs.arithmetic import Arithmetic
-    from expertmesh.runs.precision import Precision
+    from expertmesh.runs.precision import precision_of_weight
     from expertmesh.training.threads import threads_of_calls
 
     model = engine.model
@@ -164,8 +162,7 @@ def num_threads_of(engine: "Engine") -> int | None:
     weight = model.get_parameter("embedding.weight")
     if weight.device.type != "cpu":
         return None
-    dtype = str(weight.dtype).removeprefix("torch.")
-    precision = Precision.of(weight.device, Arithmetic("cpu", dtype, usual_library()))
+    precision = precision_of_weight(weight)
     rows = min(_ROWS, engine.config.max_sequences)
     with threads_of_calls(model, precision, num_rows=rows) as threads:
         return None if threads is None else threads.count

@@ -124,6 +124,12 @@ def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -
     return Arithmetic(device.type, dtype, usual_library())
 
 
+def precision_of_weight(weight: torch.Tensor) -> Precision:
+    """Precision of products in a weight's own type, by PyTorch's usual library."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return Precision.of(weight.device, Arithmetic("cpu", dtype, usual_library()))
+
+
 def resolve_device(name: str, *, option: str = "train.device") -> torch.device:
     """The device of a name: auto, cpu, cuda or cuda:N.
 
