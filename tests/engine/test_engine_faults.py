@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.engine.test_engine import VOCAB, gpt
+from tests.engine.test_engine import PROMPTS, VOCAB, gpt
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
@@ -47,3 +47,30 @@ def test_a_row_whose_changes_leave_no_maximum_ends_alone(how):
     assert (good.token_ids, good.logprobs) == (expected.token_ids, expected.logprobs)
     ends = SamplingParams(max_tokens=1, stop_token_ids=range(VOCAB))
     assert Engine(model).generate([[5]], ends)[0].finish_reason == "stop", "min_tokens is 0"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", [("_runner", "run"), ("_answers", "settle")], ids="-".join)
+def test_answers_go_on_after_a_failed_step_as_if_it_had_not_been(place, error):
+    model = gpt(torch.float32, batch_invariant=True)
+    params = SamplingParams(n=3, seed=1, max_tokens=5, logprobs=0)
+    expected = Engine(model).generate([PROMPTS[0]], params)
+
+    def fail(*args):
+        raise error
+
+    for turn in range(3):  # the second step copies the block that the answers share
+        engine, found = Engine(model), {}
+        engine.add(PROMPTS[0], params)
+        for _ in range(turn):
+            engine.step()
+        owner, method = getattr(engine, place[0]), place[1]
+        setattr(owner, method, fail)
+        with pytest.raises(error):
+            engine.step()
+        delattr(owner, method)
+        while engine.has_work:
+            found |= {o.index: o for o in engine.step()}
+        for one in expected:
+            assert found[one.index].token_ids == one.token_ids, turn
+            assert found[one.index].logprobs == one.logprobs, turn

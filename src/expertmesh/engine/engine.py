@@ -139,7 +139,14 @@ class Engine:
         self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         num_blocks = self._num_blocks(dtype)
-        cache = self._cache(num_blocks, device, dtype)
+        cache = PagedCache(
+            model.config,
+            num_parts=1 if ranks is None else ranks.degrees.tp,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            device=device,
+            dtype=dtype,
+        )
         self._answers = Answers(tokenizer)
         groups = 1 if ranks is None else ranks.degrees.num_groups
         schedulers = [
@@ -173,24 +180,6 @@ class Engine:
         except BaseException:  # the other ranks are in follow already
             self.close()
             raise
-
-    def _cache(self, num_blocks: int, device: torch.device, dtype: torch.dtype) -> PagedCache:
-        try:
-            return PagedCache(
-                self.model.config,
-                num_parts=1 if self._ranks is None else self._ranks.degrees.tp,
-                num_blocks=num_blocks,
-                block_size=self.config.block_size,
-                device=device,
-                dtype=dtype,
-            )
-        except RuntimeError as error:  # the allocator's message has several lines
-            raise ConfigError(
-                "num_blocks",
-                num_blocks,
-                f"the device has no memory for as many blocks of {self.config.block_size} tokens",
-                "use fewer",
-            ) from error
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
         if self.config.num_blocks is not None:
@@ -398,7 +387,7 @@ class Engine:
 
     @one_at_a_time
     def step(self) -> list[RequestOutput]:
-        """Compute one step.
+        """Compute one step. After an error in it, unfinished answers are computed again from their tokens so far.
 
         Returns:
             Current state of every answer that got a token or ended; answers of a finished request are returned once,
@@ -408,6 +397,16 @@ class Engine:
             ConfigError: the model is in training mode.
         """
         check_mode(self.model)
+        try:
+            return self._computed()
+        except (
+            BaseException
+        ):  # blocks that the step should have copied or written hold other values
+            self._scheduler.forget_prefixes()
+            raise
+
+    def _computed(self) -> list[RequestOutput]:
+        """Outputs of one step."""
         step = self._scheduler.schedule()
         if not step.chunks:
             return []

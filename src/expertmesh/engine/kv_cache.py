@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.errors import ConfigError
 from expertmesh.ops.attention import blockwise
 from expertmesh.ops.attention.fixed_blocks import BLOCK_KEYS, one_query_attention
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
@@ -26,6 +27,9 @@ class PagedCache:
         device: device of the cache.
         dtype: dtype of keys and values, the model's compute dtype.
         num_parts: ranks that share the heads; latent attention has one, which each rank keeps.
+
+    Raises:
+        ConfigError: the device has no memory for as many blocks.
     """
 
     def __init__(
@@ -41,9 +45,17 @@ class PagedCache:
         self.block_size = block_size
         heads = config.cache_heads if config.is_latent else config.cache_heads // num_parts
         shape = (config.num_layers, num_blocks * block_size, heads, config.cache_size)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        # latent attention caches one vector per token, as key and value
-        self.v = self.k if config.is_latent else torch.zeros_like(self.k)
+        try:
+            self.k = torch.zeros(shape, device=device, dtype=dtype)
+            # latent attention caches one vector per token, as key and value
+            self.v = self.k if config.is_latent else torch.zeros_like(self.k)
+        except RuntimeError as error:  # the allocator's message has several lines
+            raise ConfigError(
+                "num_blocks",
+                num_blocks,
+                f"the device has no memory for as many blocks of {block_size} tokens",
+                "use fewer",
+            ) from error
 
     @property
     def memories(self) -> tuple[Tensor, ...]:
