@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.engine.test_engine import PROMPTS, VOCAB, gpt
+from tests.engine.test_engine import GREEDY, PROMPTS, VOCAB, gpt
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import ConfigError
 
 DRAWN = {
     "greedy": {"temperature": 0},
@@ -74,3 +75,27 @@ def test_answers_go_on_after_a_failed_step_as_if_it_had_not_been(place, error):
         for one in expected:
             assert found[one.index].token_ids == one.token_ids, turn
             assert found[one.index].logprobs == one.logprobs, turn
+
+
+ITERATORS = {
+    "generate": lambda engine: engine.generate([PROMPTS[1]], GREEDY),
+    "stream": lambda engine: [*engine.stream(PROMPTS[1], GREEDY)],
+    "as_they_end": lambda engine: [*engine.as_they_end([PROMPTS[1]], GREEDY)],
+}
+
+
+@pytest.mark.parametrize("iterate", ITERATORS.values(), ids=ITERATORS)
+def test_added_requests_that_end_in_steps_of_iterators_come_with_the_next_step(iterate):
+    engine = Engine(gpt())
+    params = SamplingParams(n=2, seed=1, max_tokens=5)
+    expected = engine.generate([PROMPTS[0]], params)
+    for is_aborted in (False, True):
+        name = engine.add(PROMPTS[0], params)
+        iterate(engine)
+        assert engine.has_work and engine.stats().num_running == 0
+        with pytest.raises(ConfigError, match="still being answered"):
+            engine.add([1], GREEDY, request_id=name)
+        found = engine.abort(name) if is_aborted else engine.step()
+        assert [o.request_id for o in found] == [name] * 2
+        assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+        assert not engine.has_work and engine.step() == engine.abort(name) == []

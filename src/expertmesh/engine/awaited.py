@@ -65,7 +65,7 @@ class AnswerIterator(Iterator[T]):
 
 
 class Awaited:
-    """Latest outputs of the requests that iterators await.
+    """Latest outputs of the requests that iterators await, and last outputs of others that ended in steps of iterators.
 
     Args:
         unfinished: ids of the engine's unfinished requests.
@@ -75,10 +75,32 @@ class Awaited:
     def __init__(self, unfinished: Container[str], lock: "threading.RLock") -> None:
         self._unfinished, self._lock = unfinished, lock
         self._latest: dict[str, dict[int, RequestOutput]] = {}
+        self._kept: list[RequestOutput] = []
 
     def __contains__(self, name: str) -> bool:
-        """Whether an iterator awaits the request."""
-        return name in self._latest
+        """Whether an iterator awaits the request, or an output of it is kept."""
+        return name in self._latest or any(one.request_id == name for one in self._kept)
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether any output is kept."""
+        return bool(self._kept)
+
+    def keep(self, outputs: Sequence[RequestOutput]) -> None:
+        """Keep the last outputs of answers that no iterator awaits, until `take`."""
+        over = [one for one in outputs if one.finish_reason is not None]
+        self._kept += [one for one in over if one.request_id not in self._latest]
+
+    def take(self) -> list[RequestOutput]:
+        """Kept outputs, which are kept no longer."""
+        taken, self._kept = self._kept, []
+        return taken
+
+    def take_of(self, name: str) -> list[RequestOutput]:
+        """Kept outputs of a request, which are kept no longer."""
+        taken = [one for one in self._kept if one.request_id == name]
+        self._kept = [one for one in self._kept if one.request_id != name]
+        return taken
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Keep the outputs of a step, or of an abort, that an iterator awaits."""

@@ -46,7 +46,7 @@ from expertmesh.engine.request import Request, SamplingParams
 from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, folders_by_name
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
-from expertmesh.engine.stats import EngineStats
+from expertmesh.engine.stats import EngineStats, stats_of
 from expertmesh.engine.timing import note_begin
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
@@ -298,8 +298,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self._scheduler.has_work
+        """Whether any request is unfinished, or has an answer that ended and was not returned; see `step`."""
+        return self._scheduler.has_work or self._awaited.has_kept
 
     @one_at_a_time
     def add(
@@ -371,14 +371,15 @@ class Engine:
 
     @one_at_a_time
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """Abort a request in any state; a finished or unknown one is ignored.
+        """Abort a request in any state; one whose answers were returned, and an unknown one, are ignored.
 
         Returns:
             Its answers; unfinished ones get finish_reason "abort".
         """
+        kept = self._awaited.take_of(request_id)
         request = self._requests.pop(request_id, None)
         if request is None:
-            return []
+            return kept
         self._scheduler.abort(request)
         outputs = self._answers.of(request)
         self._answers.forget(request)
@@ -391,17 +392,27 @@ class Engine:
 
         Returns:
             Current state of every answer that got a token or ended; answers of a finished request are returned once,
-            complete, and are then dropped.
+            complete, and are then dropped. First come answers that ended in steps of `generate` and other iterators
+            and that these did not await.
 
         Raises:
             ConfigError: the model is in training mode.
         """
+        outputs = self._outputs()
+        return [*self._awaited.take(), *outputs]
+
+    @one_at_a_time
+    def _step_of_iterator(self) -> None:
+        """Compute one step, and keep for `step` what no iterator awaits."""
+        self._awaited.keep(self._outputs())
+
+    def _outputs(self) -> list[RequestOutput]:
+        """Outputs of one step; after an error in it, running sequences are computed again."""
         check_mode(self.model)
         try:
             return self._computed()
-        except (
-            BaseException
-        ):  # blocks that the step should have copied or written hold other values
+        except BaseException:
+            # blocks that the step should have copied or written hold other values
             self._scheduler.forget_prefixes()
             raise
 
@@ -432,7 +443,8 @@ class Engine:
         told: Callable[[int], None] | None = None,
         adapter: str | Seq[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts and return when all answers have ended; other requests continue meanwhile.
+        """Answer prompts and return when all answers have ended; other requests continue meanwhile, and `step` returns
+        their answers.
 
         Args:
             prompts: one or several texts or lists of token ids.
@@ -480,7 +492,7 @@ class Engine:
         except BaseException:  # also if a later prompt is refused
             list(map(self.abort, names))
             raise
-        return self._awaited.as_they_end(names, step=self.step, abort=self.abort)
+        return self._awaited.as_they_end(names, step=self._step_of_iterator, abort=self.abort)
 
     @one_at_a_time
     def stream(
@@ -498,7 +510,7 @@ class Engine:
             ConfigError: see `add`; raised at once.
         """
         name = self.add(prompt, params, adapter=adapter)
-        return self._awaited.streamed(name, step=self.step, abort=self.abort)
+        return self._awaited.streamed(name, step=self._step_of_iterator, abort=self.abort)
 
     @one_at_a_time
     @torch.no_grad()
@@ -527,21 +539,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Statistics for logs and metrics."""
-        scheduler, pools = self._scheduler, self._scheduler.pools
-        return EngineStats(
-            len(scheduler.running),
-            len(scheduler.waiting),
-            sum(pool.num_blocks for pool in pools),
-            sum(pool.num_used for pool in pools),
-            sum(pool.num_cached for pool in pools),
-            self._steps,
-            self._prompt_tokens,
-            self._answers.num_tokens,
-            scheduler.counters.preemptions,
-            scheduler.counters.prefix_queries,
-            scheduler.counters.prefix_hits,
-            scheduler.counters.guessed,
-            scheduler.counters.accepted,
+        return stats_of(
+            self._scheduler,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._answers.num_tokens,
         )
 
     def expert_load(self) -> list[list[int]]:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from expertmesh.engine.groups import GroupScheduler
+from expertmesh.engine.scheduler import Scheduler
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -36,3 +39,25 @@ class EngineStats:
     prefix_hits: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+
+def stats_of(
+    scheduler: Scheduler | GroupScheduler, *, steps: int, prompt_tokens: int, new_tokens: int
+) -> EngineStats:
+    """Statistics of an engine with this scheduler, which counts steps, prompt tokens and generated tokens itself."""
+    pools, counters = scheduler.pools, scheduler.counters
+    return EngineStats(
+        len(scheduler.running),
+        len(scheduler.waiting),
+        sum(pool.num_blocks for pool in pools),
+        sum(pool.num_used for pool in pools),
+        sum(pool.num_cached for pool in pools),
+        steps,
+        prompt_tokens,
+        new_tokens,
+        counters.preemptions,
+        counters.prefix_queries,
+        counters.prefix_hits,
+        counters.guessed,
+        counters.accepted,
+    )
