@@ -168,6 +168,19 @@ def test_our_own_adapters_and_the_model_itself_stay_as_they_were(tmp_path):
     assert model.state_dict().keys() == before.keys()
 
 
+def test_engines_that_share_a_model_have_adapters_of_their_own(folders):
+    each = [{"a": folders["a"]}, {"b": folders["b"]}, {}]
+    model = gpt()
+    sharing = [engine_of(model, one) for one in each]
+    for engine, one in zip(sharing, each, strict=True):
+        who = next(iter(one), None)
+        found, expected = (
+            [(o.token_ids, o.logprobs) for o in e.generate(PROMPTS, SCORED, adapter=who)]
+            for e in (engine, engine_of(gpt(), one))
+        )
+        assert found == expected, who
+
+
 def test_a_request_that_goes_on_keeps_its_adapter(folders):
     engine = engine_of(gpt(), folders)
     engine.add(PROMPTS[0], GREEDY, adapter="a")

@@ -22,7 +22,7 @@ from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.experts import DenseMLP, GroupedExperts
+from expertmesh.moe.experts import DenseMLP, GroupedExperts, OfRows
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.experts.call import AdapterRun, LowRank
 from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher
@@ -251,18 +251,22 @@ class Adapters:
         return LowRank(a, b, 1.0, False)
 
     def _attach(self) -> None:
-        """Attach hooks to the modules; without adapters in a step, modules compute as before."""
+        """Attach hooks to the modules; without adapters in a step, modules compute as before.
+
+        Hooks of other engines on the same model stay: each adds the adapters of its own steps only.
+        """
         self._is_attached = True
         for path, module in self._model.named_modules():
             if isinstance(module, Linear):
                 module.register_forward_hook(partial(self._add_to, path))
             elif isinstance(module, DenseMLP):
-                module.of_rows = partial(self._of_tokens, path)
+                module.of_rows = _also(module.of_rows, partial(self._of_tokens, path))
             elif isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
                 way = module.dispatcher
                 is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
                 each = module.top_k if is_exact else 1
-                module.experts.of_rows = partial(self._of_expert_rows, f"{path}.experts", each)
+                own = partial(self._of_expert_rows, f"{path}.experts", each)
+                module.experts.of_rows = _also(module.experts.of_rows, own)
 
     def _of_tokens(self, path: str) -> tuple[AdapterRun, ...]:
         """Adapter runs for a dense module, whose rows are the step's tokens."""
@@ -285,6 +289,15 @@ class Adapters:
                 a_ErK, b_ENr, *_ = own["weight"]
                 low_nr = linear(x_TK[first:stop], a_ErK[0], backend=module.backend)
                 y_TN[first:stop] += linear(low_nr, b_ENr[0], backend=module.backend)
+
+
+def _also(before: OfRows | None, own: OfRows) -> OfRows:
+    """Function that gives the adapter runs of both."""
+    return own if before is None else partial(_of_both, before, own)
+
+
+def _of_both(before: OfRows, own: OfRows) -> tuple[AdapterRun, ...]:
+    return *before(), *own()
 
 
 def _adapter_runs(
