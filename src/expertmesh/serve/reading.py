@@ -22,6 +22,7 @@ from expertmesh.serve.schema import (
 )
 from expertmesh.text.chat import MARKS, OwnFormat, our_role
 from expertmesh.text.format import TextFormat
+from expertmesh.text.tokenizer import ids_of_text
 
 _DEFAULT_TOKENS = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
@@ -196,8 +197,7 @@ class RequestReader:
             return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
             return self.prompt_ids(request.prompt)
-        ids: list[int] = self.text.tokenizer.encode(request.prompt, add_special_tokens=False).ids
-        return ids
+        return ids_of_text(self.text.tokenizer, request.prompt)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise RequestError if an id is not in the vocabulary."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from expertmesh.errors import ConfigError, named
-from expertmesh.text.tokenizer import end_of_text_id
+from expertmesh.text.tokenizer import end_of_text_id, ids_of_text
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGES = "messages"
@@ -127,8 +127,7 @@ class OwnFormat:
         return self._encode(f"<|{role}|>") if found is None else [found]
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return ids_of_text(self._tokenizer, text)
 
 
 class TemplateFormat:
@@ -341,8 +340,7 @@ class TemplateFormat:
         return text
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return ids_of_text(self._tokenizer, text)
 
 
 class _ParsedAnswer(NamedTuple):

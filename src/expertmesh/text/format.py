@@ -18,6 +18,7 @@ from expertmesh.text.tokenizer import (
     CONFIG,
     EXTRAS,
     end_of_text_id,
+    ids_of_text,
     load_tokenizer,
     named_end,
     own_start,
@@ -51,7 +52,7 @@ class TextFormat:
 
     def prompt_ids(self, text: str) -> list[int]:
         """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = ids_of_text(self.tokenizer, text)
         return [*self.start_ids, *ids] if ids else [*self.first_ids]
 
 

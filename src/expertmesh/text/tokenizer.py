@@ -19,6 +19,8 @@ END_OF_TEXT_ID = 0
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 EXTRAS, CONFIG = "hub", "tokenizer_config.json"
 """Folder of a run directory for the files that came with its tokenizer, and name of the file that lists special tokens."""
+_LONG = 4096
+"""Characters from which encoding takes milliseconds, in which a server's other threads should run."""
 _IN_NO_TEXT = set("\xc0\xc1\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff")
 """Characters of the bytes that never occur in UTF-8."""
 TRAINING_BYTES = 16_000_000
@@ -141,6 +143,16 @@ def eos_token_beside(path: Path) -> str | None:
         if isinstance(found, str):
             return found
     return None
+
+
+def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a text, without those that the tokenizer puts around it. Other threads run while a long text is encoded."""
+    if len(text) < _LONG:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+    else:  # `encode` holds Python's lock
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def own_start(tokenizer: Tokenizer) -> tuple[int, ...]:
