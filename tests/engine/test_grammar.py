@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import reduce
 
 import jsonschema
 import pytest
@@ -131,6 +132,10 @@ def test_a_cut_answer_says_length_and_ends_count_in_any_case():
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
         ({"const": {1, 2}}, "not JSON serializable"),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
+        ({"const": "\ud800"}, "hex escape"),
+        ({"properties": {"\udc00": {}}}, "surrogate"),
+        (reduce(lambda inner, _: {"items": inner}, range(200), {}), "recursion limit"),
+        (reduce(lambda inner, _: {"items": inner}, range(10**5), {}), "nested too deeply"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_is_one_line(schema, said):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import reduce
 
 import httpx2
 import jsonschema
@@ -77,6 +78,8 @@ def wrapped(schema):
         ("response_format", wrapped({"type": "array", "uniqueItems": True})),
         ("guided_json", "{"),
         ("guided_json", []),
+        ("guided_json", '{"const": "\\ud800"}'),
+        ("guided_json", reduce(lambda inner, _: {"items": inner}, range(200), {})),
         ("structured_outputs", {"regex": "a*"}),
         ("structured_outputs", {"json": {"pattern": "(", "type": "string"}}),
         ("guided_regex", "a*"),

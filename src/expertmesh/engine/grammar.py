@@ -135,9 +135,12 @@ class JsonRules:
         with self._lock:
             matcher = self._kept.pop(text, None)
             if matcher is None:
-                grammar = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
-                problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
-                matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+                try:
+                    grammar = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
+                    problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
+                    matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+                except ValueError as error:  # half a character, or more than 128 levels
+                    raise _refused(_line(str(error))) from None
                 problem = problem or matcher.get_error()
                 if problem:
                     raise _refused(_line(problem))
