@@ -1,18 +1,22 @@
 """Every kind of bad input, fired between good requests: each is refused by its field, and the good ones never change."""
 
+import asyncio
 import json
 import socket
 
 import httpx2
 import pytest
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from expertmesh.serve.app import _on_wrong_body
 from expertmesh.serve.schema import CompletionRequest
 
 GOOD = {"prompt": "def main(", "max_tokens": 6, "seed": 1}
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 SAID = [{"role": "user", "content": "hi"}]
+PARTS = [{"type": "text", "text": ""}]
 
 
 def with_(**fields):
@@ -85,6 +89,8 @@ BAD = [
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hi"}, 400, "messages"),
+    (CHAT, {"messages": SAID * 10_001}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": PARTS * 10_001}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
@@ -100,6 +106,7 @@ BAD = [
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": 5}, 400, "prompt"),
     ("/tokenize", {"messages": 5}, 400, "messages"),
+    ("/tokenize", {"messages": SAID * 10_001}, 400, "messages"),
     ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
     ("/detokenize", {"tokens": "a"}, 400, "tokens"),
 ]
@@ -200,6 +207,13 @@ def test_a_million_errors_are_refused_at_the_first(fields):
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate(fields)
     assert caught.value.error_count() < 9
+
+
+def test_only_the_first_errors_of_a_body_are_looked_at():
+    one = {"type": "int_type", "loc": ("body", "n"), "msg": "Input should be a number"}
+    error = RequestValidationError([one] * 100 + [None], body={"n": "one"})
+    answer = asyncio.run(_on_wrong_body(None, error))
+    assert json.loads(answer.body)["error"]["param"] == "n"
 
 
 def test_end_tokens_that_leave_none_before_min_tokens_are_refused(client, folder):

@@ -35,6 +35,8 @@ from expertmesh.serve.wrong_body import best_error
 
 _READERS = 2
 """Number of threads that tokenize requests."""
+_MOST_ERRORS = 100
+"""Maximum errors of a body that are looked at: the first one's forms are listed at its place."""
 
 
 class ServerApp:
@@ -267,7 +269,7 @@ async def _on_wrong_body(_: Request, error: Exception) -> Response:
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         return RequestError(400, "the body is no JSON").response()
-    name, message = best_error(errors, error.body)
+    name, message = best_error(errors[:_MOST_ERRORS], error.body)
     return RequestError(400, message, param=name).response()
 
 

@@ -11,6 +11,8 @@ MOST_STOPS = 16
 MOST_PROMPTS = 1024
 MOST_ANSWERS = 128
 MOST_TOPS = 20
+MOST_MESSAGES = 10_000
+"""Maximum messages of a conversation, and text parts of a message."""
 
 
 def _whole(value: Any) -> Any:
@@ -146,7 +148,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)]
 
     @property
     def text(self) -> str:
@@ -156,10 +158,13 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+
+
 class ChatRequest(Sampling):
     """Chat completion request: a conversation to answer."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Messages
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
@@ -182,7 +187,7 @@ class TokenizeChat(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Messages
     return_token_strs: bool | None = None
 
 
