@@ -122,6 +122,16 @@ def test_a_cut_answer_says_length_and_ends_count_in_any_case():
     assert (short.finish_reason, short.text) == ("stop", "1")
 
 
+def test_stop_tokens_of_the_request_do_not_end_an_answer_before_min_tokens():
+    made = engine()
+    common = {"stop_token_ids": range(made.model.vocab_size), "min_tokens": 9, "max_tokens": 40}
+    text = {"type": "string", "minLength": 200}
+    for schema, length in ((text, 10), ({"const": 1}, 2)):
+        params = SamplingParams(json_schema=schema, seed=0, **common)
+        (found,) = made.generate([PROMPT], params)
+        assert (found.finish_reason, len(found.token_ids)) == ("stop", length)
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [

@@ -117,7 +117,7 @@ class Answers:
             answer.error = problem.format(len(sequence.token_ids) - 1)
             sequence.token_ids.pop()
             scheduler.finish(sequence, "error")
-        elif token in request.end_ids and (may_end or sequence.rule is not None):
+        elif token in request.end_ids and (may_end or _is_over(sequence, token)):
             scheduler.finish(sequence, "stop")
         else:
             answer.text.feed(token, may_stop=may_end)
@@ -169,3 +169,8 @@ class Answers:
         """Drop the answers of a request."""
         for sequence in request.sequences:
             del self.known[sequence]
+
+
+def _is_over(sequence: Sequence, token: int) -> bool:
+    """Whether a token ends an answer before min_tokens, because its rule allows nothing else."""
+    return sequence.rule is not None and token in sequence.rule.end_ids

@@ -34,11 +34,14 @@ class JsonRule:
         matcher: llguidance matcher at its start, owned by this rule.
         vocab_size: V.
         end_ids: end tokens.
+
+    Attributes:
+        end_ids: end tokens.
     """
 
     def __init__(self, matcher: Any, *, vocab_size: int, end_ids: Iterable[int]) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
-        self._ends = list(end_ids)
+        self.end_ids = frozenset(end_ids)
         self._seen: list[int] = []
         self._found_V: Tensor | None = None  # allowed tokens after `_seen`
 
@@ -61,7 +64,7 @@ class JsonRule:
         found_V = self._found_V
         if not may_end:
             others_V = found_V.clone()
-            others_V[self._ends] = False
+            others_V[list(self.end_ids)] = False
             found_V = others_V if others_V.any() else found_V
         return found_V if found_V.any() else None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -56,8 +57,8 @@ class SamplingParams:
             logprobs.
         return_routed_experts: whether the experts of every token are returned.
         json_schema: JSON schema of the answer, {} for any JSON; max_tokens or a stop may cut the answer. Where nothing
-            else may follow, end tokens are allowed despite `ignore_eos` and `min_tokens`. Needs the extra `json`. None:
-            any text.
+            else may follow, the model's end tokens are allowed despite `ignore_eos` and `min_tokens`. Needs the extra
+            `json`. None: any text.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -192,6 +193,11 @@ _RULES = {
 
 class Rule(Protocol):
     """Constraint on the next tokens of an answer; see `expertmesh.engine.grammar`."""
+
+    @property
+    def end_ids(self) -> AbstractSet[int]:
+        """End tokens, which may follow where the constraint is met."""
+        ...
 
     def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Any:
         """(V,) bool: tokens that may follow; None: unknown."""
