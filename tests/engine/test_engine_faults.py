@@ -9,6 +9,7 @@ from tests.engine.test_engine import GREEDY, PROMPTS, VOCAB, gpt
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
 
 DRAWN = {
     "greedy": {"temperature": 0},
@@ -99,3 +100,20 @@ def test_added_requests_that_end_in_steps_of_iterators_come_with_the_next_step(i
         assert [o.request_id for o in found] == [name] * 2
         assert [o.token_ids for o in found] == [o.token_ids for o in expected]
         assert not engine.has_work and engine.step() == engine.abort(name) == []
+
+
+def test_new_weights_leave_what_was_said_of_earlier_tokens():
+    engine, other = Engine(gpt()), GPT(gpt().config, dtype=torch.float64, seed=2)
+    params = SamplingParams(
+        n=2, seed=1, max_tokens=9, logprobs=0, prompt_logprobs=0, return_routed_experts=True
+    )
+    engine.add(PROMPTS[3], params)
+    for _ in range(4):
+        before = engine.step()
+    engine.update_weights(other.state_dict())
+    while engine.has_work:
+        after = engine.step()
+    for old, new in zip(before, after, strict=True):
+        assert len(new.routed_experts) == len(PROMPTS[3]) + 9 - 1
+        assert torch.equal(new.routed_experts[: len(old.routed_experts)], old.routed_experts)
+        assert new.logprobs[:4] == old.logprobs and new.prompt_logprobs == old.prompt_logprobs

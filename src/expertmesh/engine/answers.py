@@ -12,7 +12,7 @@ from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.engine.request import Request, Sequence, State
 from expertmesh.engine.runner import RunnerOutput
-from expertmesh.engine.scheduler import Scheduler, Step
+from expertmesh.engine.scheduler import Chunk, Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.engine.timing import Timing
 
@@ -64,13 +64,12 @@ class Answers:
         for sequence, position, logprob in result.logprobs:
             answer = self.known.get(sequence)
             if answer is not None and position < sequence.num_prompt:
-                answer.prompt_logprobs[position] = logprob
+                answer.prompt_logprobs.setdefault(position, logprob)
             elif answer is not None:
                 answer.logprobs.append(logprob)
         for chunk, ids in result.experts:
             if not chunk.sequence.is_guessed:
-                places = range(chunk.start, chunk.start + chunk.count)
-                self.known[chunk.sequence].experts.update(zip(places, ids, strict=True))
+                self._keep_experts(chunk, ids)
         touched = []
         for sequence, token in result.tokens.items():
             if sequence.state is State.FINISHED or sequence.is_guessed:
@@ -79,6 +78,14 @@ class Answers:
             touched.append(sequence)
             self._accept(sequence, step, result, scheduler)
         return [self._output(sequence) for sequence in touched]
+
+    def _keep_experts(self, chunk: Chunk, ids_of_tokens: Tensor) -> None:
+        """Keep the experts of tokens that are computed for the first time, which gave the logprob of the next token."""
+        own = self.known[chunk.sequence].experts
+        for place, ids in enumerate(ids_of_tokens, chunk.start):
+            own.setdefault(place, ids)
+        for other in chunk.samples[1:]:  # answers that share the prompt
+            self.known[other].experts |= own
 
     def _accept(
         self,
@@ -95,7 +102,7 @@ class Answers:
             answer.logprobs += [logprob for known, _, logprob in result.logprobs if known is one]
             for chunk, ids in result.experts:
                 if chunk.sequence is one:
-                    answer.experts[chunk.start] = ids[0]
+                    answer.experts.setdefault(chunk.start, ids[0])
             token = result.tokens[one]
             self._answer(sequence, token, scheduler, problem=result.broken.get(one))
 
@@ -143,8 +150,8 @@ class Answers:
             )
         experts = None
         if params.return_routed_experts:
-            known = first.experts | answer.experts
-            rows = [known[i] for i in range(len(sequence.token_ids) - 1) if i in known]
+            places = range(len(sequence.token_ids) - 1)
+            rows = [answer.experts[i] for i in places if i in answer.experts]
             experts = torch.stack(rows) if rows else None
         return RequestOutput(
             request.request_id,

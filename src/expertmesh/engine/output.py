@@ -49,7 +49,7 @@ class RequestOutput:
         logprobs: logprobs of each generated token, if requested.
         prompt_logprobs: logprobs of each prompt token, if requested; None for the first token.
         routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer so far, without the last
-            token, if requested.
+            token, if requested; each row as in the pass that gave the logprob of the next token.
         num_cached_tokens: prompt tokens found in the prefix cache.
         timing: times of the answer; None for `Lockstep`, which has no queue and takes no times.
 
