@@ -6,13 +6,16 @@ Lists and biases end at their first error: millions of errors would occupy the s
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MOST_STOPS = 16
 MOST_PROMPTS = 1024
 MOST_ANSWERS = 128
 MOST_TOPS = 20
 MOST_MESSAGES = 10_000
-"""Maximum messages of a conversation, and text parts of a message."""
+"""Maximum messages of a conversation, and text parts of a message; not in the description, whose readers write lists
+of every stated length.
+"""
 
 
 def _whole(value: Any) -> Any:
@@ -21,6 +24,14 @@ def _whole(value: Any) -> Any:
         return int(value)
     if type(value) is list and any(type(one) is float for one in value):
         return [_whole(one) for one in value]
+    return value
+
+
+def _few(value: Any) -> Any:
+    """Raise Pydantic's error of a long list if it has more than `MOST_MESSAGES` items."""
+    if type(value) is list and len(value) > MOST_MESSAGES:
+        text = "List should have at most {most} items"
+        raise PydanticCustomError("too_long", text, {"most": MOST_MESSAGES})
     return value
 
 
@@ -206,7 +217,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_few)]
 
     @property
     def text(self) -> str:
@@ -233,9 +244,7 @@ class ChatPrompt(BaseModel):
         },
     )
 
-    messages: Annotated[
-        list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
-    ]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(_few)]
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
