@@ -4,7 +4,8 @@ import json
 import logging
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.support.byte_tokenizer import byte_tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from expertmesh.config.text import TextConfig
 from expertmesh.data.conversation_lines import checked
@@ -41,12 +42,7 @@ TALK = [("user", "Hi"), ("assistant", "Yes"), ("user", "So?"), ("assistant", "No
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return found
+    return byte_tokenizer(SPECIAL)
 
 
 def said(*talk):
@@ -128,11 +124,7 @@ def test_added_tokens_that_the_configuration_names_are_special_as_in_transformer
     """`em.add_tokens` and many files add them as plain ones; the end of a text is there besides."""
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    tokenizer = byte_tokenizer(("<|endoftext|>",))
     marks = ("<|im_start|>", "<|im_end|>", "<tool>")
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     path = tmp_path / "tokenizer.json"

@@ -1,7 +1,7 @@
 """Fields that decide how a conversation becomes a prompt, and the fields that are refused since they would change an answer."""
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.support.byte_tokenizer import byte_tokenizer
 
 import expertmesh as em
 from expertmesh.config.server import ServerConfig
@@ -25,13 +25,7 @@ HALF = [USER, {"role": "assistant", "content": "It is "}]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    marks = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    found.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    return found
+    return byte_tokenizer(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
 
 
 def reader_of(tokenizer, folder, template):

@@ -2,25 +2,8 @@
 
 import json
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hub_models import tiny_model
-
-MARKS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|begin|>")
-
-
-def byte_tokenizer(*, start=None):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    if start is not None:
-        pair = (start, found.token_to_id(start))
-        found.post_processor = processors.TemplateProcessing(
-            single=f"{start} $A", special_tokens=[pair]
-        )
-    return found
 
 
 def hub_folder(folder, name="qwen3_moe", *, tokenizer=None, options=None, **changes):

@@ -1,7 +1,7 @@
 """`expertmesh convert --from DIR --to DIR`: convert a hub folder to a run, or a run to a hub folder."""
 
 from expertmesh.cli.exit_signals import ended_by_exit
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, either
 from expertmesh.errors import ConfigError, command
 
 _EXAMPLES = """\
@@ -27,11 +27,7 @@ def run(argv: list[str]) -> int:
         CheckpointError: the source is damaged, or a tensor does not fit.
     """
     options = _parser().parse_args(argv)
-    if None not in (options.folder, options.source):
-        raise ConfigError(
-            f"two folders given, {options.folder} and {options.source}; leave one out"
-        )
-    source = options.source if options.folder is None else options.folder
+    source = either(options.folder, options.source)
     if source is None:
         example = command("convert runs/demo --to models/demo")
         raise ConfigError(

@@ -195,6 +195,17 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self._help}")
 
 
+def either(folder: str | None, same: str | None) -> str | None:
+    """The folder that is given as the first word, or by the option in its place; None: by neither.
+
+    Raises:
+        ConfigError: it is given by both.
+    """
+    if None not in (folder, same):
+        raise ConfigError(f"two folders given, {folder} and {same}; leave one out")
+    return same if folder is None else folder
+
+
 def _whole(text: str) -> str:
     """Whole number as digits, where it is written like 1e3; any other text unchanged."""
     value = float(text) if _POWER.fullmatch(text) else 0.5

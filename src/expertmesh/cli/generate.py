@@ -51,7 +51,6 @@ _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
     "not know how to answer"
 )
-_JSON = (".jsonl", ".ndjson", ".json")
 _ROOM = 4
 """Inverse share of the model's maximum length that a conversation leaves for the answer: 1 / 4."""
 _FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
@@ -429,11 +428,11 @@ def _line(prompt: Asked, output: Any) -> str:
 def _asked_in(path: Path) -> list[Prompt]:
     """Prompts of a file, packed or not: its lines, or the JSON objects in it."""
     from expertmesh.data.formats import ending_of
-    from expertmesh.data.json_records import entries_of
+    from expertmesh.data.json_records import JSON, entries_of
     from expertmesh.data.records import NoRecordsError
 
     ending = ending_of(path.name)
-    if ending not in (None, *_JSON):
+    if ending not in (None, *JSON):
         raise ConfigError(
             f"--input {path}: prompts are not read from {ending}; give a text with a prompt on each line, or .jsonl"
         )
@@ -483,13 +482,11 @@ def _are_messages(value: Any) -> bool:
 
 def _problem(asked: Asked) -> str | None:
     """Reason in one line why a prompt of a file is refused; None: it is well."""
-    from expertmesh.text.chat import ROLES, our_role
+    from expertmesh.text.chat import ROLES, is_unicode, our_role
 
     if not asked:
         return "prompt='': is empty; give some text to continue"
-    try:
-        json.dumps(asked, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+    if not is_unicode(asked):
         return "has half a character (a lone surrogate); correct it"
     for number, message in enumerate([] if isinstance(asked, str) else asked, 1):
         if our_role(message["role"]) not in ROLES:

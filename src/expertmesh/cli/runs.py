@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, either
 from expertmesh.config.base import expanded
 from expertmesh.errors import CheckpointError, ConfigError
 
@@ -36,9 +36,7 @@ def run(argv: list[str]) -> int:
     from expertmesh.training.runs import find_runs, look_at, remove_old
 
     options = _parser().parse_args(argv)
-    if None not in (options.folder, options.run):
-        raise ConfigError(f"two folders given, {options.folder} and {options.run}; leave one out")
-    name = options.folder or options.run or ""
+    name = either(options.folder, options.run) or ""
     if not name.strip():
         raise ConfigError("no folder given; write for example runs/, or . for this one")
     folder = expanded(name)

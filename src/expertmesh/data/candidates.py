@@ -31,7 +31,7 @@ from expertmesh.data.formats import (
     rows_of,
     without_none,
 )
-from expertmesh.data.json_records import holds_entries, holds_lines
+from expertmesh.data.json_records import json_in
 from expertmesh.data.paths import WeightedPath, find_paths
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import ConfigError, named
@@ -225,10 +225,9 @@ def _of_folder(
 
 def _look_for_json(path: Path, name: str, config: TextConfig, told: Told) -> None:
     """Count a text file that holds JSON though its name does not say so."""
-    if holds_lines(path, config.encoding):
-        told.unnamed.add(_LINES, name)
-    elif holds_entries(path, config.encoding):
-        told.unnamed.add(ENTRIES, name)
+    found = json_in(path, config.encoding)
+    if found is not None:
+        told.unnamed.add(_LINES if found == "lines" else ENTRIES, name)
 
 
 def _all_bytes(num_bytes: int, config: TextConfig) -> int:

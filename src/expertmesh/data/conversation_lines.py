@@ -7,12 +7,18 @@ and this one does not are refused, and so are a flag that excludes a whole recor
 answer. `expertmesh.data.records` turns other shapes into this one.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.config.base import parse_json
-from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ROLES, Conversation, our_role
+from expertmesh.text.chat import (
+    MESSAGES,
+    NOT_LEARNED,
+    ROLES,
+    Conversation,
+    is_unicode,
+    our_role,
+)
 
 FLAGS = (
     "weight",
@@ -168,10 +174,8 @@ def _check_fields(values: Mapping[str, Any], names: Mapping[str, str], what: str
 
 def _check_characters(values: Any, what: str) -> None:
     """Raise a ValueError if a text in the values has a lone surrogate, which UTF-8 cannot hold."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{what} has half a character (a lone surrogate)") from None
+    if not is_unicode(values):
+        raise ValueError(f"{what} has half a character (a lone surrogate)")
 
 
 def _part(part: Any, number: int) -> str:

@@ -19,7 +19,7 @@ from expertmesh.config.base import expanded
 from expertmesh.data.conversation_lines import of_cell
 from expertmesh.data.encoding import decoded
 from expertmesh.data.files import UNPACKERS, TextFile, is_packed, opened, printable
-from expertmesh.data.json_records import json_rows
+from expertmesh.data.json_records import JSON, json_rows
 from expertmesh.data.records import NoRecordsError, Row, found_shape, known_fields
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.tokenizer import load_tokenizer
@@ -231,9 +231,7 @@ def _megatron(path: Path, reading: Reading) -> list[Row]:
 
 
 FORMATS: dict[str, Callable[[Path, Reading], list[Row]]] = {
-    ".jsonl": _json,
-    ".ndjson": _json,
-    ".json": _json,
+    **dict.fromkeys(JSON, _json),
     ".csv": _table,
     ".tsv": _table,
     ".parquet": _parquet,

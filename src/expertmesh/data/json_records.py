@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from expertmesh.config.base import parse_json
 from expertmesh.data.data_progress import Progress
@@ -15,6 +15,8 @@ from expertmesh.data.files import TextFile, is_packed, lines_of, opened, printab
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import named
 
+JSON = (".jsonl", ".ndjson", ".json")
+"""Endings of JSON files."""
 _HEAD_BYTES = 4096
 _FIRST_BYTES = 1 << 20
 _BLANKS = re.compile(r"[ \t\n\r]*")
@@ -123,8 +125,12 @@ def _is_object(line: bytes | str) -> bool:
         return False
 
 
-def holds_lines(path: Path, encoding: str | None) -> bool:
-    """Whether the first lines of a text file are JSON objects, whatever its name.
+def json_in(path: Path, encoding: str | None) -> Literal["lines", "entries"] | None:
+    """Form in which a text file, whatever its name, holds JSON objects; None: it holds none.
+
+    "lines": its first lines are objects. "entries": it begins with an array of objects, or with an object over several
+    lines before others or none; looked for only under a name that says nothing, without an ending or with .txt, since
+    programs keep such files under many others.
 
     Args:
         path: path of the file.
@@ -136,43 +142,29 @@ def holds_lines(path: Path, encoding: str | None) -> bool:
     """
     with opened(path) as file:
         head = file.read(_HEAD_BYTES)
-    name, skipped = encoding_of(head[:MOST_OF_A_MARK], encoding)
-    if not head[skipped:].decode(name, errors="replace").lstrip().startswith("{"):
-        return False
-    with closing(_lines(path, name, skipped)) as lines:
-        first = [line for line in (next(lines, None), next(lines, None)) if line is not None]
-    return bool(first) and all(_is_object(line.read()) for line in first)
-
-
-def holds_entries(path: Path, encoding: str | None) -> bool:
-    """Whether a text file begins with an array of JSON objects, or with an object before others or none, on several lines.
-
-    Only a name that says nothing, without an ending or with .txt, is looked at: programs keep such files under many others.
-
-    Args:
-        path: path of the file.
-        encoding: encoding of a file without a mark; None: UTF-8.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    own = path.with_suffix("") if is_packed(path) else path
-    if own.suffix.lower() not in ("", ".txt"):
-        return False
-    with opened(path) as file:
-        head = file.read(_HEAD_BYTES)
         name, skipped = encoding_of(head[:MOST_OF_A_MARK], encoding)
-        first = head[skipped:].decode(name, errors="replace").lstrip()[:1]
-        if first not in ("[", "{"):
-            return False
+        if not head[skipped:].decode(name, errors="replace").lstrip().startswith(("[", "{")):
+            return None
         head += file.read(_FIRST_BYTES)
     text = head[skipped:].decode(name, errors="replace").lstrip()
+    if text.startswith("{"):
+        with closing(_lines(path, name, skipped)) as lines:
+            first = [line for line in (next(lines, None), next(lines, None)) if line is not None]
+        if first and all(_is_object(line.read()) for line in first):
+            return "lines"
+    own = path.with_suffix("") if is_packed(path) else path
+    return "entries" if own.suffix.lower() in ("", ".txt") and _begins_an_entry(text) else None
+
+
+def _begins_an_entry(text: str) -> bool:
+    """Whether a text begins with an array of JSON objects, or with an object before others or none."""
+    is_array = text.startswith("[")
     try:
-        value, end = json.JSONDecoder().raw_decode(text, _after_blanks(text, int(first == "[")))
+        value, end = json.JSONDecoder().raw_decode(text, _after_blanks(text, int(is_array)))
     except (ValueError, RecursionError):
         return False
     end = _after_blanks(text, end)
-    following = (",", "]", "") if first == "[" else ("{", "")
+    following = (",", "]", "") if is_array else ("{", "")
     return isinstance(value, dict) and text[end : end + 1] in following
 
 

@@ -167,9 +167,9 @@ def make_layer_call(
     )
     training, E = layer.training, layer.num_experts
     top_k, capacity_factor = python_number(top_k), python_number(capacity_factor)
-    check_call_factor(capacity_factor, arithmetic=layer.arithmetic.in_mode(training))
+    options, arithmetic = layer.options, layer.arithmetic.in_mode(training)
+    check_call_factor(capacity_factor, arithmetic=arithmetic)
     if top_k is not None:
-        options = layer.options
         # replayed choices were limited by the groups of their own router
         num_groups = options.num_expert_groups if routing is None else 1
         check_top_k(top_k, E, num_groups=num_groups, num_limited_groups=options.num_limited_groups)
@@ -192,7 +192,6 @@ def make_layer_call(
             routing, num_tokens=x_TD.shape[0], num_experts=E, top_k=top_k, device=x.device
         )
         top_k = routing.expert_ids_TK.shape[1]
-    options, arithmetic = layer.options, layer.arithmetic.in_mode(training)
     factor = drop_factor(options, capacity_factor, training=training)
     random_drop = factor is not None and drop_policy(options, training=training) == "random"
     masks = training and options.expert_output_masking > 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from expertmesh.data.encoding import NotTextError
 from expertmesh.data.files import TextFile
 from expertmesh.data.formats import Reading, ending_of, rows_of
+from expertmesh.data.json_records import JSON
 from expertmesh.data.records import NoRecordsError
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
@@ -24,7 +25,6 @@ from expertmesh.runs.open import LoadedModel
 
 TOKENS = 1 << 15
 """Largest number of tokens of the text."""
-_JSON = (".jsonl", ".ndjson", ".json")
 MOST_BYTES = 4 << 30
 """Default limit of the bytes of all experts' mean products."""
 _FEW = 16
@@ -104,7 +104,7 @@ def _texts(path: Path) -> Iterator[str]:
     if ending is None:
         yield TextFile(path)()
         return
-    rows = rows_of(path, Reading()) if ending in _JSON else None
+    rows = rows_of(path, Reading()) if ending in JSON else None
     if rows is None:
         raise ConfigError(
             "calibration", path, f"ends in {ending}, which is not read here", "name a text, or JSON"

@@ -24,7 +24,7 @@ from expertmesh.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
-from expertmesh.text.chat import MARKS, OwnFormat, our_role, strings_in
+from expertmesh.text.chat import MARKS, OwnFormat, is_unicode, our_role
 from expertmesh.text.format import TextFormat
 from expertmesh.text.tokenizer import ids_of_text
 
@@ -173,7 +173,7 @@ class RequestReader:
         said = [_said(message, number) for number, message in enumerate(request.messages)]
         variables = self._variables(request)
         for name, values in (("messages", said), ("chat_template_kwargs", variables)):
-            if not all(map(_is_unicode, strings_in(values))):
+            if not is_unicode(values):
                 raise RequestError(400, f"{name}: has half a character; correct it", param=name)
         continues = bool(request.continue_final_message)
         if continues and request.add_generation_prompt:
@@ -352,15 +352,6 @@ def _said(message: Message, number: int) -> dict[str, Any]:
         if value is not None and name not in REFUSED_OF_MESSAGES
     }
     return {**more, "role": our_role(message.role), "content": message.text}
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text has no lone surrogate, which no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _as_prompts(given: Any) -> list[Any]:

@@ -106,7 +106,7 @@ class OwnFormat:
         pieces = [TokenSpan([self._end], False)]
         for message in conversation[MESSAGES]:
             pieces.append(TokenSpan(self._mark(message["role"]), False))
-            ids = [*self._encode(message["content"]), self._end]
+            ids = [*ids_of_text(self._tokenizer, message["content"]), self._end]
             pieces.append(TokenSpan(ids, is_learned(message)))
         return [pieces]
 
@@ -141,10 +141,7 @@ class OwnFormat:
 
     def _mark(self, role: str) -> list[int]:
         found = self._tokenizer.token_to_id(f"<|{role}|>")
-        return self._encode(f"<|{role}|>") if found is None else [found]
-
-    def _encode(self, text: str) -> list[int]:
-        return ids_of_text(self._tokenizer, text)
+        return ids_of_text(self._tokenizer, f"<|{role}|>") if found is None else [found]
 
 
 class TemplateFormat:
@@ -330,8 +327,10 @@ class TemplateFormat:
                 f"prompt: quotes {token}, a special token of the model, which is no text to it; leave it out"
             )
         if continues:
-            return self._encode(self._open(messages, variables))
-        return self._encode(self._render(messages, None, asks=asks, variables=variables))
+            return ids_of_text(self._tokenizer, self._open(messages, variables))
+        return ids_of_text(
+            self._tokenizer, self._render(messages, None, asks=asks, variables=variables)
+        )
 
     def _open(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """Text of the messages up to the end of the last content, as transformers' `continue_final_message` cuts it."""
@@ -349,7 +348,7 @@ class TemplateFormat:
 
     def _quoted(self, values: Any) -> str | None:
         """A special token that occurs in a string of JSON values; None: none does."""
-        texts = list(strings_in(values))
+        texts = list(_strings(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
     def _pieces(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
@@ -359,7 +358,9 @@ class TemplateFormat:
             pieces += self._between(text[at : len(answer.before)], ends_answer=is_open)
             is_open = self._last_special(answer.text) is None
             at = len(answer.until if is_open else answer.until.rstrip())
-            pieces.append(TokenSpan(self._encode(text[len(answer.before) : at]), True))
+            pieces.append(
+                TokenSpan(ids_of_text(self._tokenizer, text[len(answer.before) : at]), True)
+            )
         if is_open:
             pieces.append(TokenSpan([self._end], True))
         pieces += self._between(text[at:], ends_answer=False)
@@ -367,20 +368,15 @@ class TemplateFormat:
 
     def _between(self, text: str, *, ends_answer: bool) -> list[TokenSpan]:
         """Spans of the text before an answer. If `ends_answer`, its first special token ends the last answer and is learned."""
-        ids = self._encode(text)
+        ids = ids_of_text(self._tokenizer, text)
         special = set(self._special.values())
         count = 1 + next(i for i, token in enumerate(ids) if token in special) if ends_answer else 0
         return [TokenSpan(ids[:count], True), TokenSpan(ids[count:], False)]
 
     def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Any,
-        *,
-        asks: bool = False,
-        variables: Mapping[str, Any] = MappingProxyType({}),
+        self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False, **more: Any
     ) -> str:
-        text = self._render_as_it_is(messages, tools, asks=asks, variables=variables)
+        text = self._render_as_it_is(messages, tools, asks=asks, **more)
         return text + self._header if asks else text
 
     def _render_as_it_is(
@@ -401,9 +397,6 @@ class TemplateFormat:
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise ConfigError(f"the model's chat template refuses it ({reason})") from None
         return text
-
-    def _encode(self, text: str) -> list[int]:
-        return ids_of_text(self._tokenizer, text)
 
 
 class _ParsedAnswer(NamedTuple):
@@ -480,7 +473,17 @@ def latest_turns(
     return messages[first:], ids
 
 
-def strings_in(values: Any) -> Iterator[str]:
+def is_unicode(values: Any) -> bool:
+    """Whether no text in JSON values has half a character (a lone surrogate), which UTF-8 cannot hold."""
+    try:
+        for text in _strings(values):
+            text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _strings(values: Any) -> Iterator[str]:
     """Strings in JSON values, keys included."""
     left = [values]
     while left:

@@ -22,6 +22,7 @@ from expertmesh.text.tokenizer import (
     load_tokenizer,
     named_end,
     own_start,
+    token_content,
 )
 
 _MODEL = "config.json"
@@ -198,8 +199,8 @@ def _find_template(path: Path) -> _Template | None:
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in values.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
+        text = token_content(value)
+        if name.endswith("_token") and text is not None:
             found[name] = text
     return found
 

@@ -137,7 +137,7 @@ def eos_token_beside(path: Path) -> str | None:
     Raises:
         CheckpointError: one of these files is damaged.
     """
-    found = (_content(values.get("eos_token")) for values in _configs_beside(path))
+    found = (token_content(values.get("eos_token")) for values in _configs_beside(path))
     return next((token for token in found if token is not None), None)
 
 
@@ -155,7 +155,7 @@ def _configs_beside(path: Path) -> Iterator[dict[str, Any]]:
         yield values
 
 
-def _content(token: Any) -> str | None:
+def token_content(token: Any) -> str | None:
     """Text of a token in a tokenizer_config.json."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
@@ -173,7 +173,7 @@ def special_names(config: Mapping[str, Any]) -> set[str]:
         found += _several(config.get(name))
     added = _several(config.get("added_tokens_decoder"))
     found += [token for token in added if isinstance(token, dict) and token.get("special") is True]
-    return {token for token in map(_content, found) if token is not None}
+    return {token for token in map(token_content, found) if token is not None}
 
 
 def _several(values: Any) -> list[Any]:
