@@ -1,7 +1,9 @@
 """Adapters of requests: tokens, logprobs and bits are those of a model that has the one adapter, or none, whatever is beside it."""
 
 import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -179,6 +181,34 @@ def test_engines_that_share_a_model_have_adapters_of_their_own(folders):
             for e in (engine, engine_of(gpt(), one))
         )
         assert found == expected, who
+
+
+def test_a_dropped_engine_leaves_the_model_as_it_was(folders):
+    """Its adapters take no memory any more, and the model can be compiled; another engine's stay."""
+    model = gpt()
+    kept = engine_of(model, {"b": folders["b"]})
+    once = kept.generate([PROMPTS[0]], GREEDY, adapter="b")[0]
+    dropped = engine_of(model, {"a": folders["a"]})
+    assert dropped.generate([PROMPTS[0]], GREEDY, adapter="a")[0].token_ids != once.token_ids
+    first = next(iter(dropped._runner.adapters.get("a").of_module.values()))
+    factors = weakref.ref(next(iter(first.values())).a_ErK)
+    del first
+    num_hooks = hooks_of(model)
+    del dropped
+    gc.collect()
+    assert factors() is None and hooks_of(model) == num_hooks / 2
+    assert kept.generate([PROMPTS[0]], GREEDY, adapter="b")[0].token_ids == once.token_ids
+    del kept
+    gc.collect()
+    assert hooks_of(model) == 0
+
+
+def hooks_of(model):
+    """How many additions the model's modules would ask for."""
+    return sum(
+        len(module._forward_hooks) + len(getattr(module, "of_rows", ()))
+        for module in model.modules()
+    )
 
 
 def test_a_request_that_goes_on_keeps_its_adapter(folders):

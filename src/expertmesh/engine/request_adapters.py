@@ -6,7 +6,8 @@ token has the same bits alone and in any batch.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,7 +108,7 @@ class AdapterSpan(NamedTuple):
 
 
 class Adapters:
-    """Adapters of a model, by name.
+    """Adapters of a model, by name; the model is as before once they are collected.
 
     Args:
         model: a GPT in this process, or with a part of the experts, whose factors are kept.
@@ -120,7 +121,7 @@ class Adapters:
         self._roots = itertools.count(ROOT - 1, -1)
         self._runs: tuple[AdapterSpan, ...] = ()
         self._expert_runs: tuple[AdapterSpan, ...] = ()
-        self._is_attached = False
+        self._detach: weakref.finalize[..., Adapters] | None = None
 
     @property
     def all(self) -> list[LoadedAdapter]:
@@ -168,8 +169,8 @@ class Adapters:
             path, _, which = parameter.rpartition(".")
             self._check(path, files.folder)
             of_module.setdefault(path, {})[which] = self._low_rank(self._own(path, factors))
-        if not self._is_attached:
-            self._attach()
+        if self._detach is None:
+            self._detach = self._attached()
         root = next(self._roots) if root is None else root
         loaded = LoadedAdapter(name, files.folder, root, of_module)
         each = (one for both in of_module.values() for one in both.values())
@@ -250,54 +251,74 @@ class Adapters:
         a, b = (factor.to(self._model.device, self._dtype) for factor in factors)
         return LowRank(a, b, 1.0, False)
 
-    def _attach(self) -> None:
-        """Attach hooks to the modules; without adapters in a step, modules compute as before.
+    def _attached(self) -> "weakref.finalize[..., Adapters]":
+        """Attach hooks to the modules, and return what detaches them when the adapters are collected.
 
-        Hooks of other engines on the same model stay: each adds the adapters of its own steps only.
+        Without adapters in a step, modules compute as before. Hooks of other engines on the same model stay: each adds the
+        adapters of its own steps only.
         """
-        self._is_attached = True
+        own = weakref.ref(self)
+        removers: list[Callable[[], None]] = []
+
+        def listed(module: DenseMLP | GroupedExperts, of_rows: OfRows) -> None:
+            module.of_rows.append(of_rows)
+            removers.append(partial(module.of_rows.remove, of_rows))
+
         for path, module in self._model.named_modules():
             if isinstance(module, Linear):
-                module.register_forward_hook(partial(self._add_to, path))
+                hook = module.register_forward_hook(partial(_add_to, own, path))
+                removers.append(hook.remove)
             elif isinstance(module, DenseMLP):
-                module.of_rows = _also(module.of_rows, partial(self._of_tokens, path))
+                listed(module, partial(_of_tokens, own, path))
             elif isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
                 way = module.dispatcher
                 is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
                 each = module.top_k if is_exact else 1
-                own = partial(self._of_expert_rows, f"{path}.experts", each)
-                module.experts.of_rows = _also(module.experts.of_rows, own)
+                listed(module.experts, partial(_of_expert_rows, own, f"{path}.experts", each))
+        detach = weakref.finalize(self, _call_all, removers)
+        detach.atexit = False
+        return detach
 
-    def _of_tokens(self, path: str) -> tuple[AdapterRun, ...]:
-        """Adapter runs for a dense module, whose rows are the step's tokens."""
-        return _adapter_runs(path, self._runs, 1)
-
-    def _of_expert_rows(self, path: str, each: int) -> tuple[AdapterRun, ...]:
-        """Adapter runs for the experts of a layer, which see `each` rows of a token."""
-        return _adapter_runs(path, self._expert_runs, each)
-
-    def _add_to(self, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-        """Add the adapters' outputs to the output of a linear map, in place."""
-        if not self._runs:
-            return
-        assert isinstance(module, Linear)
-        linear = module.arithmetic.in_mode(module.training).linear
-        x_TK, y_TN = args[0].flatten(0, -2), y.view(-1, y.shape[-1])
-        for first, stop, adapter in self._runs:
-            own = adapter.of_module.get(path)
-            if own is not None:
-                a_ErK, b_ENr, *_ = own["weight"]
-                low_nr = linear(x_TK[first:stop], a_ErK[0], backend=module.backend)
-                y_TN[first:stop] += linear(low_nr, b_ENr[0], backend=module.backend)
+    def spans(self, *, of_experts: bool = False) -> tuple[AdapterSpan, ...]:
+        """Adapter spans of the step's tokens, or of the tokens that this rank's experts receive."""
+        return self._expert_runs if of_experts else self._runs
 
 
-def _also(before: OfRows | None, own: OfRows) -> OfRows:
-    """Function that gives the adapter runs of both."""
-    return own if before is None else partial(_of_both, before, own)
+Owner = weakref.ref[Adapters]
+"""Adapters whose hook is called; dead for a moment between their collection and the removal of the hook."""
 
 
-def _of_both(before: OfRows, own: OfRows) -> tuple[AdapterRun, ...]:
-    return *before(), *own()
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _add_to(owner: Owner, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+    """Add the adapters' outputs to the output of a linear map, in place."""
+    adapters = owner()
+    if adapters is None or not (spans := adapters.spans()):
+        return
+    assert isinstance(module, Linear)
+    linear = module.arithmetic.in_mode(module.training).linear
+    x_TK, y_TN = args[0].flatten(0, -2), y.view(-1, y.shape[-1])
+    for first, stop, adapter in spans:
+        own = adapter.of_module.get(path)
+        if own is not None:
+            a_ErK, b_ENr, *_ = own["weight"]
+            low_nr = linear(x_TK[first:stop], a_ErK[0], backend=module.backend)
+            y_TN[first:stop] += linear(low_nr, b_ENr[0], backend=module.backend)
+
+
+def _of_tokens(owner: Owner, path: str) -> tuple[AdapterRun, ...]:
+    """Adapter runs for a dense module, whose rows are the step's tokens."""
+    adapters = owner()
+    return () if adapters is None else _adapter_runs(path, adapters.spans(), 1)
+
+
+def _of_expert_rows(owner: Owner, path: str, each: int) -> tuple[AdapterRun, ...]:
+    """Adapter runs for the experts of a layer, which see `each` rows of a token."""
+    adapters = owner()
+    return () if adapters is None else _adapter_runs(path, adapters.spans(of_experts=True), each)
 
 
 def _adapter_runs(

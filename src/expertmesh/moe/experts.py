@@ -24,6 +24,10 @@ OfRows = Callable[[], tuple[AdapterRun, ...]]
 """Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps it up to date."""
 
 
+def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
+    return tuple(run for one in of_rows for run in one()) if of_rows else ()
+
+
 @dataclass(frozen=True)
 class ExpertParameters:
     """Weights that replace the own weights of a `GroupedExperts` in one call, with the handling of their gradients.
@@ -64,7 +68,7 @@ class DenseMLP(nn.Module):
         super().__init__()
         branches = num_branches(activation)
         self.activation = activation
-        self.of_rows: OfRows | None = None
+        self.of_rows: list[OfRows] = []
         self.arithmetic, self.backend = arithmetic, backend
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -85,7 +89,7 @@ class DenseMLP(nn.Module):
             b_in_GF=self.b_in,
             b_out_D=self.b_out,
             backend=self.backend,
-            runs=() if self.of_rows is None else self.of_rows(),
+            runs=_runs(self.of_rows),
         )
 
 
@@ -136,7 +140,7 @@ class GroupedExperts(nn.Module):
         self.recompute_h, self.arithmetic = recompute_h, arithmetic
         self.main_grads: WeightGradients | None = None
         self.adapters: ExpertAdapters | None = None
-        self.of_rows: OfRows | None = None
+        self.of_rows: list[OfRows] = []
         self.compute_device: torch.device | None = None  # if not the parameters'
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -202,8 +206,8 @@ class GroupedExperts(nn.Module):
         call = call_of_module(self, x_TD, weights_TK, own.weights, expert_ids_TK)
         if self.adapters is not None:
             call = call._replace(adapters=self.adapters())
-        if self.of_rows is not None:
-            call = call._replace(runs=self.of_rows())
+        if self.of_rows:
+            call = call._replace(runs=_runs(self.of_rows))
         if self.main_grads is not None and torch.is_grad_enabled():
             self._check_main_grads(call.batch_invariant)
         with own.context():
