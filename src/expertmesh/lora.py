@@ -51,7 +51,7 @@ def add(
         alpha: numerator of the factor of every addition.
         targets: "w_in", "w_out" or both.
         shared: one adapter for all experts of a layer; else one per expert.
-        freeze: freeze all parameters except adapters.
+        freeze: freeze all parameters except adapters, until `merge` or `remove`, which make all of them trainable.
         dtype: dtype of the factors; matmuls use the dtype of the weights.
         seed: seed of the first factors; None: drawn from torch's default generator.
 
@@ -88,7 +88,7 @@ def add(
                     made[name].a, std=std, seed=seed, name=f"{path}.{name}.a", per_expert=True
                 )
                 nn.init.zeros_(made[name].b)
-        all_made.append((experts, ExpertAdapters(made)))
+        all_made.append((experts, ExpertAdapters(made, froze_model=freeze)))
     if freeze:
         model.requires_grad_(False)
     for experts, its_adapters in all_made:
@@ -116,7 +116,7 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def merge(model: nn.Module) -> int:
-    """Merge every adapter into its weights, expert by expert, and remove it; the weights are trainable again.
+    """Merge every adapter into its weights, expert by expert, and remove it; see `remove` for which parameters are trainable then.
 
     Returns:
         Number of layers that had adapters.
@@ -136,7 +136,7 @@ def merge(model: nn.Module) -> int:
 
 
 def remove(model: nn.Module) -> int:
-    """Remove all adapters without merging; all parameters are trainable again.
+    """Remove all adapters without merging; if `add` froze the model, all its parameters are trainable then.
 
     Returns:
         Number of layers that had adapters.
@@ -145,12 +145,13 @@ def remove(model: nn.Module) -> int:
         ConfigError: there are no adapters.
     """
     adapters(model)
-    count = 0
-    for _, experts in _experts(model):
-        count += experts.adapters is not None
+    adapted = [experts for _, experts in _experts(model) if experts.adapters is not None]
+    is_frozen = any(experts.adapters.froze_model for experts in adapted if experts.adapters)
+    for experts in adapted:
         experts.adapters = None
-    model.requires_grad_(True)
-    return count
+    if is_frozen:
+        model.requires_grad_(True)
+    return len(adapted)
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:

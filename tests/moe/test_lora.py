@@ -155,6 +155,20 @@ def test_a_fresh_adapter_changes_nothing_and_a_merged_one_all():
     numerics.assert_differs(layer(x)[0], before, what="merged")
 
 
+@pytest.mark.parametrize("end", [lora.merge, lora.remove])
+def test_what_adapters_did_not_freeze_is_as_it_was_after_them(end):
+    layer = layer_of()
+    layer.router.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in layer.named_parameters()}
+    lora.add(layer, rank=2, freeze=False, seed=0)
+    end(layer)
+    assert {name: p.requires_grad for name, p in layer.named_parameters()} == before
+    lora.add(layer, rank=2, seed=0)
+    assert not layer.experts.w_in.requires_grad
+    end(layer)
+    assert all(p.requires_grad for p in layer.parameters())
+
+
 def test_weights_in_any_order_of_memory_are_merged():
     layer, x = layer_of(), torch.randn(7, 12)
     layer.experts.w_in = torch.nn.Parameter(layer.experts.w_in.mT.contiguous().mT)

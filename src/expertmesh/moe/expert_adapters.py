@@ -77,9 +77,10 @@ class Adapter(nn.Module):
 class ExpertAdapters(nn.Module):
     """Adapters of one layer's experts, on `w_in`, `w_out` or both."""
 
-    def __init__(self, adapters: dict[str, Adapter]) -> None:
-        """Hold the adapters; the keys are the names of the adapted parameters."""
+    def __init__(self, adapters: dict[str, Adapter], *, froze_model: bool) -> None:
+        """Hold the adapters, by the names of the adapted parameters, and whether the model was frozen for them."""
         super().__init__()
+        self.froze_model = froze_model
         self.w_in: Adapter | None = adapters.get("w_in")
         self.w_out: Adapter | None = adapters.get("w_out")
 
