@@ -101,6 +101,10 @@ BROKEN = [
         "train.freeze=('experts', 'router')",
         "a hash learns nothing",
     ),
+    ({"train.max_time": "90x"}, "train.max_time=90x", "must be seconds, or a time such as 90m"),
+    ({"train.max_time": "1:99"}, "train.max_time=1:99", "must be seconds, or a time such as 90m"),
+    ({"train.max_time": "0m"}, "train.max_time=0.0", "greater than 0"),
+    ({"train.max_time": "nan"}, "train.max_time=nan", "finite"),
     ({"train.stepz": 1}, "train.stepz=1", "did you mean train.steps?"),
     ({"trian.steps": 1}, "trian.steps=1", "did you mean train.steps?"),
     ({"model.top_k": 1}, "model.top_k=1", "did you mean model.moe.top_k?"),
@@ -112,6 +116,19 @@ BROKEN = [
 )
 def test_a_list_that_may_be_none_takes_one_value(given, kept):
     assert GPTRunConfig().updated({"model.start_ids": given}).model.start_ids == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("90", 90), ("1.5", 1.5), ("90s", 90), ("90m", 5400), ("1.5h", 5400), ("1h30m", 5400)),
+        *(("2d", 172800), ("12:00:00", 43200), ("1-12:00:30", 129630), ("100:00:00", 360000)),
+    ],
+)
+def test_a_duration_is_read_as_people_and_schedulers_write_it(text, seconds):
+    assert GPTRunConfig().updated({"train.max_time": text}).train.max_time == seconds
+    parsed = parse_run_config(["gpt-moe-test", "--train.max-time", text])
+    assert parsed.config.train.max_time == seconds
 
 
 @pytest.mark.parametrize(("changes", "named", "rule"), BROKEN, ids=lambda value: str(value)[:50])

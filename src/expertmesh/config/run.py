@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.dispatch_options import AllToAll, DispatchDtype
@@ -38,6 +38,29 @@ def check_encoding(name: str, value: str | None) -> None:
             "must be an encoding of text that Python knows",
             "use for example latin-1, cp1252, shift_jis or utf-16-le",
         ) from None
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration_s(text: str) -> float:
+    """Seconds of a duration: a number of them, or as people and job schedulers write it (90m, 1h30m, 12:00:00, 1-12:00:00).
+
+    Raises:
+        FieldError: the text is none of these.
+    """
+    number = "[0-9]+(?:[.][0-9]+)?"
+    if clock := re.fullmatch("(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])", text):
+        parts = zip(clock.groups(default="0"), "dhms", strict=True)
+    elif re.fullmatch(f"(?:{number}[smhd])+", text):
+        parts = zip(re.findall(number, text), re.findall("[smhd]", text), strict=True)
+    else:
+        try:
+            return float(text)
+        except ValueError:
+            rule = "must be seconds, or a time such as 90m, 1h30m, 12:00:00 or 1-12:00:00"
+            raise FieldError((), text, rule, "write one") from None
+    return sum(float(part) * _UNITS_S[unit] for part, unit in parts)
 
 
 DEVICE_RULE = "must be auto, cpu, cuda or cuda:N"
@@ -146,13 +169,18 @@ class TrainConfig(Config):
     log_every: int | None = Field(default=None, gt=0)
     """Steps between lines of progress where the output is no terminal; none: 40 lines in a run. Files have every step."""
     max_time: float | None = Field(default=None, gt=0)
-    """Seconds after which the run has saved and stopped, to go on with train.resume; none: no limit."""
+    """Seconds, or a time as 90m, 1h30m or 12:00:00, after which the run has saved and stopped, to go on with train.resume; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
     """Evaluations in a row without a lower validation loss after which the run is done; none: all steps."""
     tensorboard: bool = True
     """Write TensorBoard events where the package is installed."""
     trackers: tuple[TrackerName, ...] = ()
     """Services that get the numbers of every step, too: tensorboard, wandb, mlflow."""
+
+    @field_validator("max_time", mode="before")
+    @classmethod
+    def _read_duration(cls, value: Any) -> Any:
+        return duration_s(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
