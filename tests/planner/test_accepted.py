@@ -28,6 +28,11 @@ CASES = {
     "shared experts": ({}, EXPERTS | {"num_shared_experts": 2, "hidden_dim": 10}, {1, 2, 4}),
     "5 experts of 100": ({}, EXPERTS | {"num_experts": (5,), "hidden_dim": 100}, {1, 2, 4}),
     "no experts": ({}, {"num_experts": ()}, {1, 2, 4, 8}),
+    "experts that choose from 128 tokens": (
+        {},
+        EXPERTS | {"router": "expert_choice", "routing_group_size": 128},
+        {1, 2},
+    ),
 }
 QWEN2 = {
     "hidden_size": 224,

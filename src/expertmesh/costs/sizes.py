@@ -69,6 +69,8 @@ class ModelSizes:
         two_layers_parameters: dense parameters of the two neighbouring layers that have most.
         dense: (parameter, count) of parameters beside the routed experts, equal ones together; empty: shapes unknown.
         tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
+        routing_group: number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts
+            choose tokens.
 
     Example:
         >>> from expertmesh.models.gpt.sizes import sizes_of
@@ -83,6 +85,7 @@ class ModelSizes:
     two_layers_parameters: int
     dense: tuple[tuple[Parameter, int], ...] = ()
     tensor_divisor: int = 1
+    routing_group: int = 1
 
     @property
     def num_layers(self) -> int:

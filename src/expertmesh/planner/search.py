@@ -140,9 +140,11 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
 
 
 def can_cut(problem: Problem, tp_degree: int) -> bool:
-    """Whether a tensor-parallel degree keeps within a node, and divides the sequence and all that it cuts."""
-    divisor = math.gcd(problem.sizes.tensor_divisor, problem.work.seq_len)
-    return tp_degree <= problem.cluster.node_size and divisor % tp_degree == 0
+    """Whether a tensor-parallel degree keeps within a node, divides all that it cuts, and leaves whole routing groups."""
+    sizes, seq_len = problem.sizes, problem.work.seq_len
+    divides = sizes.tensor_divisor % tp_degree == 0 and seq_len % tp_degree == 0
+    keeps_groups = tp_degree == 1 or seq_len // tp_degree % sizes.routing_group == 0
+    return tp_degree <= problem.cluster.node_size and divides and keeps_groups
 
 
 def _copies(problem: Problem) -> Sequence[int]:

@@ -129,6 +129,12 @@ class ModelConfig(Config):
         experts = dict(zip(self._moe_layers(), counts, strict=True)) if counts else {}
         return tuple(experts.get(i, 0) for i in range(self.num_layers))
 
+    @property
+    def choosing_group(self) -> int:
+        """Number of tokens from which experts choose, whose multiples the ranks' parts of a sequence are; 1: any number."""
+        experts_choose = any(self.experts_per_layer()) and self.moe.router == "expert_choice"
+        return self.moe.routing_group_size or 1 if experts_choose else 1
+
     def _moe_layers(self) -> list[int]:
         layers = range(self.first_dense_layers, self.num_layers)
         return [i for i in layers if i % self.moe_every == self.moe_every - 1]

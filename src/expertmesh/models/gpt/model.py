@@ -91,9 +91,8 @@ def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None
             f"sequences of {seq_len} tokens on {named('parallel.tp_degree', tp_degree)}: it must divide them; use "
             f"{named('data.seq_len', near)}"
         )
-    size, part = config.moe.routing_group_size, seq_len // tp_degree
-    is_expert_choice = any(config.experts_per_layer()) and config.moe.router == "expert_choice"
-    if is_expert_choice and size is not None and part % size:
+    size, part = config.choosing_group, seq_len // tp_degree
+    if part % size:
         raise ConfigError(
             "model.moe.routing_group_size",
             size,

@@ -48,6 +48,7 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
         pair,
         tuple(alike.items()),
         math.gcd(*tensor_sizes(config).values()),
+        config.choosing_group,
     )
 
 
