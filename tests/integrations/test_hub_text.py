@@ -226,6 +226,51 @@ def test_a_model_of_the_hub_goes_back_with_its_own_tokenizer(tmp_path, options, 
     assert hub_start(tmp_path / "back") == tuple(expected)
 
 
+THINKING = GLM.replace(
+    "<|assistant|>\n{% endif %}",
+    "<|assistant|>\n{% if enable_thinking is defined and not enable_thinking %}<no_thoughts>{% endif %}{% endif %}",
+)
+
+
+def test_variables_of_the_template_are_given_on_the_command_line(tmp_path, capsys):
+    """For words, files and a talk; ids are those of transformers. What would have no effect is refused."""
+    source = hub_folder(tmp_path / "hub", options={"chat_template": THINKING})
+    theirs = AutoTokenizer.from_pretrained(source)
+    turns = [{"role": "user", "content": PROMPT}]
+    how = {"add_generation_prompt": True, "return_dict": False}
+    ids = theirs.apply_chat_template(turns, enable_thinking=False, **how)
+    plain = theirs.apply_chat_template(turns, **how)
+    assert ids[: len(plain)] == plain != ids
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": turns}))
+    asked = ["--input", str(tmp_path / "asked.jsonl")]
+    off = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    words = ["generate", str(source), "--greedy", "--max-tokens", "1"]
+    for given, expected in (
+        (["--chat", PROMPT], plain),
+        ([*off, "--chat", PROMPT], ids),
+        (asked, plain),
+        ([*off, *asked], ids),
+    ):
+        with calls_of(Engine.add) as calls:
+            assert main([*words, *given]) == 0
+        assert [call[0]["ids"] for call in calls] == [expected]
+    capsys.readouterr()
+    (tmp_path / "texts.txt").write_text(PROMPT)
+    for given, said in (
+        ([*off, PROMPT], "has no effect on prompts that are no conversation"),
+        ([*off, "--interactive"], "has no effect on prompts that are no conversation"),
+        ([*off, "--input", str(tmp_path / "texts.txt")], "has no effect on prompts that"),
+        ([off[0], "{", "--chat", PROMPT], "must be a JSON object"),
+        ([off[0], "[1]", "--chat", PROMPT], "must be a JSON object"),
+        ([off[0], r'{"a": "\ud800"}', "--chat", PROMPT], "must be a JSON object"),
+        ([off[0], '{"messages": []}', "--chat", PROMPT], "may not have messages"),
+        ([off[0], '{"thinks": 1}', "--chat", PROMPT], "does not read thinks; leave it out"),
+    ):
+        assert main([*words, *given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+
+
 def test_the_start_of_a_folder_without_a_tokenizer_is_nothing(tmp_path):
     assert hub_start(tmp_path) == ()
 

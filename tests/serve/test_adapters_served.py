@@ -19,7 +19,7 @@ def adapters(folder, tmp_path_factory):
     place = tmp_path_factory.mktemp("adapters")
     return {
         "poems": str(make_adapter(place / "poems", config, seed=1)),
-        "code": str(make_adapter(place / "code", config, seed=2, modules=("v_proj",))),
+        "code": str(make_adapter(place / "code, later", config, seed=2, modules=("v_proj",))),
     }
 
 

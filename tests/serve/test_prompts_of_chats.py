@@ -7,7 +7,14 @@ import expertmesh as em
 from expertmesh.config.server import ServerConfig
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import RequestReader
-from expertmesh.serve.schema import HARMLESS, REFUSED, ChatRequest, CompletionRequest, TokenizeChat
+from expertmesh.serve.schema import (
+    HARMLESS,
+    REFUSED,
+    RENAMED,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeChat,
+)
 from expertmesh.text.chat import MARKS, OwnFormat, TemplateFormat
 from expertmesh.text.format import text_format
 from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
@@ -142,6 +149,8 @@ WITHOUT_EFFECT_ONCE = (  # accepted in former releases
     *("chat_template", "documents", "echo", "bad_words", "allowed_token_ids", "logits_processors", "length_penalty"),
     *("typical_p", "add_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "include_stop_str_in_output"),
     *("skip_special_tokens", "prompt_embeds", "enable_thinking", "thinking", "vllm_xargs", "structural_tag"),
+    *("mirostat", "top_a", "tfs_z", "xtc_probability", "dry_multiplier", "grammar", "n_predict", "max_new_tokens"),
+    *("stop_sequences", "repeat_penalty", "do_sample", "watermark"),
 )  # fmt: skip
 OTHER = {  # values with an effect, of fields whose usual one is no list
     "best_of": 2,
@@ -152,10 +161,11 @@ OTHER = {  # values with an effect, of fields whose usual one is no list
     "include_reasoning": False,
     "truncate_prompt_tokens": -1,
     "tool_choice": "required",
+    "do_sample": False,
 }
 
 
-@pytest.mark.parametrize("name", sorted({*REFUSED, *WITHOUT_EFFECT_ONCE}))
+@pytest.mark.parametrize("name", sorted({*REFUSED, *RENAMED, *WITHOUT_EFFECT_ONCE}))
 def test_each_field_that_would_change_an_answer_is_refused_by_name(reader, name):
     """But for null, and the values that change nothing."""
     value = OTHER.get(name, True if HARMLESS.get(name) == (False,) else ["x"])
@@ -170,7 +180,8 @@ def test_each_field_that_would_change_an_answer_is_refused_by_name(reader, name)
             assert read(kind.model_validate({**body, name: one})) == plain, one
         if name == "add_special_tokens":
             value = kind is not CompletionRequest
-        with pytest.raises(RequestError, match=f"^{name}: ") as caught:
+        said = f"^{name}: " + (f"its name here is {RENAMED[name]}$" if name in RENAMED else "")
+        with pytest.raises(RequestError, match=said) as caught:
             read(kind.model_validate({**body, name: value}))
         assert caught.value.param == name
 

@@ -481,11 +481,12 @@ def listed(texts: Sequence[str], *, are_paths: bool = False) -> list[str]:
 
     Args:
         texts: the words.
-        are_paths: whether a word with commas may be one existing path, perhaps with a weight.
+        are_paths: whether a word with commas may be one existing path, as PATH, PATH:WEIGHT or NAME=PATH.
     """
     values: list[str] = []
     for text in texts:
-        whole = (text, text.rpartition(":")[0]) if are_paths and "," in text else ()
+        may_be_path = are_paths and "," in text
+        whole = (text, text.rpartition(":")[0], text.partition("=")[2]) if may_be_path else ()
         is_one = any(os.path.exists(os.path.expanduser(name)) for name in whole)  # noqa: PTH110, PTH111
         values += (
             [text] if is_one else [value.strip() for value in text.split(",") if value.strip()]

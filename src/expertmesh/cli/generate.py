@@ -1,11 +1,10 @@
 """`expertmesh generate RUN "prompt"`: continue a text with the newest checkpoint of a run, or with a hub model."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.decoding import (
     add_eplb,
@@ -19,12 +18,18 @@ from expertmesh.cli.decoding import (
 )
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.prog_name import Flags
+from expertmesh.cli.prompts import (
+    Asked,
+    Prompt,
+    asked_by_hand,
+    check_variables_read,
+    prompts_of,
+    variables_of,
+)
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import expanded, launched_rank, parse_json, shown
+from expertmesh.config.base import launched_rank
 from expertmesh.config.output_file import output_file
-from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
-from expertmesh.data.files import TextFile, lines_of
 from expertmesh.errors import ConfigError, command, text_of
 
 if TYPE_CHECKING:
@@ -56,21 +61,6 @@ _ROOM = 4
 _FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
 _NO_PROMPT = "no prompt; write it last, and -- before one that begins with -: generate RUN -- '-x'"
 
-Asked = str | list[dict[str, Any]]
-"""Prompt: a text, or the messages of a conversation."""
-
-
-class Prompt(NamedTuple):
-    """Prompt and its place.
-
-    Attributes:
-        asked: the prompt.
-        where: its place in messages, such as a line of a file; "": it is the only one.
-    """
-
-    asked: Asked
-    where: str = ""
-
 
 def run(argv: list[str]) -> int:
     """Print, or write with --output, each prompt and its continuation; a single one is printed as a stream. Returns 0.
@@ -84,7 +74,7 @@ def run(argv: list[str]) -> int:
     """
     with once_per_host():
         options = _parse(argv)
-    prompts = _prompts(options) if launched_rank()[0] == 0 else []
+    prompts = prompts_of(options) if launched_rank()[0] == 0 else []
     if options.output is not None:
         with once_per_host():
             options.output = output_file("output", options.output, read=[options.input])
@@ -151,7 +141,7 @@ def _generate(
 
     from expertmesh.engine.texts import continued, stream_text
     from expertmesh.models.decoder import EncoderDecoder
-    from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
+    from expertmesh.text.chat import latest_turns
 
     if isinstance(model, EncoderDecoder):
         raise ConfigError(
@@ -159,8 +149,7 @@ def _generate(
         )
 
     text = opened.text
-    tokenizer, form = text.tokenizer, text.chat
-    if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
+    if options.chat and not text.can_chat:
         tell(f"note: run {options.run}: {_NO_TALK}")
     params = _params(options)
     ids_of = _encoder(options, opened, params)
@@ -181,7 +170,8 @@ def _generate(
         limit = model.max_seq_len
         turns = [*turns, {"role": "user", "content": prompt}]
         most = limit - (options.max_tokens or limit // _ROOM)
-        kept, ids = latest_turns(form, turns, most=most)
+        variables = options.chat_template_kwargs
+        kept, ids = latest_turns(text.chat, turns, most=most, variables=variables)
         if len(kept) < len(turns):
             tell(f"note: {_FORGETS.format(limit)}")
         return [*kept, {"role": "assistant", "content": answer(ids)}]
@@ -191,7 +181,7 @@ def _generate(
     with torch.no_grad(), opened.precision.autocast():
         if options.interactive:
             turns: list[dict[str, str]] = []
-            asking = _asked()
+            asking = asked_by_hand()
             while prompt := ask(lambda: next(asking, None)):
                 try:
                     if options.chat:
@@ -229,16 +219,16 @@ def _encoder(
     from expertmesh.engine.checks import check_prompts
     from expertmesh.engine.lockstep import check_context_room
     from expertmesh.engine.texts import prompt_ids
-    from expertmesh.text.chat import our_role
+    from expertmesh.text.chat import read_messages
 
-    model, text = opened.decoder, opened.text
+    model, text, variables = opened.decoder, opened.text, options.chat_template_kwargs
+    check_variables_read(variables, text.chat)
 
     def encoded(asked: Asked) -> list[int]:
-        if not isinstance(asked, str):
-            return text.chat.prompt([{**one, "role": our_role(one["role"])} for one in asked])
-        if options.chat:
-            return text.chat.prompt([{"role": "user", "content": asked}])
-        return prompt_ids(text, asked, start=not options.no_start)
+        if isinstance(asked, str) and not options.chat:
+            return prompt_ids(text, asked, start=not options.no_start)
+        turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        return text.chat.prompt(read_messages(turns), variables=variables)
 
     def ids_of(prompt: Prompt) -> list[int]:
         try:
@@ -314,6 +304,7 @@ def _parse(argv: list[str]) -> Any:
         raise ConfigError(
             "--enable-eplb: is about processes that share a model by --parallel options; start them with torchrun, or leave it out"
         )
+    options.chat_template_kwargs = variables_of(options.chat_template_kwargs)
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(options, name)
         if options.greedy and value is not None:
@@ -354,6 +345,11 @@ def _parser() -> OptionParser:
         "--chat",
         action="store_true",
         help="a prompt is what a user says: the model answers as it learned from conversations",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="variables of the model's chat template, for example '{\"enable_thinking\": false}' of Qwen3",
     )
     parser.add_argument(
         "--no-start",
@@ -414,7 +410,9 @@ def _parser() -> OptionParser:
 
 
 def _last(messages: list[dict[str, Any]]) -> str:
-    content: str = messages[-1]["content"]
+    from expertmesh.text.chat import read_messages
+
+    content: str = read_messages(messages)[-1]["content"]
     return content
 
 
@@ -423,149 +421,6 @@ def _line(prompt: Asked, output: Any) -> str:
     key = "prompt" if isinstance(prompt, str) else "messages"
     found = {key: prompt, "text": output.text, "finish_reason": output.finish_reason}
     return json.dumps(found, ensure_ascii=False) + "\n"
-
-
-def _asked_in(path: Path) -> list[Prompt]:
-    """Prompts of a file, packed or not: its lines, or the JSON objects in it."""
-    from expertmesh.data.formats import ending_of
-    from expertmesh.data.json_records import JSON, entries_of
-    from expertmesh.data.records import NoRecordsError
-
-    ending = ending_of(path.name)
-    if ending not in (None, *JSON):
-        raise ConfigError(
-            f"--input {path}: prompts are not read from {ending}; give a text with a prompt on each line, or .jsonl"
-        )
-    text = decoded(TextFile(path).data())
-    if ending is None:
-        lines = enumerate(lines_of(text), 1)
-        return [Prompt(line, f"--input {path}: line {n}") for n, line in lines if line.strip()]
-    try:
-        values, unit = entries_of(text, is_lines=ending != ".json")
-    except NoRecordsError as error:
-        raise ConfigError(f"--input {path}: {error}") from None
-    wheres = [f"--input {path}: {unit} {number}" for number, _ in values]
-    asked = (_asked_by(value, where) for (_, value), where in zip(values, wheres, strict=True))
-    return list(map(Prompt, asked, wheres))
-
-
-def _asked_by(json_text: str, where: str) -> Asked:
-    """Prompt in a value of JSON; `where` is its place in messages."""
-    try:
-        value = parse_json(json_text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is no JSON ({error}); correct it") from None
-    is_one = isinstance(value, dict) and len(value) == 1
-    text: Any = value.get("prompt") if is_one else None
-    messages: Any = value.get("messages") if is_one else None
-    if not isinstance(text, str) and not _are_messages(messages):
-        raise ConfigError(
-            f'{where}: must be {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}, and nothing '
-            "else; correct it"
-        )
-    asked: Asked = messages if text is None else text
-    if problem := _problem(asked):
-        raise ConfigError(f"{where}: {problem}")
-    return asked
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("role", "content"))
-            for one in value
-        )
-    )
-
-
-def _problem(asked: Asked) -> str | None:
-    """Reason in one line why a prompt of a file is refused; None: it is well."""
-    from expertmesh.text.chat import ROLES, is_unicode, our_role
-
-    if not asked:
-        return "prompt='': is empty; give some text to continue"
-    if not is_unicode(asked):
-        return "has half a character (a lone surrogate); correct it"
-    for number, message in enumerate([] if isinstance(asked, str) else asked, 1):
-        if our_role(message["role"]) not in ROLES:
-            role, roles = shown(message["role"]), ", ".join(ROLES)
-            return f"message {number} has role {role}, which is none of {roles}; correct it"
-    return None
-
-
-def _prompts(options: Any) -> list[Prompt]:
-    """Texts to continue, checked before the model is loaded; empty for --interactive."""
-    try:
-        if options.input is not None:
-            path = expanded(options.input)
-            prompts = _asked_in(path)
-            if not prompts:
-                raise ConfigError(f"--input {path}: has no line; write a prompt on each")
-            return prompts
-        texts = [read_standard_input()] if options.prompt == ["-"] else [*options.prompt]
-        for text in texts:
-            text.encode()
-    except OSError as error:
-        raise ConfigError(
-            f"--input {options.input}: cannot be read ({error.strerror}); name a file with a prompt on each line"
-        ) from None
-    except NotTextError as error:
-        raise ConfigError(f"--input {path}: {error}{remedy(error, '')}") from None
-    except UnicodeError:
-        raise ConfigError(
-            "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
-        ) from None
-    numbers = [f"prompt {number}" if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
-    for text, number in zip(texts, numbers, strict=True):
-        if not text:
-            place = number and f"{number}: "
-            raise ConfigError(f"{place}prompt='': is empty; give some text to continue")
-    return [Prompt(text, number) for text, number in zip(texts, numbers, strict=True)]
-
-
-def read_standard_input() -> str:
-    """All of standard input, as UTF-8 whatever the locale, or in the encoding of its byte-order mark.
-
-    Raises:
-        ConfigError: the input is not text.
-    """
-    raw = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if raw is None else _text_of(raw.read())
-
-
-def _text_of(data: bytes) -> str:
-    """Bytes of standard input as text."""
-    try:
-        return decoded(data)
-    except NotTextError as error:
-        raise ConfigError(f"standard input: {error}{remedy(error, '')}") from None
-
-
-def _asked() -> Iterator[str]:
-    """Prompts from standard input, one per line, until it ends; a terminal shows a prompt sign."""
-    source = getattr(sys.stdin, "buffer", sys.stdin)
-    while True:
-        if sys.stdin.isatty():
-            tell("> ", end="")
-        line = source.readline()
-        if not line:
-            return
-        try:
-            if isinstance(line, bytes):
-                is_marked = (
-                    encoding_of(line)[0] != "utf-8"
-                )  # a file in another encoding is read whole
-                text = _text_of(line + sys.stdin.buffer.read() if is_marked else line)
-            else:
-                text = line
-        except ConfigError as error:
-            tell(f"error: {error}")
-            continue
-        for one in lines_of(text):
-            if one.strip():
-                yield one
 
 
 def _write(text: str) -> None:

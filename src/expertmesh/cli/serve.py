@@ -218,7 +218,12 @@ def options_of(kind: type[BaseModel], options: Any) -> dict[str, Any]:
     """Fields of a config class that were given."""
     given = {name: getattr(options, name) for name in kind.model_fields}
     values = {name: value for name, value in given.items() if value is not None}
-    return {n: tuple(listed(v)) if isinstance(v, list) else v for n, v in values.items()}
+    return {
+        name: tuple(listed(value, are_paths=name == "adapter"))
+        if isinstance(value, list)
+        else value
+        for name, value in values.items()
+    }
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.decoding import add_place, kept, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.generate import read_standard_input
+from expertmesh.cli.prompts import read_standard_input
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank

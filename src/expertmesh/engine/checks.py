@@ -202,6 +202,37 @@ def check_asked(
         raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 
 
+def room_for(ids: list[int], params: SamplingParams, max_len: int, *, held: int, model: Any) -> int:
+    """Maximum number of tokens of an answer.
+
+    Args:
+        ids: prompt.
+        params: parameters of the request.
+        max_len: maximum tokens of a sequence of the engine.
+        held: maximum number of cached tokens of one sequence.
+        model: the engine's model.
+
+    Raises:
+        ConfigError: the prompt leaves no room, or less than `params` asks for.
+    """
+    limit = "max_len" if max_len < model.max_seq_len else "the model's max_seq_len"
+    left = max_len - len(ids)
+    if left < 1:
+        raise ConfigError(
+            f"prompt of {len(ids)} tokens: must be shorter than {limit}={max_len}; shorten the prompt"
+        )
+    if params.max_tokens is None:
+        return max(min(left, held + 1 - len(ids)), 1)
+    if params.max_tokens > left:
+        raise ConfigError(
+            "max_tokens",
+            params.max_tokens,
+            f"with a prompt of {len(ids)} tokens it passes {limit}={max_len}",
+            f"ask for at most {left}",
+        )
+    return params.max_tokens
+
+
 def check_text(prompt: str) -> None:
     """Raise ConfigError if a text has lone surrogates, which no tokenizer accepts."""
     if any("\ud800" <= character <= "\udfff" for character in prompt):

@@ -22,6 +22,7 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
+from expertmesh.engine.chat import conversation_ids, conversations_of
 from expertmesh.engine.checks import (
     check_asked,
     check_ids,
@@ -33,12 +34,13 @@ from expertmesh.engine.checks import (
     one_for_each,
     params_of,
     prompts_of,
+    room_for,
     token_ids_of,
 )
 from expertmesh.engine.compiled import compiled_forward
 from expertmesh.engine.grammar import JsonRules
 from expertmesh.engine.groups import GroupScheduler
-from expertmesh.engine.kv_cache import PagedCache
+from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
 from expertmesh.engine.opening import open_served
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.parallel import EngineRanks, RankedRunner, as_parallel, share
@@ -138,10 +140,11 @@ class Engine:
         self._end_ids = frozenset({*end_ids, *known})
         self.max_len = self.config.max_len or model.max_seq_len
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
-        num_blocks = self._num_blocks(dtype)
+        tp = 1 if ranks is None else ranks.degrees.tp
+        num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
         cache = PagedCache(
             model.config,
-            num_parts=1 if ranks is None else ranks.degrees.tp,
+            num_parts=tp,
             num_blocks=num_blocks,
             block_size=self.config.block_size,
             device=device,
@@ -180,16 +183,6 @@ class Engine:
         except BaseException:  # the other ranks are in follow already
             self.close()
             raise
-
-    def _num_blocks(self, dtype: torch.dtype) -> int:
-        if self.config.num_blocks is not None:
-            return self.config.num_blocks
-        size, model = self.config.block_size, self.model.config
-        block_bytes = model.num_layers * model.cache_numbers * size * dtype.itemsize
-        if self._ranks is not None and not model.is_latent:
-            block_bytes = -(-block_bytes // self._ranks.degrees.tp)
-        most = self.config.max_sequences * -(-self.max_len // size)
-        return max(1, min(most, self.config.cache_bytes // block_bytes))
 
     @property
     def num_tokens_held(self) -> int:
@@ -345,7 +338,7 @@ class Engine:
             tuple(ids),
             params,
             self._arrivals,
-            self._room(ids, params),
+            room_for(ids, params, self.max_len, held=self.num_tokens_held, model=self.model),
             end_ids=ends,
             seed=draw_seed() if params.seed is None else params.seed,
             root=ROOT if chosen is None else chosen.root,
@@ -466,6 +459,44 @@ class Engine:
                     told(len(found))
         return [output for place in sorted(found) for output in found[place]]
 
+    def chat(
+        self,
+        messages: Any,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        adapter: str | Seq[str | None] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations; like `generate` with the prompts that `chat_ids` makes.
+
+        Args:
+            messages: one conversation or several.
+            params: see `generate`.
+            adapter: see `generate`.
+            **options: see `chat_ids`.
+
+        Example:
+            >>> engine = em.Engine("models/Qwen3-30B-A3B")
+            >>> engine.chat([{"role": "user", "content": "What is 2 + 2?"}], em.SamplingParams(temperature=0))
+        """
+        prompts = [self.chat_ids(one, **options) for one in conversations_of(messages)]
+        return self.generate(prompts, params, adapter=adapter)
+
+    def chat_ids(self, messages: Seq[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Prompt of a conversation, for `add`, `stream` and others: token ids by the model's chat template, or by our own
+        format if it was trained on conversations without a template.
+
+        Args:
+            messages: messages with a role ("system", "user", "assistant", "tool") and a content; a template gets other
+                fields, too.
+            **options: `add_generation_prompt` (False: no beginning of an answer), `continue_final_message` (True: the
+                answer continues the last message), `chat_template_kwargs` (further variables of the template).
+
+        Raises:
+            ConfigError: the model knows no conversations, an argument is invalid, or the template refuses it.
+        """
+        return conversation_ids(self.text, messages, **options)
+
     @one_at_a_time
     def as_they_end(
         self,
@@ -567,27 +598,3 @@ class Engine:
             raise ConfigError("prompt: is text, and the engine has no tokenizer; give token ids")
         check_text(prompt)
         return self.text.prompt_ids(prompt) if prompt else []
-
-    def _room(self, ids: list[int], params: SamplingParams) -> int:
-        """Maximum number of tokens of an answer."""
-        left = self.max_len - len(ids)
-        if left < 1:
-            raise ConfigError(
-                f"prompt of {len(ids)} tokens: must be shorter than {self._limit}; shorten the prompt"
-            )
-        if params.max_tokens is None:
-            return max(min(left, self.num_tokens_held + 1 - len(ids)), 1)
-        if params.max_tokens > left:
-            raise ConfigError(
-                "max_tokens",
-                params.max_tokens,
-                f"with a prompt of {len(ids)} tokens it passes {self._limit}",
-                f"ask for at most {left}",
-            )
-        return params.max_tokens
-
-    @property
-    def _limit(self) -> str:
-        if self.max_len < self.model.max_seq_len:
-            return f"max_len={self.max_len}"
-        return f"the model's max_seq_len={self.max_len}"

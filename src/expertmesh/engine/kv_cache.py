@@ -8,12 +8,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.config.engine import EngineConfig
 from expertmesh.errors import ConfigError
 from expertmesh.ops.attention import blockwise
 from expertmesh.ops.attention.fixed_blocks import BLOCK_KEYS, one_query_attention
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.op_set import OpSet
+
+
+def num_blocks_of(
+    options: EngineConfig, model: Any, max_len: int, dtype: torch.dtype, *, tp_degree: int
+) -> int:
+    """Number of cache blocks of a rank: the given one, or as many as the longest sequences need and `cache_bytes` hold.
+
+    Args:
+        options: options of the engine.
+        model: configuration of the model; num_layers, cache_numbers and is_latent are read.
+        max_len: maximum tokens of a sequence.
+        dtype: dtype of keys and values.
+        tp_degree: ranks that share the heads.
+    """
+    if options.num_blocks is not None:
+        return options.num_blocks
+    size = options.block_size
+    block_bytes = model.num_layers * model.cache_numbers * size * dtype.itemsize
+    if not model.is_latent:
+        block_bytes = -(-block_bytes // tp_degree)
+    most = options.max_sequences * -(-max_len // size)
+    return max(1, min(most, options.cache_bytes // block_bytes))
 
 
 class PagedCache:

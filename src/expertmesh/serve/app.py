@@ -166,7 +166,7 @@ class ServerApp:
             "pad_token": ends[0],
             "model_max_length": self.reader.max_len,
             "vocab_size": self.reader.vocab_size,
-            "chat_template": self.reader.text.chat.source if self.reader.can_chat else None,
+            "chat_template": self.reader.text.chat.source if self.reader.text.can_chat else None,
         }
         return JSONResponse(values)
 

@@ -15,7 +15,7 @@ from expertmesh.serve.schema import (
     HARMLESS,
     REFUSED,
     REFUSED_OF_MESSAGES,
-    SET_BY_FIELDS,
+    RENAMED,
     ChatPrompt,
     ChatRequest,
     CompletionRequest,
@@ -24,7 +24,7 @@ from expertmesh.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
-from expertmesh.text.chat import MARKS, OwnFormat, is_unicode, our_role
+from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode, our_role
 from expertmesh.text.format import TextFormat
 from expertmesh.text.tokenizer import ids_of_text
 
@@ -70,14 +70,6 @@ class RequestReader:
         self._held, self._engine = engine.num_tokens_held, engine
         added = self.text.tokenizer.get_added_tokens_decoder()
         self._specials = {token.content: i for i, token in added.items() if token.special}
-
-    @property
-    def can_chat(self) -> bool:
-        """Whether the model has a chat format."""
-        form = self.text.chat
-        return (
-            not isinstance(form, OwnFormat) or self.text.tokenizer.token_to_id(MARKS[0]) is not None
-        )
 
     @property
     def model_names(self) -> list[str]:
@@ -163,7 +155,7 @@ class RequestReader:
         Raises:
             RequestError: there is no chat template, it rejects the messages, or a field of the prompt is invalid.
         """
-        if not self.can_chat:
+        if not self.text.can_chat:
             raise RequestError(
                 400,
                 "messages: this model has no chat template, and did not learn conversations; use /v1/completions",
@@ -200,7 +192,7 @@ class RequestReader:
         """Variables of the template that the request sets; raises RequestError if one is not its to set."""
         given = dict(request.chat_template_kwargs or {})
         name = "chat_template_kwargs"
-        if wrong := [one for one in SET_BY_FIELDS if one in given]:
+        if wrong := [one for one in RESERVED_VARIABLES if one in given]:
             raise RequestError(400, f"{name}: may not have {wrong[0]!r}; leave it out", param=name)
         name = "reasoning_effort"
         effort = (request.model_extra or {}).get(name)
@@ -335,8 +327,12 @@ def _refuse(
     """Raise RequestError if a field is unsupported and its value would change an answer."""
     for name, value in fields.items():
         taken = (None, *HARMLESS.get(name, ()), *harmless.get(name, ()))
-        if name in REFUSED and value not in taken:
+        if value in taken:
+            continue
+        if name in REFUSED:
             raise RequestError(400, f"{name}: {REFUSED[name]}; leave it out", param=name)
+        if name in RENAMED:
+            raise RequestError(400, f"{name}: its name here is {RENAMED[name]}", param=name)
 
 
 def _said(message: Message, number: int) -> dict[str, Any]:

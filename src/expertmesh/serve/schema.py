@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from expertmesh.text.chat import RESERVED_VARIABLES
+
 MOST_STOPS = 16
 MOST_PROMPTS = 1024
 MOST_ANSWERS = 128
@@ -97,8 +99,34 @@ REFUSED = {
     "thinking_token_budget": "thoughts are not counted",
     "include_reasoning": "thoughts are part of the answer",
     "verbosity": "the length of answers is not steered; ask for it in a message",
+    # of other servers
+    "grammar": "answers are free text, or JSON (response_format)",
+    "regex": "answers are free text, or JSON (response_format)",
+    "ebnf": "answers are free text, or JSON (response_format)",
+    "repeat_last_n": "penalties look at the whole text",
+    "do_sample": "temperature 0 is greedy",
+    "mirostat": "tokens are chosen by top_k, top_p and min_p",
+    "top_a": "tokens are chosen by top_k, top_p and min_p",
+    "tfs_z": "tokens are chosen by top_k, top_p and min_p",
+    "top_n_sigma": "tokens are chosen by top_k, top_p and min_p",
+    "xtc_probability": "tokens are chosen by top_k, top_p and min_p",
+    "dry_multiplier": "repetition_penalty is the penalty of repetitions",
+    "dynatemp_range": "the temperature is the same for all tokens",
+    "samplers": "the order of top_k, top_p and min_p is fixed",
+    "watermark": "answers have no watermark",
 }
 """Unsupported fields that would change an answer, with the reason. Other unknown fields are ignored."""
+
+RENAMED = {
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_sequences": "stop",
+    "n_probs": "logprobs",
+    "repeat_penalty": "repetition_penalty",
+    "json_schema": "response_format",
+}
+"""Fields of other servers, with their names here; refused, too."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -119,6 +147,19 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "include_reasoning": (True,),
     "verbosity": ("medium",),
+    "grammar": ("",),
+    "n_probs": (0,),
+    "repeat_penalty": (1.0,),
+    "do_sample": (True,),
+    "mirostat": (0,),
+    "top_a": (0.0,),
+    "tfs_z": (1.0,),
+    "top_n_sigma": (-1.0,),
+    "xtc_probability": (0.0,),
+    "dry_multiplier": (0.0,),
+    "dynatemp_range": (0.0,),
+    "samplers": ([],),
+    "watermark": (False,),
 }
 """Values of these fields that have no effect, and are accepted; null always is."""
 
@@ -131,20 +172,9 @@ REFUSED_OF_MESSAGES = {
 }
 """Unsupported fields of a message that would change an answer, with the reason. The chat template gets the others."""
 
-SET_BY_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "tokenize",
-)
-"""Names that `chat_template_kwargs` may not have: fields of the request set them, or nothing does."""
-
-
 TemplateVariables = Annotated[
     dict[str, Any],
-    Field(json_schema_extra={"propertyNames": {"not": {"enum": [*SET_BY_FIELDS]}}}),
+    Field(json_schema_extra={"propertyNames": {"not": {"enum": [*RESERVED_VARIABLES]}}}),
 ]
 
 

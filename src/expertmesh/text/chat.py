@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from expertmesh.config.base import shown
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.tokenizer import end_of_text_id, ids_of_text
 
@@ -30,6 +31,16 @@ NOT_LEARNED = "masked"
 
 Conversation = dict[str, Any]
 """`messages`, each with a role and a string as content, and `tools` where there are any."""
+
+RESERVED_VARIABLES = (
+    MESSAGES,
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+"""Names that further variables of a template may not have: arguments of a prompt set them, or nothing does."""
 
 _QUOTED = "quote a special token of the model"
 _NO_TOOLS = f"calls of tools need a chat template that writes them; begin with a converted model that has one ({named('train.init_from')})"
@@ -59,6 +70,47 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 def is_learned(message: Mapping[str, Any]) -> bool:
     """Whether a message is an answer and is not masked."""
     return is_answer(message) and not message.get(NOT_LEARNED)
+
+
+def read_messages(given: Any) -> list[dict[str, Any]]:
+    """Messages of a prompt, checked: roles as they are named here, contents as strings.
+
+    Args:
+        given: messages, each a mapping with a role (`ROLES`, or "developer") and a content: a string, or a list of
+            {"type": "text", "text": string}, which are joined. Other fields are kept for chat templates.
+
+    Raises:
+        ConfigError: one of them is something else; says which, and what is wanted.
+    """
+    wanted = "[{'role': 'user', 'content': '...'}]"
+    if not isinstance(given, list | tuple) or not given:
+        raise ConfigError(f"must be a list of messages, such as {wanted}; give one")
+    if not is_unicode(given):
+        raise ConfigError("has half a character (a lone surrogate); correct it")
+    found = []
+    for number, message in enumerate(given, 1):
+        values = message if isinstance(message, Mapping) else {}
+        role, content = values.get("role"), _joined(values.get("content"))
+        if not isinstance(role, str) or content is None:
+            raise ConfigError(
+                f"must be messages with a role and a text as content, such as {wanted}, and message {number} is not; correct it"
+            )
+        if our_role(role) not in ROLES:
+            raise ConfigError(
+                f"message {number} has role {shown(role)}, which is none of {', '.join(ROLES)}; correct it"
+            )
+        found.append({**values, "role": our_role(role), "content": content})
+    return found
+
+
+def _joined(content: Any) -> str | None:
+    """Text of a content; None: it is no text."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list | tuple):
+        return None
+    texts = [p.get("text") for p in parts if isinstance(p, Mapping) and p.get("type") == "text"]
+    is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if is_text else None
 
 
 class TokenSpan(NamedTuple):
@@ -91,6 +143,11 @@ class OwnFormat:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
         self.source = OWN_TEMPLATE
         self.ends: tuple[int, ...] = (self._end,)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the tokenizer has a token for each role, as one that was learned from conversations has."""
+        return all(self._tokenizer.token_to_id(mark) is not None for mark in MARKS)
 
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as text."""
@@ -454,7 +511,11 @@ def _check_tools(form: ChatFormat, conversation: Conversation) -> None:
 
 
 def latest_turns(
-    form: ChatFormat, messages: list[dict[str, Any]], *, most: int
+    form: ChatFormat,
+    messages: list[dict[str, Any]],
+    *,
+    most: int,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Latest messages of a conversation that fit into a number of tokens, and their prompt.
 
@@ -462,12 +523,13 @@ def latest_turns(
         form: chat format.
         messages: alternating turns of the user and the assistant; the last one, the user's, is kept however long it is.
         most: maximum tokens of the prompt.
+        variables: further variables of a chat template.
 
     Raises:
         ConfigError: see `prompt`.
     """
     for first in range(0, len(messages), 2):
-        ids = form.prompt(messages[first:])
+        ids = form.prompt(messages[first:], variables=variables)
         if len(ids) <= most:
             break
     return messages[first:], ids
@@ -492,5 +554,5 @@ def _strings(values: Any) -> Iterator[str]:
             yield value
         elif isinstance(value, dict):
             left += [*value, *value.values()]
-        elif isinstance(value, list):
+        elif isinstance(value, list | tuple):
             left += value

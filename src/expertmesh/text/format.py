@@ -51,6 +51,11 @@ class TextFormat:
         """Tokens that a text without a prompt begins with: `start_ids`, or if empty the end of text."""
         return self.start_ids or (end_of_text_id(self.tokenizer),)
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a chat template, or the tokenizer was learned from conversations."""
+        return not isinstance(self.chat, OwnFormat) or self.chat.has_marks
+
     def prompt_ids(self, text: str) -> list[int]:
         """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty."""
         ids = ids_of_text(self.tokenizer, text)

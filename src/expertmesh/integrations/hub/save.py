@@ -21,7 +21,7 @@ from expertmesh.config.output_file import complete_folder
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
-from expertmesh.text.chat import MARKS, OWN_TEMPLATE, TemplateFormat
+from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import find_format, text_format
 from expertmesh.text.tokenizer import CONFIG, EXTRAS, end_of_text_id, load_tokenizer, with_start
 
@@ -153,8 +153,9 @@ def write_rest(
         text = text_format(tokenizer, run_dir / "tokenizer.json", model=config)
         _write_tokenizer(run_dir / "tokenizer.json", text.start_ids, folder)
         begin, end = text.first_ids[0], end_of_text_id(tokenizer)
-        talks = all(tokenizer.token_to_id(mark) is not None for mark in MARKS)
-        if talks and not extras.is_dir():  # trained on conversations in our own format
+        if (
+            OwnFormat(tokenizer).has_marks and not extras.is_dir()
+        ):  # trained on conversations in our own format
             (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
         values |= {"bos_token_id": begin, "eos_token_id": end}
         told = {"bos_token_id": begin, "eos_token_id": list(text.end_ids)}

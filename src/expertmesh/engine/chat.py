@@ -1,0 +1,67 @@
+"""Prompts of conversations for an engine, from messages as chat interfaces have them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from expertmesh.errors import ConfigError
+from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode, read_messages
+from expertmesh.text.format import TextFormat
+
+
+def conversations_of(given: Any) -> list[Any]:
+    """List of conversations, from several or one, which is a list of messages."""
+    if isinstance(given, list | tuple) and given and not isinstance(given[0], Mapping):
+        return list(given)
+    return [given]
+
+
+def conversation_ids(
+    text: TextFormat | None,
+    messages: Any,
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation; see `Engine.chat_ids`.
+
+    Args:
+        text: text format of the model; None: there is no tokenizer.
+        messages: see `read_messages`.
+        add_generation_prompt: whether the beginning of an answer follows; None: unless the last message is continued.
+        continue_final_message: whether the last message stays open.
+        chat_template_kwargs: further variables of the chat template.
+
+    Raises:
+        ConfigError: the model knows no conversations, or an argument is invalid; names it.
+    """
+    if text is None or not text.can_chat:
+        missing = (
+            "has no tokenizer"
+            if text is None
+            else "has no chat template, and was not trained on conversations"
+        )
+        raise ConfigError(
+            f"messages: the model {missing}; make the engine of the model's folder, or ask with texts or token ids (generate)"
+        )
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(variables, Mapping) or not is_unicode([dict(variables)]):
+        raise ConfigError(
+            "chat_template_kwargs: must be variables of the template by name; give a dict such as {'enable_thinking': False}"
+        )
+    if wrong := [name for name in RESERVED_VARIABLES if name in variables]:
+        raise ConfigError(f"chat_template_kwargs: may not have {wrong[0]!r}; leave it out")
+    if continue_final_message and add_generation_prompt:
+        raise ConfigError("continue_final_message: excludes add_generation_prompt; leave one out")
+    try:
+        ids = text.chat.prompt(
+            read_messages(messages),
+            asks=add_generation_prompt is not False,
+            continues=continue_final_message,
+            variables=variables,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"messages: {error}") from None
+    if not ids:
+        raise ConfigError("messages: the chat template writes nothing; say something")
+    return ids
