@@ -79,6 +79,7 @@ REFUSED = {
     "nothing": ([], {}, "messages: must be a list of messages"),
     "an empty one": ([ASKED, []], {}, "messages: must be a list of messages"),
     "no content": (USER, {}, "messages: must be messages with a role and a text as content"),
+    "one of several": ([ASKED, USER], {}, "conversation 2: messages: must be messages with a role"),
     "an image": (
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
         {},
@@ -107,14 +108,18 @@ def test_a_wrong_conversation_is_one_line_and_leaves_no_request(engine, name):
 
 def test_a_model_that_knows_no_conversations_says_so():
     tokenizer = train_tokenizer(["few words " * 30], vocab_size=300)
-    model = gpt(vocab_size=tokenizer.get_vocab_size())
+    some = train_tokenizer(["few words " * 30], vocab_size=300, marks=MARKS[:3])
+    model = gpt(vocab_size=300)
     for engine, said in (
         (Engine(model), "has no tokenizer"),
-        (Engine(model, tokenizer), "has no chat template, and was not trained on conversations"),
+        (Engine(model, tokenizer), "has no chat template, and no tokens for roles"),
+        (Engine(model, some), "has no chat template, and no tokens for roles"),
     ):
         with pytest.raises(ConfigError, match=f"^messages: the model {said}; make the engine"):
             engine.chat(ASKED)
 
 
-def test_messages_are_json_too(engine):
+def test_messages_are_json_too_and_may_have_calls_without_content(engine):
     assert engine.chat_ids(json.loads(json.dumps(TALK))) == engine.chat_ids(TALK)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    assert engine.chat_ids([*ASKED, call]) == engine.chat_ids([*ASKED, {**call, "content": ""}])

@@ -232,7 +232,7 @@ THINKING = GLM.replace(
 )
 
 
-def test_variables_of_the_template_are_given_on_the_command_line(tmp_path, capsys):
+def test_variables_of_the_template_are_given_on_the_command_line(tmp_path, capsys, typed):
     """For words, files and a talk; ids are those of transformers. What would have no effect is refused."""
     source = hub_folder(tmp_path / "hub", options={"chat_template": THINKING})
     theirs = AutoTokenizer.from_pretrained(source)
@@ -241,7 +241,9 @@ def test_variables_of_the_template_are_given_on_the_command_line(tmp_path, capsy
     ids = theirs.apply_chat_template(turns, enable_thinking=False, **how)
     plain = theirs.apply_chat_template(turns, **how)
     assert ids[: len(plain)] == plain != ids
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": turns}))
+    parts = [{"type": "text", "text": PROMPT[:3]}, {"type": "text", "text": PROMPT[3:]}]
+    in_parts = [{"role": "user", "content": parts}]
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": in_parts}))
     asked = ["--input", str(tmp_path / "asked.jsonl")]
     off = ["--chat-template-kwargs", '{"enable_thinking": false}']
     words = ["generate", str(source), "--greedy", "--max-tokens", "1"]
@@ -250,7 +252,10 @@ def test_variables_of_the_template_are_given_on_the_command_line(tmp_path, capsy
         ([*off, "--chat", PROMPT], ids),
         (asked, plain),
         ([*off, *asked], ids),
+        (["--chat", "--interactive"], plain),
+        ([*off, "--chat", "--interactive"], ids),
     ):
+        typed(PROMPT)
         with calls_of(Engine.add) as calls:
             assert main([*words, *given]) == 0
         assert [call[0]["ids"] for call in calls] == [expected]

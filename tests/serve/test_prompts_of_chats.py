@@ -13,6 +13,7 @@ from expertmesh.serve.schema import (
     RENAMED,
     ChatRequest,
     CompletionRequest,
+    Sampling,
     TokenizeChat,
 )
 from expertmesh.text.chat import MARKS, OwnFormat, TemplateFormat
@@ -184,6 +185,25 @@ def test_each_field_that_would_change_an_answer_is_refused_by_name(reader, name)
         with pytest.raises(RequestError, match=said) as caught:
             read(kind.model_validate({**body, name: value}))
         assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 5, "max_new_tokens": 5, "n_predict": 5},
+        {"stop": ["x"], "stop_sequences": ["x"]},
+        {"min_tokens": 2, "min_new_tokens": 2},
+        {"repetition_penalty": 1.1, "repeat_penalty": 1.1},
+        {"temperature": 0, "do_sample": False},
+        {"temperature": 0.5, "do_sample": True},
+    ],
+    ids=str,
+)
+def test_a_field_that_says_the_same_as_another_is_taken(reader, fields):
+    known = {name: value for name, value in fields.items() if name in Sampling.model_fields}
+    body = {"messages": [USER]}
+    found = reader.chat(ChatRequest.model_validate(body | fields))
+    assert found == reader.chat(ChatRequest.model_validate(body | known))
 
 
 def test_an_effort_that_no_template_reads_is_refused(tmp_path):

@@ -36,10 +36,10 @@ def variables_of(typed: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: the text is no such object, or has a reserved name.
     """
-    from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode
-
     if typed is None:
         return {}
+    from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode
+
     try:
         found = parse_json(typed)
     except ValueError:
@@ -59,7 +59,7 @@ def check_variables_read(variables: dict[str, Any], form: "ChatFormat") -> None:
     for name in variables:
         if not form.writes(name):
             raise ConfigError(
-                f"--chat-template-kwargs: the model's chat template does not read {shown(name)}; leave it out"
+                f"--chat-template-kwargs: the model's format of conversations does not read {shown(name)}; leave it out"
             )
 
 

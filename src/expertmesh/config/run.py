@@ -44,23 +44,27 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def duration_s(text: str) -> float:
-    """Seconds of a duration: a number of them, or as people and job schedulers write it (90m, 1h30m, 12:00:00, 1-12:00:00).
+    """Seconds of a duration: a number of them, with units (90m, 1h 30m), or as job schedulers write it.
+
+    Schedulers have minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds.
 
     Raises:
         FieldError: the text is none of these.
     """
-    number = "[0-9]+(?:[.][0-9]+)?"
-    if clock := re.fullmatch("(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])", text):
-        parts = zip(clock.groups(default="0"), "dhms", strict=True)
-    elif re.fullmatch(f"(?:{number}[smhd])+", text):
-        parts = zip(re.findall(number, text), re.findall("[smhd]", text), strict=True)
+    days, dash, clock = text.rpartition("-")
+    number, parts = "[0-9]+(?:[.][0-9]+)?", clock.split(":")
+    if re.fullmatch("(?:[0-9]+-)?[0-9]+(?::[0-5][0-9]){0,2}", text) and (dash or len(parts) > 1):
+        units = "hms"[: len(parts)] if dash else "hms"[-len(parts) :]
+        found = [(days or "0", "d"), *zip(parts, units, strict=True)]
+    elif re.fullmatch(f"(?:{number}[smhd] *)+", text):
+        found = re.findall(f"({number})([smhd])", text)
     else:
         try:
             return float(text)
         except ValueError:
             rule = "must be seconds, or a time such as 90m, 1h30m, 12:00:00 or 1-12:00:00"
             raise FieldError((), text, rule, "write one") from None
-    return sum(float(part) * _UNITS_S[unit] for part, unit in parts)
+    return sum(float(part) * _UNITS_S[unit] for part, unit in found)
 
 
 DEVICE_RULE = "must be auto, cpu, cuda or cuda:N"
@@ -169,7 +173,7 @@ class TrainConfig(Config):
     log_every: int | None = Field(default=None, gt=0)
     """Steps between lines of progress where the output is no terminal; none: 40 lines in a run. Files have every step."""
     max_time: float | None = Field(default=None, gt=0)
-    """Seconds, or a time as 90m, 1h30m or 12:00:00, after which the run has saved and stopped, to go on with train.resume; none: no limit."""
+    """Seconds, or a time such as 90m, 1h30m or 12:00:00, after which the run has saved and stopped, to go on with train.resume; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
     """Evaluations in a row without a lower validation loss after which the run is done; none: all steps."""
     tensorboard: bool = True

@@ -8,13 +8,6 @@ from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode, read_messages
 from expertmesh.text.format import TextFormat
 
 
-def conversations_of(given: Any) -> list[Any]:
-    """List of conversations, from several or one, which is a list of messages."""
-    if isinstance(given, list | tuple) and given and not isinstance(given[0], Mapping):
-        return list(given)
-    return [given]
-
-
 def conversation_ids(
     text: TextFormat | None,
     messages: Any,
@@ -37,12 +30,10 @@ def conversation_ids(
     """
     if text is None or not text.can_chat:
         missing = (
-            "has no tokenizer"
-            if text is None
-            else "has no chat template, and was not trained on conversations"
+            "has no tokenizer" if text is None else "has no chat template, and no tokens for roles"
         )
         raise ConfigError(
-            f"messages: the model {missing}; make the engine of the model's folder, or ask with texts or token ids (generate)"
+            f"messages: the model {missing}; make the engine of a folder with a chat template, or ask with texts or token ids (generate)"
         )
     variables = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(variables, Mapping) or not is_unicode([dict(variables)]):
@@ -65,3 +56,29 @@ def conversation_ids(
     if not ids:
         raise ConfigError("messages: the chat template writes nothing; say something")
     return ids
+
+
+def prompts_of_conversations(
+    text: TextFormat | None, given: Any, **options: Any
+) -> list[list[int]]:
+    """Prompts of one conversation or several; errors of one among several name it.
+
+    Args:
+        text: see `conversation_ids`.
+        given: a list of messages, or a list of such lists.
+        **options: see `conversation_ids`.
+
+    Raises:
+        ConfigError: see `conversation_ids`.
+    """
+    if not isinstance(given, list | tuple) or not given or isinstance(given[0], Mapping):
+        return [conversation_ids(text, given, **options)]
+    prompts = []
+    for number, messages in enumerate(given, 1):
+        try:
+            prompts.append(conversation_ids(text, messages, **options))
+        except ConfigError as error:
+            if len(given) == 1:
+                raise
+            raise ConfigError(f"conversation {number}: {error}") from None
+    return prompts

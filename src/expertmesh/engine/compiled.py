@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from expertmesh.config.engine import EngineConfig
+from expertmesh.engine.request_adapters import detach_collected
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
@@ -385,6 +386,7 @@ def compiled_forward(model: Any, config: EngineConfig) -> CompiledForward | None
     """
     if config.compile is False or model.config.batch_invariant:
         return None
+    detach_collected(model)
     problem = why_not_compiled(model)
     if problem and config.compile:
         raise ConfigError("compile", True, problem, "leave it out")

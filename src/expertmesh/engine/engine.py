@@ -22,7 +22,7 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
-from expertmesh.engine.chat import conversation_ids, conversations_of
+from expertmesh.engine.chat import conversation_ids, prompts_of_conversations
 from expertmesh.engine.checks import (
     check_asked,
     check_ids,
@@ -219,6 +219,7 @@ class Engine:
         """Let the other ranks return from `follow`. May be called again; does nothing in a single process."""
         if isinstance(self._runner, RankedRunner):
             self._runner.close()
+            atexit.unregister(self.close)
 
     def check_ranks(self) -> None:
         """Raise CollectiveError if other ranks were lost since the last step (heartbeats detect it); never in a single process."""
@@ -479,16 +480,15 @@ class Engine:
             >>> engine = em.Engine("models/Qwen3-30B-A3B")
             >>> engine.chat([{"role": "user", "content": "What is 2 + 2?"}], em.SamplingParams(temperature=0))
         """
-        prompts = [self.chat_ids(one, **options) for one in conversations_of(messages)]
+        prompts = prompts_of_conversations(self.text, messages, **options)
         return self.generate(prompts, params, adapter=adapter)
 
     def chat_ids(self, messages: Seq[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Prompt of a conversation, for `add`, `stream` and others: token ids by the model's chat template, or by our own
-        format if it was trained on conversations without a template.
+        """Token ids of a conversation, for `add` and `stream`, by the model's chat template or our own format.
 
         Args:
-            messages: messages with a role ("system", "user", "assistant", "tool") and a content; a template gets other
-                fields, too.
+            messages: messages with a role ("system", "user", "assistant", "tool") and a content (text); a
+                template gets other fields, too.
             **options: `add_generation_prompt` (False: no beginning of an answer), `continue_final_message` (True: the
                 answer continues the last message), `chat_template_kwargs` (further variables of the template).
 

@@ -7,7 +7,7 @@ token has the same bits alone and in any batch.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.experts import DenseMLP, GroupedExperts, OfRows
+from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.experts.call import AdapterRun, LowRank
 from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher
@@ -108,7 +108,7 @@ class AdapterSpan(NamedTuple):
 
 
 class Adapters:
-    """Adapters of a model, by name; the model is as before once they are collected.
+    """Adapters of a model, by name; hooks do not keep them alive.
 
     Args:
         model: a GPT in this process, or with a part of the experts, whose factors are kept.
@@ -121,7 +121,7 @@ class Adapters:
         self._roots = itertools.count(ROOT - 1, -1)
         self._runs: tuple[AdapterSpan, ...] = ()
         self._expert_runs: tuple[AdapterSpan, ...] = ()
-        self._detach: weakref.finalize[..., Adapters] | None = None
+        self._is_attached = False
 
     @property
     def all(self) -> list[LoadedAdapter]:
@@ -169,8 +169,8 @@ class Adapters:
             path, _, which = parameter.rpartition(".")
             self._check(path, files.folder)
             of_module.setdefault(path, {})[which] = self._low_rank(self._own(path, factors))
-        if self._detach is None:
-            self._detach = self._attached()
+        if not self._is_attached:
+            self._attach()
         root = next(self._roots) if root is None else root
         loaded = LoadedAdapter(name, files.folder, root, of_module)
         each = (one for both in of_module.values() for one in both.values())
@@ -251,49 +251,67 @@ class Adapters:
         a, b = (factor.to(self._model.device, self._dtype) for factor in factors)
         return LowRank(a, b, 1.0, False)
 
-    def _attached(self) -> "weakref.finalize[..., Adapters]":
-        """Attach hooks to the modules, and return what detaches them when the adapters are collected.
+    def _attach(self) -> None:
+        """Attach hooks to the modules; without adapters in a step, modules compute as before.
 
-        Without adapters in a step, modules compute as before. Hooks of other engines on the same model stay: each adds the
-        adapters of its own steps only.
+        Hooks of other engines on the same model stay: each adds the adapters of its own steps only.
         """
-        own = weakref.ref(self)
-        removers: list[Callable[[], None]] = []
-
-        def listed(module: DenseMLP | GroupedExperts, of_rows: OfRows) -> None:
-            module.of_rows.append(of_rows)
-            removers.append(partial(module.of_rows.remove, of_rows))
-
+        detach_collected(self._model)
+        self._is_attached = True
+        own = _Owner(self)
         for path, module in self._model.named_modules():
             if isinstance(module, Linear):
-                hook = module.register_forward_hook(partial(_add_to, own, path))
-                removers.append(hook.remove)
+                module.register_forward_hook(partial(_add_to, own, path))
             elif isinstance(module, DenseMLP):
-                listed(module, partial(_of_tokens, own, path))
+                module.of_rows.append(partial(_of_tokens, own, path))
             elif isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
                 way = module.dispatcher
                 is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
                 each = module.top_k if is_exact else 1
-                listed(module.experts, partial(_of_expert_rows, own, f"{path}.experts", each))
-        detach = weakref.finalize(self, _call_all, removers)
-        detach.atexit = False
-        return detach
+                module.experts.of_rows.append(
+                    partial(_of_expert_rows, own, f"{path}.experts", each)
+                )
 
     def spans(self, *, of_experts: bool = False) -> tuple[AdapterSpan, ...]:
         """Adapter spans of the step's tokens, or of the tokens that this rank's experts receive."""
         return self._expert_runs if of_experts else self._runs
 
 
-Owner = weakref.ref[Adapters]
-"""Adapters whose hook is called; dead for a moment between their collection and the removal of the hook."""
+class _Owner:
+    """Weak reference of a hook to its adapters; in a copy of the model it refers to none."""
+
+    def __init__(self, adapters: Adapters | None = None) -> None:
+        self._adapters = None if adapters is None else weakref.ref(adapters)
+
+    def __call__(self) -> Adapters | None:
+        return None if self._adapters is None else self._adapters()
+
+    def __deepcopy__(self, memo: Any) -> "_Owner":
+        return _Owner()
+
+    def __reduce__(self) -> Any:
+        return _Owner, ()
 
 
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
+def detach_collected(model: nn.Module) -> None:
+    """Remove hooks of adapters that were collected with their engine, and those in a copy of the model.
+
+    Not done by a finalizer, which could run while a module calls its hooks.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if _is_idle(hook):
+                del module._forward_hooks[key]
+        if isinstance(module, DenseMLP | GroupedExperts):
+            module.of_rows = [hook for hook in module.of_rows if not _is_idle(hook)]
 
 
-def _add_to(owner: Owner, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+def _is_idle(hook: Any) -> bool:
+    owner = hook.args[0] if isinstance(hook, partial) and hook.args else None
+    return isinstance(owner, _Owner) and owner() is None
+
+
+def _add_to(owner: _Owner, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
     """Add the adapters' outputs to the output of a linear map, in place."""
     adapters = owner()
     if adapters is None or not (spans := adapters.spans()):
@@ -309,13 +327,13 @@ def _add_to(owner: Owner, path: str, module: nn.Module, args: tuple[Any, ...], y
             y_TN[first:stop] += linear(low_nr, b_ENr[0], backend=module.backend)
 
 
-def _of_tokens(owner: Owner, path: str) -> tuple[AdapterRun, ...]:
+def _of_tokens(owner: _Owner, path: str) -> tuple[AdapterRun, ...]:
     """Adapter runs for a dense module, whose rows are the step's tokens."""
     adapters = owner()
     return () if adapters is None else _adapter_runs(path, adapters.spans(), 1)
 
 
-def _of_expert_rows(owner: Owner, path: str, each: int) -> tuple[AdapterRun, ...]:
+def _of_expert_rows(owner: _Owner, path: str, each: int) -> tuple[AdapterRun, ...]:
     """Adapter runs for the experts of a layer, which see `each` rows of a token."""
     adapters = owner()
     return () if adapters is None else _adapter_runs(path, adapters.spans(of_experts=True), each)

@@ -25,7 +25,7 @@ OfRows = Callable[[], tuple[AdapterRun, ...]]
 
 
 def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
-    return tuple(run for one in of_rows for run in one()) if of_rows else ()
+    return tuple(run for one in tuple(of_rows) for run in one()) if of_rows else ()
 
 
 @dataclass(frozen=True)

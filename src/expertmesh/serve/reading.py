@@ -241,11 +241,15 @@ class RequestReader:
     def _check(self, request: Sampling) -> str | None:
         """Requested adapter; raises RequestError if a field is unsupported or invalid."""
         adapter = self.adapter_of(request.model)
-        is_text = isinstance(request, CompletionRequest)
-        _refuse(
-            request.model_extra or {},
-            {"best_of": (request.n or 1,), "add_special_tokens": (is_text,)},
-        )
+        given = request.model_extra or {}
+        harmless: dict[str, tuple[Any, ...]] = {
+            "best_of": (request.n or 1,),
+            "add_special_tokens": (isinstance(request, CompletionRequest),),
+            "do_sample": (request.temperature != 0,),
+        }
+        for name, here in RENAMED.items():
+            harmless[name] = (getattr(request, here, given.get(here)),)
+        _refuse(given, harmless)
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")

@@ -103,7 +103,7 @@ REFUSED = {
     "grammar": "answers are free text, or JSON (response_format)",
     "regex": "answers are free text, or JSON (response_format)",
     "ebnf": "answers are free text, or JSON (response_format)",
-    "repeat_last_n": "penalties look at the whole text",
+    "n_probs": "is logprobs here, and top_logprobs in chats",
     "do_sample": "temperature 0 is greedy",
     "mirostat": "tokens are chosen by top_k, top_p and min_p",
     "top_a": "tokens are chosen by top_k, top_p and min_p",
@@ -122,11 +122,10 @@ RENAMED = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_sequences": "stop",
-    "n_probs": "logprobs",
     "repeat_penalty": "repetition_penalty",
-    "json_schema": "response_format",
+    "json_schema": "guided_json",
 }
-"""Fields of other servers, with their names here; refused, too."""
+"""Fields of other servers, with their names here; refused unless the field of that name has the same value."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -148,13 +147,17 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "verbosity": ("medium",),
     "grammar": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "n_predict": (-1,),
+    "min_new_tokens": (0,),
+    "stop_sequences": ([],),
     "n_probs": (0,),
     "repeat_penalty": (1.0,),
-    "do_sample": (True,),
     "mirostat": (0,),
     "top_a": (0.0,),
     "tfs_z": (1.0,),
-    "top_n_sigma": (-1.0,),
+    "top_n_sigma": (-1.0, 0.0),
     "xtc_probability": (0.0,),
     "dry_multiplier": (0.0,),
     "dynatemp_range": (0.0,),

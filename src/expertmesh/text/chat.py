@@ -13,6 +13,7 @@ as special tokens; any other tokenizer encodes them as text. docs/decisions/009-
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -77,12 +78,13 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
 
     Args:
         given: messages, each a mapping with a role (`ROLES`, or "developer") and a content: a string, or a list of
-            {"type": "text", "text": string}, which are joined. Other fields are kept for chat templates.
+            {"type": "text", "text": string}, which are joined; it may be missing beside tool_calls. Other fields are kept
+            for chat templates.
 
     Raises:
         ConfigError: one of them is something else; says which, and what is wanted.
     """
-    wanted = "[{'role': 'user', 'content': '...'}]"
+    wanted = '[{"role": "user", "content": "..."}]'
     if not isinstance(given, list | tuple) or not given:
         raise ConfigError(f"must be a list of messages, such as {wanted}; give one")
     if not is_unicode(given):
@@ -91,6 +93,8 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(given, 1):
         values = message if isinstance(message, Mapping) else {}
         role, content = values.get("role"), _joined(values.get("content"))
+        if content is None and values.get("content") is None and values.get("tool_calls"):
+            content = ""
         if not isinstance(role, str) or content is None:
             raise ConfigError(
                 f"must be messages with a role and a text as content, such as {wanted}, and message {number} is not; correct it"
@@ -308,7 +312,7 @@ class TemplateFormat:
 
     def writes(self, field: str) -> bool:
         """Whether the template names a field of messages, or a variable."""
-        return field in self.source
+        return re.search(rf"\b{re.escape(field)}\b", self.source) is not None
 
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
@@ -552,7 +556,7 @@ def _strings(values: Any) -> Iterator[str]:
         value = left.pop()
         if isinstance(value, str):
             yield value
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             left += [*value, *value.values()]
         elif isinstance(value, list | tuple):
             left += value
