@@ -101,8 +101,16 @@ BROKEN = [
         "train.freeze=('experts', 'router')",
         "a hash learns nothing",
     ),
-    ({"train.max_time": "90x"}, "train.max_time=90x", "must be seconds, or a time such as 90m"),
-    ({"train.max_time": "1:99"}, "train.max_time=1:99", "must be seconds, or a time such as 90m"),
+    (
+        {"train.max_time": "90x"},
+        "train.max_time=90x",
+        "must be a finite number of seconds, or a time such as 90m",
+    ),
+    (
+        {"train.max_time": "1:99"},
+        "train.max_time=1:99",
+        "must be a finite number of seconds, or a time such as 90m",
+    ),
     ({"train.max_time": "0m"}, "train.max_time=0.0", "greater than 0"),
     ({"train.max_time": "nan"}, "train.max_time=nan", "finite"),
     ({"train.stepz": 1}, "train.stepz=1", "did you mean train.steps?"),

@@ -62,7 +62,7 @@ def duration_s(text: str) -> float:
         try:
             return float(text)
         except ValueError:
-            rule = "must be seconds, or a time such as 90m, 1h30m, 12:00:00 or 1-12:00:00"
+            rule = "must be a finite number of seconds, or a time such as 90m, 1h30m, 12:00:00 or 1-12:00:00"
             raise FieldError((), text, rule, "write one") from None
     return sum(float(part) * _UNITS_S[unit] for part, unit in found)
 
