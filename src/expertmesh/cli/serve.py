@@ -219,10 +219,7 @@ def options_of(kind: type[BaseModel], options: Any) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in kind.model_fields}
     values = {name: value for name, value in given.items() if value is not None}
     return {
-        name: tuple(listed(value, are_paths=name == "adapter"))
-        if isinstance(value, list)
-        else value
-        for name, value in values.items()
+        n: tuple(listed(v, are_paths=True)) if isinstance(v, list) else v for n, v in values.items()
     }
 
 

@@ -36,10 +36,12 @@ def conversation_ids(
             f"messages: the model {missing}; make the engine of a folder with a chat template, or ask with texts or token ids (generate)"
         )
     variables = {} if chat_template_kwargs is None else chat_template_kwargs
-    if not isinstance(variables, Mapping) or not is_unicode([dict(variables)]):
+    if not isinstance(variables, Mapping):
         raise ConfigError(
             "chat_template_kwargs: must be variables of the template by name; give a dict such as {'enable_thinking': False}"
         )
+    if not is_unicode([variables]):
+        raise ConfigError("chat_template_kwargs: has half a character; correct it")
     if wrong := [name for name in RESERVED_VARIABLES if name in variables]:
         raise ConfigError(f"chat_template_kwargs: may not have {wrong[0]!r}; leave it out")
     if continue_final_message and add_generation_prompt:

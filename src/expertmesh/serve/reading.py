@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from expertmesh.config.server import ServerConfig
+from expertmesh.engine.chat import conversation_ids
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
@@ -24,7 +25,7 @@ from expertmesh.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
-from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode, our_role
+from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
 from expertmesh.text.tokenizer import ids_of_text
 
@@ -164,36 +165,21 @@ class RequestReader:
             )
         said = [_said(message, number) for number, message in enumerate(request.messages)]
         variables = self._variables(request)
-        for name, values in (("messages", said), ("chat_template_kwargs", variables)):
-            if not is_unicode(values):
-                raise RequestError(400, f"{name}: has half a character; correct it", param=name)
-        continues = bool(request.continue_final_message)
-        if continues and request.add_generation_prompt:
-            name = "continue_final_message"
-            raise RequestError(
-                400, f"{name}: excludes add_generation_prompt; leave one out", param=name
-            )
         try:
-            ids = self.text.chat.prompt(
+            return conversation_ids(
+                self.text,
                 said,
-                asks=request.add_generation_prompt is not False,
-                continues=continues,
-                variables=variables,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=bool(request.continue_final_message),
+                chat_template_kwargs=variables,
             )
         except ConfigError as error:
-            raise RequestError(400, f"messages: {error}", param="messages") from None
-        if not ids:
-            raise RequestError(
-                400, "messages: the chat template writes nothing; say something", param="messages"
-            )
-        return ids
+            field = str(error).partition(":")[0]
+            raise RequestError(400, str(error), param=field) from None
 
     def _variables(self, request: ChatPrompt) -> dict[str, Any]:
-        """Variables of the template that the request sets; raises RequestError if one is not its to set."""
+        """Variables of the template that the request sets; raises RequestError if its effort is no variable."""
         given = dict(request.chat_template_kwargs or {})
-        name = "chat_template_kwargs"
-        if wrong := [one for one in RESERVED_VARIABLES if one in given]:
-            raise RequestError(400, f"{name}: may not have {wrong[0]!r}; leave it out", param=name)
         name = "reasoning_effort"
         effort = (request.model_extra or {}).get(name)
         if self.text.chat.writes(name):
