@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-import expertmesh as em
 from tests.corpus.cases import FILES, STEPS, config_of
 from tests.support.runs import lines_of, train_quietly
+
+import expertmesh as em
 
 
 def resumed_losses(name: str, moments: str | None) -> list[float]:

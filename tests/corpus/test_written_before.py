@@ -4,13 +4,13 @@ import json
 import logging
 
 import pytest
+from tests.corpus.cases import CASES, FILES, TORCHAO
+from tests.corpus.outcomes import folder_numbers, resumed_losses
+from tests.oracle.numerics import relative_error
 
 from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import USUAL_NETWORK
 from expertmesh.parallel.experts.tuning_cache import load_network, load_plans
-from tests.corpus.cases import CASES, FILES, TORCHAO
-from tests.corpus.outcomes import folder_numbers, resumed_losses
-from tests.oracle.numerics import relative_error
 
 EXPECTED = json.loads((FILES / "expected.json").read_text())
 RESUMPTIONS = [(name, moments) for name, case in CASES.items() for moments in (None, *case.moments)]

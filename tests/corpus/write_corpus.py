@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
-import expertmesh as em
-from expertmesh.config.dispatch_options import DispatchOptions
-from expertmesh.costs.communication import USUAL_NETWORK
-from expertmesh.integrations.hub import convert, quantize
-from expertmesh.parallel.experts.tuning_cache import save_network, save_plans
 from tests.corpus.cases import CASES, FILES, GPT, config_of
 from tests.corpus.outcomes import folder_numbers, resumed_losses
 from tests.support.adapters import make_adapter
 from tests.support.hub_models import tiny_model
 from tests.support.pictures import stripes, write_folder
 from tests.support.runs import train_quietly
+
+import expertmesh as em
+from expertmesh.config.dispatch_options import DispatchOptions
+from expertmesh.costs.communication import USUAL_NETWORK
+from expertmesh.integrations.hub import convert, quantize
+from expertmesh.parallel.experts.tuning_cache import save_network, save_plans
 
 _LEFT_OUT = ("tensorboard", "lock", "experts.jsonl", "arithmetic.json")
 
