@@ -13,11 +13,11 @@ from torch import nn
 from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
-from expertmesh.layout.moments import block_size, moment_bytes
 from expertmesh.models.gpt.memory import estimate_memory
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.shard_place import Place
+from expertmesh.spec.moments import block_size, moment_bytes
 from expertmesh.training.moment_types import CODES, read_moment, write_moment
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.state import RunProgress, TrainState

@@ -10,8 +10,8 @@ from torch import nn
 
 from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
-from expertmesh.layout.moments import moment_bytes
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.spec.moments import moment_bytes
 from expertmesh.training.optim import build_optimizer, set_learning_rate
 
 TYPES = ("torchao-int8", "torchao-int4")

@@ -21,9 +21,9 @@ from expertmesh.checkpoints.hub.layout import pieces, spellings
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.model_spec import Parameter
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertmesh.config.run import Optimizer, ParallelConfig, StateDtype
-from expertmesh.layout.moments import moment_bytes
-from expertmesh.layout.spec import ModelSpec, Parameter, num_elements
+from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements
+from expertmesh.spec.moments import moment_bytes
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -109,7 +109,7 @@ def rank_memory(
     """Memory of parameters, gradients and optimizer state on each rank (docs/parallelism.md, "Memory").
 
     With W = dp_shard x tp ranks that hold one copy, a rank holds between steps, four times (weights and gradients in the
-    parameters' dtype, and two moments in their own, see `layout/moments.py`):
+    parameters' dtype, and two moments in their own, see `spec/moments.py`):
 
     * experts: 1 / W of all;
     * dense parameters that tensor parallelism cuts: 1 / (tp dp_shard); the others 1 / dp_shard. The first axis that dp_shard

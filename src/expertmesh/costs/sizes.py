@@ -9,7 +9,7 @@ from typing import Any
 from expertmesh.config.base import shown
 from expertmesh.costs.hub_sizes import EXPERTS, TOP_K, check_hub_sizes, check_together
 from expertmesh.errors import ConfigError
-from expertmesh.layout.spec import Parameter
+from expertmesh.spec.model_spec import Parameter
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.layout.spec import ModelSpec
 from expertmesh.moe.check_arguments import check_dtype
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
+from expertmesh.spec.model_spec import ModelSpec
 
 
 def check_model_arguments(config: Any, kind: type, dtype: Any) -> None:

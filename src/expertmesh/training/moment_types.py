@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.run import StateDtype
-from expertmesh.layout.moments import THEIRS, block_size, is_compact
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.shard_place import laid_out_as
+from expertmesh.spec.moments import THEIRS, block_size, is_compact
 from expertmesh.training.stochastic_rounding import Words
 from expertmesh.training.workspace import Workspace
 
@@ -300,7 +300,7 @@ def _code(state_dtype: StateDtype, width: int) -> Code:
 
 
 def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code | None:
-    """Storage type of a parameter's moments; None: the parameter's own dtype (`layout/moments.py` has the rule).
+    """Storage type of a parameter's moments; None: the parameter's own dtype (`spec/moments.py` has the rule).
 
     Args:
         parameter: a plain tensor or a DTensor.

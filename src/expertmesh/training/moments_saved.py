@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from expertmesh.checkpoints.source import Stored, TensorSource, read_into, read_whole
 from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
-from expertmesh.layout.moments import THEIRS
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.shard_place import Place, maxima_over_ranks, place_of
+from expertmesh.spec.moments import THEIRS
 from expertmesh.training.compact import new_state, state_dtype_of
 from expertmesh.training.moment_types import (
     Code,

@@ -9,8 +9,8 @@ from torch import nn
 
 from expertmesh.config.run import Frozen, OptimConfig, StateDtype
 from expertmesh.errors import ConfigError
-from expertmesh.layout.moments import FEWEST_ELEMENTS, THEIRS
 from expertmesh.moe.layer import MoELayer
+from expertmesh.spec.moments import FEWEST_ELEMENTS, THEIRS
 from expertmesh.training.compact import CompactAdamW
 from expertmesh.training.fused import fused_halves
 from expertmesh.training.moment_types import is_kept_as

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
-from expertmesh.layout.moments import THEIRS
 from expertmesh.ops.cpu.compiled_loops import compiler_problem
+from expertmesh.spec.moments import THEIRS
 from expertmesh.training.compact import fused_adamw, loss_of
 
 _CLASSES: Mapping[StateDtype, str] = {

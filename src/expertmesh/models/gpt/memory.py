@@ -4,9 +4,9 @@ from expertmesh.config.run import Optimizer, StateDtype
 from expertmesh.config.short_sequence import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.costs.flops import rows_per_token
 from expertmesh.costs.memory import DTYPE_BYTES, MemoryEstimate, optimizer_bytes
-from expertmesh.layout.feed_forward import num_branches
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.feed_forward import num_branches
 
 
 def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:

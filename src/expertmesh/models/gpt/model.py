@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.errors import ConfigError, named
-from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import LanguageModel
@@ -45,6 +44,7 @@ from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.op_set import select_op_set
+from expertmesh.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class GPT(LanguageModel):
 
     @property
     def spec(self) -> ModelSpec:
-        """Specification of its parameters; see `expertmesh.layout.spec`."""
+        """Specification of its parameters; see `expertmesh.spec.model_spec`."""
         return gpt_spec(self.config)
 
     @torch.no_grad()

@@ -5,10 +5,10 @@ from collections import Counter
 
 from expertmesh.costs.flops import rows_per_token
 from expertmesh.costs.sizes import LayerSizes, ModelSizes
-from expertmesh.layout.feed_forward import num_branches
-from expertmesh.layout.spec import Parameter, num_elements
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.feed_forward import num_branches
+from expertmesh.spec.model_spec import Parameter, num_elements
 
 
 def sizes_of(config: ModelConfig) -> ModelSizes:

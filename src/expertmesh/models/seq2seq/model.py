@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.attention import Attention, DenseContext, rope_tables
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.inputs import (
@@ -42,6 +41,7 @@ from expertmesh.ops.attention.visible import Visible, visible_source
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.plain_call import can_look_at
+from expertmesh.spec.model_spec import ModelSpec
 
 Memory = tuple[Tensor, Tensor]
 """Keys and values of the sources for one layer, (sources, H, S, head_dim) each."""
@@ -291,7 +291,7 @@ class Seq2Seq(LanguageModel):
 
     @property
     def spec(self) -> ModelSpec:
-        """Specification of its parameters; see `expertmesh.layout.spec`."""
+        """Specification of its parameters; see `expertmesh.spec.model_spec`."""
         return seq2seq_spec(self.config)
 
     @torch.no_grad()

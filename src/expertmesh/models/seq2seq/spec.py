@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
-from expertmesh.layout.feed_forward import feed_forward
-from expertmesh.layout.spec import ModelSpec, Parameter, parameter
 from expertmesh.models.seq2seq.config import Seq2SeqConfig
+from expertmesh.spec.feed_forward import feed_forward
+from expertmesh.spec.model_spec import ModelSpec, Parameter, parameter
 
 
 @lru_cache(maxsize=16)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError, named
-from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.classifier import ImageScores
 from expertmesh.models.inputs import check_home, check_tensor, check_whole
 from expertmesh.models.layers import (
@@ -40,6 +39,7 @@ from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.spec.model_spec import ModelSpec
 
 _MOST_LOG_SCALE = math.log(100.0)
 _POSITION_BIAS = 16.0
@@ -354,7 +354,7 @@ class Swin(nn.Module):
 
     @property
     def spec(self) -> ModelSpec:
-        """Specification of its parameters; see `expertmesh.layout.spec`."""
+        """Specification of its parameters; see `expertmesh.spec.model_spec`."""
         return swin_spec(self.config)
 
     @torch.no_grad()

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 from expertmesh.config.moe import MoEConfig
-from expertmesh.layout.feed_forward import mlp, moe
-from expertmesh.layout.spec import ModelSpec, Parameter, Role, parameter
 from expertmesh.models.swin.config import SwinConfig
+from expertmesh.spec.feed_forward import mlp, moe
+from expertmesh.spec.model_spec import ModelSpec, Parameter, Role, parameter
 
 POSITION_HIDDEN = 512
 """Hidden size of the MLP that computes the position bias."""

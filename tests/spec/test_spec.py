@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from expertmesh.config.moe import MoEConfig
-from expertmesh.layout.spec import LEARNED_AS, Parameter, parameter
 from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.moe.layer import MoELayer
+from expertmesh.spec.model_spec import LEARNED_AS, Parameter, parameter
 from expertmesh.training.param_groups import parameter_roles
 
 _EXPERTS = {"num_experts": (4,), "top_k": 1}

@@ -135,7 +135,7 @@ def parameter(
         **sizes: size of each axis by its name.
 
     Example:
-        >>> from expertmesh.layout.spec import parameter
+        >>> from expertmesh.spec.model_spec import parameter
         >>> parameter("out.weight", "matrix", "attention", model=64, heads=48, cut="heads").tensor_axis
         1
     """

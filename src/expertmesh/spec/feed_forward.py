@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from expertmesh.config.moe import MoEConfig
-from expertmesh.layout.spec import Parameter, parameter
+from expertmesh.spec.model_spec import Parameter, parameter
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu", "clamped_swiglu"})
 

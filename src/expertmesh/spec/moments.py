@@ -40,7 +40,7 @@ def block_size(width: int) -> int:
         width: length of the whole last axis.
 
     Example:
-        >>> from expertmesh.layout.moments import block_size
+        >>> from expertmesh.spec.moments import block_size
         >>> block_size(4096), block_size(128), block_size(3)
         (64, 32, 8)
     """
@@ -76,7 +76,7 @@ def moment_bytes(
         master: bytes of an element of the parameter.
 
     Example:
-        >>> from expertmesh.layout.moments import moment_bytes
+        >>> from expertmesh.spec.moments import moment_bytes
         >>> moment_bytes((64, 4096), (64, 4096), "int8")  # 1 for each element, 4 for each block of 64
         278528
     """
