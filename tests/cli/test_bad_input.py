@@ -90,16 +90,13 @@ COMMAND_LINE = {
         "--optim.warmup-steps", "9", "at most the steps of the schedule, 2", "lower it"
     ),
     "two sources of data": wrong_value("--data.dataset", "wiki", "conflicts with", "only one"),
-    "option that a validation does not read": Mistake(
+    "validation that has a program of its own": Mistake(
         plain("plan", "--validate", "--goal", "memory"),
-        ["--goal: has no effect with --validate", "leave one of the two out"],
+        ["--validate: is no option of this verb", "python -m benchmarks.planner in a clone"],
     ),
-    "option that claims do not read": Mistake(
-        plain("plan", "--claims", "--page", "x.html"),
-        ["--page: has no effect with --claims", "leave one of the two out"],
-    ),
-    "model beside claims": Mistake(
-        plain("plan", "gpt-moe-1b", "--claims"), ["gpt-moe-1b: has no effect with --claims"]
+    "claims that have a program of their own": Mistake(
+        plain("plan", "gpt-moe-1b", "--claims"),
+        ["--claims: is no option of this verb", "python -m benchmarks.planner --claims"],
     ),
     "two reports of the doctor": Mistake(
         plain("doctor", "--topology", "--cluster", "x.toml"),

@@ -23,8 +23,6 @@ from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.models.registry import recipe
 from expertmesh.planner.configured import layout_of
 from expertmesh.planner.search import Candidate, Problem, layouts, with_batch
-from expertmesh.planner.search_result import ERROR_BAR
-from expertmesh.planner.validation import Summary, validate
 from expertmesh.planner.why import why_not
 from expertmesh.runs.run_dir import RunDir
 
@@ -258,11 +256,6 @@ def test_a_model_of_ours_has_the_sizes_of_ours(tmp_path):
     assert {b.cache_width for b in theirs.blocks} == {b.cache_width for b in ours.blocks}
 
 
-def test_error_bars_are_those_of_the_validation():
-    s = Summary.of(validate().held_out)
-    assert (pytest.approx(s.low, abs=0.01), pytest.approx(s.high, abs=0.01)) == ERROR_BAR
-
-
 WRONG = [
     (["nothing", "--cluster", "h100x8"], "no recipe, run or config.json"),
     (["gpt-1.3b-moe12", "--cluster", "h100x8"], "did you mean gpt-1.3b-moe128?"),
@@ -301,7 +294,8 @@ WRONG = [
     (["gpt-moe-1b", "--cluster", "h100x8", "--goal", "fame"], "invalid choice"),
     (["deepseek-v3", "--cluster", "h100x8"], "fits nowhere"),
     (["translate-multi30k", "--cluster", "h100x8"], "no language model"),
-    (["gpt-moe-1b", "--cluster", "h100x8", "--validate"], "leave one out"),
+    (["--validate"], "run python -m benchmarks.planner in a clone"),
+    (["gpt-moe-1b", "--claims"], "run python -m benchmarks.planner --claims in a clone"),
 ]
 
 

@@ -21,6 +21,7 @@ from expertmesh.planner.arguments import (
     path_text,
     whole,
 )
+from expertmesh.planner.fit import fit_with
 from expertmesh.planner.own import own_points
 from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import (
@@ -37,7 +38,6 @@ from expertmesh.planner.search import (
 )
 from expertmesh.planner.search_result import SearchResult
 from expertmesh.planner.table import plan_text
-from expertmesh.planner.validation import validate
 
 IMBALANCE = 1.15
 """Rows of the fullest rank over the mean in natural routing: 1.1 to 1.25 (docs/planner.md)."""
@@ -107,7 +107,7 @@ def plan(
         found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp
     )
     if measured is not None:
-        refitted = validate(own_points(path_text("measured", measured, "a file"))).efficiency
+        refitted = fit_with(own_points(path_text("measured", measured, "a file")))
         problem = replace(problem, efficiency=efficiency_of(where, refitted))
     if tokens is not None:
         found = replace(found, train_tokens=tokens)

@@ -8,7 +8,7 @@ from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.peak_memory import GIB, peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.step_time import Efficiency, step_seconds
-from expertmesh.planner.fit import fit
+from expertmesh.planner.fit import fit_with
 from expertmesh.planner.published import (
     PublishedMeasurement,
     published_models,
@@ -16,9 +16,6 @@ from expertmesh.planner.published import (
     published_serving,
 )
 from expertmesh.planner.serve import Serving
-
-OWN_WEIGHT = 5
-"""Weight of a user's own row in the fit."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +114,13 @@ def validate(own: Sequence[PublishedMeasurement] = ()) -> Validation:
         own: measurements beside the published ones, all for the fit.
 
     Example:
-        >>> from expertmesh.planner.validation import Summary, validate
+        >>> from benchmarks.planner.validation import Summary, validate
         >>> held_out = Summary.of(validate().held_out)
         >>> held_out.median < 0.2 and held_out.within > 0.8
         True
     """
     points = (*published_points(), *own)
-    # the user's own machine has more weight
-    efficiency = fit([p for p in points if p.is_fitted] + [*own] * (OWN_WEIGHT - 1))
+    efficiency = fit_with(own)
 
     def judged(rows: Sequence[PublishedMeasurement]) -> tuple[Judged, ...]:
         return tuple(Judged(row, predicted(row, efficiency)) for row in rows)

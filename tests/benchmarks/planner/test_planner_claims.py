@@ -1,9 +1,8 @@
 """The seeds' claims beside the model: those with settings get a ratio, the others the settings that make them true."""
 
 import pytest
-
-from expertmesh.planner.claims import claims, exchange_ratio, layer_ratio, model_ratio, solved
-from expertmesh.planner.table import claims_text
+from benchmarks.planner.claims import claims, exchange_ratio, layer_ratio, model_ratio, solved
+from benchmarks.planner.tables import claims_text
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,14 @@
 from statistics import median
 
 import pytest
+from benchmarks.planner.__main__ import main
+from benchmarks.planner.tables import validation_text
+from benchmarks.planner.validation import Summary, validate
 
 from expertmesh.costs.step_time import Efficiency
 from expertmesh.planner.fit import fit
 from expertmesh.planner.published import published_points
-from expertmesh.planner.table import validation_text
-from expertmesh.planner.validation import Summary, validate
+from expertmesh.planner.search_result import ERROR_BAR
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +59,35 @@ def test_another_third_would_do_as_well():
     points = published_points()
     for first in (0, 2):
         chosen = [p for place, p in enumerate(points) if place % 3 == first]
-        from expertmesh.planner.validation import Judged, predicted
+        from benchmarks.planner.validation import Judged, predicted
 
         efficiency = fit(chosen)
         rest = [Judged(p, predicted(p, efficiency)) for p in points if p not in chosen]
         assert median(abs(row.time_error) for row in rest) <= 0.25
+
+
+def test_error_bars_are_those_of_the_validation(found):
+    s = Summary.of(found.held_out)
+    assert (pytest.approx(s.low, abs=0.01), pytest.approx(s.high, abs=0.01)) == ERROR_BAR
+
+
+def test_rows_of_generation_whose_batch_is_known_are_close(found):
+    rows = {row.point.name: row.error for row in found.serving}
+    assert abs(rows["oii-decode"]) < 0.25
+    assert abs(rows["tt-qwen3-30b-a100"]) < 0.25
+
+
+def test_the_program_prints_own_rows_and_refuses_a_file_in_one_line(tmp_path, capsys):
+    own = tmp_path / "own.toml"
+    own.write_text(
+        '[points.mine]\nmodel = "qwen3-30b"\ncluster = "h100x8"\nmeasured = 3000\nep = 8\nmbs = 2\ngbs = 64\n'
+    )
+    assert main(["--measured", str(own)]) == 0
+    assert "mine" in capsys.readouterr().out
+    assert main(["--measured", str(tmp_path / "none.toml")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["--claims"]) == 0
+    assert "8.49 x" in capsys.readouterr().out
 
 
 def test_large_errors_are_explained(found):
