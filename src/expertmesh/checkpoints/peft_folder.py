@@ -273,7 +273,13 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
             raise CheckpointError(
                 f"{files.folder}: {key} is not finite or no real numbers; save the adapters again"
             )
-        found.setdefault(match["module"], {})[match["factor"]] = tensor
+        of_module = found.setdefault(match["module"], {})
+        if match["factor"] in of_module:
+            raise CheckpointError(
+                f"{files.folder}: has two tensors for lora_{match['factor']} of {match['module']}, {key} and another; save the adapters "
+                "again"
+            )
+        of_module[match["factor"]] = tensor
     for module, both in found.items():
         for factor in "AB":
             if factor not in both:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ DTYPE_NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.bool: "BOOL",
 }
 """Names of types in safetensors files."""
@@ -71,27 +72,39 @@ class HubFiles:
     """The tensors of a folder by name.
 
     Args:
-        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`, whose word holds where
+            a tensor is in several files.
+        renamed: function from the entries by their names in the files to those by the names of the model.
 
     Raises:
-        ConfigError: the folder has neither.
-        CheckpointError: a file is missing, cut short, or contradicts itself.
+        ConfigError: the folder has neither, or both.
+        CheckpointError: a file is missing, cut short, or contradicts itself or the index.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        renamed: Callable[[dict[str, Entry]], dict[str, Entry]] = dict,
+    ) -> None:
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
-        index = folder / INDEX
-        if index.is_file():
-            names = _names_of_files(index)
-        elif (folder / SINGLE).is_file():
-            names = [SINGLE]
-        else:
+        index, has_single = folder / INDEX, (folder / SINGLE).is_file()
+        placed = _files_of_tensors(index) if index.is_file() else {}
+        files = sorted(set(placed.values())) if index.is_file() else [SINGLE]
+        if has_single and SINGLE not in files:
+            raise ConfigError(
+                f"{folder}: has both {SINGLE} and {INDEX}, which names other files; take away the one that is not the model's"
+            )
+        if not has_single and not index.is_file():
             raise ConfigError(
                 f"{folder}: has neither {SINGLE} nor {INDEX}; give a folder as transformers saves one"
             )
-        for name in names:
-            self.entries |= _header(folder / name)
+        found: dict[str, list[Entry]] = {}
+        for file in files:
+            for name, entry in _header(folder / file).items():
+                found.setdefault(name, []).append(entry)
+        self.entries: dict[str, Entry] = renamed(
+            {name: _chosen(name, entries, placed) for name, entries in found.items()}
+        )
 
     def leave_out(self, beginnings: tuple[str, ...]) -> None:
         """Drop the tensors whose names have one of these prefixes, and the buffers of older programs."""
@@ -198,16 +211,32 @@ def sub_slice(at: slice, cut: slice) -> slice:
     return slice(at.start + cut.start * step, at.start + (cut.stop - 1) * step + 1, step)
 
 
-def _names_of_files(index: Path) -> list[str]:
-    """Names of the files in an index, all in the index's folder."""
-    found = read_json(index).get("weight_map")
-    names: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
-    for name in names:
+def _files_of_tensors(index: Path) -> dict[str, str]:
+    """Name of the file of each tensor in an index, all in the index's folder."""
+    found = read_json(index, once=True).get("weight_map")
+    placed: dict[str, Any] = found if isinstance(found, dict) else {"": None}
+    for name in placed.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(
                 f"{index}: names {name!r} where a file beside it should stand; restore it from the hub"
             )
-    return sorted(set(names))
+    return placed
+
+
+def _chosen(name: str, entries: list[Entry], placed: Mapping[str, str]) -> Entry:
+    """The entry of a tensor in the file that the index names.
+
+    Raises:
+        CheckpointError: the index names another file, or none and several have the tensor.
+    """
+    of_file = {entry.path.name: entry for entry in entries}
+    file = placed.get(name, entries[0].path.name)
+    if file not in of_file or (len(entries) > 1 and name not in placed):
+        where = f"{INDEX} names {file}" if name in placed else f"{INDEX} names none"
+        raise CheckpointError(
+            f"{entries[0].path.parent}: {name} is in {' and '.join(of_file)}, and {where} for it; restore the files from the hub"
+        )
+    return of_file[file]
 
 
 QUANTIZATION = "quantization_config"
@@ -220,14 +249,18 @@ def quant_method(values: Mapping[str, Any]) -> Any:
     return found.get("quant_method") if isinstance(found, Mapping) else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
     """The object in a JSON file.
+
+    Args:
+        path: path of the file.
+        once: whether a name that stands twice in an object is refused.
 
     Raises:
         ConfigError: the file is missing, unreadable or no object.
     """
     try:
-        values = parse_json(path.read_bytes())
+        values = parse_json(path.read_bytes(), once=once)
     except FileNotFoundError:
         raise ConfigError(f"{path}: is missing; restore it from the hub") from None
     except (ValueError, OSError):
@@ -248,15 +281,7 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
         CheckpointError: a tensor is missing, extra, transposed, of another shape, or of a type that is not in `READABLE`; names it.
     """
     where, found = files.folder, files.entries
-    if missing := sorted(set(shapes) - set(found)):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(
-            f"{where}: has no tensor {missing[0]}{more}; restore the files from the hub"
-        )
-    if extra := sorted(set(found) - set(shapes)):
-        raise CheckpointError(
-            f"{where}: has a tensor {extra[0]} that config.json says nothing of; use the config.json of these files"
-        )
+    check_names(where, wanted=set(shapes), found=set(found), fix="restore the files from the hub")
     for name, shape in shapes.items():
         entry = found[name]
         if entry.shape != shape:
@@ -271,6 +296,37 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
             )
 
 
+def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> None:
+    """Compare the names of all tensors with those that the model needs.
+
+    Args:
+        where: the folder.
+        wanted: names that the model needs.
+        found: names in the files.
+        fix: the fix where tensors are missing, for the message.
+
+    Raises:
+        CheckpointError: a tensor is missing or extra; names it, or one of each.
+    """
+    missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
+    if missing and extra:
+        raise CheckpointError(
+            f"{where}: has no tensor {missing}, but {extra} that config.json says nothing of; use the config.json of these files, and "
+            "files as transformers or expertmesh writes them"
+        )
+    if missing:
+        raise CheckpointError(f"{where}: has no tensor {missing}; {fix}")
+    if extra:
+        raise CheckpointError(
+            f"{where}: has a tensor {extra} that config.json says nothing of; use the config.json of these files"
+        )
+
+
+def _counted(names: list[str]) -> str:
+    """The first of several names and how many more there are; "": there is none."""
+    return " and ".join([*names[:1], *([f"{len(names) - 1} more"] if len(names) > 1 else [])])
+
+
 def _header(path: Path) -> dict[str, Entry]:
     try:
         size = path.stat().st_size
@@ -278,7 +334,7 @@ def _header(path: Path) -> dict[str, Entry]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size:
                 raise ValueError
-            values = parse_json(file.read(length))
+            values = parse_json(file.read(length), once=True)
         return dict(_entries(values, path, start=8 + length, size=size))
     except FileNotFoundError:
         raise CheckpointError(

@@ -434,16 +434,28 @@ def expanded(path: str | Path) -> Path:
         raise ConfigError(f"{path}: there is no {missing} write the whole path") from None
 
 
-def parse_json(data: bytes | str) -> Any:
+def parse_json(data: bytes | str, *, once: bool = False) -> Any:
     """The value of a JSON text.
 
+    Args:
+        data: the text.
+        once: whether a name that stands twice in an object is refused; else the last one counts.
+
     Raises:
-        ValueError: the text is not JSON, or nested too deep.
+        ValueError: the text is not JSON, or nested too deep, or has a name twice.
     """
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=_each_once if once else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"has {next(n for n in found if names.count(n) > 1)} twice")
+    return found
 
 
 def cache_root(given: str | None) -> Path:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class PlannedModel:
         batch_tokens: tokens of one step.
         train_tokens: tokens of the whole training.
         config: configuration of a run of this project; None: the model cannot be trained here.
-        guesses: guessed inputs, in words.
+        guesses: guessed inputs of its training, in words.
+        of_sizes: what its sizes leave out, in words.
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
     """
 
@@ -51,6 +52,7 @@ class PlannedModel:
     train_tokens: float
     config: GPTRunConfig | None = None
     guesses: tuple[str, ...] = ()
+    of_sizes: tuple[str, ...] = ()
     words: str = ""
 
 
@@ -130,7 +132,7 @@ def _of_file(name: str, file: Path) -> PlannedModel:
             f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
         )
     if "model_type" in values or values.keys().isdisjoint(_OF_RUN):
-        return _of_sizes(name, _sizes_of_hub(values))
+        return _of_hub(name, values)
     return _of_run(name, file, values)
 
 
@@ -153,9 +155,12 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     return _of_config(name, config, words=words)
 
 
-def _sizes_of_hub(values: dict[str, Any]) -> ModelSizes:
-    """Sizes from our configuration if our GPT can run the model, else from config.json alone."""
+def _of_hub(name: str, values: dict[str, Any]) -> PlannedModel:
+    """The model of our configuration if our GPT can run it, else of the sizes in config.json alone."""
     try:
-        return sizes_of(model_config(values))
-    except ConfigError:
-        return sizes_of_hub(values)
+        return _of_sizes(name, sizes_of(model_config(values)))
+    except ConfigError as error:
+        found = _of_sizes(name, sizes_of_hub(values))
+        reason = str(error).partition("; ")[0]
+        guess = f"parameters by the sizes in config.json alone, without biases and norms of heads and latents ({reason})"
+        return replace(found, of_sizes=(guess,))

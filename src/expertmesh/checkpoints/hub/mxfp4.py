@@ -26,7 +26,7 @@ class Mxfp4Files(HubFiles):
 
     Raises:
         ConfigError: see `HubFiles`.
-        CheckpointError: see `HubFiles`; or blocks and scales do not fit each other.
+        CheckpointError: see `HubFiles`; or blocks and scales do not fit each other, or a matrix is there twice.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,6 +39,10 @@ class Mxfp4Files(HubFiles):
             if scales is None or not _fit(blocks, scales):
                 raise CheckpointError(
                     f"{folder}: {name} has no {matrix}_scales of uint8, one per 32 numbers, beside it; restore the files from the hub"
+                )
+            if matrix in self.entries:
+                raise CheckpointError(
+                    f"{folder}: has both {matrix} and {name} for one tensor of the model; take one of them away"
                 )
             E, N, groups, _ = blocks.shape
             shape = (E, groups * _BLOCK, N)

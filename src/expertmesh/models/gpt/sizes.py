@@ -83,7 +83,7 @@ def _block(
     moe, head = config.moe, config.head_size
     attention = num_elements(p for p in layer if p.part == "attention" and len(p.shape) > 1)
     routed = num_elements(p for p in layer if p.is_expert)
-    router = num_elements(p for p in layer if p.part == "router")
+    router = num_elements(p for p in layer if p.part == "router" and len(p.shape) > 1)
     dense = num_elements(p for p in layer if not p.is_expert and len(p.shape) > 1)
     shared = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
     hidden = shared + (config.ffn_hidden_dim if moe.residual else 0)
