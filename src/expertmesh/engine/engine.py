@@ -277,8 +277,8 @@ class Engine:
 
     def adapter_requests(self) -> dict[str, int]:
         """Number of requests so far per adapter."""
-        known = self._runner.adapters
-        return {} if known is None else {one.name: one.num_requests for one in known.all}
+        known, begun = self._runner.adapters, self._scheduler.counters.requests
+        return {} if known is None else {one.name: begun[one.root] for one in known.all}
 
     def _adapter(self, name: Any) -> LoadedAdapter:
         if self._runner.adapters is None:
@@ -346,8 +346,6 @@ class Engine:
                 sequence.rule = self.json_rules.rule(params.json_schema)
         self._scheduler.add(request)
         self._arrivals += 1
-        if chosen is not None:
-            chosen.num_requests += 1
         self._requests[request_id] = request
         self._answers.begin(request)
         return request_id

@@ -1,6 +1,6 @@
 """Differentiable logprobs of given tokens, bitwise equal to the engine's when it sampled them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -76,9 +76,10 @@ def token_logprobs(
 
 
 def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[Tensor]) -> None:
-    if len(routing) != len(ids):
+    count = len(routing) if isinstance(routing, Sized) and getattr(routing, "ndim", 1) else 1
+    if count != len(ids):
         raise ConfigError(
-            f"routing: {len(routing)} for {len(ids)} sequences; give one for each, as answers have it in routed_experts"
+            f"routing: {count} for {len(ids)} sequences; give one for each, as answers have it in routed_experts"
         )
     counts = [num for num in model.config.experts_per_layer() if num]
     for place, (one, chosen) in enumerate(zip(ids, routing, strict=True)):

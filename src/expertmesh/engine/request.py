@@ -128,7 +128,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bytes):
                 raise ConfigError(name, _shown(value), f"must be {what}", "give that")
-        ends = self.stop_token_ids
+        ends: Any = self.stop_token_ids
         ends = sorted(ends) if isinstance(ends, AbstractSet) else ends  # a set's order says nothing
         ends = token_ids_of(ends, what="stop_token_ids")
         object.__setattr__(self, "stop_token_ids", tuple(ends))

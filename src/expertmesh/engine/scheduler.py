@@ -5,6 +5,7 @@ budget, slots and blocks last. If blocks run out, the youngest running sequence 
 is recomputed later. No output is lost, and the oldest sequence always continues, so none starves.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -65,6 +66,13 @@ class Counters:
     prefix_hits: int = 0
     guessed: int = 0
     accepted: int = 0
+    requests: Counter[int] = field(default_factory=Counter)
+    """Requests by root prefix, which is their adapter's."""
+
+    def __add__(self, other: "Counters") -> "Counters":
+        """Sums of all counters."""
+        mine, theirs = vars(self), vars(other)
+        return Counters(**{name: mine[name] + theirs[name] for name in mine})
 
 
 @dataclass
@@ -249,6 +257,7 @@ class Scheduler:
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_counted = chunk.start
             counters.cached_prompt_tokens += chunk.start
+            counters.requests[sequence.request.root] += 1
             if self._looks_up(sequence):
                 counters.prefix_queries += sequence.num_prompt
                 counters.prefix_hits += chunk.start

@@ -305,6 +305,10 @@ class RequestReader:
                 raise RequestError(
                     400, "logit_bias: its keys must be token ids", param="logit_bias"
                 )
+            if int(name) in found:
+                raise RequestError(
+                    400, f"logit_bias: two of its keys are token {int(name)}", param="logit_bias"
+                )
             found[int(name)] = value
         self.check_ids(tuple(found), "logit_bias")
         return found
