@@ -83,7 +83,7 @@ def test_an_installed_package_adds_one(installed, tmp_path):
 def test_a_broken_package_is_named(installed, value, text, words):
     installed("broken", value, text)
     sys.modules.pop("package_of_broken", None)
-    with pytest.raises(ConfigError, match=f"model_type='broken': .*{words}"):
+    with pytest.raises(ConfigError, match=f"model_type=broken: .*{words}"):
         find_hub_family("broken")
 
 

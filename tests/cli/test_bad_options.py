@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from expertmesh.cli.main import main
 from expertmesh.models.gpt.recipes import RECIPES as GPTS
-from expertmesh.models.seq2seq.recipes import RECIPES as TRANSLATIONS
-from expertmesh.models.swin.recipes import RECIPES as IMAGES
+from expertmesh_families.seq2seq.recipes import RECIPES as TRANSLATIONS
+from expertmesh_families.swin.recipes import RECIPES as IMAGES
 
 RECIPES = {"gpt-moe-test": GPTS, "translate-test": TRANSLATIONS, "swin-test": IMAGES}
 PATHS = (

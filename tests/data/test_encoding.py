@@ -11,8 +11,8 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus, texts
 from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.data.files import TextFile
-from expertmesh.models.seq2seq.config import ParallelTextConfig
-from expertmesh.models.seq2seq.parallel_text import prepare_parallel, read_lines
+from expertmesh_families.seq2seq.config import ParallelTextConfig
+from expertmesh_families.seq2seq.parallel_text import prepare_parallel, read_lines
 
 TEXT = "".join(f"café {i}, où\r\nœuvre\n" for i in range(600))
 LATIN = TEXT.replace("œ", "oe")

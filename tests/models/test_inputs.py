@@ -11,10 +11,10 @@ from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.seq2seq.config import Seq2SeqConfig
-from expertmesh.models.seq2seq.model import Seq2Seq
-from expertmesh.models.swin.config import SwinConfig
-from expertmesh.models.swin.model import Swin
+from expertmesh_families.seq2seq.config import Seq2SeqConfig
+from expertmesh_families.seq2seq.model import Seq2Seq
+from expertmesh_families.swin.config import SwinConfig
+from expertmesh_families.swin.model import Swin
 
 SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_heads": 2, "ffn_hidden_dim": 16}
 MOE = {"hidden_dim": 8, "num_experts": (3,)}

@@ -5,8 +5,8 @@ import torch
 
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.seq2seq.config import Seq2SeqConfig
-from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh_families.seq2seq.config import Seq2SeqConfig
+from expertmesh_families.seq2seq.model import Seq2Seq
 
 IDS = torch.ones(0, 5, dtype=torch.int64)
 SMALL = {"vocab_size": 20, "dim": 16, "num_heads": 2}

@@ -12,10 +12,10 @@ import expertmesh as em
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.seq2seq.config import Seq2SeqConfig
-from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.text.tokenizer import train_tokenizer
+from expertmesh_families.seq2seq.config import Seq2SeqConfig
+from expertmesh_families.seq2seq.model import Seq2Seq
 
 SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_heads": 2, "ffn_hidden_dim": 16}
 MOE = {"hidden_dim": 8, "num_experts": (3,)}

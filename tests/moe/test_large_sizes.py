@@ -6,10 +6,10 @@ import torch
 import expertmesh as em
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
-from expertmesh.models.seq2seq.config import Seq2SeqConfig
-from expertmesh.models.seq2seq.model import Seq2Seq
-from expertmesh.models.swin.config import SwinConfig
-from expertmesh.models.swin.model import Swin
+from expertmesh_families.seq2seq.config import Seq2SeqConfig
+from expertmesh_families.seq2seq.model import Seq2Seq
+from expertmesh_families.swin.config import SwinConfig
+from expertmesh_families.swin.model import Swin
 
 LAYER = {"dim": 8, "hidden_dim": 8, "num_experts": 4, "top_k": 2}
 HUGE = 10**9

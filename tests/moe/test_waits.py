@@ -5,8 +5,8 @@ import torch
 from tests.support.waits import waits
 
 from expertmesh import MoELayer
-from expertmesh.models.swin.drop_path import DropPath
 from expertmesh.moe.routing_noise import key_noise
+from expertmesh_families.swin.drop_path import DropPath
 
 T, D = 300, 32
 OPTIONS = {

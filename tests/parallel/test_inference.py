@@ -13,11 +13,11 @@ from tests.support.spread_case import D, SpreadCase, build
 
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.models.seq2seq.model import Seq2Seq
-from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import broadcast_from_rank0, spread_for_inference
-from expertmesh.translation.beam import beam_search
+from expertmesh_families.seq2seq.beam import beam_search
+from expertmesh_families.seq2seq.model import Seq2Seq
+from expertmesh_families.seq2seq.recipes import translate_test
 
 LAYERS = {
     "gated": {},

@@ -12,8 +12,8 @@ from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
 from expertmesh.config.run import DistillConfig
 from expertmesh.models.registry import FAMILIES
-from expertmesh.models.seq2seq.recipes import translate_test
-from expertmesh.models.swin.recipes import swin_test
+from expertmesh_families.seq2seq.recipes import translate_test
+from expertmesh_families.swin.recipes import swin_test
 
 STEPS, BROKEN_OFF = 20, 17
 SEQ_LEN = 16

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from expertmesh.models.seq2seq.recipes import translate_test
+from expertmesh_families.seq2seq.recipes import translate_test
 from tests.support.mistakes import Mistake, Words, plain, reseal, training
 from tests.support.place import Place
 

@@ -17,9 +17,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
-from expertmesh.models.seq2seq.family import SEQ2SEQ
-from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import DistillTargets, token_losses
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
@@ -27,6 +24,9 @@ from expertmesh.runs.precision import resolve_precision
 from expertmesh.text.tokenizer import with_start
 from expertmesh.training.init_from import save_as_run
 from expertmesh.training.teacher import open_teacher, teacher_bytes, teacher_dtype
+from expertmesh_families.seq2seq.config import Seq2SeqRunConfig
+from expertmesh_families.seq2seq.family import SEQ2SEQ
+from expertmesh_families.seq2seq.task import Seq2SeqTask
 
 RELATIVE = 1e-9
 

@@ -17,10 +17,10 @@ from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.windows import Windows
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.task import GPTTask, bits_per_byte
-from expertmesh.models.seq2seq.recipes import translate_test
-from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.evaluate import _on_device, evaluate
+from expertmesh_families.seq2seq.recipes import translate_test
+from expertmesh_families.seq2seq.task import Seq2SeqTask
 
 PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 

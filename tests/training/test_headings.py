@@ -7,13 +7,13 @@ from tests.support.runs import train_quietly
 
 from expertmesh.cli.main import main
 from expertmesh.errors import ConfigError
-from expertmesh.models.seq2seq.config import ParallelTextConfig
-from expertmesh.models.seq2seq.data import TranslationData
-from expertmesh.models.seq2seq.family import SEQ2SEQ
-from expertmesh.models.seq2seq.parallel_text import languages_of, tag_id
-from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.runs.run_dir import load_run
 from expertmesh.text.tokenizer import load_tokenizer
+from expertmesh_families.seq2seq.config import ParallelTextConfig
+from expertmesh_families.seq2seq.data import TranslationData
+from expertmesh_families.seq2seq.family import SEQ2SEQ
+from expertmesh_families.seq2seq.parallel_text import languages_of, tag_id
+from expertmesh_families.seq2seq.recipes import translate_test
 
 
 def write(folder, **texts):

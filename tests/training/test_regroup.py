@@ -14,9 +14,6 @@ from torch import nn
 from expertmesh.cli.main import main
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.seq2seq.family import SEQ2SEQ
-from expertmesh.models.seq2seq.recipes import translate_test
-from expertmesh.models.swin.recipes import swin_test
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.expert_use import read_use
@@ -24,6 +21,9 @@ from expertmesh.training.init_from import with_init_from
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.regroup import checked_layers, count_choices, join, moe_layers, prune
 from expertmesh.training.threads import settle_threads
+from expertmesh_families.seq2seq.family import SEQ2SEQ
+from expertmesh_families.seq2seq.recipes import translate_test
+from expertmesh_families.swin.recipes import swin_test
 
 COMMON = {
     "train.steps": 4,

@@ -8,13 +8,13 @@ from tests.oracle.numerics import assert_close_fp64, assert_differs, assert_two_
 
 from expertmesh.models import token_losses as objective
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
-from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.routing_noise import key_noise
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.step import accumulate_gradients, training_step
+from expertmesh_families.seq2seq.config import Seq2SeqRunConfig
+from expertmesh_families.seq2seq.task import Seq2SeqTask
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import torch
 from expertmesh.config.run import TrainConfig
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.registry import recipe
-from expertmesh.models.seq2seq.task import Seq2SeqTask
-from expertmesh.models.swin.task import SwinTask
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.evaluate import evaluate
+from expertmesh_families.seq2seq.task import Seq2SeqTask
+from expertmesh_families.swin.task import SwinTask
 
 PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 

@@ -27,7 +27,7 @@ from expertmesh.config.renamed import current_name
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError, command
 from expertmesh.models.family import Family, Recipes
-from expertmesh.models.registry import DEFAULT, FAMILIES, find_family
+from expertmesh.models.registry import DEFAULT, absent_families, find_family, recipe_owners
 
 _WIDE = 60
 """Columns from which a whole usage line fits."""
@@ -257,9 +257,9 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     name, argv = taken("family", argv)
     given = None if name is None else find_family(name)
     file, argv = taken("config", argv)
-    families = FAMILIES.values() if given is None else [given]
+    owners = recipe_owners() if given is None else dict.fromkeys(given.find_recipes(), given)
     if recipes is None:
-        recipes = {n: f for family in families for n, f in family.find_recipes().items()}
+        recipes = {n: family.find_recipes()[n] for n, family in owners.items()}
     from_file, saved = ({}, None) if file is None else read_config_file(file)
     words_and_saved = [*argv, *([] if saved is None else [saved])]
     named = next((word for word in words_and_saved if word in recipes), None)
@@ -287,7 +287,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         read = flat_values(from_file, list(options), file)
         in_file = {name: _of_file(options[name], value) for name, value in read.items()}
         values = in_file | values
-    family = FAMILIES[default.family] if given is None else given
+    family = given or owners.get(words[0]) or find_family(default.family)
     config = default.updated(with_fitting_warmup(default, values))
     config = config.model_copy(update={"family": family.name})
     dry_run, given_names = "dry-run" in switches, (frozenset(in_file), frozenset(flags))
@@ -349,7 +349,7 @@ def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
         "",
         "  --dry-run        print the resolved configuration, parameter counts and memory, and stop",
         "  --verbose        name every text that is left out, and not only how many and why",
-        "  --family NAME    a model family of your own, as module:name (docs/extending.md)",
+        "  --family NAME    a model family by its name, or one of your own as module:name (docs/extending.md)",
         "  --config FILE    values from a YAML file, for example a run's config.json; options beside it win",
         "  lists            [STR [STR ...]]: values with blanks or commas between, or the option before each, as you like",
     ]
@@ -371,7 +371,8 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
         return recipes[name]
     near = difflib.get_close_matches(name, recipes, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}known: {', '.join(recipes)}")
+    known = f"known: {', '.join(recipes)}{absent_families()}"
+    raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}{known}")
 
 
 def _split(

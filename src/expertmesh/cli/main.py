@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import silence_output, tell
@@ -47,8 +48,6 @@ _HELP = {
     "sweep": "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
     "generate": 'continue a text:              expertmesh generate runs/demo "def main"',
     "serve": "OpenAI's interface, and a page: expertmesh serve runs/demo",
-    "translate": 'translate a text:             expertmesh translate runs/translate-multi30k --to de "a dog"',
-    "classify": "classify images:              expertmesh classify runs/swin-mnist a.png",
     "runs": "list runs, remove old parts:  expertmesh runs runs/ --keep 1",
     "report": "summarise a run:              expertmesh report runs/demo",
     "export": "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
@@ -61,15 +60,17 @@ _HELP = {
     "bench": "links between ranks, a server: torchrun ... -m expertmesh bench comm; expertmesh bench serve",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
-"""Function of each verb, and its line of help."""
+"""Function of each verb of the core, and its line of help; `FAMILY_VERBS` has the others."""
 
-VERBS_OF_ALL_RANKS = ("train", "generate", "serve", "translate", "doctor", "bench")
-"""Verbs that every process runs under torchrun; all others run on rank 0 only."""
+VERBS_OF_ALL_RANKS = ("train", "generate", "serve", "doctor", "bench")
+"""Verbs of the core that every process runs under torchrun; all others run on rank 0 only."""
 
 
 def help_text() -> str:
     """Text of `expertmesh --help`."""
-    verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
+    texts = {name: text for name, (_, text) in VERBS.items()}
+    texts |= {name: verb.text for name, verb in FAMILY_VERBS.items() if name not in texts}
+    verbs = "\n".join(f"  {name:<10} {text}" for name, text in texts.items())
     text = f"""\
 ExpertMesh trains and runs mixture-of-experts models.
 
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if was_closed:
             _check_closed(words)
-        if words and words[0] in VERBS:
+        if words and (words[0] in VERBS or words[0] in FAMILY_VERBS):
             _check_folder()
         try:
             code = _run(words)
@@ -154,8 +155,7 @@ def _check_closed(words: list[str]) -> None:
 
 
 def _run(words: list[str]) -> int:
-    alone = not words or words[0] not in VERBS_OF_ALL_RANKS
-    if alone and launched_rank()[0] > 0:
+    if launched_rank()[0] > 0 and not (words and _is_of_all_ranks(words[0])):
         return 0  # rank 0 answers
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
@@ -203,9 +203,18 @@ def _name_failures(stream: Any) -> None:
 def _verb(name: str) -> Callable[[list[str]], int]:
     if name in VERBS:
         return VERBS[name][0]
-    near = difflib.get_close_matches(name, VERBS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}"
+    if name in FAMILY_VERBS.names:
+        return FAMILY_VERBS[name]
+    known = [*VERBS, *FAMILY_VERBS]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     raise ConfigError(f"unknown verb {name!r}; {hint}")
+
+
+def _is_of_all_ranks(verb: str) -> bool:
+    return verb in VERBS_OF_ALL_RANKS or (
+        verb not in VERBS and verb in FAMILY_VERBS and FAMILY_VERBS[verb].is_of_all_ranks
+    )
 
 
 def _report_error(error: Exception, verb: str) -> int:
@@ -237,8 +246,10 @@ def _out_of_memory(error: Exception, verb: str) -> str | None:
     fix = "use a smaller model"
     if verb in ("train", "sweep"):
         fix = "lower --train.micro-batch-size, use --train.activation-checkpointing, or see --dry-run for the parts"
-    elif verb in ("generate", "translate", "classify", "evaluate"):
+    elif verb in ("generate", "evaluate"):
         fix = "lower --batch-size, or use a smaller model"
+    elif verb in FAMILY_VERBS:
+        fix = FAMILY_VERBS[verb].memory_fix
     if type(error).__name__ == "OutOfMemoryError":
         return f"the GPU is out of memory ({text.partition('. ')[2].partition('. ')[0] or text}); {fix}"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.load import LoadConfig
 from expertmesh.config.run import ParallelConfig
@@ -15,18 +16,12 @@ _DECODING = {"parallel.es_degree": "es-degree"}
 _EPLB = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
 _OF_VERBS = {
     "generate": _DECODING | {name: name for name in (*_EPLB, "num_draft_tokens")},
-    "translate": _DECODING | {"num_beams": "beams"},
     "evaluate": _DECODING,
     "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},
     "bench": {name: name for name in LoadConfig.model_fields},
     "quantize": {"source": "run", "target": "to"},
-    "classify": {
-        "data.fit": "fit",
-        "model.moe.eval_capacity_factor": "capacity",
-        "model.moe.drop_policy": "drop-policy",
-    },
 }
-"""Options of the library that a verb has under another name."""
+"""Options of the library that a verb of the core has under another name."""
 _ARGUMENTS = {
     *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
     *("cluster", "goal", "tokens_per_batch", "max_context", "tokens", "imbalance", "states"),
@@ -60,7 +55,9 @@ class Flags:
     """
 
     def __init__(self, verb: str = "") -> None:
-        self._own = _OF_VERBS.get(verb, {})
+        self._own = _OF_VERBS.get(verb) or (
+            FAMILY_VERBS[verb].flags if verb in FAMILY_VERBS else {}
+        )
 
     def option(self, name: str, value: str | None) -> str:
         """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its section."""

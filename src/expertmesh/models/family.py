@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, text_of
 
 Recipes = Mapping[str, Callable[[], RunConfig]]
 
@@ -84,16 +84,16 @@ class Family:
                 f"needs a {self.config.__name__}, got a {type(config).__name__}",
                 f"use the family of that configuration, or a {self.config.__name__}",
             )
-        return _resolved(self.task)(config)
+        return self._resolved(self.task)(config)
 
     def find_recipes(self) -> Recipes:
         """The recipes: functions by name that return configurations."""
-        found: Recipes | None = _resolved(self.recipes)
+        found: Recipes | None = self._resolved(self.recipes)
         return {"default": self.config} if found is None else found
 
     def costs_of(self, config: RunConfig, *, num_ranks: int, dtype: str) -> Any:
         """Costs of a run, an `expertmesh.costs.run_costs.RunCosts`; None if the family does not know them."""
-        count = _resolved(self.costs)
+        count = self._resolved(self.costs)
         return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
 
     def begun_with(self, config: RunConfig, other: RunConfig, *, where: str) -> RunConfig:
@@ -107,7 +107,7 @@ class Family:
         Raises:
             ConfigError: the other run is of another family, or this family does not support train.init_from.
         """
-        begin = _resolved(self.begin)
+        begin = self._resolved(self.begin)
         if begin is None:
             raise ConfigError(
                 "train.init_from",
@@ -127,13 +127,16 @@ class Family:
 
     def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
         """The matrix products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty if not known."""
-        find = _resolved(self.products)
+        find = self._resolved(self.products)
         return () if find is None else find(config, num_parts=num_parts)
 
-
-def _resolved(part: Any) -> Any:
-    """The object that a "module:name" refers to; any other value is returned unchanged."""
-    if not isinstance(part, str):
-        return part
-    module, _, name = part.partition(":")
-    return getattr(import_module(module), name)
+    def _resolved(self, part: Any) -> Any:
+        """The object that a "module:name" refers to; any other value is returned unchanged."""
+        if not isinstance(part, str):
+            return part
+        module, _, name = part.partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except Exception as error:  # whatever a module does while it is imported
+            problem = f"importing {part!r} failed: {text_of(error)}"
+            raise ConfigError("family", self.name, problem, "repair that module") from error

@@ -16,7 +16,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.sizes import sizes_of
-from expertmesh.models.registry import FAMILIES
+from expertmesh.models.registry import recipe_owners
 from expertmesh.planner.arguments import path_text
 from expertmesh.planner.published import published_models
 
@@ -71,8 +71,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     name = path_text("model", target, "a recipe's or model's name, a path or a GPTRunConfig")
     if name in RECIPES:
         return _of_config(name, RECIPES[name](), words=name)
-    others = [n for f in FAMILIES.values() for n in f.find_recipes() if n == name]
-    if others:
+    if name in recipe_owners():
         raise ConfigError(
             f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
         )

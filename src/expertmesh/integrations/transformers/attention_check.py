@@ -110,7 +110,12 @@ class AttentionProbe:
         self.calls.append(layer)
         self.masks[layer], self.windows[layer] = mask, window
         self.shapes[layer] = (key.shape[1], key.shape[-1], value.shape[-1])
-        new = (key, value, self.sequence_T[None, None, :, None], self.positions_T[None, None, :, None])
+        new = (
+            key,
+            value,
+            self.sequence_T[None, None, :, None],
+            self.positions_T[None, None, :, None],
+        )
         old = self.kept.get(layer, tuple(t[:, :, :0] for t in new))
         kept = tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True))
         self.kept[layer] = kept
