@@ -33,7 +33,7 @@ class _Python:
         return name if value is None else f"{name}={value}"
 
     def command(self, words: str) -> str:
-        return f"expertmesh {words}"
+        return {"train": "em.train(...)"}.get(words, f"expertmesh {words}")
 
 
 def named(option: str, value: object = _ABSENT, *, typed: str | None = None) -> str:

@@ -56,6 +56,17 @@ def words():
     return Tokenizer(WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
 
 
+@pytest.mark.parametrize(
+    "call", [em.load, em.Engine, em.report, partial(em.save, None, None, "copy")], ids=str
+)
+def test_a_folder_that_is_not_there_is_said_in_words_of_python(call, tmp_path):
+    options = {"like": tmp_path / "nope"} if isinstance(call, partial) else {}
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        call(*([] if options else [tmp_path / "nope"]), **options)
+    said = str(caught.value)
+    assert "em.train" in said and "expertmesh train" not in said and "--" not in said
+
+
 def load(change: Callable[[dict], None]):
     """Loads a layer's own state dict after a change."""
     target = layer()

@@ -14,7 +14,7 @@ from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, remove_leftovers
-from expertmesh.errors import CheckpointError, ConfigError, command
+from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.state import read_run_state
 
@@ -87,11 +87,14 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
             "output",
             output,
             "is no regular file",
-            "name a new file, or one to replace with --overwrite",
+            f"name a new file, or one to replace with {named('overwrite', True)}",
         )
     if output.exists() and not overwrite:
         raise ConfigError(
-            "output", output, "exists already", "choose another file, or add --overwrite"
+            "output",
+            output,
+            "exists already",
+            f"choose another file, or add {named('overwrite', True)}",
         )
     if not output.parent.is_dir():
         raise ConfigError("output", output, f"there is no folder {output.parent}", "make it first")
