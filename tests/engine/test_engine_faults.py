@@ -27,7 +27,7 @@ def test_a_row_that_is_not_finite_has_no_logprobs_and_harms_no_neighbour(how):
     expected = Engine(model).generate([[5, 6]], params)
     with torch.no_grad():
         model.embedding.weight[50] = torch.nan
-    found = Engine(model).generate([[50, 6], [5, 6]], params)
+    found = Engine(model).generate([[50, 6], [5, 6]], [params] * 2)
     bad, good = found[: len(expected)], found[len(expected) :]
     assert [o.token_ids for o in good] == [o.token_ids for o in expected]
     assert [o.finish_reason for o in good] == ["length"] * params.n

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.engine.request import SamplingParams, is_number
+from expertmesh.engine.request import SamplingParams, for_prompts, is_number, plain, token_ids_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import EncoderDecoder
 
@@ -75,32 +75,6 @@ def check_mode(model: Any) -> None:
         )
 
 
-def token_ids_of(prompt: Any, *, what: str = "prompt") -> list[Any]:
-    """Entries of a prompt of token ids, with integers of any kind as Python ints.
-
-    Args:
-        prompt: list, tuple, or one-dimensional tensor or array.
-        what: name in the message.
-
-    Raises:
-        ConfigError: the prompt has another type or shape.
-    """
-    is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set | bytes)
-    if not is_list or getattr(prompt, "ndim", 1) != 1:
-        shape = f" of shape {tuple(prompt.shape)}" if hasattr(prompt, "shape") else ""
-        raise ConfigError(
-            f"{what} is a {type(prompt).__name__}{shape}; give {'a text, or ' * (what == 'prompt')}a list of token ids"
-        )
-    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
-    return [int(i) if _is_id(i) else i for i in ids]
-
-
-def _is_id(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and is_number(value.item(), int)
-    return is_number(value, int)
-
-
 def prompts_of(prompts: Any) -> list[Any]:
     """List of prompts from a batch or a single prompt.
 
@@ -116,7 +90,23 @@ def prompts_of(prompts: Any) -> list[Any]:
             f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
         )
     many = list(prompts)
-    return [many] if many and all(map(_is_id, many)) else many
+    return [many] if many and all(is_number(plain(one), int) for one in many) else many
+
+
+def ids_of_prompts(given: Any, vocab_size: int, *, what: str = "prompt") -> list[list[int]]:
+    """Checked prompts of token ids, from one or several, as lists or arrays.
+
+    Args:
+        given: one or several lists of token ids, or tensors or arrays of these.
+        vocab_size: V.
+        what: name of a prompt in the message.
+
+    Raises:
+        ConfigError: there are none, one is empty, or an id is invalid.
+    """
+    found = [token_ids_of(one, what=what) for one in prompts_of(given)]
+    check_prompts(found, vocab_size, what=what)
+    return found
 
 
 def one_for_each(what: str, given: Any, count: int) -> list[Any]:
@@ -125,13 +115,25 @@ def one_for_each(what: str, given: Any, count: int) -> list[Any]:
     Raises:
         ConfigError: the number of arguments is not the number of prompts.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    is_one = isinstance(given, str | Mapping) or not isinstance(given, Iterable)
+    if is_one or getattr(given, "ndim", 1) == 0:
         return [given] * count
-    if len(given) != count:
+    each = list(given)
+    if len(each) != count:
         raise ConfigError(
-            f"{what}: {len(given)} for {count} prompts; give one for each, or one for all"
+            f"{what}: {len(each)} for {count} prompts; give one for each, or one for all"
         )
-    return list(given)
+    return each
+
+
+def params_for_each(given: Any, count: int) -> list[SamplingParams]:
+    """Parameters per prompt, from one for all, which draw independently, or one for each, which keep their seeds.
+
+    Raises:
+        ConfigError: they are something else, or their number is not the number of prompts.
+    """
+    each = [params_of(one) for one in one_for_each("params", given, count)]
+    return for_prompts(each) if isinstance(given, SamplingParams) else each
 
 
 def params_of(params: Any) -> SamplingParams:
@@ -202,32 +204,38 @@ def check_asked(
         raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 
 
-def room_for(ids: list[int], params: SamplingParams, max_len: int, *, held: int, model: Any) -> int:
+def room_for(
+    ids: list[int], params: SamplingParams, max_len: int, *, config: EngineConfig, model: Any
+) -> int:
     """Maximum number of tokens of an answer.
 
     Args:
         ids: prompt.
         params: parameters of the request.
         max_len: maximum tokens of a sequence of the engine.
-        held: maximum number of cached tokens of one sequence.
+        config: options of the engine.
         model: the engine's model.
 
     Raises:
         ConfigError: the prompt leaves no room, or less than `params` asks for.
     """
-    limit = "max_len" if max_len < model.max_seq_len else "the model's max_seq_len"
+    limit = f"the model's max_seq_len={max_len}"
+    if max_len < (config.max_len or model.max_seq_len):
+        limit = f"{max_len} tokens, as the cache holds {max_len - 1} tokens (num_blocks)"
+    elif max_len < model.max_seq_len:
+        limit = f"max_len={max_len}"
     left = max_len - len(ids)
     if left < 1:
         raise ConfigError(
-            f"prompt of {len(ids)} tokens: must be shorter than {limit}={max_len}; shorten the prompt"
+            f"prompt of {len(ids)} tokens: must be shorter than {limit}; shorten the prompt"
         )
     if params.max_tokens is None:
-        return max(min(left, held + 1 - len(ids)), 1)
+        return left
     if params.max_tokens > left:
         raise ConfigError(
             "max_tokens",
             params.max_tokens,
-            f"with a prompt of {len(ids)} tokens it passes {limit}={max_len}",
+            f"with a prompt of {len(ids)} tokens it passes {limit}",
             f"ask for at most {left}",
         )
     return params.max_tokens

@@ -32,10 +32,10 @@ from expertmesh.engine.checks import (
     check_state,
     check_text,
     one_for_each,
+    params_for_each,
     params_of,
     prompts_of,
     room_for,
-    token_ids_of,
 )
 from expertmesh.engine.compiled import compiled_forward
 from expertmesh.engine.grammar import JsonRules
@@ -44,7 +44,7 @@ from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
 from expertmesh.engine.opening import open_served
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.parallel import EngineRanks, RankedRunner, as_parallel, share
-from expertmesh.engine.request import Request, SamplingParams
+from expertmesh.engine.request import Request, SamplingParams, token_ids_of
 from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, folders_by_name
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
@@ -89,7 +89,7 @@ class Engine:
     Attributes:
         model: the model.
         config: options.
-        max_len: maximum tokens of a sequence.
+        max_len: maximum tokens of a sequence, for which the cache has room.
         tokenizer: tokenizer of the model; None: prompts are token ids.
         text: text format of the model; None without a tokenizer.
     """
@@ -142,6 +142,8 @@ class Engine:
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         tp = 1 if ranks is None else ranks.degrees.tp
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
+        # keys and values of the last token are never needed
+        self.max_len = min(self.max_len, num_blocks * self.config.block_size + 1)
         cache = PagedCache(
             model.config,
             num_parts=tp,
@@ -176,18 +178,13 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self.lock = threading.RLock()
         self._awaited = Awaited(self._requests, self.lock)
-        self._arrivals = self._steps = self._prompt_tokens = 0
+        self._arrivals = self._steps = 0
         try:
             for name, folder in folders_by_name(adapters).items() if self.leads else ():
                 self.load_adapter(name, folder)
         except BaseException:  # the other ranks are in follow already
             self.close()
             raise
-
-    @property
-    def num_tokens_held(self) -> int:
-        """Maximum number of cached tokens of one sequence."""
-        return self._scheduler.pools[0].num_blocks * self.config.block_size
 
     def warm_up(self) -> None:
         """Compile now what is otherwise compiled in the background (`compile` in `EngineConfig`), and wait; else do nothing."""
@@ -280,8 +277,8 @@ class Engine:
 
     def adapter_requests(self) -> dict[str, int]:
         """Number of requests so far per adapter."""
-        known = self._runner.adapters
-        return {} if known is None else {one.name: one.num_requests for one in known.all}
+        known, begun = self._runner.adapters, self._scheduler.counters.requests
+        return {} if known is None else {one.name: begun[one.root] for one in known.all}
 
     def _adapter(self, name: Any) -> LoadedAdapter:
         if self._runner.adapters is None:
@@ -339,7 +336,7 @@ class Engine:
             tuple(ids),
             params,
             self._arrivals,
-            room_for(ids, params, self.max_len, held=self.num_tokens_held, model=self.model),
+            room_for(ids, params, self.max_len, config=self.config, model=self.model),
             end_ids=ends,
             seed=draw_seed() if params.seed is None else params.seed,
             root=ROOT if chosen is None else chosen.root,
@@ -349,8 +346,6 @@ class Engine:
                 sequence.rule = self.json_rules.rule(params.json_schema)
         self._scheduler.add(request)
         self._arrivals += 1
-        if chosen is not None:
-            chosen.num_requests += 1
         self._requests[request_id] = request
         self._answers.begin(request)
         return request_id
@@ -418,10 +413,6 @@ class Engine:
         note_begin(step, self._answers.known, time.perf_counter())
         result = self._runner.run(step)
         self._steps += 1
-        self._prompt_tokens += sum(
-            min(c.start + c.count, c.sequence.num_prompt) - min(c.start, c.sequence.num_prompt)
-            for c in step.chunks
-        )
         outputs = self._answers.settle(step, result, self._scheduler)
         for name in {output.request_id for output in outputs}:
             if self._requests[name].is_finished:
@@ -513,10 +504,8 @@ class Engine:
             ConfigError: see `generate`; raised at once.
         """
         many, names = prompts_of(prompts), list[str]()
-        each, chosen = (
-            one_for_each(what, given, len(many))
-            for what, given in (("params", params), ("adapter", adapter))
-        )
+        each = params_for_each(params, len(many))
+        chosen = one_for_each("adapter", adapter, len(many))
         try:
             for prompt, one, its_adapter in zip(many, each, chosen, strict=True):
                 names.append(self.add(prompt, one, adapter=its_adapter))
@@ -552,14 +541,19 @@ class Engine:
             state: tensors by their names in `model.state_dict()`; may be partial.
 
         Raises:
-            ConfigError: a name, a shape or a kind of number differs from the model's, or a tensor has no numbers in one
-                piece (meta, sparse, sharded); then nothing is changed.
+            ConfigError: a name, a shape or a kind of number differs from the model's, a tensor has no numbers in one
+                piece (meta, sparse, sharded), or experts are in slots; then nothing is changed.
         """
         if state and self._ranks is not None:
             raise ConfigError(
                 "update_weights over ranks: each has a part of every tensor; make another engine"
             )
         own = self.model.state_dict()
+        if state and self.expert_paging():
+            raise ConfigError(
+                "update_weights of an engine with expert_slots: it reads experts from their files, which stay as they are; "
+                "save the new weights, and open them by another engine"
+            )
         check_state(state, own)
         try:
             for name, tensor in state.items():
@@ -570,12 +564,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Statistics for logs and metrics."""
-        return stats_of(
-            self._scheduler,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            new_tokens=self._answers.num_tokens,
-        )
+        new_tokens = self._answers.num_tokens
+        return stats_of(self._scheduler, steps=self._steps, new_tokens=new_tokens)
 
     def expert_load(self) -> list[list[int]]:
         """Number of tokens that each expert has served so far, per MoE layer."""

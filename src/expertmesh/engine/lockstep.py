@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from expertmesh.engine.checks import check_prompts, one_for_each, params_of
+from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
 from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
 from expertmesh.engine.request import SamplingParams, is_number
@@ -95,8 +95,10 @@ class Lockstep:
         Raises:
             ConfigError: see `generate`; raised at once.
         """
-        each = [params_of(one) for one in one_for_each("params", params, len(prompts))]
-        rooms = self._check(prompts, each, sources)
+        prompts = ids_of_prompts(prompts, self.model.vocab_size)
+        sources = check_sources(self.model, sources, num_prompts=len(prompts))
+        each = params_for_each(params, len(prompts))
+        rooms = self._check(prompts, each)
 
         def batches() -> Generator[tuple[int, list[RequestOutput]], None, None]:
             for first in range(0, len(prompts), self.batch_size):
@@ -115,14 +117,15 @@ class Lockstep:
         Raises:
             ConfigError: see `generate`; raised at once.
         """
-        rooms = self._check([prompt], [params], None)
-        return (one for (one,) in self._answers([prompt], [params], rooms, None))
+        prompts, each = ids_of_prompts([prompt], self.model.vocab_size), [params_of(params)]
+        check_sources(self.model, None, num_prompts=1)
+        rooms = self._check(prompts, each)
+        return (one for (one,) in self._answers(prompts, each, rooms, None))
 
     def _check(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        sources: Sequence[Sequence[int]] | None,
     ) -> list[int]:
         """Checked maximum number of tokens of each answer."""
         for one in params:
@@ -134,8 +137,6 @@ class Lockstep:
                         f"is not served for a {type(self.model).__name__}, which the engine cannot page",
                         "leave it out",
                     )
-        check_prompts(prompts, self.model.vocab_size, what="prompt")
-        check_sources(self.model, sources, num_prompts=len(prompts))
         return [
             check_context_room(self.model, [prompt], max_tokens=one.max_tokens)
             for prompt, one in zip(prompts, params, strict=True)
@@ -239,8 +240,8 @@ class Lockstep:
 
 def check_sources(
     model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
-) -> None:
-    """Check that the model takes sources, one per prompt, and that these are valid.
+) -> list[list[int]] | None:
+    """Checked sources, one per prompt; None: the model reads none.
 
     Raises:
         ConfigError: it does not, or they are invalid.
@@ -250,17 +251,18 @@ def check_sources(
             raise ConfigError(
                 f"sources: a {type(model).__name__} reads none; put them before the prompts"
             )
-        return
+        return None
     if sources is None or len(sources) != num_prompts:
         raise ConfigError(
             f"sources: {0 if sources is None else len(sources)} for {num_prompts} prompts; give one per prompt"
         )
-    check_prompts(sources, model.vocab_size, what="source")
-    longest = max(map(len, sources))
+    found = ids_of_prompts(sources, model.vocab_size, what="source")
+    longest = max(map(len, found))
     if longest > model.max_source_len:
         raise ConfigError(
             f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it"
         )
+    return found
 
 
 def check_context_room(

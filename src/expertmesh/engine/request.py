@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
@@ -24,6 +25,32 @@ def is_number(value: object, kind: type) -> bool:
     """Whether a value is an integer (`kind` is int) or a real number, also of NumPy; bool is neither."""
     abstract = Integral if kind is int else Real
     return isinstance(value, abstract) and not isinstance(value, bool)
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy or torch as Python's; else the value itself."""
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", 1) == 0
+    return value.item() if is_scalar else value
+
+
+def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
+    """Entries of a list of token ids, with integers of any kind as Python ints.
+
+    Args:
+        given: list, tuple, range, or one-dimensional tensor or array.
+        what: name in the message.
+
+    Raises:
+        ConfigError: it has another type or shape.
+    """
+    is_list = isinstance(given, Iterable) and not isinstance(given, Mapping | str | bytes)
+    if not is_list or isinstance(given, AbstractSet) or getattr(given, "ndim", 1) != 1:
+        shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
+        text = "a text, or " if what == "prompt" and not isinstance(given, str) else ""
+        raise ConfigError(
+            f"{what} is a {type(given).__name__}{shape}; give {text}a list of token ids"
+        )
+    return [plain(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +73,7 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids; each in [-100, 100].
         n: number of answers to the prompt, sampled independently.
         seed: seed of the random numbers, which depend only on it, the answer's index and the position; None: a fresh
-            one.
+            one. If one call gives it to several prompts, all behind the first draw by a hash of it and their index.
         max_tokens: maximum number of tokens of an answer; None: up to the model's maximum length.
         min_tokens: minimum number of tokens before an end token or stop string can end the answer.
         stop: stop string or strings; an answer ends before them.
@@ -95,18 +122,22 @@ class SamplingParams:
         for name in ("ignore_eos", "return_routed_experts"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    name, repr(getattr(self, name)), "must be True or False", "give one"
+                    name, _shown(getattr(self, name)), "must be True or False", "give one"
                 )
-        if hasattr(self.stop_token_ids, "tolist"):  # an array or a tensor
-            object.__setattr__(self, "stop_token_ids", self.stop_token_ids.tolist())
-        lists = "a string, or several", "a list of token ids", "numbers by token id"
-        for name, kind, what in zip(_SEVERAL, (Iterable, Iterable, Mapping), lists, strict=True):
-            if not isinstance(getattr(self, name), kind):
-                raise ConfigError(name, repr(getattr(self, name)), f"must be {what}", "give that")
+        for name, kind, what in _SEVERAL:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bytes):
+                raise ConfigError(name, _shown(value), f"must be {what}", "give that")
+        ends: Any = self.stop_token_ids
+        ends = sorted(ends) if isinstance(ends, AbstractSet) else ends  # a set's order says nothing
+        ends = token_ids_of(ends, what="stop_token_ids")
+        object.__setattr__(self, "stop_token_ids", tuple(ends))
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        biases = {plain(one): plain(value) for one, value in self.logit_bias.items()}
+        if len(biases) < len(self.logit_bias):
+            raise ConfigError("logit_bias: has two numbers for one token id; give one for each")
+        object.__setattr__(self, "logit_bias", biases)
         if self.json_schema is not None and not isinstance(self.json_schema, Mapping):
             shown = f"a {type(self.json_schema).__name__}"
             raise ConfigError("json_schema", shown, "must be a JSON schema", "give a mapping")
@@ -116,14 +147,16 @@ class SamplingParams:
             )
         for text in stops:
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
-                shown = repr(text) if len(repr(text)) < 60 else f"{len(text)} characters"
+                shown = (
+                    f"{len(text)} characters" if isinstance(text, str) and text else _shown(text)
+                )
                 rule_text = f"each is a string of 1 to {LONGEST_STOP} characters"
                 raise ConfigError("stop", shown, rule_text, "give others")
         for token_id in (*self.stop_token_ids, *self.logit_bias):
             if not is_number(token_id, int) or token_id < 0:
                 raise ConfigError(
                     "stop_token_ids and logit_bias",
-                    repr(token_id),
+                    _shown(token_id),
                     "must be a token id",
                     "give one",
                 )
@@ -143,6 +176,27 @@ class SamplingParams:
         return self.temperature < COLDEST
 
 
+def _shown(value: object) -> str:
+    """A value on one short line."""
+    text = repr(value)
+    return text if len(text) < 60 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
+    """Parameters of the prompts of a call with one seed for all, so that their draws are independent.
+
+    The first keeps the seed. Prompt i draws by a hash of seed and i, which is no other seed plus a number.
+    """
+    return [replace(one, seed=_seed_of(one.seed, place)) for place, one in enumerate(params)]
+
+
+def _seed_of(seed: int | None, place: int) -> int | None:
+    if seed is None or place == 0:
+        return seed
+    digest = blake2b(f"{int(seed)}/prompt/{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 @dataclass(frozen=True)
 class _Rule:
     kind: type
@@ -158,7 +212,7 @@ class _Rule:
             return
         what = "a whole number" if self.kind is int else "a number"
         if not is_number(value, self.kind):
-            raise ConfigError(name, repr(value), f"must be {what}", "give one")
+            raise ConfigError(name, _shown(value), f"must be {what}", "give one")
         # integers are not converted: 2^63 - 1 as a float is 2^63
         known: Any = value
         number = int(known) if self.kind is int else float(known)
@@ -170,7 +224,11 @@ class _Rule:
             raise ConfigError(name, repr(value), f"must be {low}{high}", self.fix)
 
 
-_SEVERAL = "stop", "stop_token_ids", "logit_bias"
+_SEVERAL: tuple[tuple[str, type, str], ...] = (
+    ("stop", Iterable, "a string, or several"),
+    ("stop_token_ids", Iterable, "a list of token ids"),
+    ("logit_bias", Mapping, "numbers by token id"),
+)
 _MOST = 3.0e38
 _LARGEST = 2**63 - 1
 _ALL = "leave it out to keep all tokens"
@@ -261,7 +319,8 @@ class Sequence:
         index: index among the request's answers.
         token_ids: prompt, then generated tokens.
         num_computed: number of tokens whose keys and values are cached; prefix hits and preemption change only this.
-        num_cached: prompt tokens found in the prefix cache at the first admission.
+        num_cached: prompt tokens found in the prefix cache by its first step; None: it has had none.
+        num_counted: prompt tokens that are counted in the statistics.
         blocks: block table.
         prefix: number of the prefix of its sealed blocks, and the number of these blocks; see `BlockPool.seal`.
         state: see `State`.
@@ -275,6 +334,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
+    num_counted: int = 0
     blocks: list[int] = field(default_factory=list)
     prefix: tuple[int, int] = (-1, 0)
     state: State = State.WAITING

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,7 +88,6 @@ class LoadedAdapter:
         root: unique root prefix of its requests' tokens, below `ROOT`.
         of_module: low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts.
         num_bytes: bytes of its factors.
-        num_requests: number of requests so far.
     """
 
     name: str
@@ -96,7 +95,6 @@ class LoadedAdapter:
     root: int
     of_module: dict[str, dict[str, LowRank]]
     num_bytes: int = 0
-    num_requests: int = field(default=0)
 
 
 class AdapterSpan(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.chat import conversation_ids
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.request import SamplingParams, for_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.json_mode import json_schema
@@ -68,7 +68,7 @@ class RequestReader:
         self.text: TextFormat = engine.text
         self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
         self._config, self._name = config, model_name
-        self._held, self._engine = engine.num_tokens_held, engine
+        self._engine = engine
         added = self.text.tokenizer.get_added_tokens_decoder()
         self._specials = {token.content: i for i, token in added.items() if token.special}
 
@@ -126,7 +126,7 @@ class RequestReader:
             )
             for ids in prompts
         ]
-        return Job(prompts, shown, params, wanted == 0, adapter)
+        return Job(prompts, shown, for_prompts(params), wanted == 0, adapter)
 
     def chat(self, request: ChatRequest) -> Job:
         """Parse a chat completion request.
@@ -250,11 +250,11 @@ class RequestReader:
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        room = min(self.max_len, self._held + 1) - len(ids)
+        room = self.max_len - len(ids)
         if room < 1:
             raise RequestError(
                 400,
-                f"prompt: has {len(ids)} tokens, and the model has room for {min(self.max_len, self._held + 1)} with the answer; "
+                f"prompt: has {len(ids)} tokens, and the model has room for {self.max_len} with the answer; "
                 "shorten it",
                 param="prompt",
                 code="context_length_exceeded",
@@ -304,6 +304,10 @@ class RequestReader:
             if not (name.isascii() and name.isdigit() and len(name) < 12):
                 raise RequestError(
                     400, "logit_bias: its keys must be token ids", param="logit_bias"
+                )
+            if int(name) in found:
+                raise RequestError(
+                    400, f"logit_bias: two of its keys are token {int(name)}", param="logit_bias"
                 )
             found[int(name)] = value
         self.check_ids(tuple(found), "logit_bias")

@@ -92,7 +92,7 @@ def beam_search(
         raise ConfigError(
             "length_penalty", length_penalty, f"must be from 0 to {_MOST_PENALTY}", "1 is usual"
         )
-    check_sources(model, sources, num_prompts=len(sources))
+    sources = check_sources(model, sources, num_prompts=len(sources)) or []
     given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)
     if len(given) != len(sources):
         raise ConfigError(
