@@ -76,7 +76,8 @@ def token_logprobs(
 
 
 def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[Tensor]) -> None:
-    count = len(routing) if isinstance(routing, Sized) and getattr(routing, "ndim", 1) else 1
+    is_list = isinstance(routing, Sized) and getattr(routing, "ndim", 1) != 0
+    count = len(routing) if is_list else 1
     if count != len(ids):
         raise ConfigError(
             f"routing: {count} for {len(ids)} sequences; give one for each, as answers have it in routed_experts"

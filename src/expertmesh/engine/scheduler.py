@@ -57,7 +57,7 @@ class Step:
 
 @dataclass
 class Counters:
-    """Counters for `Engine.stats` and metrics, of what steps have computed: a plan or a failed step counts no token."""
+    """Counters for `Engine.stats` and metrics; a plan or a failed step counts no token."""
 
     preemptions: int = 0
     prompt_tokens: int = 0

@@ -225,8 +225,7 @@ class Writer:
         }
 
     def _by_text(self, entry: Logprob) -> dict[str, float]:
-        """Logprobs of the most likely tokens and the chosen one, which has its text as key; those of no text of their own
-        have their ids."""
+        """Logprobs of the most likely tokens and the chosen one, by text; other tokens without a text of their own: by id."""
         texts = {token: self.texts.text(token) for token, _ in entry.top}
         texts |= {entry.token_id: self.texts.text(entry.token_id)}
         count = Counter(texts.values())
