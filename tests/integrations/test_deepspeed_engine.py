@@ -229,7 +229,10 @@ def built_before():
     return in_net(MoE(D, grouped(), num_experts=E, ep_size=2))
 
 
-SPREAD, CUT = "spread already", "Couldn't swap"  # torch's, of any module with DTensors that is moved
+SPREAD, CUT = (
+    "spread already",
+    "Couldn't swap",
+)  # torch's, of any module with DTensors that is moved
 REFUSED = {
     "parallelize": (parallelized, CUT),
     "spread_experts": (spread, SPREAD),

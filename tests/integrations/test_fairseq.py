@@ -102,7 +102,9 @@ def output_and_gradients(x, own=slice(None)):
 
 def output_of_a_rank(x):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return output_and_gradients(x.chunk(size)[rank], slice(rank * E // size, (rank + 1) * E // size))
+    return output_and_gradients(
+        x.chunk(size)[rank], slice(rank * E // size, (rank + 1) * E // size)
+    )
 
 
 def test_ranks_with_their_own_experts_are_one_process(two_ranks):

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.config.moe_rules import DropPolicy, RouterNoise
 from expertmesh.errors import ConfigError
-from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
@@ -250,7 +249,10 @@ def _share_groups(moe: MoE) -> None:
         raise ConfigError(
             "sequence_parallel_size: MoE has no sequence parallelism under DeepSpeed's engine; leave it out"
         )
-    if ranks % moe.ep_size == 0 and moe.expert_group_name not in groups._get_expert_parallel_group_dict():
+    if (
+        ranks % moe.ep_size == 0
+        and moe.expert_group_name not in groups._get_expert_parallel_group_dict()
+    ):
         groups._create_expert_and_data_parallel(moe.ep_size)
 
 
@@ -322,8 +324,8 @@ def _names(moe: MoE) -> list[ForeignName]:
 
 def _has_theirs(moe: MoE) -> bool:
     """Whether the state dict has DeepSpeed's names: whole experts, on this rank alone or under DeepSpeed's engine."""
-    dispatcher = moe._layer.dispatcher
-    return isinstance(dispatcher, LocalDispatcher) or dispatcher.storage.plain
+    spread = getattr(moe._layer.dispatcher, "storage", None)
+    return spread is None or bool(spread.plain)
 
 
 def _to_theirs(moe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

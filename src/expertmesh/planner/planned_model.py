@@ -3,7 +3,7 @@
 import difflib
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES
 from expertmesh.planner.arguments import path_text
 from expertmesh.planner.published import published_models
+from expertmesh.planner.unread import unread
 
 TOKENS_PER_PARAMETER = 20
 """Default training tokens per active parameter (Hoffmann et al. 2022)."""
@@ -42,6 +43,7 @@ class PlannedModel:
         config: configuration of a run of this project; None: the model cannot be trained here.
         guesses: guessed inputs, in words.
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
+        unread: what its config.json says and no plan counts, in words.
     """
 
     name: str
@@ -52,6 +54,7 @@ class PlannedModel:
     config: GPTRunConfig | None = None
     guesses: tuple[str, ...] = ()
     words: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
@@ -129,9 +132,10 @@ def _of_file(name: str, file: Path) -> PlannedModel:
         raise ConfigError(
             f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
         )
+    said = unread(values)
     if "model_type" in values or values.keys().isdisjoint(_OF_RUN):
-        return _of_sizes(name, _sizes_of_hub(values))
-    return _of_run(name, file, values)
+        return replace(_of_sizes(name, _sizes_of_hub(values)), unread=said)
+    return replace(_of_run(name, file, values), unread=said)
 
 
 def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:

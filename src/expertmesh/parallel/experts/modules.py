@@ -183,7 +183,9 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
     """
     count = experts.num_experts // degrees.num_ranks
     sizes = [len(list(expert.parameters())) for expert in experts]
-    absent = [isinstance(e, FirstOutput) and e.expert is None for e in experts]  # only its rank knows
+    absent = [
+        isinstance(e, FirstOutput) and e.expert is None for e in experts
+    ]  # only its rank knows
     without = [
         first
         for first in range(0, len(sizes), count)
