@@ -1,4 +1,4 @@
-"""What a config.json says of its files that no plan counts, in words: one line each beside what is guessed."""
+"""Lines on what a config.json says of its files and no plan counts, beside what is guessed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -51,7 +51,7 @@ def _placements(mesh: DeviceMesh, *, e: Placement, f: Placement) -> list[Placeme
 
 
 def _to_local(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, differentiable."""
+    """Shard of a parameter on this rank, differentiable."""
     if not isinstance(parameter, DTensor):  # plain
         return parameter
     local: Tensor = parameter.to_local()
