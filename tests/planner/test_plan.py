@@ -23,6 +23,7 @@ from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.models.registry import recipe
 from expertmesh.planner.configured import layout_of
 from expertmesh.planner.search import Candidate, Problem, layouts, with_batch
+from expertmesh.planner.serve import serve_plan
 from expertmesh.planner.why import why_not
 from expertmesh.runs.run_dir import RunDir
 
@@ -146,6 +147,30 @@ def test_a_pipeline_is_accepted_and_never_proposed():
     assert {c.layout.pp_degree for c in found.candidates} == {4}
     assert found.flags == []
     assert "no pipeline" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config compressed-tensors"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config given"),
+        ({"torch_dtype": "float32"}, "dtype float32"),
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"dtype": "bfloat16", "quantization_config": None}, None),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1"),
+        ({"num_nextn_predict_layers": 0}, None),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"] * 4}, "layer_types not read"),
+        ({"sliding_window": None, "layer_types": ["full_attention"] * 4}, None),
+    ],
+)  # fmt: skip
+def test_what_a_folder_says_of_itself_and_no_plan_counts_is_told(says, words, tmp_path):
+    hub = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 1000, "num_attention_heads": 8}
+    hub |= {"intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(hub | says))
+    served = serve_plan(tmp_path, cluster="h100x1", batch=1, context=128)
+    for guesses in (em.plan(tmp_path, cluster="h100x8").guesses, served.guesses):
+        told = [guess for guess in guesses if guess.startswith("config.json's")]
+        assert len(told) == (words is not None) and all(words in line for line in told)
 
 
 def test_a_hub_folder_and_a_run_are_planned(tmp_path):

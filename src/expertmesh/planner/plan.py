@@ -135,7 +135,7 @@ def _problem(
     vpp: int,
 ) -> tuple[Problem, tuple[str, ...]]:
     """(search problem, guessed inputs in words)."""
-    guesses = [*model.guesses, *model.of_sizes]
+    guesses = [*model.unread, *model.guesses]
     if tokens_per_batch is not None:
         tokens_per_batch = _tokens("tokens_per_batch", tokens_per_batch)
     if max_context is not None:

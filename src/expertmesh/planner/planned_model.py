@@ -19,6 +19,7 @@ from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe_owners
 from expertmesh.planner.arguments import path_text
 from expertmesh.planner.published import published_models
+from expertmesh.planner.unread import unread
 
 TOKENS_PER_PARAMETER = 20
 """Default training tokens per active parameter (Hoffmann et al. 2022)."""
@@ -41,8 +42,8 @@ class PlannedModel:
         train_tokens: tokens of the whole training.
         config: configuration of a run of this project; None: the model cannot be trained here.
         guesses: guessed inputs of its training, in words.
-        of_sizes: what its sizes leave out, in words.
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
+        unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
     """
 
     name: str
@@ -52,8 +53,8 @@ class PlannedModel:
     train_tokens: float
     config: GPTRunConfig | None = None
     guesses: tuple[str, ...] = ()
-    of_sizes: tuple[str, ...] = ()
     words: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
@@ -130,9 +131,10 @@ def _of_file(name: str, file: Path) -> PlannedModel:
         raise ConfigError(
             f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
         )
-    if "model_type" in values or values.keys().isdisjoint(_OF_RUN):
-        return _of_hub(name, values)
-    return _of_run(name, file, values)
+    said = unread(values)
+    is_hub = "model_type" in values or values.keys().isdisjoint(_OF_RUN)
+    found = _of_hub(name, values) if is_hub else _of_run(name, file, values)
+    return replace(found, unread=(*said, *found.unread))
 
 
 def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
@@ -162,4 +164,4 @@ def _of_hub(name: str, values: dict[str, Any]) -> PlannedModel:
         found = _of_sizes(name, sizes_of_hub(values))
         reason = str(error).partition("; ")[0]
         guess = f"parameters by the sizes in config.json alone, without biases and norms of heads and latents ({reason})"
-        return replace(found, of_sizes=(guess,))
+        return replace(found, unread=(guess,))

@@ -305,9 +305,9 @@ def serve_plan(
             f" {least.cache_held_bytes / GIB:.1f} for keys and values; use more devices, fewer sequences or shorter ones"
         )
     guesses = (
+        *found.unread,
         f"weights, keys and values in {'FP32' if weight_bytes == 4 else 'BF16'}",
         "even routing, and sequences of equal length",
         f"{1e6 * (FUSED_HOST_S if fused else HOST_S):.0f} us of the CPU per layer and step",
-        *found.of_sizes,
     )
     return ServePlan(found, tuple(fitting), guesses)

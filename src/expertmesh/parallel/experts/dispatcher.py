@@ -48,6 +48,7 @@ from expertmesh.parallel.experts.load_record import (
     route_shape,
 )
 from expertmesh.parallel.experts.modules import ExpertModules
+from expertmesh.parallel.experts.owned import refuse_engine
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.replicated_experts import LocalTokens, without_hot
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
@@ -400,6 +401,7 @@ def spread_experts(
     dispatch_dtype: DispatchDtype = "same",
     offload: bool = False,
     prefetcher: Prefetcher | None = None,
+    plain: bool = False,
 ) -> ExpertDispatcher:
     """Shard the experts of one layer over ranks, in place. Every rank must call.
 
@@ -427,6 +429,7 @@ def spread_experts(
             need a CPU backend. Build the optimizer afterwards.
         prefetcher: shared by all layers of a model, so that weights are gathered one layer ahead; None: weights are
             gathered when the layer is called.
+        plain: see `ExpertShards`.
 
     Returns:
         The new dispatcher of the layer.
@@ -453,11 +456,20 @@ def spread_experts(
     if isinstance(experts, GroupedExperts):
         device = compute_device(world.device_type) if offload else None
         storage = ExpertStorage(
-            experts, world, degrees, keep=keep, layer=name, prefetcher=prefetcher, device=device
+            experts,
+            world,
+            degrees,
+            keep=keep,
+            layer=name,
+            prefetcher=prefetcher,
+            device=device,
+            plain=plain,
         )
     else:
-        storage = ExpertModules(experts, world, degrees, layer=name)
+        storage = ExpertModules(experts, world, degrees, layer=name, plain=plain)
         layer.experts = storage.modules
+    if not plain:
+        layer.set_deepspeed_parallelism = partial(refuse_engine, name)  # type: ignore[assignment]
     layer.dispatcher = dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,
