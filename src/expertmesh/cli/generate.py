@@ -171,7 +171,7 @@ def _generate(
         turns = [*turns, {"role": "user", "content": prompt}]
         most = limit - (options.max_tokens or limit // _ROOM)
         variables = options.chat_template_kwargs
-        kept, ids = latest_turns(text.chat, turns, most=most, variables=variables)
+        kept, ids = latest_turns(text.chat, turns, most=most, window=limit, variables=variables)
         if len(kept) < len(turns):
             tell(f"note: {_FORGETS.format(limit)}")
         return [*kept, {"role": "assistant", "content": answer(ids)}]
@@ -228,7 +228,7 @@ def _encoder(
         if isinstance(asked, str) and not options.chat:
             return prompt_ids(text, asked, start=not options.no_start)
         turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        return text.chat.prompt(read_messages(turns), variables=variables)
+        return text.chat_ids(read_messages(turns), variables=variables)
 
     def ids_of(prompt: Prompt) -> list[int]:
         try:

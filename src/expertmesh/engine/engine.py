@@ -131,14 +131,14 @@ class Engine:
         if (ranks := self._ranks) is not None:
             ranks.check(self.config)
         self.model, self.tokenizer = model, tokenizer
+        self.max_len = self.config.max_len or model.max_seq_len
         if text is None and tokenizer is not None:
             text = text_format(tokenizer, model=model)
-        self.text: TextFormat | None = text
+        self.text: TextFormat | None = text and replace(text, window=self.max_len)
         end_ids = token_ids_of(end_ids, what="end_ids")
         check_ids(end_ids, model.vocab_size, what="end_ids")
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
-        self.max_len = self.config.max_len or model.max_seq_len
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         tp = 1 if ranks is None else ranks.degrees.tp
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)

@@ -190,8 +190,7 @@ def prompt_ids(text: TextFormat, prompt: str, *, start: bool = True) -> list[int
         raise ConfigError("prompt='': is empty; give at least one token")
     if start:
         return text.prompt_ids(prompt)
-    ids: list[int] = text.tokenizer.encode(prompt, add_special_tokens=False).ids
-    return ids
+    return text.ids_of(prompt)
 
 
 def _check(output: RequestOutput) -> None:

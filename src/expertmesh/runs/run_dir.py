@@ -164,7 +164,7 @@ class RunDir:
             write_whole(self.versions, json.dumps(versions(), indent=1) + "\n")
             for name, source in files.items():
                 target = self.path / name
-                target.parent.mkdir(exist_ok=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 with complete(target) as partial:
                     shutil.copyfile(source, partial)
         self._is_described = True

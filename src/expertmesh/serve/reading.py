@@ -1,6 +1,6 @@
 """Conversion of client requests to engine requests: tokens, sampling parameters, and refusal of unsupported fields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from expertmesh.serve.schema import (
 )
 from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
-from expertmesh.text.tokenizer import ids_of_text
+from expertmesh.text.limits import TextLimitError
 
 _DEFAULT_TOKENS = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
@@ -174,8 +174,8 @@ class RequestReader:
                 chat_template_kwargs=variables,
             )
         except ConfigError as error:
-            field = str(error).partition(":")[0]
-            raise RequestError(400, str(error), param=field) from None
+            field, code = str(error).partition(":")[0], getattr(error, "code", None)
+            raise RequestError(400, str(error), param=field, code=code) from None
 
     def _variables(self, request: ChatPrompt) -> dict[str, Any]:
         """Variables of the template that the request sets; raises RequestError if its effort is no variable."""
@@ -195,8 +195,8 @@ class RequestReader:
         return given
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Tokens of a text to continue."""
-        return self.text.prompt_ids(text)
+        """Tokens of a text to continue; raises RequestError if the model surely has no room for them."""
+        return self._tokens(self.text.prompt_ids, text)
 
     def tokenize(self, request: TokenizeText | TokenizeChat) -> list[int]:
         """Tokens of a text or of a conversation.
@@ -215,7 +215,14 @@ class RequestReader:
             return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
             return self.prompt_ids(request.prompt)
-        return ids_of_text(self.text.tokenizer, request.prompt)
+        return self._tokens(self.text.ids_of, request.prompt)
+
+    @staticmethod
+    def _tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
+        try:
+            return encode(text)
+        except TextLimitError as error:
+            raise RequestError(400, str(error), param="prompt", code=error.code) from None
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise RequestError if an id is not in the vocabulary."""

@@ -27,6 +27,7 @@ from expertmesh.runs.open import find_model
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
+from expertmesh.text.tokenizer_files import files_in
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."
@@ -135,7 +136,7 @@ def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:
         tokenizer: file of the changed tokenizer, which replaces copies of the old one.
     """
     extras = folder / EXTRAS
-    kept = {f"{EXTRAS}/{p.name}": p for p in sorted(extras.glob("*")) if p.is_file()}
+    kept = {f"{EXTRAS}/{name}": path for name, path in files_in(extras).items()}
     kept |= hub_files(folder)
     return {name: tokenizer if path.name == TOKENIZER else path for name, path in kept.items()}
 

@@ -292,8 +292,10 @@ def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
     model_type = _hub_type(run)
     if run.is_hub:
         for path in hub_files(run.path).values():
+            target = folder / path.relative_to(run.path)
+            target.parent.mkdir(exist_ok=True)
             if path.name != "config.json":
-                shutil.copyfile(path, folder / path.name)
+                shutil.copyfile(path, target)
         if (run.path / TOKENIZER).is_file():
             shutil.copyfile(run.path / TOKENIZER, folder / TOKENIZER)
         values = parse_json((run.path / "config.json").read_bytes())

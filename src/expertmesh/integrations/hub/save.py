@@ -23,7 +23,8 @@ from expertmesh.integrations.hub.exports import export_family, hub_config, origi
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import find_format, text_format
-from expertmesh.text.tokenizer import CONFIG, EXTRAS, end_of_text_id, load_tokenizer, with_start
+from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer, with_start
+from expertmesh.text.tokenizer_files import CONFIG
 
 _MODEL = "model."
 _CLASS = "PreTrainedTokenizerFast"
@@ -138,9 +139,8 @@ def write_rest(
     values = hub_config(config, family, dtype=str(dtype).removeprefix("torch."))
     extras = run_dir / EXTRAS
     if extras.is_dir():
-        for path in sorted(extras.iterdir()):
-            if path.name != "config.json":
-                shutil.copyfile(path, folder / path.name)
+        leave = shutil.ignore_patterns("config.json")
+        shutil.copytree(extras, folder, ignore=leave, dirs_exist_ok=True)
     if (extras / "config.json").is_file():  # the model came from the hub
         saved = parse_json((extras / "config.json").read_bytes())
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
