@@ -147,8 +147,8 @@ class _Reader:
         if schema.get("uniqueItems"):
             raise SchemaError("uniqueItems: is not kept; use a list where items may repeat")
         least, required = schema.get("minProperties"), schema.get("required", ())
-        are_read = isinstance(least, int) and isinstance(required, list | tuple)
-        if are_read and least > len(required) + 1:
+        num_required = len(required) if isinstance(required, list) else 0
+        if isinstance(least, int) and least > num_required + 1:
             raise SchemaError(
                 f"minProperties={least}: is kept up to one more than are required, since names may repeat"
             )
