@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -465,6 +466,12 @@ def cache_root(given: str | None) -> Path:
         ConfigError: the path begins with ~ or ~user, and there is no such home folder.
     """
     return expanded(given) if given else user_cache_dir()
+
+
+def environment_of_child() -> dict[str, str]:
+    """Environment variables for a Python process that imports what this one does."""
+    path = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def user_cache_dir() -> Path:

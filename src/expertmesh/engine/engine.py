@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,11 @@ from expertmesh.engine.checks import (
     check_text,
     one_for_each,
     params_for_each,
-    params_of,
     prompts_of,
     room_for,
 )
 from expertmesh.engine.compiled import compiled_forward
-from expertmesh.engine.grammar import JsonRules
+from expertmesh.engine.grammar import CompiledSchema, JsonRules
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
 from expertmesh.engine.opening import open_served
@@ -92,6 +90,7 @@ class Engine:
         max_len: maximum tokens of a sequence, for which the cache has room.
         tokenizer: tokenizer of the model; None: prompts are token ids.
         text: text format of the model; None without a tokenizer.
+        json_rules: compiler of JSON schemas, usable from any thread beside the steps.
     """
 
     def __init__(
@@ -139,6 +138,7 @@ class Engine:
         check_ids(end_ids, model.vocab_size, what="end_ids")
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
+        self.json_rules = JsonRules(tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         tp = 1 if ranks is None else ranks.degrees.tp
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
@@ -292,7 +292,6 @@ class Engine:
         """Whether any request is unfinished, or has an answer that ended and was not returned; see `step`."""
         return self._scheduler.has_work or self._awaited.has_kept
 
-    @one_at_a_time
     def add(
         self,
         prompt: Prompt,
@@ -316,12 +315,16 @@ class Engine:
             ConfigError: a value breaks a rule, or the request could never run; other requests are unaffected.
         """
         self._check_leads("requests")
-        params = params_of(params)
-        ids = self._prompt_ids(prompt)
-        has_schema, has_text = params.json_schema is not None, self.tokenizer is not None
-        ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos and not has_schema else self._end_ids
-        )
+        params = self.json_rules.ready(params)  # before the lock: steps go on meanwhile
+        with self.lock:
+            return self._add(self._prompt_ids(prompt), params, request_id, adapter)
+
+    def _add(
+        self, ids: list[int], params: SamplingParams, request_id: str | None, adapter: str | None
+    ) -> str:
+        ends, has_text = frozenset(params.stop_token_ids), self.tokenizer is not None
+        if not params.ignore_eos or params.json_schema is not None:
+            ends |= self._end_ids
         check_asked(ids, params, self.model.vocab_size, has_text=has_text, end_ids=ends)
         chosen = None if adapter is None else self._adapter(adapter)
         if request_id is None:
@@ -341,9 +344,9 @@ class Engine:
             seed=draw_seed() if params.seed is None else params.seed,
             root=ROOT if chosen is None else chosen.root,
         )
-        if params.json_schema is not None:
+        if isinstance(params.json_schema, CompiledSchema):
             for sequence in request.sequences:
-                sequence.rule = self.json_rules.rule(params.json_schema)
+                sequence.rule = params.json_schema.rule()
         self._scheduler.add(request)
         self._arrivals += 1
         self._requests[request_id] = request
@@ -352,11 +355,6 @@ class Engine:
 
     def _is_busy(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._awaited
-
-    @cached_property
-    def json_rules(self) -> JsonRules:
-        """Compiler of JSON schemas to rules, usable from any thread beside the steps; ConfigError if unsupported."""
-        return JsonRules(self.tokenizer, vocab_size=self.model.vocab_size, end_ids=self._end_ids)
 
     @one_at_a_time
     def abort(self, request_id: str) -> list[RequestOutput]:
@@ -488,7 +486,6 @@ class Engine:
         """
         return conversation_ids(self.text, messages, **options)
 
-    @one_at_a_time
     def as_they_end(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -506,15 +503,16 @@ class Engine:
         many, names = prompts_of(prompts), list[str]()
         each = params_for_each(params, len(many))
         chosen = one_for_each("adapter", adapter, len(many))
-        try:
-            for prompt, one, its_adapter in zip(many, each, chosen, strict=True):
-                names.append(self.add(prompt, one, adapter=its_adapter))
-        except BaseException:  # also if a later prompt is refused
-            list(map(self.abort, names))
-            raise
-        return self._awaited.as_they_end(names, step=self._step_of_iterator, abort=self.abort)
+        ready = [self.json_rules.ready(one) for one in each]  # before the lock, as in `add`
+        with self.lock:
+            try:
+                for prompt, one, its_adapter in zip(many, ready, chosen, strict=True):
+                    names.append(self.add(prompt, one, adapter=its_adapter))
+            except BaseException:  # also if a later prompt is refused
+                list(map(self.abort, names))
+                raise
+            return self._awaited.as_they_end(names, step=self._step_of_iterator, abort=self.abort)
 
-    @one_at_a_time
     def stream(
         self,
         prompt: Prompt,
@@ -529,8 +527,10 @@ class Engine:
         Raises:
             ConfigError: see `add`; raised at once.
         """
-        name = self.add(prompt, params, adapter=adapter)
-        return self._awaited.streamed(name, step=self._step_of_iterator, abort=self.abort)
+        params = self.json_rules.ready(params)
+        with self.lock:
+            name = self.add(prompt, params, adapter=adapter)
+            return self._awaited.streamed(name, step=self._step_of_iterator, abort=self.abort)
 
     @one_at_a_time
     @torch.no_grad()

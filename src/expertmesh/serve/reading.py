@@ -1,7 +1,7 @@
 """Conversion of client requests to engine requests: tokens, sampling parameters, and refusal of unsupported fields."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,15 +11,17 @@ from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams, for_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
-from expertmesh.serve.json_mode import json_schema
+from expertmesh.serve.json_mode import JSON_FIELDS, json_schema
 from expertmesh.serve.schema import (
+    ANY,
     HARMLESS,
-    REFUSED,
+    INSTEAD,
     REFUSED_OF_MESSAGES,
     RENAMED,
     ChatPrompt,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Message,
     Sampling,
     TokenizeChat,
@@ -31,6 +33,10 @@ from expertmesh.text.limits import TextLimitError
 
 _DEFAULT_TOKENS = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
+_MOST_NAME = 80
+"""Maximum characters of a field's name in a message."""
+_OF_CHATS = ("reasoning_effort",)
+"""Fields of conversations that are read beside the model's."""
 _SEEDS = 2**62
 """Modulus of seeds: the engine's seeds are non-negative and leave room in a float."""
 
@@ -45,6 +51,8 @@ class Job:
         params: sampling parameters of each prompt.
         drops_token: whether the one generated token is dropped, because max_tokens is 0.
         adapter: name of the adapter; None: the model alone.
+        json_field: name of the field with a schema that is still to be compiled (`RequestReader.with_rules`); None:
+            there is none.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -52,6 +60,7 @@ class Job:
     params: Sequence[SamplingParams]
     drops_token: bool = False
     adapter: str | None = None
+    json_field: str | None = None
 
 
 class RequestReader:
@@ -126,7 +135,8 @@ class RequestReader:
             )
             for ids in prompts
         ]
-        return Job(prompts, shown, for_prompts(params), wanted == 0, adapter)
+        job = Job(prompts, shown, for_prompts(params), wanted == 0, adapter)
+        return self._constrained(request, job)
 
     def chat(self, request: ChatRequest) -> Job:
         """Parse a chat completion request.
@@ -148,7 +158,7 @@ class RequestReader:
         params = self._params(
             request, ids, most, logprobs=(count or 0) if request.logprobs else None
         )
-        return Job([ids], [], [params], wanted == 0, adapter)
+        return self._constrained(request, Job([ids], [], [params], wanted == 0, adapter))
 
     def chat_ids(self, request: ChatPrompt) -> list[int]:
         """Tokens of a conversation.
@@ -209,8 +219,10 @@ class RequestReader:
         """
         self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
-            _refuse(request.model_extra or {})
+            harmless = {"add_special_tokens": (False,)}
+            _refuse(request.model_extra, known=_OF_CHATS, harmless=harmless)
             return self.chat_ids(request)
+        _refuse(request.model_extra)
         if request.add_special_tokens is False and request.prompt in self._specials:
             return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
@@ -223,6 +235,17 @@ class RequestReader:
             return encode(text)
         except TextLimitError as error:
             raise RequestError(400, str(error), param="prompt", code=error.code) from None
+
+    def detokenize(self, request: DetokenizeRequest) -> str:
+        """Text of tokens.
+
+        Raises:
+            RequestError: a token or a field is unknown; see `adapter_of`.
+        """
+        self.adapter_of(request.model)
+        _refuse(request.model_extra)
+        self.check_ids(request.tokens, "tokens")
+        return self.text.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise RequestError if an id is not in the vocabulary."""
@@ -241,8 +264,11 @@ class RequestReader:
             "do_sample": (request.temperature != 0,),
         }
         for name, here in RENAMED.items():
-            harmless[name] = (getattr(request, here, given.get(here)),)
-        _refuse(given, harmless)
+            harmless[name] = (*HARMLESS.get(name, ()), getattr(request, here, given.get(here)))
+        known = (*JSON_FIELDS, *_OF_CHATS) if isinstance(request, ChatRequest) else JSON_FIELDS
+        _refuse(given, known=known, harmless=harmless)
+        if request.stream_options is not None:
+            _refuse(request.stream_options.model_extra, place="stream_options.")
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -273,8 +299,7 @@ class RequestReader:
         if top_p == 0:  # the most likely token alone
             top_p, top_k = None, 1
         stop = request.stop or ()
-        asked_json = json_schema(request.model_extra or {})
-        params = SamplingParams(
+        return SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=top_k,
             top_p=top_p,
@@ -293,17 +318,35 @@ class RequestReader:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             return_routed_experts=bool(request.return_routed_experts),
-            json_schema=None if asked_json is None else asked_json[1],
         )
-        if asked_json is not None:
-            field, schema = asked_json
-            try:
-                self._engine.json_rules.rule(
-                    schema
-                )  # compiled here, so that the engine's thread does not wait for it
-            except ConfigError as error:
-                raise RequestError(400, f"{field}: {error}", param=field) from None
-        return params
+
+    def _constrained(self, request: Sampling, job: Job) -> Job:
+        """A job with the schema that is asked for, compiled if it was before."""
+        asked = json_schema(request.model_extra or {})
+        if asked is None:
+            return job
+        field, schema = asked
+        try:
+            known = self._engine.json_rules.known(schema)
+        except ConfigError as error:
+            raise RequestError(400, f"{field}: {error}", param=field) from None
+        params = [replace(one, json_schema=known or schema) for one in job.params]
+        return replace(job, params=params, json_field=None if known else field)
+
+    def with_rules(self, job: Job) -> Job:
+        """A job whose schema is compiled, which may take seconds.
+
+        Raises:
+            RequestError: the schema cannot be kept.
+        """
+        schema = job.params[0].json_schema
+        assert schema is not None
+        try:
+            compiled = self._engine.json_rules.compiled(schema)
+        except ConfigError as error:
+            raise RequestError(400, f"{job.json_field}: {error}", param=job.json_field) from None
+        params = [replace(one, json_schema=compiled) for one in job.params]
+        return replace(job, params=params, json_field=None)
 
     def _biases(self, given: dict[str, float]) -> dict[int, float]:
         found = {}
@@ -322,18 +365,28 @@ class RequestReader:
 
 
 def _refuse(
-    fields: Mapping[str, Any],
-    harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({"add_special_tokens": (False,)}),
+    fields: Mapping[str, Any] | None,
+    *,
+    place: str = "",
+    known: Iterable[str] = (),
+    harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raise RequestError if a field is unsupported and its value would change an answer."""
-    for name, value in fields.items():
-        taken = (None, *HARMLESS.get(name, ()), *harmless.get(name, ()))
-        if value in taken:
+    """Raise RequestError if a field is unknown and its value could change an answer.
+
+    Args:
+        fields: fields that the request's model does not have.
+        place: path of the object that has them, with a dot.
+        known: names of those that are read elsewhere.
+        harmless: values without effect of this request, beside `HARMLESS`.
+    """
+    for name, value in (fields or {}).items():
+        if value is None or name in known or HARMLESS.get(name) is ANY:
             continue
-        if name in REFUSED:
-            raise RequestError(400, f"{name}: {REFUSED[name]}; leave it out", param=name)
-        if name in RENAMED:
-            raise RequestError(400, f"{name}: its name here is {RENAMED[name]}", param=name)
+        if value in (*HARMLESS.get(name, ()), *harmless.get(name, ())):
+            continue
+        why = INSTEAD.get(name, "is no field here, and could change the answer; leave it out")
+        shown = f"{place}{name}"[:_MOST_NAME]
+        raise RequestError(400, f"{shown}: {why}", param=shown)
 
 
 def _said(message: Message, number: int) -> dict[str, Any]:
@@ -343,6 +396,9 @@ def _said(message: Message, number: int) -> dict[str, Any]:
         if given.get(field):
             name = f"messages.{number}.{field}"
             raise RequestError(400, f"{name}: {why}; leave it out", param=name)
+    if isinstance(message.content, list):
+        for i, part in enumerate(message.content):
+            _refuse(part.model_extra, place=f"messages.{number}.content.{i}.")
     more = {
         name: value
         for name, value in given.items()
