@@ -14,9 +14,7 @@ from expertmesh.integrations.hub import load_pretrained
 NORM = "model.norm.weight"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
-GATE, DOWN = (
-    f"model.layers.1.mlp.experts.0.{kind}_proj.weight" for kind in ("gate", "down")
-)
+GATE, DOWN = (f"model.layers.1.mlp.experts.0.{kind}_proj.weight" for kind in ("gate", "down"))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping
 
-
 from expertmesh.checkpoints.hub.family import HubFamily
 from expertmesh.checkpoints.safetensors import Entry
 from expertmesh.errors import CheckpointError

@@ -110,7 +110,12 @@ class AttentionProbe:
         self.calls.append(layer)
         self.masks[layer], self.windows[layer] = mask, window
         self.shapes[layer] = (key.shape[1], key.shape[-1], value.shape[-1])
-        new = (key, value, self.sequence_T[None, None, :, None], self.positions_T[None, None, :, None])
+        new = (
+            key,
+            value,
+            self.sequence_T[None, None, :, None],
+            self.positions_T[None, None, :, None],
+        )
         old = self.kept.get(layer, tuple(t[:, :, :0] for t in new))
         kept = tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True))
         self.kept[layer] = kept
@@ -209,7 +214,7 @@ def own_logits(model: Any, max_len: int) -> CheckedSequences:
     """Sequences at the first, middle and last positions, with the logits of the model's own passes.
 
     Args:
-        model: the model, with its own attention and experts.
+        model: the model, with its own experts; its attention becomes transformers' eager one.
         max_len: number of positions.
     """
     device, size = model.device, min(_TOKENS, max_len)
@@ -217,6 +222,8 @@ def own_logits(model: Any, max_len: int) -> CheckedSequences:
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     is_exact = is_wide and torch.get_float32_matmul_precision() == "highest"
     draws = 1 if is_exact else _DRAWS
+    # others leave out the mask where all keys are fewer than a chunk, also across the border of two
+    model.set_attn_implementation("eager")
     ids, positions, logits = [], [], []
     for start in (0, max_len // 3, max_len - size):
         for _ in range(draws):

@@ -144,7 +144,9 @@ class TransformersDecoder(nn.Module):
         self.rules = probe.rules(name)
         heads, size = probe.shape(name)
         if longest is None:
-            raise ConfigError(f"{name}: config.json names no most tokens of a sequence; give max_len")
+            raise ConfigError(
+                f"{name}: config.json names no most tokens of a sequence; give max_len"
+            )
         self.config = DecoderShape(
             vocab_size=model.get_input_embeddings().num_embeddings,
             max_seq_len=longest,
