@@ -96,7 +96,7 @@ class AttentionProbe:
         window: int | None,
         rule: ScoreRule,
     ) -> Tensor:
-        """(1, H, T, size of a value) attention of a step's tokens to those of their sequences, earlier steps included.
+        """(1, H, T, size of a value) attention of a step's tokens within their sequences, earlier steps included.
 
         Args:
             layer: index of the layer.
