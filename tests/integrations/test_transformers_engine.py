@@ -197,6 +197,14 @@ def test_a_model_without_a_maximum_needs_one(monkeypatch):
     assert TransformersDecoder(model, max_len=40).max_seq_len == 40
 
 
+@pytest.mark.parametrize("size", [13, 16, 20])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_chunk_may_end_within_the_check(size, attention):
+    model = tiny("llama4_text", **FAMILIES["llama4_text"] | {"attention_chunk_size": size})
+    model.set_attn_implementation(attention)
+    assert {rule.chunk for rule in TransformersDecoder(model).rules} == {size, None}
+
+
 def test_windows_and_chunks_are_read_off_the_model():
     rules = {
         name: TransformersDecoder(tiny(name, **FAMILIES[name])).rules

@@ -1,4 +1,4 @@
-"""Tensors under the names of transformers' modules, as `save_original_format=False` writes them, under those of the hub's files.
+"""Renaming of tensors from transformers' module names (`save_original_format=False`) to the names in the hub's files.
 
 A layer's experts are two tensors there: `experts.gate_up_proj` (E, 2 F, D), gate before up, and `experts.down_proj` (E, D, F).
 An expert's matrix is one range of bytes of them, so that no value is moved.

@@ -96,7 +96,7 @@ class AttentionProbe:
         window: int | None,
         rule: ScoreRule,
     ) -> Tensor:
-        """(1, H, T, size of a value) attention of a step's tokens to those of their sequences, earlier steps included.
+        """(1, H, T, size of a value) attention of a step's tokens within their sequences, earlier steps included.
 
         Args:
             layer: index of the layer.
@@ -214,7 +214,7 @@ def own_logits(model: Any, max_len: int) -> CheckedSequences:
     """Sequences at the first, middle and last positions, with the logits of the model's own passes.
 
     Args:
-        model: the model, with its own attention and experts.
+        model: the model, with its own experts; its attention becomes transformers' eager one.
         max_len: number of positions.
     """
     device, size = model.device, min(_TOKENS, max_len)
@@ -222,7 +222,11 @@ def own_logits(model: Any, max_len: int) -> CheckedSequences:
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     is_exact = is_wide and torch.get_float32_matmul_precision() == "highest"
     draws = 1 if is_exact else _DRAWS
-    ids, positions, logits = [], [], []
+    # others leave out the mask where all keys are fewer than a chunk, also across the border of two
+    model.set_attn_implementation("eager")
+    ids: list[Tensor] = []
+    positions: list[Tensor] = []
+    logits: list[Tensor] = []
     for start in (0, max_len // 3, max_len - size):
         for _ in range(draws):
             ids.append((7 * torch.arange(size, device=device) + 5 + 3 * len(ids)) % vocab_size)
