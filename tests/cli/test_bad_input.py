@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.known_rows import known
 from tests.support.mistakes import (
     Mistake,
     Words,
@@ -408,7 +409,8 @@ REPORTS = {
     ),
 }
 
-KIN = INPUT | RUNS | MODELS
+SECTIONS = INPUT | RUNS | MODELS
+KIN = {name: known(SECTIONS[name]) for name in known(list(SECTIONS))}
 MISTAKES = {
     f"{item}: {name}": mistake
     for item, table in {

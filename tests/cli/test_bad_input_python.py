@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.generation import written_ids
+from tests.support.known_rows import known
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from torch import nn
@@ -376,8 +377,12 @@ MODEL = {
         lambda: em.generate(model(), Tokenizer(BPE()), None),
         ["prompt is a NoneType", "give a text"],
     ),
-    "recipe of another family, misspelled": Mistake(
-        lambda: em.recipe("swin-mnst"), ["recipe=swin-mnst", "did you mean swin-mnist?"]
+    **known(
+        {
+            "recipe of another family, misspelled": Mistake(
+                lambda: em.recipe("swin-mnst"), ["recipe=swin-mnst", "did you mean swin-mnist?"]
+            )
+        }
     ),
     "half a rank": Mistake(
         lambda: em.lora.add(layer(), rank=2.5), ["rank=2.5", "whole number", "use 8"]

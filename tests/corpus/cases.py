@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.known_rows import known
+
 import expertmesh as em
 
 FILES = Path(__file__).parent / "files"
@@ -78,6 +80,9 @@ CASES = {
         {"model.depths": (2,), "model.num_heads": (1,), "model.moe_stages": (1,)},
     ),
 }
+
+
+CASES = known(CASES)
 
 
 def config_of(

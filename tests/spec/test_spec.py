@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.support.known_rows import known
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.models.registry import FAMILIES, find_family
@@ -12,30 +13,32 @@ from expertmesh.spec.model_spec import LEARNED_AS, Parameter, parameter
 from expertmesh.training.param_groups import parameter_roles
 
 _EXPERTS = {"num_experts": (4,), "top_k": 1}
-OPTIONS = {
-    "gpt-moe-test": [
-        {"model.tie_embeddings": False, "model.qkv_bias": True, "model.qk_norm": True},
-        {"model.moe": {**_EXPERTS, "num_shared_experts": 1, "shared_gate": True, "bias": True}},
-        {"model.moe": {**_EXPERTS, "router": "cosine", "cosine_dim": 8, "residual": True}},
-        {"model.moe": {"num_experts": ()}},
-    ],
-    "translate-test": [
-        {"model.tie_embeddings": False, "model.positions": "untied"},
-        {"model.moe": {**_EXPERTS, "residual": True, "bias": True}},
-    ],
-    "swin-test": [
-        {"model.variant": "released"},
-        {
-            "model.moe": {
-                **_EXPERTS,
-                "router": "cosine",
-                "num_shared_experts": 1,
-                "shared_gate": True,
-            }
-        },
-        {"model.moe": {**_EXPERTS, "router": "hash", "residual": True}},
-    ],
-}
+OPTIONS = known(
+    {
+        "gpt-moe-test": [
+            {"model.tie_embeddings": False, "model.qkv_bias": True, "model.qk_norm": True},
+            {"model.moe": {**_EXPERTS, "num_shared_experts": 1, "shared_gate": True, "bias": True}},
+            {"model.moe": {**_EXPERTS, "router": "cosine", "cosine_dim": 8, "residual": True}},
+            {"model.moe": {"num_experts": ()}},
+        ],
+        "translate-test": [
+            {"model.tie_embeddings": False, "model.positions": "untied"},
+            {"model.moe": {**_EXPERTS, "residual": True, "bias": True}},
+        ],
+        "swin-test": [
+            {"model.variant": "released"},
+            {
+                "model.moe": {
+                    **_EXPERTS,
+                    "router": "cosine",
+                    "num_shared_experts": 1,
+                    "shared_gate": True,
+                }
+            },
+            {"model.moe": {**_EXPERTS, "router": "hash", "residual": True}},
+        ],
+    }
+)
 RECIPES = {name: make for one in FAMILIES.values() for name, make in one.find_recipes().items()}
 CASES = [(name, {}) for name in RECIPES] + [(n, o) for n, many in OPTIONS.items() for o in many]
 

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from expertmesh_families.seq2seq.recipes import translate_test
+from expertmesh.models.registry import recipe
 from tests.support.mistakes import Mistake, Words, plain, reseal, training
 from tests.support.place import Place
 
@@ -508,7 +508,7 @@ def translating(*words: str, lines: dict[str, bytes] | None = None) -> Words:
             Path(place.path(name)).write_bytes(content)
         folder = Path(place.path("translator"))
         folder.mkdir()
-        values = {"recipe": "translate-test", **translate_test().model_dump(mode="json")}
+        values = {"recipe": "translate-test", **recipe("translate-test").model_dump(mode="json")}
         (folder / "config.json").write_text(json.dumps(values))
         named = [place.path(word[1:]) if word.startswith("@") else word for word in words]
         return ["translate", "--run", str(folder), *named]
