@@ -116,7 +116,7 @@ WHO_MAY = {
         ),
     },
     # who says in what a trained model computes, beside two that tell what training would
-    ("resolve_precision",): {"runs/open.py", "cli/doctor.py", "cli/train.py"},
+    ("resolve_precision",): {"cli/doctor.py", "cli/train.py"},
     ("Precision.of",): {"runs/open.py"},
     # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of transformers;
     # and folders of the hub, whose tokenizer says what the run's prompts begin with

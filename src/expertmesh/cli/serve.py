@@ -150,10 +150,10 @@ def say_address(name: str, address: str) -> None:
 
 
 def num_threads_of(engine: "Engine") -> int | None:
-    """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
+    """Number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
     import torch
 
-    from expertmesh.runs.precision import precision_of_weight
+    from expertmesh.runs.precision import plain_precision
     from expertmesh.training.threads import threads_of_calls
 
     model = engine.model
@@ -162,7 +162,7 @@ def num_threads_of(engine: "Engine") -> int | None:
     weight = model.get_parameter("embedding.weight")
     if weight.device.type != "cpu":
         return None
-    precision = precision_of_weight(weight)
+    precision = plain_precision(weight.dtype, weight.device)
     rows = min(_ROWS, engine.config.max_sequences)
     with threads_of_calls(model, precision, num_rows=rows) as threads:
         return None if threads is None else threads.count

@@ -147,7 +147,7 @@ class TrainConfig(Config):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 or float32, the faster here for this model, measured once and kept with the run."""
+    """Compute precision; auto: bfloat16 where the GPU has it, or AMX multiplies products of this model's size, else float32; kept with the run."""
     init_from: str | None = None
     """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
     branch_from: str | None = None
@@ -240,7 +240,7 @@ class ParallelConfig(Config):
     """Threads, ranks and their degrees of parallelism; degrees matter with several ranks, which torchrun starts."""
 
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads of this process; none: OMP_NUM_THREADS if it is set, else the fewest that are fastest within a tenth, measured and kept with the run."""
+    """CPU threads of this process; none: OMP_NUM_THREADS if it is set, else as many as products of the model's size keep busy, at most the cores; kept with the run."""
     dp_replicate_degree: int = Field(default=1, gt=0)
     """Copies of the model; each is spread over the other ranks."""
     dp_shard_degree: int | None = Field(default=None, gt=0)

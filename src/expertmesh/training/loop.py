@@ -58,12 +58,7 @@ from expertmesh.training.state import (
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import find_teacher, open_teacher, teacher_bytes
-from expertmesh.training.threads import (
-    Threads,
-    computing_with,
-    measure_step,
-    settle_threads,
-)
+from expertmesh.training.threads import Threads, computing_with, settle_threads
 from expertmesh.training.trackers import AllTrackers, Files, OwnTracker, Tracker
 
 
@@ -208,18 +203,18 @@ def _settle(
     family: Family, config: RunConfig, run_dir: RunDir, ranks: Ranks
 ) -> tuple[Precision, Threads | None]:
     """Precision and number of threads of a run, both saved with it; threads are None on a GPU unless given."""
-    products = family.products_of(config, num_parts=ranks.num_row_parts)
     record, given = run_dir.arithmetic, config.parallel.num_threads
     goes_on = ranks.on_rank0(lambda: bool(list_checkpoints(run_dir.checkpoints)))
     precision = ranks.on_rank0(
-        lambda: settle_precision(config.train, products=products, record=record)
+        # by the whole step's products, which are the same on any number of ranks
+        lambda: settle_precision(config.train, products=family.products_of(config), record=record)
     )
     if precision.device.type != "cpu" and given is None:
         return precision, None
     began_with = precision.arithmetic.threads
     threads = settle_threads(
         ranks,
-        lambda counts: measure_step(products, precision, counts),
+        family.products_of(config, num_parts=ranks.num_row_parts),
         given=given,
         # older runs did not save it and used torch's number
         began_with=torch.get_num_threads() if goes_on and began_with is None else began_with,
