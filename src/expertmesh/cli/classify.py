@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from expertmesh.cli.decoding import add_device, place_of, say_precision
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.output_file import output_file
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 3
 _ROWS = 64
-"""Approximate patches of an image in most layers, for which the number of threads is measured."""
+"""Approximate patches of an image in most layers, for which the number of threads is chosen."""
 
 _EXAMPLES = """\
 examples:
@@ -107,7 +108,7 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--batch-size", type=int, default=64, metavar="N", help="images at a time (64)"
     )
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    add_device(parser)
     return parser
 
 
@@ -146,11 +147,12 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
         from expertmesh.training.threads import threads_of_calls
 
         classes = class_names(found.path / CLASSES_FILE)
-        opened = open_model(found, device=options.device)
+        opened = open_model(found, **place_of(options))
     model, precision = opened.model, opened.precision
     classifier = opened.task.builder.classifier(model)
     fit = options.fit or found.config.data.fit
     images = read_images(options.image, size=classifier.size, fit=fit)
+    say_precision(precision)
     num_rows = _ROWS * min(len(images), options.batch_size)
     with threads_of_calls(model, precision, num_rows=num_rows), precision.autocast():
         return classify(
@@ -165,10 +167,11 @@ def _score(found: Any, options: Any) -> str:
         from expertmesh.training.evaluate import evaluate, watched
         from expertmesh.training.threads import threads_of_calls
 
-        opened = open_model(found, device=options.device)
+        opened = open_model(found, **place_of(options))
         task, model, precision = opened.task, opened.model, opened.precision
         with notes_known():
             data = task.prepare()
+    say_precision(precision)
     with threads_of_calls(model, precision, num_rows=_ROWS * options.batch_size):
         result = evaluate(
             task,

@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
+from expertmesh.cli.decoding import add_device, place_of, say_precision
 from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.quantized_report import is_quantized, report_quantized
 from expertmesh.cli.report_samples import measure, prompts_of, sample, shortened
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _CURVE_ROWS = 12
 _TOKENS = 64
-"""Approximate tokens of a sample, for which the number of threads is measured."""
+"""Approximate tokens of a sample, for which the number of threads is chosen."""
 
 
 class _Runs:
@@ -31,14 +32,15 @@ class _Runs:
 
     Args:
         family: model family outside this package, as module:name.
+        place: arguments of `open_model`.
         keeps_models: whether opened models are kept in memory.
     """
 
-    def __init__(self, family: str | None, *, keeps_models: bool) -> None:
+    def __init__(self, family: str | None, place: dict[str, Any], *, keeps_models: bool) -> None:
         from expertmesh.models.registry import find_family
 
         self.family = None if family is None else find_family(family)
-        self._keeps_models = keeps_models
+        self._place, self._keeps_models = place, keeps_models
         self._found: dict[str, Run | ConfigError | CheckpointError] = {}
         self._opened: dict[str, LoadedModel] = {}
 
@@ -52,7 +54,7 @@ class _Runs:
         from expertmesh.runs.open import open_model
 
         run = self._find(name)
-        opened = self._opened.get(name) or open_model(run)
+        opened = self._opened.get(name) or open_model(run, **self._place)
         if self._keeps_models:
             self._opened[name] = opened
         return opened
@@ -122,6 +124,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--check", action="store_true", help="exit code 1 unless better than the baseline"
     )
+    add_device(parser)
     options = parser.parse_args(argv)
     check_least(options, samples=0, tokens=1, temperature=0)
     options.run = [*options.folders, *listed(options.run, are_paths=True)]
@@ -137,7 +140,7 @@ def run(argv: list[str]) -> int:
         if not options.run:
             return 0
         with loading():
-            runs = _Runs(options.family, keeps_models=len(options.run) == 1)
+            runs = _Runs(options.family, place_of(options), keeps_models=len(options.run) == 1)
             told = _write_page(
                 options, runs
             )  # first: runs without a checkpoint have a page as well
@@ -179,6 +182,7 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
             raise
         print(f"\nnot judged, and no samples: {error}")
         return 1 if options.check else 0
+    say_precision(opened.precision)
     found, task = opened.run, opened.task
     family, metrics = found.family, read_metrics(folder.metrics)
     print(curve_table(metrics, family))

@@ -128,8 +128,8 @@ def trained_precision(record: Path, config: TrainConfig, device: torch.device) -
     found = read_arithmetic(record)
     if found is None and config.dtype == "auto":
         return None
-    if found is None or found.device != device.type:
-        dtype = config.dtype if found is None else found.dtype
+    if found is None or found.device != device.type or config.dtype not in ("auto", found.dtype):
+        dtype = config.dtype if found is None or config.dtype != "auto" else found.dtype
         found = Arithmetic(device.type, dtype, usual_library())
     return Precision.of(device, replace(found, reason="as it was trained"))
 

@@ -32,7 +32,7 @@ from expertmesh.training.state import check_same_data, dotted, read_run_state
 from expertmesh.training.threads import threads_of_calls
 
 _ROWS = 64
-"""Approximate tokens or patches of a sample, for which the number of threads is measured."""
+"""Approximate tokens or patches of a sample, for which the number of threads is chosen."""
 _OF_TRAINING = (
     "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",
     "moe.balance_loss", "moe.balance_loss_scope", "moe.aux_loss_weight", "moe.z_loss_weight", "moe.recompute_h",
