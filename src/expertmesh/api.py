@@ -206,7 +206,7 @@ def save(model: Any, tokenizer: Tokenizer, folder: str | Path, *, like: str | Pa
     with TemporaryDirectory() as place:
         own = Path(place) / TOKENIZER
         tokenizer.save(str(own))
-        files = {TOKENIZER: own, **files_beside(found.path, own)}
+        files = {TOKENIZER: own, **files_beside(found.path, own), **found.kept_arithmetic}
         return save_as_run(model, config, recipe="saved", files=files)
 
 

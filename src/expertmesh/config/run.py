@@ -21,12 +21,6 @@ Bind = Literal["auto", "off"]
 ExpertOrder = Literal["slices_inner", "experts_inner"]
 
 
-def check_not_empty(name: str, value: str | None) -> None:
-    """Refuses a name that is empty or blank."""
-    if value is not None and not value.strip():
-        raise FieldError(name, value, "must not be empty", "give a name, or leave the option out")
-
-
 def check_encoding(name: str, value: str | None) -> None:
     """Refuses a name of an encoding of text that Python does not know."""
     try:
@@ -188,8 +182,6 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("run_dir", "init_from", "branch_from"):
-            check_not_empty(name, getattr(self, name))
         self.require_once("freeze", "trackers")
         count = self.gradient_accumulation_steps or 1
         self.require(
@@ -347,7 +339,6 @@ class DistillConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_not_empty("teacher", self.teacher)
         if self.teacher is None:
             for name in type(self).model_fields:
                 fix = f"leave it out, or give {named('distill.teacher')}"

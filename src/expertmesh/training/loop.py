@@ -21,6 +21,7 @@ from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
+from expertmesh.models.bound_files import check_files, check_run, hashes_of, newest_state
 from expertmesh.models.family import Family
 from expertmesh.models.registry import find_family
 from expertmesh.models.task import Batch, Data, Task
@@ -161,6 +162,8 @@ def train(
             run_dir.check_resume(config.train.resume)
             if run_dir.config.exists():
                 saved, _ = run_dir.read_values()
+                state, where = newest_state(run_dir.path)
+                check_run(run_dir.path, saved, state, family, where=where)
                 check_same_run(saved, config, family=family, where=run_dir.path)
             if config.distill.teacher is not None:
                 find_teacher(config, family)  # checked before work that takes long
@@ -267,6 +270,7 @@ class _Trainer:
             keep_every=config.train.keep_every,
             ranks=ranks,
         )
+        self.hashes = hashes_of(data.files, family)
         self.trackers = AllTrackers((), ())
         self.saved_step: int | None = None
         self.evaluated: Evaluation | None = None
@@ -287,6 +291,7 @@ class _Trainer:
             lambda: check_same_run(values["config"], self.config, family=self.family, where=path)
         )
         self.ranks.on_rank0(lambda: check_same_data(values["data_key"], self.data, where=path))
+        self.ranks.on_rank0(lambda: check_files(self.data.files, values, self.family, where=path))
         self.ranks.on_all(lambda: self.state.load(path))
         if path != trunk:
             self.saved_step = self.state.progress.step
@@ -535,7 +540,9 @@ class _Trainer:
         self.store.save(
             progress.step,
             self.state.tensors(),
-            self.state.values(self.config, recipe=self.recipe, data_key=self.data.key),
+            self.state.values(
+                self.config, recipe=self.recipe, data_key=self.data.key, files=self.hashes
+            ),
             eval_loss=None if evaluation is None else evaluation["loss"],
         )
         self.saved_step = progress.step

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from expertmesh.config.base import expanded
+from expertmesh.config.base import dotted_values, expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError, named
@@ -28,7 +28,7 @@ from expertmesh.runs.run_dir import TOKENIZER, Run, load_run
 from expertmesh.text.format import extras_of
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.init_from import save_as_run
-from expertmesh.training.state import check_same_data, dotted, read_run_state
+from expertmesh.training.state import check_same_data, read_run_state
 from expertmesh.training.threads import threads_of_calls
 
 _ROWS = 64
@@ -275,7 +275,7 @@ def _check_alike(run: Run, other: Run) -> None:
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
         )
     may_differ = {*run.family.free, *(f"model.{name}" for name in _OF_TRAINING)}
-    ours, theirs = (dotted(found.config.model.model_dump(), "model") for found in (run, other))
+    ours, theirs = (dotted_values(found.config.model.model_dump(), "model") for found in (run, other))
     for name in sorted({*ours, *theirs} - may_differ):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
@@ -323,4 +323,4 @@ def _write(
     files = {name: run.path / name for name in run.family.files}
     if TOKENIZER in files:
         files |= extras_of(files[TOKENIZER])
-    save_as_run(model, config, recipe=recipe, files=files)
+    save_as_run(model, config, recipe=recipe, files={**files, **run.kept_arithmetic})
