@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from expertmesh.cli.decoding import add_device, place_of, say_precision
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.flags import OptionParser, add_data, check_least
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.output_file import output_file
 from expertmesh.data.data_progress import notes_known
@@ -42,6 +42,10 @@ def run(argv: list[str]) -> int:
     if options.score and options.picture is not None:
         raise ConfigError(
             f"--picture {options.picture}: shows images, and --score has none; name some"
+        )
+    if options.data_path is not None and not options.score:
+        raise ConfigError(
+            f"--data.path {' '.join(options.data_path)}: has no effect without --score; leave it out"
         )
     for name in ("top", "fit"):
         if options.score and getattr(options, name) is not None:
@@ -109,6 +113,7 @@ def _parser() -> OptionParser:
         "--batch-size", type=int, default=64, metavar="N", help="images at a time (64)"
     )
     add_device(parser)
+    add_data(parser)
     return parser
 
 
@@ -163,11 +168,12 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
 def _score(found: Any, options: Any) -> str:
     """Accuracy and loss on all validation images."""
     with loading():
+        from expertmesh.runs.data_paths import with_data
         from expertmesh.runs.open import open_model
         from expertmesh.training.evaluate import evaluate, watched
         from expertmesh.training.threads import threads_of_calls
 
-        opened = open_model(found, **place_of(options))
+        opened = open_model(with_data(found, options.data_path), **place_of(options))
         task, model, precision = opened.task, opened.model, opened.precision
         with notes_known():
             data = task.prepare()

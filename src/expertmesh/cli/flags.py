@@ -205,6 +205,18 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self._help}")
 
 
+def add_data(parser: OptionParser) -> None:
+    """Add the option --data.path, stored as `data_path`, to a verb that reads the data of a run."""
+    parser.add_argument(
+        "--data.path",
+        dest="data_path",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="where the run's data are now (where they were)",
+    )
+
+
 def either(folder: str | None, same: str | None) -> str | None:
     """The folder that is given as the first word, or by the option in its place; None: by neither.
 

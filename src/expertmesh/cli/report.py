@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.decoding import add_device, place_of, say_precision
-from expertmesh.cli.flags import OptionParser, check_least, listed
+from expertmesh.cli.flags import OptionParser, add_data, check_least, listed
 from expertmesh.cli.quantized_report import is_quantized, report_quantized
 from expertmesh.cli.report_samples import measure, prompts_of, sample, shortened
 from expertmesh.cli.terminal_progress import loading, told_of_data
@@ -33,14 +33,22 @@ class _Runs:
     Args:
         family: model family outside this package, as module:name.
         place: arguments of `open_model`.
+        data_path: where the data of the runs are now; None: where they were.
         keeps_models: whether opened models are kept in memory.
     """
 
-    def __init__(self, family: str | None, place: dict[str, Any], *, keeps_models: bool) -> None:
+    def __init__(
+        self,
+        family: str | None,
+        place: dict[str, Any],
+        data_path: list[str] | None,
+        *,
+        keeps_models: bool,
+    ) -> None:
         from expertmesh.models.registry import find_family
 
         self.family = None if family is None else find_family(family)
-        self._place, self._keeps_models = place, keeps_models
+        self._place, self._data_path, self._keeps_models = place, data_path, keeps_models
         self._found: dict[str, Run | ConfigError | CheckpointError] = {}
         self._opened: dict[str, LoadedModel] = {}
 
@@ -67,11 +75,12 @@ class _Runs:
         return sample_of_run(self.open(str(name))) if run.family.generates_text else []
 
     def _find(self, name: str) -> "Run":
+        from expertmesh.runs.data_paths import with_data
         from expertmesh.runs.run_dir import load_run
 
         if name not in self._found:
             try:
-                self._found[name] = load_run(name, self.family)
+                self._found[name] = with_data(load_run(name, self.family), self._data_path)
             except (ConfigError, CheckpointError) as error:
                 self._found[name] = error
         found = self._found[name]
@@ -125,6 +134,7 @@ def run(argv: list[str]) -> int:
         "--check", action="store_true", help="exit code 1 unless better than the baseline"
     )
     add_device(parser)
+    add_data(parser)
     options = parser.parse_args(argv)
     check_least(options, samples=0, tokens=1, temperature=0)
     options.run = [*options.folders, *listed(options.run, are_paths=True)]
@@ -140,7 +150,7 @@ def run(argv: list[str]) -> int:
         if not options.run:
             return 0
         with loading():
-            runs = _Runs(options.family, place_of(options), keeps_models=len(options.run) == 1)
+            runs = _Runs(options.family, place_of(options), options.data_path, keeps_models=len(options.run) == 1)
             told = _write_page(
                 options, runs
             )  # first: runs without a checkpoint have a page as well

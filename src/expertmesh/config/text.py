@@ -41,6 +41,7 @@ class TextConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_encoding("encoding", self.encoding)
+        paths = (self.path,) if isinstance(self.path, str) else self.path or ()
         self.require(self.path != (), "path", "must name a text", "leave it out, or name one")
         if self.path is None:
             self.refuse_idle("encoding", "has no effect without path", "leave it out")

@@ -25,7 +25,7 @@ from expertmesh.checkpoints.store import list_checkpoints, newest_good, read_sta
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
-from expertmesh.config.output_file import complete, naming, write_whole
+from expertmesh.config.output_file import check_file, check_folder, complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.models.bound_files import check_run
@@ -116,6 +116,17 @@ class RunDir:
             if self.lock.exists() and os.path.samestat(self.lock.stat(), os.fstat(file.fileno())):
                 return file
             file.close()  # its former holder has just removed it
+
+    def check_writable(self) -> None:
+        """Try all that a run will write here, before its first step.
+
+        Raises:
+            OSError: something is in the way, or cannot be written; names it.
+        """
+        for path in (self.config, self.arithmetic, self.versions, *self.records):
+            check_file(path)
+        for path in (self.checkpoints, self.tensorboard):
+            check_folder(path)
 
     def is_held(self) -> bool:
         """Whether a process holds the directory now."""

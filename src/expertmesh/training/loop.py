@@ -28,6 +28,7 @@ from expertmesh.models.task import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.arithmetic import write_arithmetic
+from expertmesh.runs.data_paths import with_whole_paths
 from expertmesh.runs.precision import Precision, resolve_device, settle_precision
 from expertmesh.runs.run_dir import Run, RunDir
 from expertmesh.training.branch import branch_point
@@ -135,7 +136,8 @@ def train(
         OSError: the disk is full, or cannot be written. Earlier checkpoints are unchanged.
     """
     family = find_family(config.family) if family is None else family
-    config = with_init_from(config.model_copy(update={"family": family.name}), family)
+    config = with_whole_paths(config.model_copy(update={"family": family.name}))
+    config = with_init_from(config, family)
     task: Task = family.open_task(config)
     ends = Ends(config.train)
     device = resolve_device(config.train.device)
@@ -160,6 +162,7 @@ def train(
             check_installed(config.train.trackers)
             stack.enter_context(run_dir.locked())
             run_dir.check_resume(config.train.resume)
+            run_dir.check_writable()
             if run_dir.config.exists():
                 saved, _ = run_dir.read_values()
                 state, where = newest_state(run_dir.path)

@@ -4,7 +4,7 @@ Both are from Z-code M3 (Kim et al. 2021, arXiv 2109.10465, "expert pruning" and
 new run, which can be used directly; a little more training (`train.init_from`) improves it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from expertmesh.models.task import Data, Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
+from expertmesh.runs.data_paths import with_data
 from expertmesh.runs.open import LoadedModel, open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.run_dir import TOKENIZER, Run, load_run
@@ -105,7 +106,12 @@ def count_choices(
 
 
 def prune(
-    source: str | Path, target: str | Path, *, keep: int, max_samples: int | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    keep: int,
+    max_samples: int | None = None,
+    data_path: Sequence[str] | None = None,
 ) -> Regrouped:
     """Write a run with the experts of each MoE layer that a run's validation data use most, and their router rows.
 
@@ -114,6 +120,7 @@ def prune(
         target: a run directory that does not exist yet.
         keep: experts of each layer to keep; a layer with fewer keeps all.
         max_samples: number of validation samples, evenly spread; None: all.
+        data_path: where the run's data are now; None: where they were.
 
     Raises:
         ConfigError: the model has no experts, `keep` is too small, the router does not support pruning, or the data
@@ -125,7 +132,7 @@ def prune(
             raise ConfigError(option, value, "must be a whole number, 1 or more", "give one")
     target = expanded(target)
     _check_new(target)
-    run = load_run(source)
+    run = with_data(load_run(source), data_path)
     data_key = read_run_state(run.checkpoint)["data_key"]
     if not data_key:
         raise ConfigError(
