@@ -65,7 +65,9 @@ def test_versions_are_those_installed(monkeypatch):
 def test_auto_precision_says_why():
     for finding in doctor.precision():
         if finding.name.startswith("threads, gpt-moe-"):
-            assert re.match(r"\d+ threads? \((for products|all that|OMP_NUM_THREADS=)", finding.detail)
+            assert re.match(
+                r"\d+ threads? \((for products|all that|OMP_NUM_THREADS=)", finding.detail
+            )
             continue
         assert finding.name.startswith("--train.dtype auto, gpt-moe-")
         assert re.match(r"(float32|bfloat16) on cpu \(auto: .*AMX", finding.detail)

@@ -122,7 +122,9 @@ def test_what_may_differ_does(run, capsys):
     assert main(["generate", str(run), "alpha", "--max-tokens", "2"]) == 0
 
 
-def test_a_lost_tokenizer_is_learned_again_only_if_it_is_the_same(run, tiny, run_quietly, make_corpus, tmp_path):
+def test_a_lost_tokenizer_is_learned_again_only_if_it_is_the_same(
+    run, tiny, run_quietly, make_corpus, tmp_path
+):
     (run / "tokenizer.json").unlink()
     run_quietly(as_resumed(run, tiny))
     assert (run / "tokenizer.json").is_file()

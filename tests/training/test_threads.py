@@ -191,9 +191,7 @@ def test_the_command_line_sets_it_before_torch_is_loaded():
     assert done.stdout == "False PASSIVE\n"
 
 
-def test_verbs_compute_with_the_number_that_is_chosen(
-    four_threads, tiny, run_quietly, capsys
-):
+def test_verbs_compute_with_the_number_that_is_chosen(four_threads, tiny, run_quietly, capsys):
     config = tiny()
     run_quietly(config)
     used = set()

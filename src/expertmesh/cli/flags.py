@@ -528,7 +528,9 @@ def _value(option: _Option, texts: list[str]) -> Any:
             return None
         return _whole(texts[0]) if option.is_whole else texts[0]
     values = listed(texts, are_paths=not option.may_be_empty or option.name.endswith("path"))
-    if (blank := next((text for text in texts if not text.replace(",", " ").strip()), None)) is not None:
+    if (
+        blank := next((text for text in texts if not text.replace(",", " ").strip()), None)
+    ) is not None:
         raise ConfigError(
             f"{flag_name(option.name)} {shown(blank)}: must not be empty; give a value, or none, or leave the option out"
         )

@@ -150,7 +150,12 @@ def run(argv: list[str]) -> int:
         if not options.run:
             return 0
         with loading():
-            runs = _Runs(options.family, place_of(options), options.data_path, keeps_models=len(options.run) == 1)
+            runs = _Runs(
+                options.family,
+                place_of(options),
+                options.data_path,
+                keeps_models=len(options.run) == 1,
+            )
             told = _write_page(
                 options, runs
             )  # first: runs without a checkpoint have a page as well

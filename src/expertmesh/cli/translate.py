@@ -55,7 +55,6 @@ def run(argv: list[str]) -> int:
         open_decoder(options, num_rows=num_rows) as opened,
         nullcontext() if output is None else kept(output, total=len(texts), unit="texts") as file,
     ):
-
         is_told = False
 
         def write(line: str) -> None:

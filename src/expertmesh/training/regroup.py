@@ -282,7 +282,9 @@ def _check_alike(run: Run, other: Run) -> None:
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
         )
     may_differ = {*run.family.free, *(f"model.{name}" for name in _OF_TRAINING)}
-    ours, theirs = (dotted_values(found.config.model.model_dump(), "model") for found in (run, other))
+    ours, theirs = (
+        dotted_values(found.config.model.model_dump(), "model") for found in (run, other)
+    )
     for name in sorted({*ours, *theirs} - may_differ):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(

@@ -199,7 +199,9 @@ def check_same_run(
             before = family.config.model_validate(dict(saved))
     except ConfigError as error:
         raise ConfigError(f"the run in {where} cannot go on: {error.line.text}") from None
-    old_fields, new_fields = (dotted_values(run.model_dump(mode="json")) for run in (before, config))
+    old_fields, new_fields = (
+        dotted_values(run.model_dump(mode="json")) for run in (before, config)
+    )
     for name, value in new_fields.items():
         is_fixed = name.startswith(("model.", "distill.")) or name in (
             "train.seed",

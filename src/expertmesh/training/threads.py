@@ -90,7 +90,9 @@ def settle_threads(
         if worth < most:
             return Threads(worth, "for products of this size")
         alone = len(room.cores) == most or usual == most
-        return Threads(most, "all that it may use" if alone else f"its share of {_cores(room.cores)}")
+        return Threads(
+            most, "all that it may use" if alone else f"its share of {_cores(room.cores)}"
+        )
 
     found = ranks.on_rank0(decide)
     if users_threads() is not None:
