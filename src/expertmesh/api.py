@@ -140,7 +140,7 @@ def load(
             it.
         family: model family of the run, if it is not in this package.
         device: auto, cpu, cuda or cuda:N; None: the device of the training.
-        dtype: "float32", "bfloat16", "float16" or "float64": type of weights and products; None: the weights have that of
+        dtype: "float32", "bfloat16", "float16" or "float64": type of weights and products; None: the type of
             the files.
         spread: shard the experts over the ranks of the existing torch.distributed group. Every rank must call; each
             gets a part of every layer's experts and all other weights, and all must then make the same calls

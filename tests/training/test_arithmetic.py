@@ -1,9 +1,6 @@
 """What `--train.dtype auto` computes in: by instructions and sizes, whatever a clock says; kept with the run, followed when it goes on."""
 
-import itertools
-import random
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -49,18 +46,6 @@ def test_instructions_and_sizes_decide(sizes, has_amx, dtype, why):
 )
 def test_threads_grow_with_the_products(side, count):
     assert threads_for([Product(side, side, side)]) == count
-
-
-def test_no_clock_changes_what_a_run_computes_in(monkeypatch):
-    """Clocks that jump give the same type, library and threads, twenty times."""
-    draw = random.Random(0)
-    ticks = itertools.accumulate(draw.expovariate(1e3) for _ in itertools.count())
-    for clock in ("perf_counter", "thread_time", "process_time", "monotonic"):
-        monkeypatch.setattr(time, clock, lambda: next(ticks))
-    products = dominant_products(RECIPES["gpt-moe-demo"]())
-    train = TrainConfig(device="cpu")
-    found = {resolve_precision(train, products=products).description for _ in range(20)}
-    assert len(found) == 1
 
 
 WHO_MAY_TIME = {

@@ -280,7 +280,7 @@ _SHORT_OF_ADDRESSES = (
     *("annot allocate memory", "an't allocate memory", "failed to map segment", "bad_alloc"),
     *("can't start new thread", "Resource temporarily unavailable", "could not create a primitive"),
 )
-"""What libraries say where the address space is short."""
+"""Words of libraries where the address space is short."""
 
 
 def _os_error_text(error: OSError) -> str:

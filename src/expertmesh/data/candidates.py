@@ -224,7 +224,7 @@ def _of_folder(
 
 
 def _fix_of(error: OSError) -> str:
-    """What mends a file that cannot be read: a damaged one has no number of the system's."""
+    """Fix of a file that cannot be read: a damaged one has no number of the system's."""
     if error.errno is None:
         return "restore it from a copy"
     return "change its permissions" if isinstance(error, PermissionError) else "check it"

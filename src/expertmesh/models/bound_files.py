@@ -55,7 +55,7 @@ def check_files(
 def check_run(
     run: Path, values: Mapping[str, Any], state: Mapping[str, Any], family: Family, *, where: Path
 ) -> None:
-    """Check that the files of a run are those of one of its checkpoints.
+    """Check that one of a run's checkpoints was trained with the files of the run.
 
     Args:
         run: the run directory.

@@ -49,7 +49,7 @@ class Arithmetic:
 
 
 def chosen(products: Sequence[Product], *, has_amx: bool | None = None) -> Arithmetic:
-    """What `auto` is on this CPU: BF16 where AMX multiplies products of this size faster, else FP32.
+    """The choice of `auto` on this CPU: BF16 where AMX multiplies products of this size faster, else FP32.
 
     Args:
         products: products that dominate a step; empty: `USUAL_PRODUCTS`.

@@ -1,4 +1,4 @@
-"""Paths of a run's data: whole ones from its start, and those of older runs looked for where they were trained."""
+"""Paths of a run's data: whole ones from its start; relative ones of older runs are looked for where they were trained."""
 
 import glob
 import re
@@ -18,7 +18,7 @@ _NAMES = (
 
 
 def with_whole_paths(config: RunConfig) -> RunConfig:
-    """The configuration of a run that begins, with whole paths in the place of those relative to the current folder.
+    """The configuration of a run that begins, with whole paths in the place of relative ones.
 
     Names that are no paths, such as those of known data, stay.
     """
@@ -34,7 +34,7 @@ def with_data(run: Run, given: Sequence[str] | None = None) -> Run:
     Args:
         run: the run. Its relative paths are of an older version: they are read from the current folder, or from the one that the
             run was trained in, which its own path tells.
-        given: data.path, for data that were moved; None: that of the run.
+        given: data.path, for data that were moved; None: the run's own.
     """
     if given:
         one = isinstance(getattr(run.config.data, "path", None), str) and len(given) == 1

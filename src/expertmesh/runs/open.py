@@ -128,7 +128,7 @@ def open_model(
         source: the folder, see `find_model`; or the `Run` that it returned, perhaps changed.
         family: see `find_model`.
         device: device of the computation, see `device_of`; None: the device of the training.
-        dtype: type of weights and products (routers keep FP32); None: that of the files, and of a run's products that of its training.
+        dtype: type of weights and products (routers keep FP32); None: the type of the files; a run's products have the type of its training.
         ranks: ranks that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
         es_degree: slices of each expert, see `spread_for_inference`.
         for_autocast: whether the model will only be used under `precision.autocast()`. Experts are then kept in that type, with
@@ -316,7 +316,7 @@ def _precision_of(
     device: torch.device,
     known: Arithmetic | None,
 ) -> Precision:
-    """The given type, or that of the training, or of the narrowest stored weights: converted runs have BF16 beside FP32 routers."""
+    """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32 routers."""
     if dtype is not None:
         return plain_precision(dtype, device, "as asked for")
     if isinstance(weights, QuantizedModel):

@@ -81,7 +81,7 @@ class Precision:
 def resolve_precision(
     config: TrainConfig, *, products: Sequence[Product] = (), record: Path | None = None
 ) -> Precision:
-    """The precision of a training run; "auto" becomes the recorded choice, or else that of `runs.arithmetic`.
+    """The precision of a training run; "auto" becomes the recorded choice, or else the rule of `runs.arithmetic`.
 
     Args:
         config: the config of the run.

@@ -328,7 +328,7 @@ class Run:
         return found
 
     def check_bound(self) -> None:
-        """Check that config.json and the family's files are those of the chosen checkpoint; options of `config` may be changed.
+        """Check that the chosen checkpoint was trained with config.json and the family's files; options of `config` may be changed.
 
         Raises:
             CheckpointError: a file is of another run.
@@ -383,7 +383,7 @@ class Run:
 
     @property
     def kept_arithmetic(self) -> dict[str, Path]:
-        """The same by its name, for a run that is made of this one and computes alike; empty if there is none."""
+        """The file of `arithmetic` by its name, for a run that is made of this one and computes alike; empty if there is none."""
         return {self.arithmetic.name: self.arithmetic} if self.arithmetic.is_file() else {}
 
 

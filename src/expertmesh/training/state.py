@@ -110,7 +110,7 @@ class TrainState:
     def values(
         self, config: RunConfig, *, recipe: str, data_key: str, files: Mapping[str, str]
     ) -> dict[str, Any]:
-        """All plain values of a checkpoint; `files` are those of `hashes_of`."""
+        """All plain values of a checkpoint; `files` are from `hashes_of`."""
         return {
             "progress": asdict(self.progress),
             "scaler": self.scaler.state_dict(),
