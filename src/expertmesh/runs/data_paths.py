@@ -20,7 +20,7 @@ _NAMES = (
 def with_whole_paths(config: RunConfig) -> RunConfig:
     """The configuration of a run that begins, with whole paths in the place of relative ones.
 
-    Names that are no paths, such as those of known data, stay.
+    Names that are no paths, such as names of known data, stay.
     """
     cache = getattr(config.data, "cache_dir", None)
     if cache is not None:  # made where it is not there
