@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.base import expanded, shown
-from expertmesh.config.run import RunConfig
+from expertmesh.config.run import Dtype, RunConfig
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import continue_prompts, prompt_ids
 from expertmesh.errors import ConfigError
@@ -127,6 +128,7 @@ def load(
     module: Module | None = None,
     family: Family | None = None,
     device: str | None = None,
+    dtype: Dtype | None = None,
     spread: bool = False,
     es_degree: int | None = None,
 ) -> LoadedModel:
@@ -138,6 +140,8 @@ def load(
             it.
         family: model family of the run, if it is not in this package.
         device: auto, cpu, cuda or cuda:N; None: the device of the training.
+        dtype: "float32", "bfloat16", "float16" or "float64": type of weights and products; None: the type of
+            the files.
         spread: shard the experts over the ranks of the existing torch.distributed group. Every rank must call; each
             gets a part of every layer's experts and all other weights, and all must then make the same calls
             (`generate(...)`). For models that do not fit one GPU, and for low latency; see
@@ -145,8 +149,9 @@ def load(
         es_degree: slices of each expert with spread=True, see `spread_for_inference`.
 
     Returns:
-        Model and tokenizer, for `model, tokenizer = em.load(run)`, with further attributes. Weights have the dtype of
-        the files: FP32 for a run (FP64 with float64), often BF16 for a hub model.
+        Model and tokenizer, for `model, tokenizer = em.load(run)`, with further attributes (`LoadedModel`). The model
+        computes in the type of its weights: FP32 for a run (FP64 with float64), often BF16 for a hub model. Inside
+        `with loaded.precision.autocast():` a run computes as it was trained.
 
     Raises:
         ConfigError: the path is not such a folder, or is of another family.
@@ -158,9 +163,12 @@ def load(
     """
     if es_degree is not None and not spread:
         raise ConfigError(f"es_degree={es_degree}: has no effect without spread=True; leave it out")
+    if dtype is not None and dtype not in (known := get_args(Dtype)[1:]):
+        raise ConfigError("dtype", dtype, f"must be one of {', '.join(known)}", "choose one")
     found = find_model(run, own_family(module) if module is not None else family)
     ranks = Ranks(World(device_type=device_of(found, device).type)) if spread else None
-    return open_model(found, device=device, ranks=ranks, es_degree=es_degree)
+    narrow = None if dtype is None else getattr(torch, dtype)
+    return open_model(found, device=device, dtype=narrow, ranks=ranks, es_degree=es_degree)
 
 
 def save(model: Any, tokenizer: Tokenizer, folder: str | Path, *, like: str | Path) -> Path:
@@ -198,7 +206,7 @@ def save(model: Any, tokenizer: Tokenizer, folder: str | Path, *, like: str | Pa
     with TemporaryDirectory() as place:
         own = Path(place) / TOKENIZER
         tokenizer.save(str(own))
-        files = {TOKENIZER: own, **files_beside(found.path, own)}
+        files = {TOKENIZER: own, **files_beside(found.path, own), **found.kept_arithmetic}
         return save_as_run(model, config, recipe="saved", files=files)
 
 

@@ -13,6 +13,9 @@ from expertmesh.cli.main import main
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
+from expertmesh.ops.cpu.products import usual_library
+from expertmesh.runs import precision
+from expertmesh.runs.arithmetic import Arithmetic
 from expertmesh.runs.open import LoadedModel, find_model, open_model
 from expertmesh.training.loop import train
 
@@ -98,6 +101,35 @@ def test_type_and_device_are_no_options_of_the_training(folders):
         em.load(folders[1], device="mps")
 
 
+@pytest.mark.parametrize("processor", ["bfloat16", "float32"])
+def test_a_folder_computes_in_the_type_of_its_files_on_any_processor(
+    folders, capsys, monkeypatch, processor
+):
+    """Whatever `auto` would be for a training here; the first line of a verb says so."""
+    fastest = Arithmetic("cpu", processor, usual_library(), "auto: asked")
+    for place in ("chosen", "fastest"):
+        monkeypatch.setattr(precision, place, lambda products: fastest, raising=False)
+    stored = open_model(folders[0]).model.embedding.weight.dtype
+    name = str(stored).removeprefix("torch.")
+    for folder in folders:
+        opened = open_model(folder)
+        assert {opened.precision.compute_dtype, opened.precision.master_dtype} == {stored}
+        assert em.Engine(folder).model.embedding.weight.dtype == stored
+        printed(folder, capsys)
+        assert said(folder, capsys) == f"{name} on cpu (the type of its files)"
+        assert said(folder, capsys, "--dtype", "float64") == "float64 on cpu (as asked for)"
+        assert em.load(folder, dtype="float64").model.embedding.weight.dtype == torch.float64
+    with pytest.raises(ConfigError, match="^dtype=float31: must be one of float32, bfloat16"):
+        em.load(folders[0], dtype="float31")
+
+
+def said(folder, capsys, *words):
+    assert main(["generate", str(folder), PROMPT, "--max-tokens", "1", *words]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("computing in ")
+    return first.removeprefix("computing in ")
+
+
 def test_a_loaded_model_is_model_and_tokenizer(folders):
     loaded = em.load(folders[1])
     model, tokenizer = loaded
@@ -116,7 +148,7 @@ WHO_MAY = {
         ),
     },
     # who says in what a trained model computes, beside two that tell what training would
-    ("resolve_precision",): {"runs/open.py", "cli/doctor.py", "cli/train.py"},
+    ("resolve_precision",): {"cli/doctor.py", "cli/train.py"},
     ("Precision.of",): {"runs/open.py"},
     # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of transformers;
     # and folders of the hub, whose tokenizer says what the run's prompts begin with

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import flag_name
-from expertmesh.config.base import expanded, nearest_name, shown
+from expertmesh.config.base import EMPTY, expanded, nearest_name, shown
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.renamed import current_name
 from expertmesh.config.run import RunConfig, with_fitting_warmup
@@ -112,6 +112,7 @@ class OptionParser(argparse.ArgumentParser):
         if self._takes_run and self._words and None not in (found.run, found.folder):
             self._check_one_run(found)
         for action in self._actions:
+            self._check_not_empty(action, getattr(found, action.dest, None))
             if not action.option_strings:
                 value = getattr(found, action.dest)
                 if isinstance(value, list):
@@ -122,6 +123,15 @@ class OptionParser(argparse.ArgumentParser):
         if self._takes_run:
             self._find_run(found)
         return found
+
+    def _check_not_empty(self, action: argparse.Action, value: Any) -> None:
+        """Raise ConfigError for an option or a run that is empty, as from an unset variable; other words may be."""
+        flag = next(reversed(action.option_strings), "")
+        if not flag and action.metavar not in ("RUN", "DIR"):
+            return
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str) and not one.strip():
+                raise ConfigError(f"{flag or action.metavar} '': {'; '.join(EMPTY)}")
 
     def _check_one_run(self, found: Any) -> None:
         """Raise ConfigError if a word next to `--run` is a run as well; words after `--` are not checked."""
@@ -193,6 +203,18 @@ class OptionParser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]}?" if near else f"see {self._help}"
             raise ConfigError(f"unknown option {word}; {hint}")
         raise ConfigError(f"{message}; see {self._help}")
+
+
+def add_data(parser: OptionParser) -> None:
+    """Add the option --data.path, stored as `data_path`, to a verb that reads the data of a run."""
+    parser.add_argument(
+        "--data.path",
+        dest="data_path",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="where the run's data are now (where they were)",
+    )
 
 
 def either(folder: str | None, same: str | None) -> str | None:
@@ -507,9 +529,11 @@ def _value(option: _Option, texts: list[str]) -> Any:
             return None
         return _whole(texts[0]) if option.is_whole else texts[0]
     values = listed(texts, are_paths=not option.may_be_empty or option.name.endswith("path"))
-    if texts and not values:
+    if (
+        blank := next((text for text in texts if not text.replace(",", " ").strip()), None)
+    ) is not None:
         raise ConfigError(
-            f"{flag_name(option.name)} {shown(texts[0])}: must not be empty; give a value, or none, or leave the option out"
+            f"{flag_name(option.name)} {shown(blank)}: must not be empty; give a value, or none, or leave the option out"
         )
     if [value.lower() for value in values] == ["none"]:
         return None if option.is_optional else ()

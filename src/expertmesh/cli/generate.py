@@ -14,6 +14,7 @@ from expertmesh.cli.decoding import (
     kept,
     load_adapter,
     open_decoder,
+    say_precision,
     shared_by,
 )
 from expertmesh.cli.flags import OptionParser, check_least
@@ -159,6 +160,8 @@ def _generate(
         pieces = stream_text(model, prompt, params, text=text, by=engine, adapter=adapter)
         said = [next(pieces, "")]
         # After the first piece, so that an error prints only its line.
+        if not options.interactive:
+            say_precision(opened.precision)
         _write(shown + said[0])
         for piece in pieces:
             _write(piece)
@@ -180,6 +183,7 @@ def _generate(
     ask: Callable[..., Any] = (lambda function: function()) if is_alone else ranks.on_rank0
     with torch.no_grad(), opened.precision.autocast():
         if options.interactive:
+            say_precision(opened.precision)
             turns: list[dict[str, str]] = []
             asking = asked_by_hand()
             while prompt := ask(lambda: next(asking, None)):
@@ -203,6 +207,7 @@ def _generate(
                     by=engine,
                     adapter=adapter,
                 )
+            say_precision(opened.precision)
             if options.output is None:
                 _print_all([one.asked for one in prompts], answers, is_chat=options.chat)
             elif ranks.is_leader:

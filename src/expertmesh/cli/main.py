@@ -10,6 +10,7 @@ import difflib
 import errno
 import io
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ from expertmesh.errors import (
     TrainingDivergedError,
 )
 
+_LEAST_ADDRESS_BYTES = 2**30
+"""Address space of a verb with a tiny model; measured, 0.9 GB are too few and 1.2 GB enough."""
+_WITHOUT_TORCH = ("plan",)
 _MISTAKE = 2
 """Exit code of invalid input, which is detected before work starts."""
 
@@ -113,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_closed(words)
         if words and (words[0] in VERBS or words[0] in FAMILY_VERBS):
             _check_folder()
+            _check_address_space(words)
         try:
             code = _run(words)
         except SystemExit as stop:  # argparse after --help
@@ -140,6 +145,24 @@ def _check_folder() -> None:
         raise ConfigError(
             "the current folder was removed; change to another one, or into it again (cd .) if it was made anew"
         ) from None
+
+
+def _check_address_space(words: list[str]) -> None:
+    """Raise ConfigError if the process may not have the address space that torch is loaded into: libraries would end it without a word."""
+    limit = address_limit()
+    if words[0] in _WITHOUT_TORCH or not {"-h", "--help"}.isdisjoint(words):
+        return
+    if limit is not None and limit < _LEAST_ADDRESS_BYTES:
+        raise ConfigError(
+            f"this process may have {limit / 1e6:,.0f} MB of address space, and PyTorch alone needs {_LEAST_ADDRESS_BYTES / 1e6:,.0f} MB;"
+            " raise the limit (ulimit -v, or prlimit --as)"
+        )
+
+
+def address_limit() -> int | None:
+    """Bytes of address space that this process may have; None: no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _check_closed(words: list[str]) -> None:
@@ -252,9 +275,23 @@ def _out_of_memory(error: Exception, verb: str) -> str | None:
         fix = FAMILY_VERBS[verb].memory_fix
     if type(error).__name__ == "OutOfMemoryError":
         return f"the GPU is out of memory ({text.partition('. ')[2].partition('. ')[0] or text}); {fix}"
+    limit = address_limit()
+    if limit is not None and any(words in text for words in _SHORT_OF_ADDRESSES):
+        error = MemoryError(text)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
-        return f"this machine is out of memory; {fix}"
+        if limit is not None:
+            fix = (
+                f"raise the limit of its address space, {limit / 1e6:,.0f} MB (ulimit -v), or {fix}"
+            )
+        return f"this {'machine' if limit is None else 'process'} is out of memory; {fix}"
     return None
+
+
+_SHORT_OF_ADDRESSES = (
+    *("annot allocate memory", "an't allocate memory", "failed to map segment", "bad_alloc"),
+    *("can't start new thread", "Resource temporarily unavailable", "could not create a primitive"),
+)
+"""Words of libraries where the address space is short."""
 
 
 def _os_error_text(error: OSError) -> str:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from expertmesh.cli.decoding import add_ranks, check_several, load_adapter, shared_by
+from expertmesh.cli.decoding import (
+    add_ranks,
+    check_several,
+    load_adapter,
+    say_precision,
+    shared_by,
+)
 from expertmesh.cli.flags import OptionParser, listed
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
@@ -39,7 +45,7 @@ examples:
 _log = logging.getLogger("expertmesh.serve")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _ROWS = 8
-"""Sequences at a time for which the number of threads is measured."""
+"""Sequences at a time for which the number of threads is chosen."""
 MOST_KEY_BYTES = 2**20
 _SWITCH_S = 0.001
 """Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every event)."""
@@ -84,6 +90,7 @@ def run(argv: list[str]) -> int:
         )
     with told_of_data(), loading():
         from expertmesh import __version__
+        from expertmesh.runs.precision import plain_precision
         from expertmesh.serve.app import ServerApp
         from expertmesh.serve.server import bind, serve
 
@@ -96,6 +103,8 @@ def run(argv: list[str]) -> int:
             for adapter, folder in server.adapters.items():
                 load_adapter(engine, adapter, folder, typed=f"{adapter}={folder}")
             num_threads = None if parallel is not None else num_threads_of(engine)
+            weight = engine.model.embedding.weight
+            say_precision(plain_precision(weight.dtype, weight.device))
         except BaseException:
             stack.close()
             place.close()
@@ -150,10 +159,10 @@ def say_address(name: str, address: str) -> None:
 
 
 def num_threads_of(engine: "Engine") -> int | None:
-    """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
+    """Number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
     import torch
 
-    from expertmesh.runs.precision import precision_of_weight
+    from expertmesh.runs.precision import plain_precision
     from expertmesh.training.threads import threads_of_calls
 
     model = engine.model
@@ -162,7 +171,7 @@ def num_threads_of(engine: "Engine") -> int | None:
     weight = model.get_parameter("embedding.weight")
     if weight.device.type != "cpu":
         return None
-    precision = precision_of_weight(weight)
+    precision = plain_precision(weight.dtype, weight.device)
     rows = min(_ROWS, engine.config.max_sequences)
     with threads_of_calls(model, precision, num_rows=rows) as threads:
         return None if threads is None else threads.count

@@ -79,7 +79,7 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
     family.open_task(config).builder.check(num_ranks)
     precision = resolve_precision(
         config.train,
-        products=family.products_of(config, num_parts=num_ranks),
+        products=family.products_of(config),
         record=RunDir(config.train.run_dir).arithmetic,
     )
     dtype = str(precision.compute_dtype).removeprefix("torch.")

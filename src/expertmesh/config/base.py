@@ -27,6 +27,8 @@ from expertmesh.errors import ConfigError, named
 Location = tuple[int | str, ...]
 _TOO_LARGE = 2**63
 UNKNOWN = "unknown option"
+EMPTY = ("must not be empty", "give a value, or leave it out")
+"""Rule and fix of an empty or blank text, as from an unset variable of a shell: it is no value of any option."""
 
 
 class FieldError(ConfigError):
@@ -158,14 +160,16 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        """Refuses whole numbers beyond int64 (they become sizes and seeds of tensors) and texts that UTF-8 cannot hold."""
+        """Refuses whole numbers beyond int64 (they become sizes and seeds of tensors), empty texts, and those that UTF-8 cannot hold."""
         for name in type(self).model_fields:
-            value = getattr(self, name)
+            value, usual = getattr(self, name), type(self).model_fields[name].default
             for one in _listed(value):
                 if isinstance(one, int) and not -_TOO_LARGE <= one < _TOO_LARGE:
                     raise FieldError(
                         name, one, "must be a number of 64 bits, below 2**63", "use a smaller one"
                     )
+                if isinstance(one, str) and not one.strip() and one != usual:
+                    raise FieldError(name, one, *EMPTY)
                 if isinstance(one, str) and not _is_clean(one):
                     raise FieldError(
                         name,
@@ -320,6 +324,16 @@ def dotted(location: Location) -> str:
     return text
 
 
+def dotted_values(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings by dotted name, such as "train.steps"."""
+    if not isinstance(values, Mapping):
+        return {prefix: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= dotted_values(value, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
 def _listed(value: Any) -> list[Any]:
     """The entries of a list or tuple; any other value as a list of one."""
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -426,8 +440,10 @@ def expanded(path: str | Path) -> Path:
     """A path with ~ and ~user replaced by the home folder.
 
     Raises:
-        ConfigError: there is no such user, or this one has no home folder.
+        ConfigError: the path is empty, there is no such user, or this one has no home folder.
     """
+    if not str(path).strip():
+        raise ConfigError("path", "''", *EMPTY)
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -46,7 +46,7 @@ class Family:
             or "module:name" of one; None: unknown.
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
             `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: default ones. train.dtype=auto
-            measures these products.
+            and the number of threads depend on their sizes.
         items: plural name of the items that losses are averaged over and rates count, such as "tokens".
         metric: the metric of the evaluations.
         fixed: options, by dotted name, that may not change when a run is resumed, besides the model's and train.seed.

@@ -11,7 +11,8 @@ from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.base import expanded, is_there, parse_json, saved_run, shown
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, text_of
+from expertmesh.models.bound_files import check_run, newest_state
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
@@ -147,6 +148,11 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
         )
     if values.pop("quantization_config", None) is not None:
         values.pop("dtype", None)
+    state, where = newest_state(file.parent)
+    try:
+        check_run(file.parent, values, state, GPT, where=where)
+    except CheckpointError as error:
+        raise ConfigError(f"plan {name}: {text_of(error)}") from None
     with saved_run():
         config = GPTRunConfig.model_validate(values)
     # the file has every option, so that any recipe will do; and its own folder holds a run already

@@ -4,7 +4,7 @@ The file is written tensor by tensor, so memory holds one tensor at a time.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertmesh.checkpoints.dcp import Checkpoint
@@ -15,7 +15,7 @@ from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, remove_leftovers
 from expertmesh.errors import CheckpointError, ConfigError, command, named
-from expertmesh.runs.run_dir import load_run
+from expertmesh.runs.run_dir import find_run, load_run
 from expertmesh.training.state import read_run_state
 
 _MODEL = "model."
@@ -116,4 +116,7 @@ def find_checkpoint(source: Path) -> Path:
     problem = find_damage(source)
     if problem is not None:
         raise CheckpointError(f"checkpoint {source}: is damaged ({problem}); choose another")
+    run = source.parent.parent
+    if (run / "config.json").is_file():
+        replace(find_run(run), weights=source).check_bound()
     return source

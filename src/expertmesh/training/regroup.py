@@ -4,7 +4,7 @@ Both are from Z-code M3 (Kim et al. 2021, arXiv 2109.10465, "expert pruning" and
 new run, which can be used directly; a little more training (`train.init_from`) improves it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from expertmesh.config.base import expanded
+from expertmesh.config.base import dotted_values, expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError, named
@@ -22,17 +22,18 @@ from expertmesh.models.task import Data, Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
+from expertmesh.runs.data_paths import with_data
 from expertmesh.runs.open import LoadedModel, open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.run_dir import TOKENIZER, Run, load_run
 from expertmesh.text.format import extras_of
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.init_from import save_as_run
-from expertmesh.training.state import check_same_data, dotted, read_run_state
+from expertmesh.training.state import check_same_data, read_run_state
 from expertmesh.training.threads import threads_of_calls
 
 _ROWS = 64
-"""Approximate tokens or patches of a sample, for which the number of threads is measured."""
+"""Approximate tokens or patches of a sample, for which the number of threads is chosen."""
 _OF_TRAINING = (
     "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",
     "moe.balance_loss", "moe.balance_loss_scope", "moe.aux_loss_weight", "moe.z_loss_weight", "moe.recompute_h",
@@ -105,7 +106,12 @@ def count_choices(
 
 
 def prune(
-    source: str | Path, target: str | Path, *, keep: int, max_samples: int | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    keep: int,
+    max_samples: int | None = None,
+    data_path: Sequence[str] | None = None,
 ) -> Regrouped:
     """Write a run with the experts of each MoE layer that a run's validation data use most, and their router rows.
 
@@ -114,6 +120,7 @@ def prune(
         target: a run directory that does not exist yet.
         keep: experts of each layer to keep; a layer with fewer keeps all.
         max_samples: number of validation samples, evenly spread; None: all.
+        data_path: where the run's data are now; None: where they were.
 
     Raises:
         ConfigError: the model has no experts, `keep` is too small, the router does not support pruning, or the data
@@ -125,7 +132,7 @@ def prune(
             raise ConfigError(option, value, "must be a whole number, 1 or more", "give one")
     target = expanded(target)
     _check_new(target)
-    run = load_run(source)
+    run = with_data(load_run(source), data_path)
     data_key = read_run_state(run.checkpoint)["data_key"]
     if not data_key:
         raise ConfigError(
@@ -275,7 +282,9 @@ def _check_alike(run: Run, other: Run) -> None:
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
         )
     may_differ = {*run.family.free, *(f"model.{name}" for name in _OF_TRAINING)}
-    ours, theirs = (dotted(found.config.model.model_dump(), "model") for found in (run, other))
+    ours, theirs = (
+        dotted_values(found.config.model.model_dump(), "model") for found in (run, other)
+    )
     for name in sorted({*ours, *theirs} - may_differ):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
@@ -323,4 +332,4 @@ def _write(
     files = {name: run.path / name for name in run.family.files}
     if TOKENIZER in files:
         files |= extras_of(files[TOKENIZER])
-    save_as_run(model, config, recipe=recipe, files=files)
+    save_as_run(model, config, recipe=recipe, files={**files, **run.kept_arithmetic})

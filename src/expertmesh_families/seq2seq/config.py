@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
-from expertmesh.config.run import RunConfig, check_encoding, check_not_empty
+from expertmesh.config.run import RunConfig, check_encoding
 from expertmesh.errors import ConfigError, named
 
 _BYTES_AND_MARKS = 258
@@ -31,7 +31,7 @@ def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2Se
     Raises:
         ConfigError: data.encode_with names another tokenizer.
     """
-    where = expanded(config.train.init_from or "")
+    where = expanded(config.train.init_from or ".")
     given, its_own = config.data.encode_with, str(where / "tokenizer.json")
     if given is not None and expanded(given).resolve() != Path(its_own).resolve():
         raise ConfigError(
@@ -202,8 +202,6 @@ class ParallelTextConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("train_split", "validation_split", "encode_with", "cache_dir"):
-            check_not_empty(name, getattr(self, name))
         check_encoding("encoding", self.encoding)
         self.require_once("path", "languages", "pairs", "without_pairs")
         for code in self.languages:

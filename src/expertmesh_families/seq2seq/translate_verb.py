@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import add_place, kept, open_decoder
+from expertmesh.cli.decoding import add_place, kept, open_decoder, say_precision
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.prompts import read_standard_input
 from expertmesh.cli.terminal_progress import tell, told_of_data
@@ -55,9 +55,14 @@ def run(argv: list[str]) -> int:
         open_decoder(options, num_rows=num_rows) as opened,
         nullcontext() if output is None else kept(output, total=len(texts), unit="texts") as file,
     ):
+        is_told = False
 
         def write(line: str) -> None:
             """Write or print a translation as soon as it is finished."""
+            nonlocal is_told
+            if not is_told:
+                say_precision(opened.precision)
+            is_told = True
             if file is not None:
                 file.write(f"{line}\n")
             elif references is None:

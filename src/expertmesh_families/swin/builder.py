@@ -39,7 +39,7 @@ class SwinBuilder(ModelBuilder):
         assert isinstance(model, Swin) and isinstance(begin, SwinRunConfig)
         assert isinstance(data, ImageData)
         tensors = model.state_dict()
-        theirs = class_names(expanded(self.config.train.init_from or "") / CLASSES_FILE)
+        theirs = class_names(expanded(self.config.train.init_from or ".") / CLASSES_FILE)
         sizes = {found.model.num_classes for found in (begin, self.config)}
         if len(sizes) > 1 or theirs != data.classes:
             for name in ("head.weight", "head.bias"):

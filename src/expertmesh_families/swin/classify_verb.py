@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.decoding import add_device, place_of, say_precision
+from expertmesh.cli.flags import OptionParser, add_data, check_least
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.output_file import output_file
 from expertmesh.data.data_progress import notes_known
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 3
 _ROWS = 64
-"""Approximate patches of an image in most layers, for which the number of threads is measured."""
+"""Approximate patches of an image in most layers, for which the number of threads is chosen."""
 
 _EXAMPLES = """\
 examples:
@@ -41,6 +42,10 @@ def run(argv: list[str]) -> int:
     if options.score and options.picture is not None:
         raise ConfigError(
             f"--picture {options.picture}: shows images, and --score has none; name some"
+        )
+    if options.data_path is not None and not options.score:
+        raise ConfigError(
+            f"--data.path {' '.join(options.data_path)}: has no effect without --score; leave it out"
         )
     for name in ("top", "fit"):
         if options.score and getattr(options, name) is not None:
@@ -107,7 +112,8 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--batch-size", type=int, default=64, metavar="N", help="images at a time (64)"
     )
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    add_device(parser)
+    add_data(parser)
     return parser
 
 
@@ -146,11 +152,12 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
         from expertmesh_families.swin.images import CLASSES_FILE, class_names
 
         classes = class_names(found.path / CLASSES_FILE)
-        opened = open_model(found, device=options.device)
+        opened = open_model(found, **place_of(options))
     model, precision = opened.model, opened.precision
     classifier = opened.task.builder.classifier(model)
     fit = options.fit or found.config.data.fit
     images = read_images(options.image, size=classifier.size, fit=fit)
+    say_precision(precision)
     num_rows = _ROWS * min(len(images), options.batch_size)
     with threads_of_calls(model, precision, num_rows=num_rows), precision.autocast():
         return classify(
@@ -161,14 +168,16 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
 def _score(found: Any, options: Any) -> str:
     """Accuracy and loss on all validation images."""
     with loading():
+        from expertmesh.runs.data_paths import with_data
         from expertmesh.runs.open import open_model
         from expertmesh.training.evaluate import evaluate, watched
         from expertmesh.training.threads import threads_of_calls
 
-        opened = open_model(found, device=options.device)
+        opened = open_model(with_data(found, options.data_path), **place_of(options))
         task, model, precision = opened.task, opened.model, opened.precision
         with notes_known():
             data = task.prepare()
+    say_precision(precision)
     with threads_of_calls(model, precision, num_rows=_ROWS * options.batch_size):
         result = evaluate(
             task,

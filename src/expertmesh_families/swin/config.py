@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError
 from expertmesh.config.moe import MoEConfig
-from expertmesh.config.run import RunConfig, check_not_empty
+from expertmesh.config.run import RunConfig
 
 Variant = Literal["v2", "released"]
 Fit = Literal["pad", "resize", "exact"]
@@ -225,7 +225,6 @@ class ImagesConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_not_empty("cache_dir", self.cache_dir)
         self.require_once("path")
         self.require(
             len(self.train_images) in (0, 1, len(self.path)),

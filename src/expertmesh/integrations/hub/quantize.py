@@ -38,7 +38,7 @@ from expertmesh.training.threads import threads_of_calls
 _KEEP = ("router.", "norm.", "embedding.", "output.", "gate.", "expert_bias")
 """Parts of names of tensors that are never quantized."""
 _ROWS = 512
-"""Approximate tokens of a forward of the calibration, for which the number of threads is measured."""
+"""Approximate tokens of a forward of the calibration, for which the number of threads is chosen."""
 
 
 class Quantized(NamedTuple):

@@ -285,6 +285,6 @@ def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
         config: configuration of the run.
         other: configuration of the run in train.init_from.
     """
-    where = expanded(config.train.init_from or "")
+    where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
     return config.updated(changes)
