@@ -58,7 +58,9 @@ def words():
 
 
 @pytest.mark.parametrize(
-    "call", [em.load, em.Engine, em.report, partial(em.save, None, None, "copy")], ids=str
+    "call",
+    [em.load, em.Engine, em.report, partial(em.save, None, None, "copy")],
+    ids=("load", "Engine", "report", "save"),
 )
 def test_a_folder_that_is_not_there_is_said_in_words_of_python(call, tmp_path):
     options = {"like": tmp_path / "nope"} if isinstance(call, partial) else {}
