@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
@@ -55,9 +56,9 @@ class Flags:
     """
 
     def __init__(self, verb: str = "") -> None:
-        self._own = _OF_VERBS.get(verb) or (
-            FAMILY_VERBS[verb].flags if verb in FAMILY_VERBS else {}
-        )
+        self._own: Mapping[str, str] = _OF_VERBS.get(verb, {})
+        if verb and verb not in _OF_VERBS and verb in FAMILY_VERBS:
+            self._own = FAMILY_VERBS[verb].flags
 
     def option(self, name: str, value: str | None) -> str:
         """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its section."""
