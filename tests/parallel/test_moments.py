@@ -4,11 +4,10 @@ import pytest
 import torch
 from tests.parallel.test_checkpoint_ranks import STEPS, run_training
 from tests.parallel.test_fake_world import large, rank_of, spread
+from tests.support.rank_memory import memory_of_rank
 from tests.support.runs import RELATIVE, assert_same_lines, lines_of
 
 from expertmesh.config.run import OptimConfig, ParallelConfig
-from expertmesh.costs.memory import rank_memory
-from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.parallel.matrices import own_part
 from expertmesh.training.compact import new_state
 from expertmesh.training.moment_types import code_of
@@ -39,9 +38,8 @@ def kept_bytes(optimizer):
 def test_every_rank_holds_what_the_formula_says(layout, state_dtype, name):
     """Of 64 ranks, on the meta device: moments as the optimizer lays them out."""
     parallel, config = ParallelConfig(**LAYOUTS[layout]), large(64)
-    options = {"optimizer": name, "state_dtype": state_dtype}
-    expected = rank_memory(gpt_spec(config), parallel, num_ranks=64, **options)
-    plain = rank_memory(gpt_spec(config), parallel, num_ranks=64, optimizer=name)
+    expected = memory_of_rank(config, parallel, 64, name=name, state_dtype=state_dtype)
+    plain = memory_of_rank(config, parallel, 64, name=name)
     with rank_of(64, 33) as (world, _):
         model = spread(config, parallel, world, device="meta")
         optimizer = build_optimizer(model, OptimConfig(name=name, state_dtype=state_dtype))

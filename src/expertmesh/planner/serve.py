@@ -9,7 +9,7 @@ from expertmesh.config.base import shown
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.communication import Network, TokenLoad, travel_time
 from expertmesh.costs.hardware import network_of
-from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.sizes import LayerSizes, ModelSizes
 from expertmesh.costs.step_time import HBM, Efficiency, route_of
