@@ -1,6 +1,7 @@
 """Layers that choose how their tokens travel, by hand at random or by the tuner: the same losses as ones that do not."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts import tuning_cache as cache
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.exchange import Fixed
 from expertmesh.parallel.experts.load_record import Chosen, Repetitions
 from expertmesh.parallel.experts.tuner import Effort
 
@@ -64,14 +66,14 @@ def train(model, world, ways):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def spread(world):
+def spread(world, **options):
     model = Layers()
     for layer in (model.first, model.second):
-        spread_experts(layer, world, es_degree=1, nodes=NODES)
+        spread_experts(layer, world, es_degree=1, nodes=NODES, **options)
     return model
 
 
-def at_random():
+def at_random(exchanges, *all_to_all):
     """Everything switched in each step, against nothing."""
     world, draw = world_of(), torch.Generator().manual_seed(1)
 
@@ -82,17 +84,20 @@ def at_random():
         {
             "route_degree": one_of(1, 2, 4),
             "overlap_degree": one_of(1, 2, 3, 8),
-            "all_to_all": one_of("flat", "hierarchical", "auto"),
+            "all_to_all": one_of(*all_to_all),
             "replicated_experts": one_of(0, 1, 3, 8),
         }
         for _ in range(STEPS)
     ]
     fixed = train(spread(world), world, [{}] * STEPS)
-    return fixed, train(spread(world), world, ways)
+    return fixed, train(spread(world, exchanges=exchanges), world, ways)
 
 
-def test_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks):
-    for fixed, switched in four_ranks.run(at_random):
+@pytest.mark.parametrize(
+    "given", [(None, "flat", "hierarchical", "auto"), (partial(Fixed, bound=T), "flat")]
+)
+def test_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks, given):
+    for fixed, switched in four_ranks.run(at_random, *given):
         assert fixed.unique().numel() == STEPS
         assert relative_error(switched, fixed) <= FP64_RELATIVE
 

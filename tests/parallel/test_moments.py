@@ -1,7 +1,6 @@
 """Moments in few bytes on ranks: a rank's bytes by the formula, and runs that go from one layout to another."""
 
 import pytest
-import torch
 from tests.parallel.test_checkpoint_ranks import STEPS, run_training
 from tests.parallel.test_fake_world import large, rank_of, spread
 from tests.support.rank_memory import memory_of_rank
@@ -9,7 +8,7 @@ from tests.support.runs import RELATIVE, assert_same_lines, lines_of
 
 from expertmesh.config.run import OptimConfig, ParallelConfig
 from expertmesh.parallel.matrices import own_part
-from expertmesh.training.compact import new_state
+from expertmesh.training.low_bit_adamw import new_state
 from expertmesh.training.moment_types import code_of
 from expertmesh.training.optim import build_optimizer
 
@@ -57,11 +56,7 @@ def lay_out(optimizer):
         keys = ("momentum_buffer",) if group.get("is_matrix") else ("exp_avg", "exp_avg_sq")
         for parameter in group["params"]:
             code = code_of(parameter, group["state_dtype"])
-            optimizer.state[parameter] = (
-                {key: torch.zeros_like(parameter) for key in keys}
-                if code is None
-                else new_state(parameter, code, *keys)
-            )
+            optimizer.state[parameter] = new_state(parameter, code, *keys)
 
 
 @pytest.mark.parametrize(

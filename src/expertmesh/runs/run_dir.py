@@ -39,7 +39,7 @@ from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
 """File name of a run's tokenizer."""
-_PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
+_PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers")
 
 
 class RunDir:

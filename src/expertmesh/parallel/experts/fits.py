@@ -23,7 +23,7 @@ def check_spread(
     order: ExpertOrder = "slices_inner",
     keep: Keep = "until_backward",
     way: DispatchOptions = AS_USUAL,
-    fixed_tokens: int | None = None,
+    has_exchange: bool = False,
     nodes: Sequence[int] | None = None,
     dispatch_dtype: DispatchDtype = "same",
     offload: bool = False,
@@ -38,7 +38,7 @@ def check_spread(
         order: assignment of parts to ranks.
         keep: lifetime of gathered weights.
         way: dispatch options.
-        fixed_tokens: bound on the tokens of a call.
+        has_exchange: whether the exchange is given, and not chosen by `all_to_all`.
         nodes: node of each rank.
         dispatch_dtype: dtype of dispatched tokens.
         offload: whether parameters rest in host memory.
@@ -79,18 +79,16 @@ def check_spread(
         check_modules(experts, degrees)
         stay = MODULES_STAY
     make_split(degrees, way.route_degree)
-    check_dispatch(dispatch_dtype, nodes=nodes, fixed_tokens=fixed_tokens, num_ranks=num_ranks)
-    check_way(way, num_experts=layer.num_experts, stay=stay, fixed_tokens=fixed_tokens)
+    check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=num_ranks)
+    check_way(way, num_experts=layer.num_experts, stay=stay, has_exchange=has_exchange)
     return degrees
 
 
-def check_dispatch(
-    dispatch_dtype: str, *, nodes: Sequence[int] | None, fixed_tokens: int | None, num_ranks: int
-) -> None:
+def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_ranks: int) -> None:
     """Check options of a dispatcher; see `ExpertDispatcher`.
 
     Raises:
-        ConfigError: an option has no such value, or two options conflict.
+        ConfigError: an option has no such value.
     """
     check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
     if nodes is not None and len(nodes) != num_ranks:
@@ -98,23 +96,16 @@ def check_dispatch(
             f"nodes={tuple(nodes)}: must name the node of each of the {num_ranks} ranks; leave it out to have "
             "those of torchrun"
         )
-    if fixed_tokens is not None and dispatch_dtype != "same":
-        raise ConfigError(
-            f"dispatch_dtype={dispatch_dtype} with fixed_tokens={fixed_tokens}: exchanges of fixed size send tokens as "
-            "they are; leave one out"
-        )
 
 
-def check_way(
-    way: DispatchOptions, *, num_experts: int, stay: str, fixed_tokens: int | None
-) -> None:
+def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange: bool) -> None:
     """Check dispatch options.
 
     Args:
         way: options of a call, or the defaults of a dispatcher.
         num_experts: E.
         stay: see `ExpertShards.stay`.
-        fixed_tokens: bound on the tokens of a call; None: no bound.
+        has_exchange: see `check_spread`.
 
     Raises:
         ConfigError: an option has no such value, or two options conflict.
@@ -136,15 +127,9 @@ def check_way(
         )
     if way.all_to_all is not None:
         check_word("all_to_all", way.all_to_all, AllToAll)
-    if fixed_tokens is not None and way.all_to_all not in (None, "flat"):
+    if has_exchange and way.all_to_all not in (None, "flat"):
         raise ConfigError(
-            f"all_to_all={way.all_to_all} with fixed_tokens={fixed_tokens}: exchanges of fixed size are flat; "
-            "leave one out"
-        )
-    if fixed_tokens is not None and way.replicated_experts:
-        raise ConfigError(
-            f"replicated_experts={way.replicated_experts} with fixed_tokens={fixed_tokens}: the host reads which experts are "
-            "hot; leave one out"
+            f"all_to_all={way.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave one out"
         )
 
 

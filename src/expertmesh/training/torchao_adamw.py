@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.compiled_loops import compiler_problem
-from expertmesh.spec.moments import THEIRS
-from expertmesh.training.compact import fused_adamw, loss_of
+from expertmesh.spec.moments import FORMATS
+from expertmesh.training.low_bit_adamw import fused_adamw, loss_of
 
 _CLASSES: Mapping[StateDtype, str] = {
     "torchao-int8": "AdamW8bit",
@@ -22,7 +22,7 @@ _CLASSES: Mapping[StateDtype, str] = {
 }
 
 
-def check_theirs(
+def check_torchao(
     parameters: Iterable[nn.Parameter], state_dtype: StateDtype, *, num_ranks: int = 1
 ) -> ModuleType:
     """Module `torchao.optim`, after a check that its optimizers can take these parameters.
@@ -81,7 +81,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         eps: added to the denominator.
 
     Raises:
-        ConfigError: see `check_theirs`.
+        ConfigError: see `check_torchao`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         self._plain = fused_adamw(self, plain)
         self._groups = [g for g in self.param_groups if g["state_dtype"] != "float32"]
         (kind,) = {group["state_dtype"] for group in self._groups}
-        module = check_theirs([p for group in self._groups for p in group["params"]], kind)
+        module = check_torchao([p for group in self._groups for p in group["params"]], kind)
         keys = "params", "lr", "betas", "eps", "weight_decay"
         groups = [{key: group[key] for key in keys} for group in self._groups]
         self._theirs: torch.optim.Optimizer = getattr(module, _CLASSES[kind])(groups)
@@ -131,13 +131,13 @@ class TorchaoAdamW(torch.optim.Optimizer):
         return loss
 
 
-def their_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
+def torchao_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
     """Zero step and moments in torchao's format."""
     with _quiet():
         from torchao.optim.subclass_4bit import OptimState4bit
         from torchao.optim.subclass_8bit import OptimState8bit
     kind = OptimState8bit if state_dtype == "torchao-int8" else OptimState4bit
-    block, where = THEIRS[state_dtype].block, parameter.device
+    block, where = FORMATS[state_dtype].torchao_block, parameter.device
     moments = {
         key: kind.zeros(parameter.shape, key == "exp_avg", block, where, dtype=parameter.dtype)
         for key in ("exp_avg", "exp_avg_sq")
