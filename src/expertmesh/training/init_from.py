@@ -15,7 +15,7 @@ from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.bound_files import RECORD, hashes_of
+from expertmesh.models.bound_files import RECORD, hashes_in
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.family import Family
 from expertmesh.models.registry import FAMILIES, find_family
@@ -200,7 +200,7 @@ def _write(
                 "config": config.model_dump(mode="json"),
                 "recipe": recipe,
                 "data_key": "",
-                RECORD: hashes_of(files, find_family(config.family)),
+                RECORD: hashes_in(run_dir.path, find_family(config.family)),
             },
             eval_loss=None,
             make=None if make is None else lambda name: make(name.removeprefix(_MODEL)),
