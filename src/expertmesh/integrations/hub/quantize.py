@@ -19,7 +19,7 @@ from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_dtype, read
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded, parse_json
-from expertmesh.config.output_file import complete_folder
+from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.integrations.hub.save import their_value, write_rest
@@ -124,9 +124,7 @@ def quantize(
         >>> quantize("runs/gpt-moe-demo", "models/demo-int8", format="int8")
     """
     _check_options(format, group_size, layers, calibration)
-    source, target = expanded(source), expanded(target)
-    if target.exists():
-        raise ConfigError("target", target, "exists already", "choose another folder")
+    source, target = expanded(source), new_folder("target", target)
     run = find_model(source)
     if run.is_quantized:
         raise ConfigError("source", source, "is quantised already", "give what it was made of")
