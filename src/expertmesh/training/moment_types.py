@@ -50,10 +50,10 @@ class Moment(NamedTuple):
         scales = scales if scales is None or not scales.ndim else rows(scales)
         return cls(rows(state[key]), scales, is_signed(key))
 
-    def part(self, some: slice) -> "Moment":
-        """Some of the rows."""
-        scales = self.scales if self.scales is None or not self.scales.ndim else self.scales[some]
-        return Moment(self.codes[some], scales, self.is_signed)
+    def part(self, part: slice) -> "Moment":
+        """The rows of a slice."""
+        scales = self.scales if self.scales is None or not self.scales.ndim else self.scales[part]
+        return Moment(self.codes[part], scales, self.is_signed)
 
 
 class Code:

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.compiled_loops import compiler_problem
 from expertmesh.spec.moments import FORMATS
-from expertmesh.training.low_bit_adamw import fused_adamw, loss_of
+from expertmesh.training.low_bit_adamw import LowBitAdamW, loss_of
 
 _CLASSES: Mapping[StateDtype, str] = {
     "torchao-int8": "AdamW8bit",
@@ -69,35 +68,17 @@ def check_torchao(
     return found
 
 
-class TorchaoAdamW(torch.optim.Optimizer):
+class TorchaoAdamW(LowBitAdamW):
     """AdamW of torchao for large tensors and of torch (fused) for the rest, with one state and one set of groups.
 
-    The first step compiles a loop for each shape, which takes some seconds each on a CPU.
-
-    Args:
-        groups: groups of named `params`, `weight_decay` and `state_dtype`; "float32" groups use torch's AdamW.
-        lr: learning rate of all groups.
-        betas: decays of the moments.
-        eps: added to the denominator.
+    The first step compiles a loop for each shape, which takes some seconds each on a CPU. For arguments see
+    `LowBitAdamW`.
 
     Raises:
         ConfigError: see `check_torchao`.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "state_dtype": "float32"})
-        self._connect()
-
-    def _connect(self) -> None:
-        plain = [group for group in self.param_groups if group["state_dtype"] == "float32"]
-        self._plain = fused_adamw(self, plain)
+    def _for_plain(self) -> torch.optim.AdamW | None:
         self._groups = [g for g in self.param_groups if g["state_dtype"] != "float32"]
         (kind,) = {group["state_dtype"] for group in self._groups}
         module = check_torchao([p for group in self._groups for p in group["params"]], kind)
@@ -106,11 +87,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         self._theirs: torch.optim.Optimizer = getattr(module, _CLASSES[kind])(groups)
         self._theirs.state = self.state
         self._has_stepped = False
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; `load_state_dict` calls this with new groups and state."""
-        super().__setstate__(state)
-        self._connect()
+        return super()._for_plain()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
