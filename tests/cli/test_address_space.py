@@ -17,7 +17,7 @@ VERBS = {
 
 
 def limited(limit, words, folder):
-    command = f"{limit} exec \"$@\"" if limit.endswith(";") else f"exec {limit} \"$@\""
+    command = f'{limit} exec "$@"' if limit.endswith(";") else f'exec {limit} "$@"'
     return subprocess.run(
         ["bash", "-c", command, "bash", *PROGRAM, *words],
         cwd=folder,
@@ -37,7 +37,9 @@ def test_it_is_said_in_one_line(tmp_path, limit, verb):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"]]
+)
 def test_what_loads_no_torch_answers(tmp_path, words):
     done = limited(LIMITS[0], words, tmp_path)
     assert done.returncode == 0 and done.stderr == "" and done.stdout

@@ -139,9 +139,13 @@ def test_greedy_text_of_an_fp32_folder_is_transformers(tmp_path, monkeypatch, ca
     fastest = Arithmetic("cpu", "bfloat16", usual_library(), "auto: asked")
     monkeypatch.setattr(precision, "chosen", lambda products: fastest)
     folder = hub_folder(tmp_path / "hub")
-    theirs, tokenizer = (one.from_pretrained(folder) for one in (AutoModelForCausalLM, AutoTokenizer))
+    theirs, tokenizer = (
+        one.from_pretrained(folder) for one in (AutoModelForCausalLM, AutoTokenizer)
+    )
     given = tokenizer(PROMPT, return_tensors="pt")
-    ids = theirs.generate(**given, do_sample=False, max_new_tokens=40)[0, given.input_ids.shape[1] :]
+    ids = theirs.generate(**given, do_sample=False, max_new_tokens=40)[
+        0, given.input_ids.shape[1] :
+    ]
     expected = tokenizer.decode(ids, skip_special_tokens=True)
     found = WAYS[way](folder, 40)
     found = capsys.readouterr().out if way == "verb" else found
@@ -158,7 +162,9 @@ TRAINED = {
 @pytest.mark.parametrize(("trained", "asked"), TRAINED)
 def test_a_server_says_where_training_computed_in_another_type(tmp_path, trained, asked):
     run = make_run(tmp_path / "run", **{"train.dtype": trained})
-    engine = em.Engine(run, num_blocks=8, device="cpu", **({} if asked is None else {"dtype": asked}))
+    engine = em.Engine(
+        run, num_blocks=8, device="cpu", **({} if asked is None else {"dtype": asked})
+    )
     assert precision_of(engine, str(run)).description == TRAINED[trained, asked]
 
 
@@ -166,7 +172,9 @@ def test_a_server_says_where_training_computed_in_another_type(tmp_path, trained
 def test_a_calibration_says_its_type(folders, tmp_path, capsys, calibrated):
     (tmp_path / "text.txt").write_text("a few words of text " * 200)
     words = ["quantize", str(folders[0]), "--to", str(tmp_path / "to"), "--format", "int8"]
-    assert main([*words, *(["--calibration", str(tmp_path / "text.txt")] if calibrated else [])]) == 0
+    assert (
+        main([*words, *(["--calibration", str(tmp_path / "text.txt")] if calibrated else [])]) == 0
+    )
     assert ("computing in " in capsys.readouterr().err) == calibrated
 
 

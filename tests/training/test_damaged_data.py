@@ -59,9 +59,15 @@ def test_one_rule_for_files_of_every_kind(tiny, tmp_path, caplog, name, how, is_
         for i in range(30):
             (place / f"good{i}.txt").write_text(f"{i} {TEXT}")
     changes = {"data.path": str(place / name if is_alone else place)}
-    task = find_family("gpt").open_task(tiny(**changes, **{"data.cache_dir": str(tmp_path / "cache")}))
+    task = find_family("gpt").open_task(
+        tiny(**changes, **{"data.cache_dir": str(tmp_path / "cache")})
+    )
     if is_alone:
-        words = "has no text .it is empty.; give text" if how == "empty" else "cannot be read .damaged: .*; restore it from a copy"
+        words = (
+            "has no text .it is empty.; give text"
+            if how == "empty"
+            else "cannot be read .damaged: .*; restore it from a copy"
+        )
         with pytest.raises(ConfigError, match=f"{name}: {words}"):
             task.prepare()
         return

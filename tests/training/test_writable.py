@@ -49,7 +49,8 @@ def test_what_is_in_the_way_is_said_before_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("name", "put"), [("lr-0.002", a_file), ("sweep.json", a_folder), ("lr-0.002/checkpoints", a_file)]
+    ("name", "put"),
+    [("lr-0.002", a_file), ("sweep.json", a_folder), ("lr-0.002/checkpoints", a_file)],
 )
 def test_a_sweep_tries_all_of_its_runs_first(tiny, before_steps, name, put):
     steps = []

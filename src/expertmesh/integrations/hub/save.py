@@ -18,7 +18,6 @@ from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_sh
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import complete_folder, new_folder
-from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
