@@ -136,6 +136,8 @@ def _parquet(path: Path, reading: Reading) -> list[Row]:
 
     try:
         with opened(path) as file:
+            if not file.peek(1):  # an empty file has no rows, as of every kind
+                return []
             table = parquet.ParquetFile(io.BytesIO(file.read()) if is_packed(path) else path)
         names = table.schema_arrow.names
         _check_once(names, named("data.path", printable(str(path))), reading.column)

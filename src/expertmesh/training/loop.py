@@ -405,12 +405,12 @@ class _Trainer:
         if stop.signal is not None:
             report.last_word(
                 f"stopped by {stop.signal.name} after step {progress.step}, {saved};"
-                " continue with --train.resume auto"
+                f" continue with {named('train.resume', 'auto')}"
             )
         elif self.ended_early == "max_time":
             report.last_word(
                 f"stopped after step {progress.step}: {config.max_time:g} s of train.max_time are used up, {saved}; continue with"
-                " --train.resume auto"
+                f" {named('train.resume', 'auto')}"
             )
         elif self.ended_early == "patience":
             count = (
