@@ -61,7 +61,7 @@ def cache_of(rows=2, max_len=8, model=None, **options):
 
 GPT_CALLS = {
     "ids are a list": ([[1, 2]], {}, "ids_BS is a list"),
-    "ids of one axis": (IDS[0], {}, r"ids_BS has shape \(4,\) and dtype"),
+    "ids of one axis": (IDS[0], {}, r"ids_BS has shape \(4,\); it must be \(B, S\)"),
     "ids of three axes": (IDS[None], {}, r"shape \(1, 2, 4\)"),
     "ids of floats": (IDS.float(), {}, "dtype torch.float32"),
     "ids of bools": (MASK, {}, "dtype torch.bool"),
@@ -87,7 +87,7 @@ GPT_CALLS = {
     "indices of rows": (IDS, {"token_index": torch.arange(2)}, r"token_index has shape \(2,\)"),
     "indices of floats": (IDS, {"token_index": torch.ones(8)}, "token_index has dtype"),
     "indices as a range": (IDS, {"token_index": range(8)}, "token_index is a range"),
-    "no logits": (IDS, {"num_logits": 0}, "num_logits=0: must be whole and at least 1"),
+    "no logits": (IDS, {"num_logits": 0}, "num_logits=0: must be a whole number of at least 1"),
     "fewer than no logits": (IDS, {"num_logits": -1}, "num_logits=-1"),
     "half a logit": (IDS, {"num_logits": 1.5}, "num_logits=1.5"),
     "true logits": (IDS, {"num_logits": True}, "num_logits=True"),
@@ -97,7 +97,7 @@ GPT_CALLS = {
     "rows of bytes": (IDS, {"logit_rows_R": torch.zeros(2, dtype=torch.uint8)}, "logit_rows_R has dtype torch.uint8"),
     "a row that is none": (IDS, {"logit_rows_R": torch.tensor([8])}, "logit_rows_R holds 8"),
     "rows and a number": (IDS, {"logit_rows_R": IDS[0], "num_logits": 1}, "leave one of the two out"),
-    "no experts": (IDS, {"top_k": 0}, "top_k=0 must be an integer from 1 to"),
+    "no experts": (IDS, {"top_k": 0}, "top_k=0: must be a whole number from 1 to num_experts=3"),
     "too many experts": (IDS, {"top_k": 4}, "num_experts=3"),
     "a negative capacity": (IDS, {"capacity_factor": -1}, "capacity_factor=-1"),
     "a capacity of text": (IDS, {"capacity_factor": "2"}, "capacity_factor='2'"),
@@ -124,7 +124,7 @@ CACHES = {
     "another model": (IDS, lambda: cache_of(model=dense()), "cache has 1 layers of 2 heads of 8"),
     "another type": (IDS, lambda: cache_of(dtype=torch.float64), "cache has dtype torch.float64"),
     "elsewhere": (IDS, lambda: cache_of(device=META), "cache is on meta"),
-    "ids of floats": (IDS.float(), cache_of, "ids_BS has shape"),
+    "ids of floats": (IDS.float(), cache_of, "ids_BS has dtype"),
     "an id too large": (IDS + 296, cache_of, "ids_BS holds 300"),
 }
 
@@ -140,7 +140,7 @@ def test_a_cache_is_as_it_was_where_a_token_is_refused(name):
 
 
 ROWS = {
-    "a mask": (torch.tensor([True, False]), r"shape \(2,\) and dtype torch.bool"),
+    "a mask": (torch.tensor([True, False]), "rows_B has dtype torch.bool"),
     "of floats": (torch.ones(2), "dtype torch.float32"),
     "of two axes": (torch.tensor([[0, 1]]), r"shape \(1, 2\)"),
     "a list": ([0, 1], "rows_B is a list"),
@@ -167,7 +167,10 @@ def making(kind, config, **options):
 
 
 MADE = {
-    "fewer rows than none": (lambda: cache_of(-1), "batch_size=-1: must be whole and at least 0"),
+    "fewer rows than none": (
+        lambda: cache_of(-1),
+        "batch_size=-1: must be a whole number of at least 0",
+    ),
     "half a row": (lambda: cache_of(1.5), "batch_size=1.5"),
     "fewer tokens than none": (lambda: cache_of(max_len=-3), "max_len=-3"),
     "tokens in words": (lambda: cache_of(max_len="8"), "max_len='8'"),
@@ -247,7 +250,7 @@ EMPTY = torch.tensor([[True] * 4, [False] * 4])
 SEQ2SEQ_CALLS = {
     "a source that is a list": (forward([[1]], IDS), "source_BS is a list"),
     "a source of one axis": (forward(IDS[0], IDS), "source_BS has shape"),
-    "a target of floats": (forward(IDS, IDS.float()), "target_BS has shape"),
+    "a target of floats": (forward(IDS, IDS.float()), "target_BS has dtype"),
     "an id too large": (forward(IDS, IDS + 296), "target_BS holds 300"),
     "a negative id": (forward(IDS - 4, IDS), "source_BS holds -1"),
     "a source of no tokens": (forward(IDS[:, :0], IDS), r"source_BS has shape \(2, 0\)"),
@@ -272,13 +275,13 @@ SEQ2SEQ_CALLS = {
     "places of bytes": (forward(IDS, IDS, target_places_N=IDS[0].to(torch.uint8)), "target_places_N has dtype torch.uint8"),
     "places of floats": (forward(IDS, IDS, target_places_N=torch.ones(3)), "target_places_N has dtype"),
     "a place that is none": (forward(IDS, IDS, target_places_N=torch.tensor([8])), "target_places_N holds 8"),
-    "reading floats": (read(IDS.float()), "ids_BS has shape"),
+    "reading floats": (read(IDS.float()), "ids_BS has dtype"),
     "reading a short mask": (read(mask=MASK[:, 1:]), "token_mask_BS has shape"),
     "reading an empty row": (read(mask=EMPTY), "row without a token"),
     "reading into none": (read(cache=dict), "cache is a dict"),
     "reading into other rows": (read(cache=lambda: cache_of(3, 8, seq2seq())), "holds 3 sequences"),
     "reading an id too large": (read(IDS + 296), "ids_BS holds 300"),
-    "writing floats": (write(IDS.float()), "ids_BS has shape"),
+    "writing floats": (write(IDS.float()), "ids_BS has dtype"),
     "writing an id too large": (write(IDS + 296), "ids_BS holds 300"),
     "writing other rows": (write(IDS[:1]), "cache holds 2 sequences and ids_BS has 1"),
     "writing a short mask": (write(mask=MASK[:, 1:]), "token_mask_BS has shape"),
@@ -315,8 +318,12 @@ def test_a_source_is_read_into_an_empty_cache():
 IMAGES = torch.ones(2, 3, 16, 16)
 SWIN_CALLS = {
     "images of a list": ([1.0], {}, "images_BCHW is a list"),
-    "one image": (IMAGES[0], {}, r"images of shape \(16, 16\): must be \(3, 16, 16\)"),
-    "images of another size": (IMAGES[..., 1:], {}, r"images of shape \(3, 16, 15\)"),
+    "one image": (
+        IMAGES[0],
+        {},
+        r"images_BCHW has shape \(3, 16, 16\); it must be \(B, 3, 16, 16\), .*image\[None\]",
+    ),
+    "images of another size": (IMAGES[..., 1:], {}, r"images_BCHW has shape \(2, 3, 16, 15\)"),
     "images of bytes": (IMAGES.to(torch.uint8), {}, "images_BCHW has dtype torch.uint8"),
     "images elsewhere": (IMAGES.to(META), {}, "images_BCHW is on meta and the model on cpu"),
     "indices of others": (IMAGES, {"image_index_B": torch.arange(3)}, "image_index_B has shape"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from expertmesh.config.base import shown
+from expertmesh.config.values import shown
 from expertmesh.costs.hub_sizes import EXPERTS, TOP_K, check_hub_sizes, check_together
 from expertmesh.errors import ConfigError
 from expertmesh.spec.model_spec import Parameter
