@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.comm.world import World
-from expertmesh.config.base import expanded, shown
+from expertmesh.config.base import expanded
 from expertmesh.config.run import Dtype, RunConfig
+from expertmesh.config.values import check_type, shown, wrong_type
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import continue_prompts, prompt_ids
 from expertmesh.errors import ConfigError
@@ -251,17 +252,13 @@ def generate(
     """
     given = (("tokenizer", tokenizer, Tokenizer), ("model", model, CausalLM))
     for what, value, kind in given:
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{what} is a {type(value).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
-            )
+        needed = "a model that writes text, or its tokenizer: generate() needs both"
+        check_type(what, value, kind, needed, "give those of load()")
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
-        raise ConfigError(f"prompt is a {type(prompt).__name__}; give a text, or a list of texts")
+        raise wrong_type("prompt", prompt, "a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if wrong := [one for one in prompts if not isinstance(one, str)]:
-        raise ConfigError(
-            f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
-        )
+    for one in prompts:
+        check_type(f"prompt: {shown(one)}", one, str, "a text", "give texts")
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
     )

@@ -284,7 +284,10 @@ WRONG = {
     "PiSSA": (change(None, {"init_lora_weights": "pissa"}), "init_lora_weights='pissa'"),
     "kind": (change(None, {"peft_type": "IA3"}), "peft_type='IA3': only LORA"),
     "rank": (change(None, {"r": 4}), "has shape .* and must have .* by r=4 in adapter_config.json"),
-    "no rank": (change(None, {"r": 0}), "r=0 in adapter_config.json: must be a number above 0"),
+    "no rank": (
+        change(None, {"r": 0}),
+        "r=0 in adapter_config.json: must be a whole number above 0",
+    ),
     "scaling": (change(None, {"lora_alpha": "x"}), "lora_alpha='x'"),
     "router": (
         change(None, {"target_parameters": ["mlp.gate.weight"]}),

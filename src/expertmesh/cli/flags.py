@@ -21,10 +21,11 @@ from pydantic import BaseModel
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import flag_name
-from expertmesh.config.base import EMPTY, expanded, nearest_name, shown
+from expertmesh.config.base import EMPTY, expanded, nearest_name
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.renamed import current_name
 from expertmesh.config.run import RunConfig, with_fitting_warmup
+from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, command
 from expertmesh.models.family import Family, Recipes
 from expertmesh.models.registry import DEFAULT, absent_families, find_family, recipe_owners

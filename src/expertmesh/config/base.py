@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
+from expertmesh.config.values import choice_rule, shown
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
@@ -352,12 +353,6 @@ def _is_clean(text: str) -> bool:
     return "\0" not in text and text.encode(errors="replace").decode() == text
 
 
-def shown(value: object) -> str:
-    """A value for an error message: short, on one line."""
-    text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _reads_as_another(value: object) -> bool:
     """Whether a text without its quotes looks like a number, or like a word of Python's."""
     if not isinstance(value, str):
@@ -401,11 +396,7 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     kind, limits = found["type"], found.get("ctx", {})
     if kind == "literal_error":
         choices = [word.strip("'") for word in limits["expected"].replace(" or ", ", ").split(", ")]
-        near = difflib.get_close_matches(str(found["input"]), choices, n=1)
-        return (
-            f"must be one of {', '.join(choices)}",
-            f"did you mean {near[0]}?" if near else "choose one",
-        )
+        return choice_rule(found["input"], choices)
     comparisons = {
         "greater_than": ("greater than", "gt"),
         "greater_than_equal": ("at least", "ge"),

@@ -6,9 +6,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
-from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
+from expertmesh.config.values import MOST_INT64, WHOLE, Number, is_number, plain, quoted
 from expertmesh.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -19,18 +19,6 @@ MOST_STOPS = 64
 MOST_LOGPROBS = 100
 COLDEST = 1e-6
 """Temperature below which sampling is greedy, because logits divided by it exceed FP32."""
-
-
-def is_number(value: object, kind: type) -> bool:
-    """Whether a value is an integer (`kind` is int) or a real number, also of NumPy; bool is neither."""
-    abstract = Integral if kind is int else Real
-    return isinstance(value, abstract) and not isinstance(value, bool)
-
-
-def plain(value: Any) -> Any:
-    """A number of NumPy or torch as Python's; else the value itself."""
-    is_scalar = hasattr(value, "item") and getattr(value, "ndim", 1) == 0
-    return value.item() if is_scalar else value
 
 
 def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
@@ -48,7 +36,7 @@ def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
         shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
         text = "a text, or " if what == "prompt" and not isinstance(given, str) else ""
         raise ConfigError(
-            f"{what} is a {type(given).__name__}{shape}; give {text}a list of token ids"
+            f"{what} is a {type(given).__name__}{shape}; it must be {text}a list of token ids; give one"
         )
     return [plain(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
 
@@ -122,12 +110,12 @@ class SamplingParams:
         for name in ("ignore_eos", "return_routed_experts"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    name, _shown(getattr(self, name)), "must be True or False", "give one"
+                    name, quoted(getattr(self, name)), "must be True or False", "give one"
                 )
         for name, kind, what in _SEVERAL:
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bytes):
-                raise ConfigError(name, _shown(value), f"must be {what}", "give that")
+                raise ConfigError(name, quoted(value), f"must be {what}", "give that")
         ends: Any = self.stop_token_ids
         ends = sorted(ends) if isinstance(ends, AbstractSet) else ends  # a set's order says nothing
         ends = token_ids_of(ends, what="stop_token_ids")
@@ -148,20 +136,20 @@ class SamplingParams:
         for text in stops:
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
                 shown = (
-                    f"{len(text)} characters" if isinstance(text, str) and text else _shown(text)
+                    f"{len(text)} characters" if isinstance(text, str) and text else quoted(text)
                 )
                 rule_text = f"each is a string of 1 to {LONGEST_STOP} characters"
                 raise ConfigError("stop", shown, rule_text, "give others")
         for token_id in (*self.stop_token_ids, *self.logit_bias):
-            if not is_number(token_id, int) or token_id < 0:
+            if not is_number(token_id, WHOLE) or token_id < 0:
                 raise ConfigError(
                     "stop_token_ids and logit_bias",
-                    _shown(token_id),
+                    quoted(token_id),
                     "must be a token id",
                     "give one",
                 )
         for value in self.logit_bias.values():
-            _Rule(float, -100.0, 100.0).check("logit_bias", value)
+            _BIAS.check("logit_bias", value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(
                 "min_tokens",
@@ -174,12 +162,6 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < COLDEST
-
-
-def _shown(value: object) -> str:
-    """A value on one short line."""
-    text = repr(value)
-    return text if len(text) < 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
@@ -197,55 +179,28 @@ def _seed_of(seed: int | None, place: int) -> int | None:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(frozen=True)
-class _Rule:
-    kind: type
-    lowest: float
-    highest: float
-    optional: bool = False
-    is_open: bool = False  # whether `lowest` itself is refused
-    fix: str = "choose another"
-
-    def check(self, name: str, value: object) -> None:
-        """Raise ConfigError unless the value is of the kind and within the range."""
-        if value is None and self.optional:
-            return
-        what = "a whole number" if self.kind is int else "a number"
-        if not is_number(value, self.kind):
-            raise ConfigError(name, _shown(value), f"must be {what}", "give one")
-        # integers are not converted: 2^63 - 1 as a float is 2^63
-        known: Any = value
-        number = int(known) if self.kind is int else float(known)
-        inside = self.lowest < number if self.is_open else self.lowest <= number
-        if not (inside and number <= self.highest):  # NaN is in no range
-            low = f"{'above' if self.is_open else 'at least'} {self.lowest:g}"
-            most = "2^63 - 1" if self.highest == _LARGEST else f"{self.highest:g}"
-            high = "" if self.highest == float("inf") else f" and at most {most}"
-            raise ConfigError(name, repr(value), f"must be {low}{high}", self.fix)
-
-
 _SEVERAL: tuple[tuple[str, type, str], ...] = (
     ("stop", Iterable, "a string, or several"),
     ("stop_token_ids", Iterable, "a list of token ids"),
     ("logit_bias", Mapping, "numbers by token id"),
 )
 _MOST = 3.0e38
-_LARGEST = 2**63 - 1
 _ALL = "leave it out to keep all tokens"
+_BIAS = Number(-100, 100)
 _RULES = {
-    "temperature": _Rule(float, 0.0, _MOST, fix="use 0 for the most likely token"),
-    "top_k": _Rule(int, 1, _LARGEST, optional=True, fix=_ALL),
-    "top_p": _Rule(float, 0.0, 1.0, optional=True, is_open=True, fix=_ALL),
-    "min_p": _Rule(float, 0.0, 1.0),
-    "presence_penalty": _Rule(float, -2.0, 2.0),
-    "frequency_penalty": _Rule(float, -2.0, 2.0),
-    "repetition_penalty": _Rule(float, 0.01, _MOST),
-    "n": _Rule(int, 1, 1024),
-    "seed": _Rule(int, 0, _LARGEST, optional=True),
-    "max_tokens": _Rule(int, 1, float("inf"), optional=True, fix="ask for a token or more"),
-    "min_tokens": _Rule(int, 0, float("inf")),
-    "logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),
-    "prompt_logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),
+    "temperature": Number(0, _MOST, "use 0 for the most likely token"),
+    "top_k": Number(1, MOST_INT64, _ALL, types=WHOLE, optional=True),
+    "top_p": Number(0, 1, _ALL, is_open=True, optional=True),
+    "min_p": Number(0, 1),
+    "presence_penalty": Number(-2, 2),
+    "frequency_penalty": Number(-2, 2),
+    "repetition_penalty": Number(0.01, _MOST),
+    "n": Number(1, 1024, types=WHOLE),
+    "seed": Number(0, MOST_INT64, types=WHOLE, optional=True),
+    "max_tokens": Number(1, fix="ask for a token or more", types=WHOLE, optional=True),
+    "min_tokens": Number(0, types=WHOLE),
+    "logprobs": Number(0, MOST_LOGPROBS, types=WHOLE, optional=True),
+    "prompt_logprobs": Number(0, MOST_LOGPROBS, types=WHOLE, optional=True),
 }
 
 
