@@ -11,6 +11,7 @@ from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.terminal_progress import loading, tell
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import launched_rank
+from expertmesh.config.engine import EPLB
 from expertmesh.config.output_file import Growing, growing
 from expertmesh.config.run import Dtype, ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
@@ -87,26 +88,9 @@ def add_ranks(parser: OptionParser, *names: str) -> None:
     )
 
 
-def add_eplb(parser: OptionParser) -> None:
-    """Add the options for expert placement over ranks (EPLB); `serve` has them among the engine's options."""
-    parser.add_argument(
-        "--enable-eplb",
-        action="store_true",
-        default=None,
-        help="under torchrun with --parallel options: let experts lie where their counted load wants them",
-    )
-    for name, text in (
-        ("num-redundant-experts", "with --enable-eplb: copies of hot experts in each layer (0)"),
-        ("eplb-step-interval", "with --enable-eplb: steps between two looks at the load (3000)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-
-
 def eplb_of(options: Any) -> dict[str, Any]:
-    """Values of the options of `add_eplb`, as fields of `EngineConfig`."""
-    names = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
-    given = {name: getattr(options, name, None) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+    """Values of the options `EPLB` that were given."""
+    return {name: value for name in EPLB if (value := getattr(options, name)) is not None}
 
 
 def shared_by(options: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import flag_name
-from expertmesh.config.base import EMPTY, expanded, nearest_name
+from expertmesh.config.base import EMPTY, bare, expanded, nearest_name, parse_json
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.renamed import current_name
 from expertmesh.config.run import RunConfig, with_fitting_warmup
@@ -260,6 +261,65 @@ def check_least(options: Any, **least: float) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value}: must be at least {smallest:g}; {fix}"
             )
+
+
+def add_fields(
+    parser: OptionParser,
+    config: type[BaseModel],
+    names: Collection[str] | None = None,
+    **defaults: Any,
+) -> None:
+    """Add an option for each field of a configuration, with the first line of its docstring as help.
+
+    Args:
+        parser: parser of a verb, whose result `fields_of` reads.
+        config: the configuration class.
+        names: fields; None: all.
+        defaults: defaults of the verb, where they are not the fields'.
+    """
+    for name in config.model_fields if names is None else names:
+        field = config.model_fields[name]
+        kind, default = bare(field.annotation), defaults.get(name, field.default)
+        text = (field.description or "").partition("\n")[0].rstrip(".").replace("%", "%%")
+        text = text if text[:2].isupper() else text[:1].lower() + text[1:]
+        if kind is bool:
+            flag, action = (f"no_{name}", "store_false") if default else (name, "store_true")
+            text = f"not: {text}" if default else text
+            parser.add_argument(flag_name(flag), dest=name, default=None, help=text, action=action)
+            continue
+        how: dict[str, Any] = {}
+        if typing.get_origin(kind) is tuple:  # of a strict one, entries may have blanks and commas
+            is_each = bool(config.model_config.get("strict"))
+            how = {"action": "append"} if is_each else {"action": "extend", "nargs": "+"}
+            kind = bare(typing.get_args(kind)[0])
+        kind = dict if typing.get_origin(kind) is Mapping else typing.get_origin(kind) or kind
+        if not (default is None or default in ((), {})):
+            text += f" (default: {default})"
+        how |= {"metavar": {int: "N", float: "X", dict: "JSON"}.get(kind, "TEXT"), "help": text}
+        parser.add_argument(flag_name(name), dest=name, type=partial(_said, kind=kind), **how)
+
+
+def fields_of(config: type[BaseModel], options: Any) -> dict[str, Any]:
+    """Fields of a configuration that were given to a parser with its `add_fields`."""
+    given = {name: getattr(options, name, None) for name in config.model_fields}
+    are_lists = not config.model_config.get("strict")
+    return {
+        name: tuple(listed(value, are_paths=True))
+        if are_lists and isinstance(value, list)
+        else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _said(text: str, kind: Any) -> Any:
+    """Number or JSON that a text says, if its option is one; else the text, which the configuration converts or refuses."""
+    try:
+        if kind is int:
+            return int(_whole(text))
+        return float(text) if kind is float else parse_json(text) if kind is dict else text
+    except ValueError:
+        return text
 
 
 def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
-from expertmesh.config.engine import EngineConfig
+from expertmesh.config.engine import EPLB, EngineConfig
 from expertmesh.config.load import LoadConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.server import ServerConfig
 from expertmesh.errors import Line
 
 _DECODING = {"parallel.es_degree": "es-degree"}
-_EPLB = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
 _OF_VERBS = {
-    "generate": _DECODING | {name: name for name in (*_EPLB, "num_draft_tokens")},
+    "generate": _DECODING
+    | {name: name for name in (*EPLB, "num_draft_tokens", *SamplingParams.model_fields)},
     "evaluate": _DECODING,
     "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},
     "bench": {name: name for name in LoadConfig.model_fields},
@@ -64,6 +65,7 @@ class Flags:
         """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its section."""
         if name in ParallelConfig.model_fields:
             name = f"parallel.{name}"
+        name = name if name in self._own else name.partition("[")[0]
         own = self._own.get(name, name)
         if name not in self._own and "." not in name and name not in _ARGUMENTS:
             return name if value is None else f"{name}={value}"

@@ -8,10 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING
 
 from expertmesh.cli.decoding import (
     add_ranks,
@@ -20,7 +17,7 @@ from expertmesh.cli.decoding import (
     say_precision,
     shared_by,
 )
-from expertmesh.cli.flags import OptionParser, listed
+from expertmesh.cli.flags import OptionParser, add_fields, fields_of
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
 from expertmesh.config.base import expanded, launched_rank
@@ -64,8 +61,8 @@ def run(argv: list[str]) -> int:
     """
     with once_per_host():
         options = _parser().parse_args(argv)
-        server = ServerConfig(**options_of(ServerConfig, options))
-        engine_config = EngineConfig(**options_of(EngineConfig, options))
+        server = ServerConfig(**fields_of(ServerConfig, options))
+        engine_config = EngineConfig(**fields_of(EngineConfig, options))
         check_several(options)
         parallel = ParallelConfig(**shared_by(options)) if launched_rank()[1] > 1 else None
         if any(find_spec(name) is None for name in _NEEDED):
@@ -215,42 +212,9 @@ def _parser() -> OptionParser:
     )
     parser.add_run(what="run directory, or a folder of the hub")
     for config in (ServerConfig, EngineConfig):
-        add_options(parser, config)
+        add_fields(parser, config)
     add_ranks(parser, "tp_degree", "ep_degree", "es_degree")
     return parser
-
-
-def add_options(parser: OptionParser, config: type[BaseModel]) -> None:
-    """Add an option for each field of a config class, with its help."""
-    for name, field in config.model_fields.items():
-        kind, default = field.annotation, field.default
-        text = (field.description or "").rstrip(".")
-        flag = f"--{name.replace('_', '-')}"
-        if kind is bool:
-            spelled = f"--no-{flag[2:]}" if default else flag
-            action = "store_false" if default else "store_true"
-            shown = f"not: {text}" if default else text
-            parser.add_argument(spelled, dest=name, default=None, help=shown, action=action)
-        elif get_origin(kind) is tuple:
-            parser.add_argument(
-                flag, dest=name, nargs="+", action="extend", metavar="TEXT", help=text
-            )
-        else:
-            types = [one for one in (get_args(kind) or (kind,)) if one is not NoneType]
-            metavar = {int: "N", float: "X"}.get(types[0], "TEXT")
-            shown = "" if default is None else f" ({default})"
-            parser.add_argument(
-                flag, dest=name, metavar=metavar, help=text.replace("%", "%%") + shown
-            )
-
-
-def options_of(kind: type[BaseModel], options: Any) -> dict[str, Any]:
-    """Fields of a config class that were given."""
-    given = {name: getattr(options, name) for name in kind.model_fields}
-    values = {name: value for name, value in given.items() if value is not None}
-    return {
-        n: tuple(listed(v, are_paths=True)) if isinstance(v, list) else v for n, v in values.items()
-    }
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:
