@@ -154,7 +154,7 @@ def check_range(
     if not can_look_at(values):
         return
     low, high = (int(value) for value in values.aminmax())
-    if 0 <= low and high <= most:
+    if low >= 0 and high <= most:
         return
     wrong = (values < 0) | (values > most)
     if but is not None:
