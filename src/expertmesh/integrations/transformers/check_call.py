@@ -131,7 +131,8 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
 def _check_mask(mask: Any, input_ids: Tensor, past: int) -> None:
     B, S = input_ids.shape
     sizes = {"B": B, "L": past + S}
-    check_tensor("attention_mask", mask, _MASK, sizes, device=input_ids.device)
+    declared = _MASK._replace(of=f"{_MASK.of} ({past} tokens in the cache)") if past else _MASK
+    check_tensor("attention_mask", mask, declared, sizes, device=input_ids.device)
     if mask.dtype not in BOOL.dtypes and can_look_at(mask):
         wrong = (mask != 0) & (mask != 1)
         if bool(wrong.any()):
@@ -144,6 +145,6 @@ def _check_items(items: Any) -> None:
     if isinstance(items, Tensor):
         check_tensor("num_items_in_batch", items, _ONE, {})
         if items.numel() != 1:
-            raise wrong_shape("num_items_in_batch", items, "that of one number", "sum it")
+            raise wrong_shape("num_items_in_batch", items, "one number", "sum it")
         items = items.item() if can_look_at(items) else 1
     _ITEMS.check("num_items_in_batch", items)
