@@ -21,7 +21,7 @@ _SHOWN = 12
 
 
 def hashes_in(run: Path, family: Family) -> dict[str, str]:
-    """SHA-256 of those of a run's files that belong to its checkpoints, by their names in the run.
+    """SHA-256 of all files of a run that belong to its checkpoints, by their names in the run.
 
     Args:
         run: the run directory.
