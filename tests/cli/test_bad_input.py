@@ -389,7 +389,7 @@ GENERATION = {
     ),
     "top-k zero": Mistake(generating("--top-k", "0", "def"), ["0", "at least 1", "leave it out"]),
     "text for top-k": Mistake(
-        generating("--top-k", "few", "def"), ["--top-k", "few", "expertmesh generate --help"]
+        generating("--top-k", "few", "def"), ["--top-k few", "whole number", "give one"]
     ),
     "unknown option of generate": Mistake(
         generating("--temprature", "1", "def"), ["--temprature", "did you mean --temperature?"]

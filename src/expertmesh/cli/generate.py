@@ -267,14 +267,6 @@ def _write_all(path: Path, prompts: list[Asked], answers: Iterator[Any]) -> None
             file.write(_line(prompt, one))
 
 
-def _params(options: Any) -> SamplingParams:
-    """Sampling parameters from the options."""
-    given = TEXT_DEFAULTS | fields_of(SamplingParams, options)
-    if options.greedy:
-        given["temperature"] = 0.0
-    return SamplingParams(**given)
-
-
 def _parse(argv: list[str]) -> Any:
     """Parsed options; suggests a fix if a prompt was taken for an option."""
     try:
@@ -310,7 +302,8 @@ def _parse(argv: list[str]) -> Any:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value}: has no effect with --greedy; leave one of them out"
             )
-    options.params = _params(options)
+    greedy = {"temperature": 0.0} if options.greedy else {}
+    options.params = SamplingParams(**TEXT_DEFAULTS | fields_of(SamplingParams, options) | greedy)
     return options
 
 

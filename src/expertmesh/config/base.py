@@ -29,6 +29,7 @@ from expertmesh.errors import ConfigError, named
 Location = tuple[int | str, ...]
 _TOO_LARGE = 2**63
 _SCALAR_TYPES = ("int_type", "float_type", "bool_type")
+_CHANGE = "change it"  # fix for a value that must be given
 UNKNOWN = "unknown option"
 EMPTY = ("must not be empty", "give a value, or leave it out")
 """Rule and fix of an empty or blank text, as from an unset variable of a shell: it is no value of any option."""
@@ -381,7 +382,7 @@ def _other_value(config_type: type[BaseModel], location: Location) -> str:
     names = [part for part in location if isinstance(part, str)]
     field = _holder(config_type, tuple(names)).model_fields.get(names[-1]) if names else None
     if field is not None and field.is_required():
-        return "change it"
+        return _CHANGE
     for said in () if field is None else field.metadata:
         if isinstance(said, Fix):
             return said.text
@@ -398,8 +399,8 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     if kind == "literal_error":
         choices = [word.strip("'") for word in limits["expected"].replace(" or ", ", ").split(", ")]
         return choice_rule(found["input"], choices)
-    is_strict = kind in _SCALAR_TYPES and isinstance(found["input"], str | int | float)
-    if is_strict:  # a text or a fraction, which may be no number here
+    is_scalar = kind in _SCALAR_TYPES and isinstance(found["input"], str | int | float)
+    if is_scalar and other_value != _CHANGE:  # a text or a fraction, where only a number is one
         other_value = "give one"
     comparisons = {
         "greater_than": ("greater than", "gt"),

@@ -276,11 +276,7 @@ class RequestReader:
         return adapter
 
     def _params(
-        self,
-        request: Sampling,
-        ids: Sequence[int],
-        most: int,
-        **scores: Any,
+        self, request: Sampling, ids: Sequence[int], most: int, **scores: Any
     ) -> SamplingParams:
         room = self.max_len - len(ids)
         if room < 1:

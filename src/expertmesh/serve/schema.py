@@ -14,7 +14,6 @@ from expertmesh.config.sampling import LONGEST_STOP, SamplingParams
 from expertmesh.text.chat import RESERVED_VARIABLES
 
 MOST_PROMPTS = 1024
-MOST_TOPS = 20
 MOST_MESSAGES = 10_000
 """Maximum messages of a conversation, and text parts of a message; not in the description, whose readers write lists
 of every stated length.
@@ -48,7 +47,7 @@ def _up_to_first_wrong(value: Any) -> Any:
 
 
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Tops = Annotated[int, Field(ge=0, le=MOST_TOPS), BeforeValidator(_whole)]
+Tops = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(_whole)
 ]
@@ -108,13 +107,12 @@ _OTHERWISE = {
     "stop_token_ids": Spelled(Annotated[TokenIds, Field(max_length=1024)]),
 }
 """Options whose type or names JSON, OpenAI's API or the size of a body asks for; every other one is as it is declared."""
-_ASKED_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema")
 SPELLED = {
     name: _OTHERWISE.get(name) or Spelled(_declared(name))
     for name in SamplingParams.model_fields
-    if name not in _ASKED_OTHERWISE
+    if name not in ("logprobs", "prompt_logprobs", "json_schema")
 }
-"""Fields of a body that are options of a request."""
+"""Fields of a body that are options of a request; the other three are asked for by fields of other types."""
 
 ANY: tuple[Any, ...] = ()
 HARMLESS: dict[str, tuple[Any, ...]] = {
