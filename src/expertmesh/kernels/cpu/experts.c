@@ -8,7 +8,8 @@
 #include "dots.h"
 #include "tiles.h"
 
-#include <omp.h>
+#include "threads.h"
+
 #include <stdlib.h>
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
@@ -166,13 +167,8 @@ static void write_tokens(const Work *w, int64_t first, int64_t last) {
     }
 }
 
-static inline void wait(int64_t threads) {
-    if (threads > 1) {
-#pragma omp barrier
-    }
-}
-
-static void run(const Plan *p, int64_t thread, int64_t threads) {
+static void run_plan(void *plan, int64_t thread, int64_t threads) {
+    const Plan *p = plan;
     Work work = p->work, *w = &work;
     char *scratch = p->scratch + thread * p->scratch_bytes;
     int64_t T = w->call->num_tokens, first = T * thread / threads, last = T * (thread + 1) / threads;
@@ -184,16 +180,16 @@ static void run(const Plan *p, int64_t thread, int64_t threads) {
         const Chunk *chunk = &p->chunks[c];
         w->spans = p->spans + chunk->first_span, w->num_spans = chunk->num_spans, w->num_places = chunk->num_places;
         fill_panel(w, thread, threads);
-        wait(threads);
+        meet(threads);
         multiply_blocks(w, &p->taken[2 * c], threads, scratch, 1);
-        wait(threads);
+        meet(threads);
         multiply_blocks(w, &p->taken[2 * c + 1], threads, scratch, 0);
-        wait(threads);
+        meet(threads);
     }
 #if defined(__AMX_BF16__)
     if (w->has_tiles) _tile_release();
 #endif
-    wait(threads);
+    meet(threads);
     write_tokens(w, first, last);
 }
 
@@ -232,8 +228,8 @@ static void lay_out(Plan *p, Arena *a) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Computes a call: 0; -1: an id is out of range; -2: no memory. `tiles`: whether BF16 goes to tiles, which must have been granted. */
-int expertmesh_experts(Call *call, int64_t tiles) {
+/* Computes a call: 0; -1: an id is out of range; -2: no memory. Tiles must have been granted where they are compiled in. */
+int expertmesh_experts(Call *call) {
     Plan plan = {.work = {.call = call}}, *p = &plan;
     Work *w = &p->work;
     int64_t N = call->num_tokens * call->num_choices, E = call->num_experts;
@@ -254,8 +250,10 @@ int expertmesh_experts(Call *call, int64_t tiles) {
         free(lists.at);
         return problem;
     }
-    w->has_tiles = tiles && call->x_kind == BF16;
     w->x_kind = call->x_kind;
+#if defined(__AMX_BF16__)
+    w->has_tiles = call->x_kind == BF16;
+#endif
 #if !defined(__AVX512BF16__)
     w->x_kind = FP32;
 #endif
@@ -273,11 +271,7 @@ int expertmesh_experts(Call *call, int64_t tiles) {
     arena.used = 0;
     lay_out(p, &arena);
     memset(p->taken, 0, (size_t)(2 * p->num_chunks + 2) * sizeof *p->taken);
-    if (call->num_threads == 1) run(p, 0, 1);
-    else {
-#pragma omp parallel num_threads((int)call->num_threads)
-        run(p, omp_get_thread_num(), omp_get_num_threads());
-    }
+    together(run_plan, p, call->num_threads);
     free(arena.at);
     free(lists.at);
     return 0;

@@ -25,17 +25,19 @@ class InstructionSet:
         name: its name in `INSTRUCTION_SETS`.
         flags: what Linux calls the instructions in /proc/cpuinfo.
         options: options of the compiler.
+        has_bf16: whether it multiplies BF16.
         has_tiles: whether it has tiles, which the system has to grant.
     """
 
     name: str
     flags: frozenset[str]
     options: tuple[str, ...]
+    has_bf16: bool = False
     has_tiles: bool = False
 
 
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
-    name: InstructionSet(name, frozenset(flags.split()), options, name == "amx")
+    name: InstructionSet(name, frozenset(flags.split()), options, "bf16" in flags, name == "amx")
     for name, flags, options in (
         ("amx", "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16", (*_BF16, "-mamx-tile", "-mamx-bf16")),
         ("avx512_bf16", "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16", _BF16),

@@ -1,10 +1,19 @@
 """Calls of the compiled kernels: tensors' addresses and sizes, written into the structs that `work.h` declares."""
 
 import ctypes
+import logging
+import os
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from expertmesh.kernels.cpu.build import BuildError, built
+from expertmesh.kernels.cpu.instructions import InstructionSet, allowed_sets
+
+_log = logging.getLogger("expertmesh.ops")
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 """Stored types as `weights.h` numbers them; uint8 holds two numbers of 4 bits."""
@@ -51,6 +60,81 @@ class Stored:
         )
 
 
+class TilesError(Exception):
+    """The system does not grant tiles."""
+
+
+_RUNTIMES = ("libgomp", "libomp", "libiomp")
+_is_child = threading.Event()
+"""Set in a forked process: the threads of the OpenMP runtime stay with the parent, so the child computes with one."""
+os.register_at_fork(after_in_child=_is_child.set)
+
+
+def _entries_of_runtime() -> list[int] | None:
+    """Addresses of what `threads.h` calls, in the one OpenMP runtime of this process; None: there is none, or several."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    files = {words[5] for words in (line.split(maxsplit=5) for line in lines) if len(words) == 6}
+    paths = {path for path in files if Path(path).name.startswith(_RUNTIMES)}
+    if len(paths) != 1:
+        return None
+    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+    try:
+        runtime = ctypes.CDLL(paths.pop(), mode=os.RTLD_NOLOAD)
+        found = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value for name in names]
+    except (OSError, AttributeError):
+        return None
+    return [address for address in found if address is not None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The kernels of this process.
+
+    Attributes:
+        kernels: the kernels; None: there are none.
+        problem: why there are none, or not those of the best instruction set; one line, "" if there is nothing to say.
+    """
+
+    kernels: "Kernels | None"
+    problem: str = ""
+
+
+_lock = threading.Lock()
+_loaded: list[Loaded] = []
+
+
+def loaded() -> Loaded:
+    """Return the kernels for the best instruction set; the first call compiles them if need be, and says what went wrong.
+
+    Raises:
+        ConfigError: the environment names an instruction set that this processor lacks.
+    """
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _loaded.append(load())
+    return _loaded[0]
+
+
+def load() -> Loaded:
+    """Load the kernels for the best instruction set that works, see `loaded`."""
+    problem = ""
+    for instructions in allowed_sets():
+        try:
+            with built(instructions) as path:
+                return Loaded(Kernels(path, instructions), problem)
+        except TilesError as error:
+            problem = str(error)
+        except (BuildError, OSError) as error:
+            problem = str(error).partition("\n")[0]
+            break
+    _log.warning("experts on this CPU are computed by PyTorch's own products: %s", problem)
+    return Loaded(None, problem)
+
+
 def _address(t: Tensor | None, num_strides: int) -> tuple[int, ...]:
     """Address and first strides in bytes; zeros for None."""
     if t is None:
@@ -67,19 +151,26 @@ class Kernels:
     """The kernels of one instruction set.
 
     Args:
-        path: the shared object.
-        has_tiles: whether BF16 shall go to tiles; the system must grant them.
+        path: the shared object, which is needed in this call only.
+        instructions: the instruction set it was compiled for.
 
     Attributes:
-        has_tiles: whether it does.
+        instructions: the instruction set.
+        has_threads: whether it uses the threads of the OpenMP runtime that torch has loaded.
     """
 
-    def __init__(self, path: str, *, has_tiles: bool) -> None:
-        loaded = ctypes.CDLL(path)
+    def __init__(self, path: Path, instructions: InstructionSet) -> None:
+        loaded = ctypes.CDLL(str(path))
+        self.instructions = instructions
         self._experts = loaded.expertmesh_experts
-        self._experts.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._experts.argtypes = [ctypes.c_void_p]
         self._experts.restype = ctypes.c_int
-        self.has_tiles = bool(has_tiles and loaded.expertmesh_grants_tiles())
+        if instructions.has_tiles and not loaded.expertmesh_grants_tiles():
+            raise TilesError("the system does not let this process use tiles")
+        entries = _entries_of_runtime()
+        self.has_threads = entries is not None
+        if entries is not None:
+            loaded.expertmesh_use_threads(*map(ctypes.c_void_p, entries))
 
     def experts(
         self,
@@ -93,7 +184,6 @@ class Kernels:
         num_experts: int,
         slot_of_expert_E: Tensor | None = None,
         hidden_RH: Tensor | None = None,
-        num_threads: int,
     ) -> tuple[Tensor, int, int]:
         """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of range.
 
@@ -107,7 +197,6 @@ class Kernels:
             num_experts: E.
             slot_of_expert_E: (E,) int64 index of each expert in the matrices; None: expert e is at index e.
             hidden_RH: (R, G * F) in x's dtype, into which the pre-activations of the R live rows are written; or None.
-            num_threads: number of threads.
 
         Raises:
             MemoryError: there is no memory for the panels.
@@ -126,10 +215,10 @@ class Kernels:
             num_experts,
             KINDS[x_TD.dtype],
             INNER[inner],
-            num_threads,
+            1 if _is_child.is_set() else torch.get_num_threads(),
             0,
             0,
         )
-        if self._experts(ctypes.addressof(words), self.has_tiles) == -2:
+        if self._experts(ctypes.addressof(words)) == -2:
             raise MemoryError("no memory for the experts' rows")
         return y_TD, words[_NUM_WORDS - 2], words[_NUM_WORDS - 1]

@@ -16,6 +16,7 @@ from expertmesh.ops.experts import (
     call,
     few_rows,
     invariant,
+    native,
     quantized_formats,
     quantized_rows,
     quantized_triton,
@@ -43,6 +44,7 @@ class Backend:
         backward: (call, grad_TD, hidden, needs, main) -> gradients of `ExpertsCall.differentiable`.
         trains: whether it supports main gradients and, if the caller wants it, saves H for the backward.
         is_triton: whether gradients of interleaved weights are interleaved too.
+        takes_slots: whether it reads experts that lie in slots; others are asked for a call whose ids are slots.
         data_grads: first half of the backward, for deferred weight gradients.
         weight_grads: second half of the backward.
     """
@@ -52,6 +54,7 @@ class Backend:
     backward: Callable[..., list[Tensor | None]] | None = None
     trains: bool = False
     is_triton: bool = False
+    takes_slots: bool = False
     data_grads: Callable[..., Any] | None = None
     weight_grads: Callable[..., Any] | None = None
 
@@ -122,6 +125,7 @@ _BY_TORCH = partial(call.backward, torch_backward.backward)
 _BY_TRITON = partial(call.backward, triton_backend.backward)
 
 BACKENDS: dict[str, Backend] = {
+    "native": Backend(native.serves_ids, native.forward_of_ids, takes_slots=True),
     "weight_first": Backend(weight_first.serves, weight_first.forward),
     "few_rows": Backend(_has_few_rows, _few_rows),
     "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
@@ -133,6 +137,14 @@ BACKENDS: dict[str, Backend] = {
         lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True
     ),
     "quantized_triton": Backend(quantized_triton.serves, quantized_triton.forward),
+    "native_rows": Backend(
+        native.serves_rows,
+        native.forward_of_rows,
+        _BY_TORCH,
+        trains=True,
+        data_grads=partial(call.data_grads, torch_backward.data_grads),
+        weight_grads=partial(call.weight_grads, torch_backward.weight_grads),
+    ),
     "invariant_triton": Backend(
         lambda c: c.batch_invariant and c.backend == "triton" and _reads(c, "invariant_triton"),
         invariant.forward_triton,

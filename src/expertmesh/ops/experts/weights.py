@@ -28,6 +28,7 @@ class WeightFormat:
     """
 
     backends: tuple[str, ...] = (
+        "native",
         "weight_first",
         "few_rows",
         "adapters",
