@@ -23,7 +23,6 @@ from expertmesh.ops.experts import (
     torch_backward,
     torch_forward,
     triton_backend,
-    weight_first,
 )
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
@@ -126,7 +125,6 @@ _BY_TRITON = partial(call.backward, triton_backend.backward)
 
 BACKENDS: dict[str, Backend] = {
     "native": Backend(native.serves_ids, native.forward_of_ids, takes_slots=True),
-    "weight_first": Backend(weight_first.serves, weight_first.forward),
     "few_rows": Backend(_has_few_rows, _few_rows),
     "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
     "adapter_runs": Backend(

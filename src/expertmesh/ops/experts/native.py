@@ -11,7 +11,7 @@ from expertmesh.kernels.cpu.library import Kernels, Stored, loaded
 from expertmesh.ops.activation import inner_name
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.call import ExpertsCall
-from expertmesh.ops.experts.weights import FORMATS, ExpertSlice
+from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, ExpertWeights
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.route_metadata import RouteMetadata, check_expert_ids, check_range
 
@@ -23,11 +23,12 @@ _DTYPES = (torch.bfloat16, torch.float32)
 def serves_ids(c: ExpertsCall) -> bool:
     """Whether `forward_of_ids` computes a call with ids: inference, and as fast as any other way or batch-invariant."""
     ids_TK, experts = c.ids_TK, c.experts
-    if c.maps is not None or ids_TK is None or not experts.is_whole:
+    if c.maps is not None or ids_TK is None:
         return False
     # first, because a compiler would guard on what follows
     tensors = (c.x_TD, ids_TK, c.weights_TK, *experts.parameters, *experts.scales_in, *experts.scales_out)
-    if not runs_plainly(*tensors) or not _takes(c, _dtype_of(c)):
+    dtype = _dtype_of(c)
+    if not runs_plainly(*tensors) or not _takes(c, dtype) or not _reads(experts, c.x_TD.shape[1], dtype):
         return False
     kernels = loaded().kernels
     return kernels is not None and (c.batch_invariant or _is_fast(c, kernels))
@@ -45,20 +46,29 @@ def _dtype_of(c: ExpertsCall) -> torch.dtype:
 
 
 def _takes(c: ExpertsCall, dtype: torch.dtype) -> bool:
-    """Whether the kernels read the call's types, sizes and strides."""
-    experts = c.experts
-    if c.has_adapters or c.backend not in ("auto", "torch") or "native" not in FORMATS[experts.format].backends:
-        return False
-    if c.x_TD.dim() != 2 or dtype not in _DTYPES or c.x_TD.dtype not in _DTYPES:
-        return False
-    own = experts.slices()
-    scales = (*experts.scales_in, *experts.scales_out)
-    biases = experts.b_in if experts.b_out is None else (*experts.b_in, experts.b_out)
+    """Whether the kernels compute a call of this type, with weights that they read."""
     return (
-        all(w.stride(-1) == 1 for one in own for w in (one.w_in_EGFD, one.w_out_EDF))
-        and (experts.format != "dense" or all(one.w_in_EGFD.dtype == one.w_out_EDF.dtype == dtype for one in own))
-        and all(t.dtype in _DTYPES and t.stride(-1) == 1 for t in (*scales, *biases))
-        and c.x_TD.shape[1] == own[0].shape[3]
+        not c.has_adapters
+        and c.backend in ("auto", "torch")
+        and c.x_TD.dim() == 2
+        and c.x_TD.dtype in _DTYPES
+        and dtype in _DTYPES
+    )
+
+
+def _reads(experts: ExpertWeights, dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels read the weights where they are stored, for tokens of this width and products of this type."""
+    if not experts.is_whole or "native" not in FORMATS[experts.format].backends:
+        return False
+    one = experts.slices()[0]
+    rows = (one.w_in_EGFD, one.w_out_EDF, one.scales_in, one.scales_out, one.b_in_EGF, one.b_out_ED)
+    given = [t for t in rows if t is not None]
+    is_typed = experts.format != "dense" or one.w_in_EGFD.dtype == one.w_out_EDF.dtype == dtype
+    return (
+        is_typed
+        and all(t.stride(-1) == 1 for t in given)
+        and all(t.dtype in _DTYPES for t in given if t.is_floating_point())
+        and one.shape[3] == dim
     )
 
 
@@ -84,10 +94,11 @@ def forward_of_ids(c: ExpertsCall, _: list[Tensor]) -> Tensor:
 def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
     """Compute y (T, D) of a call with `maps`, the bits of `forward_of_ids`, and H of every slice, which has no rows unless save_h.
 
-    Slices are concatenated by a copy.
+    Slices are concatenated by a copy, and formats that the kernels do not read are unpacked.
     """
     assert c.maps is not None
-    experts = c.experts.joined(c.x_TD.dtype) if not c.experts.is_whole else c.experts.slices()[0]
+    (_, D), dtype = c.x_TD.shape, c.x_TD.dtype
+    experts = c.experts.slices()[0] if _reads(c.experts, D, dtype) else c.experts.joined(dtype)
     ids_TK = _ids_of(c.maps, c.weights_TK.shape)
     _, G, F, _ = experts.shape
     num_rows = c.maps.token_of_row_N.shape[0] if save_h else 0

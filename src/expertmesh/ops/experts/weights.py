@@ -29,7 +29,6 @@ class WeightFormat:
 
     backends: tuple[str, ...] = (
         "native",
-        "weight_first",
         "few_rows",
         "adapters",
         "reference",
