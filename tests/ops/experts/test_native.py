@@ -1,5 +1,6 @@
 """The experts by the kernels in C, with every instruction set that this processor has."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,8 +20,8 @@ from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute, moe_mlp
 from expertmesh.ops.experts.weights import ExpertWeights
-from expertmesh.ops.quantized.pack import nibbles
-from expertmesh.ops.quantized.rounding import rounded, widened
+from expertmesh.ops.quantized.pack import from_nibbles, nibbles
+from expertmesh.ops.quantized.rounding import Rounded, rounded, widened
 
 SETS = {one.name: one for one in sets_of(flags_of_processor())}
 TYPES = (torch.bfloat16, torch.float32)
@@ -193,9 +194,9 @@ def quantized_call(format, *, group_size=32, scale_dtype=torch.bfloat16, shape=(
     stored, wide, scales = {}, {}, {}
     for name in ("w_in", "w_out"):
         w = getattr(call.experts, name)[0]
-        parts = [rounded(one, format, group_size=group_size, scale_dtype=scale_dtype) for one in w.flatten(0, -2).split(1)]
-        values = torch.cat([one.values for one in parts]).view(w.shape)
-        scales[name] = torch.cat([one.scales for one in parts]).view(*w.shape[:-1], -1)
+        found = rounded(w.flatten(0, -2), format, group_size=group_size, scale_dtype=scale_dtype)
+        values = found.values.view(w.shape)
+        scales[name] = found.scales.view(*w.shape[:-1], -1)
         stored[name] = nibbles(values) if format == "int4" else values
         wide[name] = (values.double().unflatten(-1, (scales[name].shape[-1], -1)) * scales[name].double()[..., None]).flatten(-2)
     given = ExpertWeights(
@@ -242,20 +243,14 @@ def test_int4_has_the_bits_of_the_weights_it_stands_for():
     given, meant = quantized_call("int4", group_size=64, shape=(21, 128, 64, 5, 2))
     experts = given.experts
     dense = [
-        widened(type(rounded(torch.ones(1, 32), "int4", group_size=32, scale_dtype=torch.bfloat16))(values, scales), torch.bfloat16)
-        for values, scales in (
-            (_values(experts.w_in[0]), experts.scales_in[0]),
-            (_values(experts.w_out[0]), experts.scales_out[0]),
+        widened(Rounded(from_nibbles(packed), scales), torch.bfloat16)
+        for packed, scales in (
+            (experts.w_in[0], experts.scales_in[0]),
+            (experts.w_out[0], experts.scales_out[0]),
         )
     ]
     same = ExpertWeights.of(*dense, "swiglu", b_in=experts.b_in[0], b_out=experts.b_out)
     assert torch.equal(computed(given), computed(given._replace(experts=same)))
-
-
-def _values(packed):
-    from expertmesh.ops.quantized.pack import from_nibbles
-
-    return from_nibbles(packed)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -294,8 +289,6 @@ def test_slots_of_experts_keep_the_order_of_their_sums():
     stored = [torch.full((7, *w.shape[1:]), torch.nan, dtype=w.dtype) for w in (call.experts.w_in[0], call.experts.w_out[0])]
     for to, w in zip(stored, (call.experts.w_in[0], call.experts.w_out[0]), strict=True):
         to[slots] = w
-    from dataclasses import replace
-
     elsewhere = replace(ExpertWeights.of(*stored, "swiglu"), slot_of_expert_E=slots)
     assert torch.equal(computed(call._replace(experts=elsewhere)), computed(call))
 

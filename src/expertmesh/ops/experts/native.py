@@ -99,7 +99,7 @@ def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tenso
     assert c.maps is not None
     (_, D), dtype = c.x_TD.shape, c.x_TD.dtype
     experts = c.experts.slices()[0] if _reads(c.experts, D, dtype) else c.experts.joined(dtype)
-    ids_TK = _ids_of(c.maps, c.weights_TK.shape)
+    ids_TK = ids_of(c.maps, c.weights_TK.shape)
     _, G, F, _ = experts.shape
     num_rows = c.maps.token_of_row_N.shape[0] if save_h else 0
     hidden_RH = c.x_TD.new_empty(num_rows, G * F)
@@ -110,7 +110,7 @@ def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tenso
     return y_TD, [h.flatten(1) for h in hidden_RH.view(num_rows, G, F).split(sizes, 2)]
 
 
-def _ids_of(maps: RouteMetadata, shape: torch.Size) -> Tensor:
+def ids_of(maps: RouteMetadata, shape: torch.Size) -> Tensor:
     """(T, K) expert ids, of which `maps` are the order."""
     ids_N = torch.searchsorted(maps.offsets_E[1:], maps.row_of_slot_N, right=True)
     return ids_N.view(shape)
