@@ -147,7 +147,7 @@ static inline void dots_in(const Work *w, const Span *span, const Block *b, cons
     }
 }
 
-/* All rows of a span times a block of w_out, added to their tokens' sums. */
+/* All rows of a span times a block of w_out, written to the outputs. */
 static inline void dots_out(const Work *w, const Span *span, const Block *b, const Ahead *next) {
     float y[4 * 2 * GROUP];
     int64_t kind = block_kind(&w->call->out, w->call->x_kind);
@@ -155,7 +155,7 @@ static inline void dots_out(const Work *w, const Span *span, const Block *b, con
         int rows = span->count - r >= TOGETHER ? TOGETHER : 1;
         dots_of_block(w, b, kind, w->a_panel, w->a_width, span->place + r, rows, y, r ? NULL : next);
         for (int i = 0; i < rows; i++)
-            for (int g = 0; g < 2; g++) add_outputs(w, span->place + r + i, b, g, y + (2 * i + g) * GROUP);
+            for (int g = 0; g < 2; g++) write_outputs(w, span->place + r + i, b, g, y + (2 * i + g) * GROUP);
         r += rows;
     }
 }
@@ -164,8 +164,7 @@ static inline void dots_out(const Work *w, const Span *span, const Block *b, con
 static inline void dots_pack(const Work *w, int64_t first, int64_t last) {
     int64_t D = w->call->in.columns, size = size_of(w->x_kind);
     for (int64_t place = first; place < last; place++) {
-        if (w->token_of[place] < 0) continue;
-        const char *from = w->call->x + w->token_of[place] * D * size_of(w->call->x_kind);
+        const char *from = w->call->x + w->slot_of[place] / w->call->num_choices * D * size_of(w->call->x_kind);
         char *to = w->x_panel + place * w->x_width * size;
         if (w->x_kind == w->call->x_kind) memcpy(to, from, (size_t)(D * size));
         else for (int64_t c = 0; c < D; c++) ((float *)to)[c] = wide(((const uint16_t *)from)[c]);

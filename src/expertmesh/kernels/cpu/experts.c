@@ -1,8 +1,8 @@
-/* Experts of a mixture: y_t = sum over its choices of s W_out act(W_in x_t + b_in) + s b_out, the experts ascending.
+/* Experts of a mixture: y_t = sum over its choices of s W_out act(W_in x_t + b_in) + s b_out, the choices in order.
  *
  * Rows are the live choices, ordered by expert. They go through in chunks whose panels stay in the L2 cache; a chunk has three phases
  * with a barrier behind each: rows become a panel; blocks of w_in times all rows of an expert, activated, become another; blocks of
- * w_out times that are added to the sums of the tokens. A block belongs to one thread, so an order of sums depends neither on the
+ * w_out times that are the outputs, which are added up at the end. A block belongs to one thread, so an order of sums depends neither on the
  * number of threads nor on the other rows.
  */
 #include "dots.h"
@@ -86,8 +86,6 @@ static int64_t item_size(int64_t num, int64_t bytes, int64_t threads) {
     return size < 1 ? 1 : size;
 }
 
-static inline int64_t lies_at(const Call *call, int64_t expert) { return call->slot_of ? call->slot_of[expert] : expert; }
-
 static void fill_panel(const Work *w, int64_t thread, int64_t threads) {
     int64_t unit = w->has_tiles ? GROUP : 1, turn = 0;
     for (int64_t i = 0; i < w->num_spans; i++) {
@@ -98,7 +96,7 @@ static void fill_panel(const Work *w, int64_t thread, int64_t threads) {
             for (int64_t place = first; place < last; place++) {
                 int64_t row = r + place - first;
                 int32_t slot = row < span->count ? w->slots[span->first + row] : -1;
-                w->token_of[place] = slot < 0 ? -1 : (int32_t)(slot / w->call->num_choices);
+                w->slot_of[place] = slot;
                 w->weight_of[place] = slot < 0 ? 0.0f : w->call->weights[slot];
             }
 #if defined(__AMX_BF16__)
@@ -123,47 +121,50 @@ static inline void multiply(const Work *w, const Span *span, const Block *b, con
     else dots_out(w, span, b, next);
 }
 
-/* Takes items of blocks until there are none. `is_in`: blocks of all spans in a row; else a block is taken for all spans, in order, as
- * they add to the same sums. */
+/* Takes items of blocks, of all spans in a row, until there are none. */
 static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char *scratch, int is_in) {
     const Matrices *m = is_in ? &w->call->in : &w->call->out;
-    int64_t blocks = num_blocks(m), repeats = is_in ? 1 : w->num_spans, num = is_in ? blocks * w->num_spans : blocks;
-    int64_t size = item_size(num, 2 * GROUP * m->of_row * repeats, threads);
+    int64_t blocks = num_blocks(m), num = blocks * w->num_spans;
+    int64_t size = item_size(num, 2 * GROUP * m->of_row, threads);
     Block block;
     Ahead ahead;
     for (int64_t item = take(taken); item * size < num;) {
         int64_t later = take(taken);
-        int64_t first = item * size * repeats, last = least(item * size + size, num) * repeats;
-        for (int64_t at = first; at < last; at++) {
-            int64_t s = is_in ? at / blocks : at % repeats, i = is_in ? at % blocks : at / repeats;
-            int64_t soon = at + 1 < last ? at + 1 : later * size < num ? later * size * repeats : -1;
-            if (soon >= 0) {
-                int64_t span = is_in ? soon / blocks : soon % repeats, place = is_in ? soon % blocks : soon / repeats;
-                look_ahead(&ahead, m, lies_at(w->call, w->spans[span].expert), place);
-            }
-            take_block(&block, m, lies_at(w->call, w->spans[s].expert), i, w->call->x_kind, scratch);
-            multiply(w, &w->spans[s], &block, soon < 0 ? NULL : &ahead, is_in);
+        int64_t last = least(item * size + size, num);
+        for (int64_t at = item * size; at < last; at++) {
+            int64_t soon = at + 1 < last ? at + 1 : later * size;
+            if (soon < num) look_ahead(&ahead, m, w->spans[soon / blocks].expert, soon % blocks);
+            const Span *span = &w->spans[at / blocks];
+            take_block(&block, m, span->expert, at % blocks, w->call->x_kind, scratch);
+            multiply(w, span, &block, soon < num ? &ahead : NULL, is_in);
         }
         item = later;
     }
 }
 
-static void write_tokens(const Work *w, int64_t first, int64_t last) {
-    int64_t D = w->call->out.rows;
+/* Adds up the outputs of each token, its choices in order. */
+static void add_choices(const Work *w, int64_t first, int64_t last, float *sums) {
+    const Call *call = w->call;
+    int64_t D = call->out.rows, K = call->num_choices, width = w->outputs_width;
     for (int64_t t = first; t < last; t++) {
-        const float *from = w->sums + t * w->sums_width;
-        char *to = w->call->y + t * D * size_of(w->call->x_kind);
-        if (w->call->x_kind == FP32) {
-            memcpy(to, from, (size_t)D * sizeof(float));
+        memset(sums, 0, (size_t)width * sizeof(float));
+        for (int64_t slot = t * K; slot < t * K + K; slot++) {
+            if (call->ids[slot] == call->num_experts) continue;
+            for (int64_t d = 0; d < width; d += LANES) {
+                int64_t at = slot * width + d;
+                Floats y = call->x_kind == BF16 ? load_bf16((uint16_t *)w->outputs + at) : load((float *)w->outputs + at);
+                store(sums + d, load(sums + d) + y);
+            }
+        }
+        if (call->x_kind == FP32) {
+            memcpy(call->y + t * D * 4, sums, (size_t)D * 4);
             continue;
         }
+        uint16_t *to = (uint16_t *)call->y + t * D, narrow[LANES];
         int64_t d = 0;
-        for (; d + LANES <= D; d += LANES) store_bf16((uint16_t *)to + d, load(from + d));
-        float rest[LANES] = {0};
-        uint16_t narrow[LANES];
-        memcpy(rest, from + d, (size_t)(D - d) * sizeof(float));
-        store_bf16(narrow, load(rest));
-        memcpy((uint16_t *)to + d, narrow, (size_t)(D - d) * 2);
+        for (; d + LANES <= D; d += LANES) store_bf16(to + d, load(sums + d));
+        store_bf16(narrow, load(sums + (d < width ? d : 0)));
+        memcpy(to + d, narrow, (size_t)(D - d) * 2);
     }
 }
 
@@ -171,14 +172,12 @@ static void run_plan(void *plan, int64_t thread, int64_t threads) {
     const Plan *p = plan;
     Work work = p->work, *w = &work;
     char *scratch = p->scratch + thread * p->scratch_bytes;
-    int64_t T = w->call->num_tokens, first = T * thread / threads, last = T * (thread + 1) / threads;
-    memset(w->sums + first * w->sums_width, 0, (size_t)((last - first) * w->sums_width) * sizeof(float));
 #if defined(__AMX_BF16__)
     if (w->has_tiles) configure_tiles();
 #endif
     for (int64_t c = 0; c < p->num_chunks; c++) {
         const Chunk *chunk = &p->chunks[c];
-        w->spans = p->spans + chunk->first_span, w->num_spans = chunk->num_spans, w->num_places = chunk->num_places;
+        w->spans = p->spans + chunk->first_span, w->num_spans = chunk->num_spans;
         fill_panel(w, thread, threads);
         meet(threads);
         multiply_blocks(w, &p->taken[2 * c], threads, scratch, 1);
@@ -189,8 +188,8 @@ static void run_plan(void *plan, int64_t thread, int64_t threads) {
 #if defined(__AMX_BF16__)
     if (w->has_tiles) _tile_release();
 #endif
-    meet(threads);
-    write_tokens(w, first, last);
+    int64_t T = w->call->num_tokens;
+    add_choices(w, T * thread / threads, T * (thread + 1) / threads, (float *)scratch);
 }
 
 /* Whether the kernel of the system lets this process use tiles; asked once. */
@@ -217,11 +216,11 @@ static void *part(Arena *a, int64_t bytes) {
 static void lay_out(Plan *p, Arena *a) {
     Work *w = &p->work;
     int64_t size = size_of(w->x_kind);
-    w->token_of = part(a, p->most_places * sizeof *w->token_of);
+    w->slot_of = part(a, p->most_places * sizeof *w->slot_of);
     w->weight_of = part(a, (p->most_places + GROUP) * sizeof *w->weight_of);
     w->x_panel = part(a, p->most_places * w->x_width * size);
     w->a_panel = part(a, p->most_places * w->a_width * size);
-    w->sums = part(a, w->call->num_tokens * w->sums_width * sizeof *w->sums);
+    w->outputs = part(a, w->call->num_tokens * w->call->num_choices * w->outputs_width * size_of(w->call->x_kind));
     p->taken = part(a, (2 * p->num_chunks + 2) * sizeof *p->taken);
     p->scratch = part(a, p->scratch_bytes * w->call->num_threads);
 }
@@ -258,7 +257,7 @@ int expertmesh_experts(Call *call) {
     w->x_kind = FP32;
 #endif
     w->x_width = padded(call->in.columns, STEP), w->a_width = padded(call->in.rows, STEP);
-    w->sums_width = padded(call->out.rows, 2 * GROUP);
+    w->outputs_width = padded(call->out.rows, 2 * GROUP);
     p->scratch_bytes = 2 * GROUP * larger(copied_stride(&call->in), copied_stride(&call->out));
     make_chunks(p, starts);
     Arena arena = {0};

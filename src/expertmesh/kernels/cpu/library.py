@@ -143,7 +143,7 @@ def _address(t: Tensor | None, num_strides: int) -> tuple[int, ...]:
     return t.data_ptr(), *(stride * size for stride in t.stride()[:num_strides])
 
 
-_NUM_WORDS = 2 * 18 + 14
+_NUM_WORDS = 2 * 18 + 13
 _Words = ctypes.c_int64 * _NUM_WORDS
 
 
@@ -182,7 +182,6 @@ class Kernels:
         *,
         inner: str,
         num_experts: int,
-        slot_of_expert_E: Tensor | None = None,
         hidden_RH: Tensor | None = None,
     ) -> tuple[Tensor, int, int]:
         """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of range.
@@ -195,7 +194,6 @@ class Kernels:
             w_out: (E, 1, D, F).
             inner: name of the point-wise function, see `INNER`.
             num_experts: E.
-            slot_of_expert_E: (E,) int64 index of each expert in the matrices; None: expert e is at index e.
             hidden_RH: (R, G * F) in x's dtype, into which the pre-activations of the R live rows are written; or None.
 
         Raises:
@@ -210,7 +208,6 @@ class Kernels:
             0 if hidden_RH is None else hidden_RH.data_ptr(),
             weights_TK.data_ptr(),
             ids_TK.data_ptr(),
-            0 if slot_of_expert_E is None else slot_of_expert_E.data_ptr(),
             *ids_TK.shape,
             num_experts,
             KINDS[x_TD.dtype],

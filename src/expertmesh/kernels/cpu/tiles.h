@@ -97,9 +97,9 @@ static inline void tiles_pack(const Work *w, int64_t first, int64_t last) {
             uint32_t here = D - c * STEP >= STEP ? 0xffffffff : (1u << (D - c * STEP)) - 1;
             __m512i v[16];
             for (int r = 0; r < GROUP; r++) {
-                int32_t token = w->token_of[place + r];
-                const uint16_t *row = (const uint16_t *)w->call->x + (token < 0 ? 0 : token) * D;
-                v[r] = _mm512_maskz_loadu_epi16(token < 0 ? 0 : here, row + c * STEP);
+                int32_t slot = w->slot_of[place + r];
+                const uint16_t *row = (const uint16_t *)w->call->x + (slot < 0 ? 0 : slot / w->call->num_choices) * D;
+                v[r] = _mm512_maskz_loadu_epi16(slot < 0 ? 0 : here, row + c * STEP);
             }
             transpose(v);
             for (int r = 0; r < GROUP; r++) _mm512_storeu_si512(to + c * TILE_BYTES + r * 64, v[r]);
@@ -146,16 +146,16 @@ static inline void tiles_activate(const Work *w, const Span *span, int64_t place
     }
 }
 
-static inline void tiles_add(const Work *w, int64_t place, const Block *b, const float *sums) {
+static inline void tiles_write(const Work *w, int64_t place, const Block *b, const float *sums) {
     float rows[TILE_FLOATS];
     for (int g = 0; g < 2; g++) {
         if (!b->valid[g]) continue;
         transpose_floats(sums + g * TILE_FLOATS, rows);
-        for (int r = 0; r < GROUP; r++) add_outputs(w, place + r, b, g, rows + r * GROUP);
+        for (int r = 0; r < GROUP; r++) write_outputs(w, place + r, b, g, rows + r * GROUP);
     }
 }
 
-/* All rows of a span times a block: of w_in, activated, or of w_out, added to their tokens' sums. */
+/* All rows of a span times a block: of w_in, activated, or of w_out, written to the outputs. */
 static inline void tiles_multiply(const Work *w, const Span *span, const Block *b, const Ahead *next, int is_in) {
     float sums[4 * TILE_FLOATS] __attribute__((aligned(64)));
     const char *panel = is_in ? w->x_panel : w->a_panel;
@@ -167,7 +167,7 @@ static inline void tiles_multiply(const Work *w, const Span *span, const Block *
         else multiply_one(b, x, width / STEP, sums, next);
         for (int i = 0; i < blocks; i++, place += GROUP) {
             if (is_in) tiles_activate(w, span, place, b, sums + i * 2 * TILE_FLOATS);
-            else tiles_add(w, place, b, sums + i * 2 * TILE_FLOATS);
+            else tiles_write(w, place, b, sums + i * 2 * TILE_FLOATS);
         }
         next = NULL;
     }

@@ -58,16 +58,12 @@ static inline void widen_int8(const int8_t *from, int64_t count, int64_t to_kind
 
 /* One group of columns with its scale; the first of two numbers is in the low half of a byte, offset by 8. */
 static inline void widen_int4(const uint8_t *from, int64_t count, float scale, int64_t scale_kind, int64_t to_kind, char *to) {
-    float table[16];
-    for (int q = 0; q < 16; q++) {
-        table[q] = (float)(q - 8) * scale;
-        if (scale_kind == BF16) table[q] = wide(bf16(table[q]));
-    }
     int64_t i = 0;
 #if defined(__AVX512BF16__)
     if (to_kind == BF16) {
         /* a word picks by its low five bits, of which the fifth may be of the other number: the table stands there twice */
-        __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(table));
+        const __m512 numbers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+        __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(numbers, _mm512_set1_ps(scale)));
         __m512i twice = _mm512_broadcast_i64x4(half);
         for (; i + 32 <= count; i += 32) {
             __m512i byte = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + i / 2)));
@@ -76,6 +72,11 @@ static inline void widen_int4(const uint8_t *from, int64_t count, float scale, i
         }
     }
 #endif
+    float table[16];
+    for (int q = 0; i < count && q < 16; q++) {
+        table[q] = (float)(q - 8) * scale;
+        if (scale_kind == BF16) table[q] = wide(bf16(table[q]));
+    }
     for (; i < count; i++) {
         float x = table[from[i / 2] >> (i % 2 ? 4 : 0) & 15];
         if (to_kind == BF16) ((uint16_t *)to)[i] = bf16(x);

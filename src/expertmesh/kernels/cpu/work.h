@@ -13,7 +13,6 @@ typedef struct {
     char *hidden;           /* (R, G * F) pre-activations in row order, of x's type; or NULL */
     const float *weights;   /* (T, K) */
     const int64_t *ids;     /* (T, K) in [0, E]; E is no expert */
-    const int64_t *slot_of; /* (E,) where an expert lies in the matrices; NULL: at its number */
     int64_t num_tokens, num_choices, num_experts, x_kind, inner, num_threads;
     int64_t least_id, most_id; /* result: the smallest and the largest id */
 } Call;
@@ -30,27 +29,28 @@ typedef struct {
     int64_t x_kind;           /* type of the panels */
     const int32_t *slots;     /* (R,) slot of each row, ordered by expert, then by slot */
     const Span *spans;        /* of this chunk */
-    int64_t num_spans, num_places;
+    int64_t num_spans;
     char *x_panel, *a_panel;  /* rows of x, and of s * act(h), in the order of places */
     int64_t x_width, a_width; /* columns of the panels */
-    int32_t *token_of;        /* token of each place, -1 for none */
+    int32_t *slot_of;         /* slot of each place, -1 for none */
     float *weight_of;         /* routing weight of each place, 0 for none */
-    float *sums;              /* (T, width) FP32 */
-    int64_t sums_width;
+    char *outputs;            /* (T * K, width) weighted outputs by slot, rounded to x's type as between ranks */
+    int64_t outputs_width;
 } Work;
 
 static inline int64_t size_of(int64_t kind) { return kind == FP32 ? 4 : 2; }
 
-/* Adds 16 outputs of a row to its token's sums. */
-static inline void add_outputs(const Work *w, int64_t place, const Block *b, int g, const float *products) {
-    int32_t token = w->token_of[place];
-    if (token < 0) return;
-    float *to = w->sums + token * w->sums_width + b->first[g];
+/* Writes 16 outputs of a row. */
+static inline void write_outputs(const Work *w, int64_t place, const Block *b, int g, const float *products) {
+    int32_t slot = w->slot_of[place];
+    if (slot < 0) return;
+    int64_t at = slot * w->outputs_width + b->first[g];
     Floats s = all(w->weight_of[place]);
     for (int n = 0; n < GROUP; n += LANES) {
         Floats y = load(products + n) * load(b->scale[g] + n);
         if (w->call->out.bias) y = multiply_add(s, load(b->bias[g] + n), y);
-        store(to + n, load(to + n) + y);
+        if (w->call->x_kind == BF16) store_bf16((uint16_t *)w->outputs + at + n, y);
+        else store((float *)w->outputs + at + n, y);
     }
 }
 

@@ -43,7 +43,6 @@ class Backend:
         backward: (call, grad_TD, hidden, needs, main) -> gradients of `ExpertsCall.differentiable`.
         trains: whether it supports main gradients and, if the caller wants it, saves H for the backward.
         is_triton: whether gradients of interleaved weights are interleaved too.
-        takes_slots: whether it reads experts that lie in slots; others are asked for a call whose ids are slots.
         data_grads: first half of the backward, for deferred weight gradients.
         weight_grads: second half of the backward.
     """
@@ -53,7 +52,6 @@ class Backend:
     backward: Callable[..., list[Tensor | None]] | None = None
     trains: bool = False
     is_triton: bool = False
-    takes_slots: bool = False
     data_grads: Callable[..., Any] | None = None
     weight_grads: Callable[..., Any] | None = None
 
@@ -124,7 +122,7 @@ _BY_TORCH = partial(call.backward, torch_backward.backward)
 _BY_TRITON = partial(call.backward, triton_backend.backward)
 
 BACKENDS: dict[str, Backend] = {
-    "native": Backend(native.serves_ids, native.forward_of_ids, takes_slots=True),
+    "native": Backend(native.serves_ids, native.forward_of_ids),
     "few_rows": Backend(_has_few_rows, _few_rows),
     "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
     "adapter_runs": Backend(

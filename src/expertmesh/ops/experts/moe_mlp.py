@@ -106,14 +106,12 @@ def compute(
         ConfigError: see `moe_mlp`.
     """
     assert call.ids_TK is not None
-    given = call
     if call.experts.slot_of_expert_E is not None:
         ids_TK = call.experts.slots_of(call.ids_TK)
         call = call._replace(ids_TK=ids_TK, experts=call.experts.by_slot())
     for backend in BACKENDS.values():
-        asked = given if backend.takes_slots else call
-        if backend.serves(asked):
-            y_TD: Tensor | None = backend.forward(asked, [])
+        if backend.serves(call):
+            y_TD: Tensor | None = backend.forward(call, [])
             if y_TD is not None:
                 return y_TD
     assert call.ids_TK is not None

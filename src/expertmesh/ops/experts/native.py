@@ -135,7 +135,6 @@ def _computed(
         ),
         inner=inner_name(experts.activation),
         num_experts=E,
-        slot_of_expert_E=c.experts.slot_of_expert_E,
         hidden_RH=hidden_RH,
     )
     check_range(least, most, E)
