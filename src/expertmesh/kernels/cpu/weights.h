@@ -160,12 +160,13 @@ static inline void look_ahead(Ahead *next, const Matrices *m, int64_t expert, in
     }
 }
 
-/* Asks for 64 bytes of each row of the next block, if no earlier column lies in them. */
+/* Asks for the part of some rows of the next block that belongs to a column of this one: as many bytes as they have in 64 bytes of
+ * each, but one after the other, as memory streams them. */
 static inline void prefetch_rows(const Ahead *next, int g, int first, int last, int64_t column) {
     int64_t at = column * 4 >> next->shift;
     if (at % 64) return;
-    const char *rows = next->group[g] + at;
-    for (int n = first; n < last; n++) __builtin_prefetch(rows + n * next->stride, 0, 2);
+    const char *from = next->group[g] + first * next->stride + at * (last - first);
+    for (int n = 0; n < last - first; n++) __builtin_prefetch(from + n * 64, 0, 2);
 }
 
 static inline void prefetch(const Ahead *next, int64_t column) {

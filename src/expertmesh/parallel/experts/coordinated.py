@@ -26,7 +26,7 @@ from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.phases import phase
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
-from expertmesh.ops.permute import sum_rows
+from expertmesh.ops.permute import sum_rows_in_order
 
 
 @dataclass
@@ -254,7 +254,7 @@ def _in_slot_order(y_ND: Tensor, top_k: int) -> Tensor:
     """(T, D): sums over the choices of each token, in the order of one process."""
     rows_N = torch.arange(len(y_ND), dtype=torch.int32, device=y_ND.device)
     offsets = torch.tensor([0, len(y_ND)], dtype=torch.int32, device=y_ND.device)
-    return sum_rows(y_ND, offsets, rows_N, top_k)
+    return sum_rows_in_order(y_ND, offsets, rows_N, top_k)
 
 
 def _packed(tokens: Dispatched) -> Tensor:
