@@ -54,16 +54,15 @@ static inline Pairs load_pairs(const char *from) {
 #endif
 
 /* NAME(w, w_stride, x, x_stride, columns, many, out, ahead, ahead_stride): with `many` TOGETHER rows of x by ACROSS of w, else one
- * by LANES; out has 32 sums per row of x. AT_ONCE columns are read at a time. The rows of the next block are prefetched beside those of w. */
+ * by LANES; out has 32 sums per row of x. AT_ONCE columns are read at a time. The next block is prefetched at a rate per step. */
 #define DOTS(NAME, X_SIZE, W_SIZE, AT_ONCE, VECTOR, READ_X, READ_W, ADD)                                               \
     static inline void NAME##_part(const char *w, int64_t w_stride, const char *x, int64_t x_stride, int64_t columns,  \
-                                   const int rows, const int across, float *out, const Ahead *next,                    \
-                                   int g, int first) {                                                                 \
+                                   const int rows, const int across, float *out, Ahead *next, int64_t rate) {          \
         Floats sum[LANES];                                                                                             \
         for (int i = 0; i < LANES; i++) sum[i] = all(0.0f);                                                            \
         for (int64_t c = 0; c < columns; c += AT_ONCE) {                                                               \
             VECTOR own[LANES], of_w;                                                                                   \
-            if (next) prefetch_rows(next, g, first, first + across, c);                                                \
+            prefetch(next, rate);                                                                                      \
             for (int r = 0; r < rows; r++) own[r] = READ_X(x + r * x_stride + c * X_SIZE);                             \
             for (int n = 0; n < across; n++) {                                                                         \
                 of_w = READ_W(w + n * w_stride + c * W_SIZE);                                                          \
@@ -75,12 +74,12 @@ static inline Pairs load_pairs(const char *from) {
         for (int r = 0; r < rows; r++) memcpy(out + r * 2 * GROUP, sums + r * across, sizeof(float) * across);         \
     }                                                                                                                  \
     static void NAME(const char *w, int64_t w_stride, const char *x, int64_t x_stride, int64_t columns, int many,      \
-                     float *out, const Ahead *next, int g) {                                                           \
+                     float *out, Ahead *next, int64_t rate) {                                                          \
         int across = many ? ACROSS : LANES;                                                                            \
         for (int n = 0; n < GROUP; n += across) {                                                                      \
             const char *own = w + n * w_stride;                                                                        \
-            if (many) NAME##_part(own, w_stride, x, x_stride, columns, TOGETHER, ACROSS, out + n, next, g, n);         \
-            else NAME##_part(own, w_stride, x, x_stride, columns, 1, LANES, out + n, next, g, n);                      \
+            if (many) NAME##_part(own, w_stride, x, x_stride, columns, TOGETHER, ACROSS, out + n, next, rate);         \
+            else NAME##_part(own, w_stride, x, x_stride, columns, 1, LANES, out + n, next, rate);                      \
         }                                                                                                              \
     }
 
@@ -92,16 +91,18 @@ DOTS(dots_bf16, 2, 2, 32, Pairs, load_pairs, load_pairs, ADD_PAIRS)
 
 /* Sums of a block with `rows` (1 or TOGETHER) places of a panel. */
 static inline void dots_of_block(const Work *w, const Block *b, int64_t w_kind, const char *panel, int64_t width, int64_t place,
-                                 int rows, float *out, const Ahead *next) {
+                                 int rows, float *out, Ahead *next) {
     int64_t stride = width * size_of(w->x_kind);
     const char *x = panel + place * stride;
+    int64_t at_once = w->x_kind == BF16 ? 32 : LANES, parts = 2 * GROUP / (rows > 1 ? ACROSS : LANES);
+    int64_t rate = rate_of(next, parts * (width / at_once));
     for (int g = 0; g < 2; g++) {
         float *to = out + g * GROUP;
-        if (w_kind == FP32) dots_fp32(b->group[g], b->stride, x, stride, width, rows > 1, to, next, g);
+        if (w_kind == FP32) dots_fp32(b->group[g], b->stride, x, stride, width, rows > 1, to, next, rate);
 #if defined(__AVX512BF16__)
-        else if (w->x_kind == BF16) dots_bf16(b->group[g], b->stride, x, stride, width, rows > 1, to, next, g);
+        else if (w->x_kind == BF16) dots_bf16(b->group[g], b->stride, x, stride, width, rows > 1, to, next, rate);
 #endif
-        else dots_mixed(b->group[g], b->stride, x, stride, width, rows > 1, to, next, g);
+        else dots_mixed(b->group[g], b->stride, x, stride, width, rows > 1, to, next, rate);
     }
 }
 
@@ -136,24 +137,24 @@ static inline void dots_activate(const Work *w, const Span *span, int64_t place,
 }
 
 /* All rows of a span times a block of w_in, activated. */
-static inline void dots_in(const Work *w, const Span *span, const Block *b, const Ahead *next) {
+static inline void dots_in(const Work *w, const Span *span, const Block *b, Ahead *next) {
     float h[4 * 2 * GROUP];
     int64_t kind = block_kind(&w->call->in, w->call->x_kind);
     for (int64_t r = 0; r < span->count;) {
         int rows = span->count - r >= TOGETHER ? TOGETHER : 1;
-        dots_of_block(w, b, kind, w->x_panel, w->x_width, span->place + r, rows, h, r ? NULL : next);
+        dots_of_block(w, b, kind, w->x_panel, w->x_width, span->place + r, rows, h, next);
         for (int i = 0; i < rows; i++) dots_activate(w, span, span->place + r + i, b, h + i * 2 * GROUP);
         r += rows;
     }
 }
 
 /* All rows of a span times a block of w_out, written to the outputs. */
-static inline void dots_out(const Work *w, const Span *span, const Block *b, const Ahead *next) {
+static inline void dots_out(const Work *w, const Span *span, const Block *b, Ahead *next) {
     float y[4 * 2 * GROUP];
     int64_t kind = block_kind(&w->call->out, w->call->x_kind);
     for (int64_t r = 0; r < span->count;) {
         int rows = span->count - r >= TOGETHER ? TOGETHER : 1;
-        dots_of_block(w, b, kind, w->a_panel, w->a_width, span->place + r, rows, y, r ? NULL : next);
+        dots_of_block(w, b, kind, w->a_panel, w->a_width, span->place + r, rows, y, next);
         for (int i = 0; i < rows; i++)
             for (int g = 0; g < 2; g++) write_outputs(w, span->place + r + i, b, g, y + (2 * i + g) * GROUP);
         r += rows;

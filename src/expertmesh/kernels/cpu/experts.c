@@ -110,7 +110,7 @@ static void fill_panel(const Work *w, int64_t thread, int64_t threads) {
     }
 }
 
-static inline void multiply(const Work *w, const Span *span, const Block *b, const Ahead *next, int is_in) {
+static inline void multiply(const Work *w, const Span *span, const Block *b, Ahead *next, int is_in) {
 #if defined(__AMX_BF16__)
     if (w->has_tiles) {
         tiles_multiply(w, span, b, next, is_in);
@@ -133,10 +133,11 @@ static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char
         int64_t last = least(item * size + size, num);
         for (int64_t at = item * size; at < last; at++) {
             int64_t soon = at + 1 < last ? at + 1 : later * size;
+            ahead.left = 0;
             if (soon < num) look_ahead(&ahead, m, w->spans[soon / blocks].expert, soon % blocks);
             const Span *span = &w->spans[at / blocks];
             take_block(&block, m, span->expert, at % blocks, w->call->x_kind, scratch);
-            multiply(w, span, &block, soon < num ? &ahead : NULL, is_in);
+            multiply(w, span, &block, &ahead, is_in);
         }
         item = later;
     }

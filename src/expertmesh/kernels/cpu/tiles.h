@@ -24,7 +24,7 @@ static inline void configure_tiles(void) {
 #define MEMORY_IS_WRITTEN __asm__ volatile("" ::: "memory")
 
 /* Sums of a block with one block of places: out[group][row][place]. */
-static inline void multiply_one(const Block *b, const char *x, int64_t tiles, float *out, const Ahead *next) {
+static inline void multiply_one(const Block *b, const char *x, int64_t tiles, float *out, Ahead *next, int64_t rate) {
     MEMORY_IS_WRITTEN;
     _tile_zero(0);
     _tile_zero(1);
@@ -34,14 +34,14 @@ static inline void multiply_one(const Block *b, const char *x, int64_t tiles, fl
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, b->group[1] + c * 64, b->stride);
         _tile_dpbf16ps(1, 5, 6);
-        if (next) prefetch(next, c * STEP);
+        prefetch(next, rate);
     }
     _tile_stored(0, out, 64);
     _tile_stored(1, out + TILE_FLOATS, 64);
 }
 
 /* The same with two blocks of places; the second one's sums lie behind the first one's. */
-static inline void multiply_two(const Block *b, const char *x, const char *y, int64_t tiles, float *out, const Ahead *next) {
+static inline void multiply_two(const Block *b, const char *x, const char *y, int64_t tiles, float *out, Ahead *next, int64_t rate) {
     MEMORY_IS_WRITTEN;
     _tile_zero(0);
     _tile_zero(1);
@@ -56,7 +56,7 @@ static inline void multiply_two(const Block *b, const char *x, const char *y, in
         _tile_loadd(7, y + c * TILE_BYTES, 64);
         _tile_dpbf16ps(2, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
-        if (next) prefetch(next, c * STEP);
+        prefetch(next, rate);
     }
     _tile_stored(0, out, 64);
     _tile_stored(1, out + TILE_FLOATS, 64);
@@ -115,7 +115,8 @@ static inline void tiles_keep_hidden(const Work *w, const Span *span, int64_t pl
 }
 
 /* Activates the sums of a block of places; two columns become the pairs of the second product's tiles. */
-static inline void tiles_activate(const Work *w, const Span *span, int64_t place, const Block *b, float *h) {
+static inline void tiles_activate(const Work *w, const Span *span, int64_t place, const Block *b, float *h,
+                                  Ahead *next, int64_t rate) {
     const Matrices *m = &w->call->in;
     int inner = (int)w->call->inner;
     int is_plain = m->kind != INT8 && !m->bias;
@@ -134,6 +135,7 @@ static inline void tiles_activate(const Work *w, const Span *span, int64_t place
         int64_t column = b->first[g];
         char *to = w->a_panel + place * w->a_width * 2 + column / STEP * TILE_BYTES + column % STEP * 32;
         for (int n = 0; n < GROUP; n += 2) {
+            prefetch(next, rate * m->branches);
             Floats a[2];
             for (int i = 0; i < 2; i++) {
                 a[i] = pointwise(inner, load(own + (n + i) * 16));
@@ -146,30 +148,34 @@ static inline void tiles_activate(const Work *w, const Span *span, int64_t place
     }
 }
 
-static inline void tiles_write(const Work *w, int64_t place, const Block *b, const float *sums) {
+static inline void tiles_write(const Work *w, int64_t place, const Block *b, const float *sums, Ahead *next, int64_t rate) {
     float rows[TILE_FLOATS];
     for (int g = 0; g < 2; g++) {
         if (!b->valid[g]) continue;
         transpose_floats(sums + g * TILE_FLOATS, rows);
-        for (int r = 0; r < GROUP; r++) write_outputs(w, place + r, b, g, rows + r * GROUP);
+        for (int r = 0; r < GROUP; r++) {
+            if (r % 2) prefetch(next, rate);
+            write_outputs(w, place + r, b, g, rows + r * GROUP);
+        }
     }
 }
 
 /* All rows of a span times a block: of w_in, activated, or of w_out, written to the outputs. */
-static inline void tiles_multiply(const Work *w, const Span *span, const Block *b, const Ahead *next, int is_in) {
+static inline void tiles_multiply(const Work *w, const Span *span, const Block *b, Ahead *next, int is_in) {
     float sums[4 * TILE_FLOATS] __attribute__((aligned(64)));
     const char *panel = is_in ? w->x_panel : w->a_panel;
     int64_t width = is_in ? w->x_width : w->a_width, end = span->place + padded(span->count, GROUP);
+    int64_t num = (end - span->place) / GROUP, rate = rate_of(next, (num + 1) / 2 * (width / STEP) + num * GROUP);
     for (int64_t place = span->place; place < end;) {
         const char *x = panel + place * width * 2;
         int blocks = end - place > GROUP ? 2 : 1;
-        if (blocks == 2) multiply_two(b, x, x + GROUP * width * 2, width / STEP, sums, next);
-        else multiply_one(b, x, width / STEP, sums, next);
+        if (blocks == 2) multiply_two(b, x, x + GROUP * width * 2, width / STEP, sums, next, rate);
+        else multiply_one(b, x, width / STEP, sums, next, rate);
         for (int i = 0; i < blocks; i++, place += GROUP) {
-            if (is_in) tiles_activate(w, span, place, b, sums + i * 2 * TILE_FLOATS);
-            else tiles_write(w, place, b, sums + i * 2 * TILE_FLOATS);
+            float *own = sums + i * 2 * TILE_FLOATS;
+            if (is_in) tiles_activate(w, span, place, b, own, next, rate);
+            else tiles_write(w, place, b, own, next, rate);
         }
-        next = NULL;
     }
 }
 

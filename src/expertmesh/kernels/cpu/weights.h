@@ -144,34 +144,34 @@ static inline void take_block(Block *b, const Matrices *m, int64_t expert, int64
     }
 }
 
-/* The block that will be taken next, for prefetching: its rows where they are stored. */
+/* What is left to ask for of the block that will be taken next: two groups of rows, each one run of bytes, as memory streams it. Lines
+ * are asked for a few at a time, all the while this block is computed: a burst would leave the memory idle behind it. */
 typedef struct {
-    const char *group[2];
-    int64_t stride;
-    int shift; /* bytes of a column are 4 >> shift */
+    const char *at[2];
+    int64_t left; /* lines of each group */
 } Ahead;
 
 static inline void look_ahead(Ahead *next, const Matrices *m, int64_t expert, int64_t i) {
-    static const int shifts[] = {0, 1, 2, 3};
-    next->stride = m->of_row, next->shift = shifts[m->kind];
+    static const int halvings[] = {2, 1, 0, -1};
+    int64_t bytes = halvings[m->kind] < 0 ? m->columns / 2 : m->columns << halvings[m->kind];
     for (int g = 0; g < 2; g++) {
         int64_t row = m->branches == 2 ? i * GROUP : (2 * i + g) * GROUP;
-        next->group[g] = row_of(m, expert, m->branches == 2 ? g : 0, row);
+        next->at[g] = row_of(m, expert, m->branches == 2 ? g : 0, row);
     }
+    next->left = GROUP * bytes / 64;
 }
 
-/* Asks for the part of some rows of the next block that belongs to a column of this one: as many bytes as they have in 64 bytes of
- * each, but one after the other, as memory streams them. */
-static inline void prefetch_rows(const Ahead *next, int g, int first, int last, int64_t column) {
-    int64_t at = column * 4 >> next->shift;
-    if (at % 64) return;
-    const char *from = next->group[g] + first * next->stride + at * (last - first);
-    for (int n = 0; n < last - first; n++) __builtin_prefetch(from + n * 64, 0, 2);
-}
+/* Lines of each group to ask for at each of so many points. */
+static inline int64_t rate_of(const Ahead *next, int64_t points) { return (next->left + points - 1) / points; }
 
-static inline void prefetch(const Ahead *next, int64_t column) {
-    prefetch_rows(next, 0, 0, GROUP, column);
-    prefetch_rows(next, 1, 0, GROUP, column);
+static inline void prefetch(Ahead *next, int64_t lines) {
+    lines = least(lines, next->left);
+    next->left -= lines;
+    for (; lines > 0; lines--) {
+        __builtin_prefetch(next->at[0], 0, 2);
+        __builtin_prefetch(next->at[1], 0, 2);
+        next->at[0] += 64, next->at[1] += 64;
+    }
 }
 
 #endif

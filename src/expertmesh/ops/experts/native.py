@@ -107,7 +107,11 @@ def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tenso
     sizes = [one.shape[2] for one in c.experts.slices()]
     if len(sizes) == 1:
         return y_TD, [hidden_RH]
-    return y_TD, [h.flatten(1) for h in hidden_RH.view(num_rows, G, F).split(sizes, 2)]
+    return y_TD, [
+        # copies, as outputs of one operator must not share memory
+        h.clone(memory_format=torch.contiguous_format).flatten(1)
+        for h in hidden_RH.view(num_rows, G, F).split(sizes, 2)
+    ]
 
 
 def ids_of(maps: RouteMetadata, shape: torch.Size) -> Tensor:
