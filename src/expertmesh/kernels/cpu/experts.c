@@ -1,4 +1,4 @@
-/* Experts of a mixture: y_t = sum over its choices of s W_out act(W_in x_t + b_in) + s b_out, the choices in order.
+/* Experts of a mixture, and dense products, which are the second half of one expert: y_t = sum over its choices of s W_out act(W_in x_t + b_in) + s b_out, the choices in order.
  *
  * Rows are the live choices, ordered by expert. They go through in chunks whose panels stay in the L2 cache; a chunk has three phases
  * with a barrier behind each: rows become a panel; blocks of w_in times all rows of an expert, activated, become another; blocks of
@@ -127,7 +127,7 @@ static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char
     int64_t blocks = num_blocks(m), num = blocks * w->num_spans;
     int64_t size = item_size(num, 2 * GROUP * m->of_row, threads);
     Block block;
-    Ahead ahead;
+    Ahead ahead = {0};
     for (int64_t item = take(taken); item * size < num;) {
         int64_t later = take(taken);
         int64_t last = least(item * size + size, num);
@@ -181,8 +181,10 @@ static void run_plan(void *plan, int64_t thread, int64_t threads) {
         w->spans = p->spans + chunk->first_span, w->num_spans = chunk->num_spans;
         fill_panel(w, thread, threads);
         meet(threads);
-        multiply_blocks(w, &p->taken[2 * c], threads, scratch, 1);
-        meet(threads);
+        if (w->call->in.numbers) {
+            multiply_blocks(w, &p->taken[2 * c], threads, scratch, 1);
+            meet(threads);
+        }
         multiply_blocks(w, &p->taken[2 * c + 1], threads, scratch, 0);
         meet(threads);
     }
@@ -202,6 +204,8 @@ int expertmesh_grants_tiles(void) {
 #endif
 }
 
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* One allocation in parts, each aligned. */
 typedef struct {
     char *at;
@@ -220,13 +224,11 @@ static void lay_out(Plan *p, Arena *a) {
     w->slot_of = part(a, p->most_places * sizeof *w->slot_of);
     w->weight_of = part(a, (p->most_places + GROUP) * sizeof *w->weight_of);
     w->x_panel = part(a, p->most_places * w->x_width * size);
-    w->a_panel = part(a, p->most_places * w->a_width * size);
+    w->a_panel = w->call->in.numbers ? part(a, p->most_places * w->a_width * size) : w->x_panel;
     w->outputs = part(a, w->call->num_tokens * w->call->num_choices * w->outputs_width * size_of(w->call->x_kind));
     p->taken = part(a, (2 * p->num_chunks + 2) * sizeof *p->taken);
     p->scratch = part(a, p->scratch_bytes * w->call->num_threads);
 }
-
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Computes a call: 0; -1: an id is out of range; -2: no memory. Tiles must have been granted where they are compiled in. */
 int expertmesh_experts(Call *call) {
@@ -257,9 +259,10 @@ int expertmesh_experts(Call *call) {
 #if !defined(__AVX512BF16__)
     w->x_kind = FP32;
 #endif
-    w->x_width = padded(call->in.columns, STEP), w->a_width = padded(call->in.rows, STEP);
+    w->x_width = padded(call->in.columns, STEP), w->a_width = padded(call->out.columns, STEP);
     w->outputs_width = padded(call->out.rows, 2 * GROUP);
-    p->scratch_bytes = 2 * GROUP * larger(copied_stride(&call->in), copied_stride(&call->out));
+    int64_t stride = larger(copied_stride(&call->in), copied_stride(&call->out));
+    p->scratch_bytes = padded(larger(2 * GROUP * stride, w->outputs_width * 4), ALIGNMENT);
     make_chunks(p, starts);
     Arena arena = {0};
     lay_out(p, &arena);

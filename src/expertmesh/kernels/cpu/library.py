@@ -135,6 +135,11 @@ def load() -> Loaded:
     return Loaded(None, problem)
 
 
+def _of_columns(num_columns: int) -> tuple[int, ...]:
+    """The struct `Matrices` without matrices."""
+    return *(0,) * (_MATRICES - 1), num_columns
+
+
 def _address(t: Tensor | None, num_strides: int) -> tuple[int, ...]:
     """Address and first strides in bytes; zeros for None."""
     if t is None:
@@ -143,7 +148,8 @@ def _address(t: Tensor | None, num_strides: int) -> tuple[int, ...]:
     return t.data_ptr(), *(stride * size for stride in t.stride()[:num_strides])
 
 
-_NUM_WORDS = 2 * 18 + 13
+_MATRICES = 18
+_NUM_WORDS = 2 * _MATRICES + 13
 _Words = ctypes.c_int64 * _NUM_WORDS
 
 
@@ -200,12 +206,44 @@ class Kernels:
             MemoryError: there is no memory for the panels.
         """
         y_TD = torch.empty_like(x_TD)
+        hidden = 0 if hidden_RH is None else hidden_RH.data_ptr()
+        least, most = self._run(
+            w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner
+        )
+        return y_TD, least, most
+
+    def linear(self, x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
+        """Compute x W^T + b, (T, N) in x's dtype, of contiguous rows (T, K) float32 or bfloat16.
+
+        Raises:
+            MemoryError: there is no memory for the panels.
+        """
+        T, K = x_TK.shape
+        y_TN = x_TK.new_empty(T, w_NK.shape[0])
+        w_out = Stored(w_NK[None, None], None, None if b_N is None else b_N[None, None])
+        ids_T1, ones_T1 = torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
+        self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, ones_T1, 1, "relu")
+        return y_TN
+
+    def _run(
+        self,
+        w_in: tuple[int, ...],
+        w_out: tuple[int, ...],
+        x_TD: Tensor,
+        y_TD: Tensor,
+        hidden: int,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        inner: str,
+    ) -> tuple[int, int]:
+        """Call the kernels; the least and the largest id."""
         words = _Words(
-            *w_in.words(),
-            *w_out.words(),
+            *w_in,
+            *w_out,
             x_TD.data_ptr(),
             y_TD.data_ptr(),
-            0 if hidden_RH is None else hidden_RH.data_ptr(),
+            hidden,
             weights_TK.data_ptr(),
             ids_TK.data_ptr(),
             *ids_TK.shape,
@@ -218,4 +256,4 @@ class Kernels:
         )
         if self._experts(ctypes.addressof(words)) == -2:
             raise MemoryError("no memory for the experts' rows")
-        return y_TD, words[_NUM_WORDS - 2], words[_NUM_WORDS - 1]
+        return words[_NUM_WORDS - 2], words[_NUM_WORDS - 1]

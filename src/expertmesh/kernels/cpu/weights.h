@@ -162,7 +162,7 @@ static inline void look_ahead(Ahead *next, const Matrices *m, int64_t expert, in
 }
 
 /* Lines of each group to ask for at each of so many points. */
-static inline int64_t rate_of(const Ahead *next, int64_t points) { return (next->left + points - 1) / points; }
+static inline int64_t rate_of(const Ahead *next, int64_t points) { return points ? (next->left + points - 1) / points : 0; }
 
 static inline void prefetch(Ahead *next, int64_t lines) {
     lines = least(lines, next->left);

@@ -7,7 +7,7 @@
 
 /* Arguments, as `library.py` writes them: 8 bytes each. */
 typedef struct {
-    Matrices in, out;
+    Matrices in, out;       /* a dense product has no numbers of `in`, whose columns are those of x */
     const char *x;          /* (T, D) */
     char *y;                /* (T, D), of x's type */
     char *hidden;           /* (R, G * F) pre-activations in row order, of x's type; or NULL */

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.kernels.cpu.library import Kernels, Stored, loaded
 from expertmesh.ops.activation import inner_name
-from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, ExpertWeights
 from expertmesh.ops.plain_call import runs_plainly
@@ -18,6 +18,16 @@ from expertmesh.ops.route_metadata import RouteMetadata, check_expert_ids, check
 MOST_ROWS = 64
 """Mean number of rows per live expert up to which dot products are faster than PyTorch's products in FP32 (docs/log.md)."""
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+def is_loaded() -> bool:
+    """Whether the kernels are there."""
+    return loaded().kernels is not None
+
+
+def dtype_of_rows(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Type in which a token's batch-invariant outputs are rounded before they are added."""
+    return dtype if device.type == "cpu" and dtype in _DTYPES and is_loaded() else gemm_dtype(device, dtype)
 
 
 def serves_ids(c: ExpertsCall) -> bool:
