@@ -25,7 +25,6 @@ from expertmesh.kernels.cpu.instructions import INSTRUCTION_SETS
 from expertmesh.kernels.cpu.library import Kernels, Stored
 from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import ExpertsCall
-from expertmesh.ops.experts.moe_mlp import compute_rows
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.quantized.pack import nibbles
 from expertmesh.ops.route_metadata import route_metadata
@@ -132,7 +131,9 @@ def of_vllm(path: str, weights: list[tuple[Tensor, Tensor]]) -> Way:
     def run(layer: int, x: Tensor, ids: Tensor, s: Tensor) -> Tensor:
         y = torch.empty_like(x)
         w_in, w_out = copies[layer]
-        torch.ops._C.cpu_fused_moe(y, x, w_in, w_out, None, None, s, ids.int(), False, "silu", "amx")
+        torch.ops._C.cpu_fused_moe(
+            y, x, w_in, w_out, None, None, s, ids.int(), False, "silu", "amx"
+        )
         return y
 
     return run
@@ -144,7 +145,10 @@ def measured(options: Options) -> list[dict[str, object]]:
     for shape in options.shapes.split(","):
         D, F, E, K, layers = SHAPES[shape]
         weights = [
-            ((torch.randn(E, 2, F, D) / D**0.5).to(dtype), (torch.randn(E, D, F) / F**0.5).to(dtype))
+            (
+                (torch.randn(E, 2, F, D) / D**0.5).to(dtype),
+                (torch.randn(E, D, F) / F**0.5).to(dtype),
+            )
             for _ in range(layers)
         ]
         ways: dict[str, Way] = {}

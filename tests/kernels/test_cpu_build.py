@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 from tests.support.patience import PATIENCE_S
@@ -146,7 +145,9 @@ def test_a_folder_that_another_can_write_to_is_not_used(compiler, cache, change)
 
 
 @pytest.mark.parametrize("home", ["/proc/nowhere", "{file}", "{file}/below"])
-def test_without_a_folder_the_object_is_of_this_process_alone(compiler, tmp_path, monkeypatch, home):
+def test_without_a_folder_the_object_is_of_this_process_alone(
+    compiler, tmp_path, monkeypatch, home
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", home.format(file=tmp_path / "file"))
     (places := tmp_path / "tmp").mkdir()
@@ -221,7 +222,7 @@ def test_the_environment_names_a_lower_set(monkeypatch):
         monkeypatch.setenv(VARIABLE, name)
         assert [one.name for one in allowed_sets()] == own[own.index(name) :]
     monkeypatch.setenv(VARIABLE, "sse9")
-    with pytest.raises(ConfigError, match=f"{VARIABLE}='sse9': is no instruction set of this processor"):
+    with pytest.raises(
+        ConfigError, match=f"{VARIABLE}='sse9': is no instruction set of this processor"
+    ):
         allowed_sets()
-
-

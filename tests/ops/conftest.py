@@ -7,6 +7,7 @@ from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.ops.cpu import compiled_products, products
 from expertmesh.ops.cpu.compiled_products import loop_for
 from expertmesh.ops.experts import few_rows, native, torch_backward, torch_forward
+from expertmesh.ops.invariant import native_linear
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def processor(monkeypatch):
             "loaded": (has_native, lambda: Loaded(None)),
         }
         for name, (value, answer) in own.items():
-            for module in (products, compiled_products, few_rows, native):
+            for module in (products, compiled_products, few_rows, native, native_linear):
                 if value is not None and hasattr(module, name):
                     monkeypatch.setattr(module, name, answer)
 

@@ -109,9 +109,7 @@ def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int)
     return sum_rows_in_order(y_RD, offsets_E, row_of_slot_N, top_k)
 
 
-def sum_rows_in_order(
-    y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int
-) -> Tensor:
+def sum_rows_in_order(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int) -> Tensor:
     """Compute `sum_rows` by additions that are rounded to even at the end, as every implementation can do it to the bit."""
     num_tokens = row_of_slot_N.shape[0] // top_k
     if y_RD.shape[0] == 0 or num_tokens == 0:

@@ -99,7 +99,9 @@ def test_every_backend_computes_the_same():
             found.add(chosen(call))
             y_TD = compute(call)
             assert_two_times(y_TD, plain, exact, what=str(options), dtype=torch.float32)
-    assert found - {"invariant"} == names("native", "torch", "triton", "native_rows", "adapters") - {"invariant"}
+    assert found - {"invariant"} == names(
+        "native", "torch", "triton", "native_rows", "adapters"
+    ) - {"invariant"}
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])

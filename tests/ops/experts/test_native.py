@@ -51,7 +51,9 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def make_call(shape, *, dtype=torch.bfloat16, activation="swiglu", kind="uniform", bias=False, **options):
+def make_call(
+    shape, *, dtype=torch.bfloat16, activation="swiglu", kind="uniform", bias=False, **options
+):
     """Call with ids, batch-invariant so that nothing else serves it."""
     T, D, F, E, K = shape
     torch.manual_seed(T + D)
@@ -171,11 +173,17 @@ def test_masked_rows_and_experts_without_rows_may_hold_anything():
     call.ids_TK[4] = 5
     call.ids_TK[call.ids_TK == 3] = 2
     plain = computed(call)
-    x_TD, w_in, w_out = call.x_TD.clone(), call.experts.w_in[0].clone(), call.experts.w_out[0].clone()
+    x_TD, w_in, w_out = (
+        call.x_TD.clone(),
+        call.experts.w_in[0].clone(),
+        call.experts.w_out[0].clone(),
+    )
     x_TD[4], w_in[3], w_out[3] = torch.nan, torch.nan, torch.inf
     weights_TK = call.weights_TK.masked_fill(call.ids_TK == 5, torch.nan)
     found = computed(
-        call._replace(x_TD=x_TD, weights_TK=weights_TK, experts=ExpertWeights.of(w_in, w_out, "swiglu"))
+        call._replace(
+            x_TD=x_TD, weights_TK=weights_TK, experts=ExpertWeights.of(w_in, w_out, "swiglu")
+        )
     )
     assert torch.equal(found, plain)
     assert not found[4].any()
@@ -188,7 +196,14 @@ def test_refuses_ids_out_of_range(ids):
         computed(call._replace(ids_TK=torch.tensor(ids)))
 
 
-def quantized_call(format, *, group_size=32, scale_dtype=torch.bfloat16, shape=(21, 96, 64, 5, 2), dtype=torch.bfloat16):
+def quantized_call(
+    format,
+    *,
+    group_size=32,
+    scale_dtype=torch.bfloat16,
+    shape=(21, 96, 64, 5, 2),
+    dtype=torch.bfloat16,
+):
     """Call with rounded weights, and the same call with what they stand for."""
     call = make_call(shape, dtype=dtype, bias=True)
     stored, wide, scales = {}, {}, {}
@@ -198,13 +213,20 @@ def quantized_call(format, *, group_size=32, scale_dtype=torch.bfloat16, shape=(
         values = found.values.view(w.shape)
         scales[name] = found.scales.view(*w.shape[:-1], -1)
         stored[name] = nibbles(values) if format == "int4" else values
-        wide[name] = (values.double().unflatten(-1, (scales[name].shape[-1], -1)) * scales[name].double()[..., None]).flatten(-2)
+        wide[name] = (
+            values.double().unflatten(-1, (scales[name].shape[-1], -1))
+            * scales[name].double()[..., None]
+        ).flatten(-2)
     given = ExpertWeights(
         (stored["w_in"],), (stored["w_out"],), "swiglu", call.experts.b_in, call.experts.b_out, format,
         (scales["w_in"],), (scales["w_out"],),
     )  # fmt: skip
     meant = ExpertWeights.of(
-        wide["w_in"], wide["w_out"], "swiglu", b_in=call.experts.b_in[0].double(), b_out=call.experts.b_out.double()
+        wide["w_in"],
+        wide["w_out"],
+        "swiglu",
+        b_in=call.experts.b_in[0].double(),
+        b_out=call.experts.b_out.double(),
     )
     return call._replace(experts=given), call._replace(experts=meant)
 
@@ -223,11 +245,19 @@ def test_weights_in_8_and_4_bits(format, group_size, scale_dtype, shape, dtype):
     plain = oracle(meant._replace(experts=meant.experts.to(dtype)), dtype)
     rounded_to = dtype if scale_dtype == dtype else torch.bfloat16
     exact = oracle(meant, torch.float64)
-    assert_two_times(y_TD, [plain, oracle(meant._replace(experts=meant.experts.to(rounded_to)), dtype)], exact, what="y", dtype=dtype)
+    assert_two_times(
+        y_TD,
+        [plain, oracle(meant._replace(experts=meant.experts.to(rounded_to)), dtype)],
+        exact,
+        what="y",
+        dtype=dtype,
+    )
     whole = y_TD
     for t in range(len(whole)):
         part = given._replace(
-            x_TD=given.x_TD[t : t + 1], ids_TK=given.ids_TK[t : t + 1], weights_TK=given.weights_TK[t : t + 1].to(wide)
+            x_TD=given.x_TD[t : t + 1],
+            ids_TK=given.ids_TK[t : t + 1],
+            weights_TK=given.weights_TK[t : t + 1].to(wide),
         )
         assert torch.equal(computed(part)[0], whole[t])
 
@@ -235,7 +265,11 @@ def test_weights_in_8_and_4_bits(format, group_size, scale_dtype, shape, dtype):
 def test_int8_with_an_odd_number_of_columns():
     given, meant = quantized_call("int8", shape=(9, 33, 47, 3, 2))
     assert_two_times(
-        computed(given), oracle(meant, torch.bfloat16), oracle(meant, torch.float64), what="y", dtype=torch.bfloat16
+        computed(given),
+        oracle(meant, torch.bfloat16),
+        oracle(meant, torch.float64),
+        what="y",
+        dtype=torch.bfloat16,
     )
 
 
@@ -286,7 +320,10 @@ def test_training_has_the_bits_of_inference_and_gradients(dtype, sizes):
 def test_experts_in_slots_have_the_same_bits():
     call = make_call((9, 40, 48, 5, 3))
     slots = torch.tensor([4, 0, 6, 1, 3])
-    stored = [torch.full((7, *w.shape[1:]), torch.nan, dtype=w.dtype) for w in (call.experts.w_in[0], call.experts.w_out[0])]
+    stored = [
+        torch.full((7, *w.shape[1:]), torch.nan, dtype=w.dtype)
+        for w in (call.experts.w_in[0], call.experts.w_out[0])
+    ]
     for to, w in zip(stored, (call.experts.w_in[0], call.experts.w_out[0]), strict=True):
         to[slots] = w
     elsewhere = replace(ExpertWeights.of(*stored, "swiglu"), slot_of_expert_E=slots)

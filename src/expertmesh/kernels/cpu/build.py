@@ -25,7 +25,15 @@ from expertmesh.kernels.cpu.instructions import InstructionSet
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+OPTIONS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 """Options of the compiler for every instruction set. Sums keep their order, and only what is written as one is fused."""
 _PATIENCE_S = 300
 
@@ -75,14 +83,23 @@ def _compile(compiler: list[str], instructions: InstructionSet, folder: Path) ->
     words = [*compiler, *OPTIONS, *instructions.options, str(SOURCES / "experts.c"), "-o", str(out)]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S, errors="replace"
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
+            errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler[0]} does not run: {error}") from error
     if done.returncode or not out.is_file():
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        errors = [
+            line for line in done.stderr.splitlines() if "error" in line
+        ] or done.stderr.splitlines()
         out.unlink(missing_ok=True)
-        raise BuildError(f"{compiler[0]} fails: {errors[0].strip() if errors else f'status {done.returncode}'}")
+        raise BuildError(
+            f"{compiler[0]} fails: {errors[0].strip() if errors else f'status {done.returncode}'}"
+        )
     return out
 
 
@@ -90,7 +107,15 @@ def _key(compiler: list[str], instructions: InstructionSet) -> str:
     """Hash of all that an object depends on: sources, command, compiler, kind of processor."""
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
     about = program.stat()
-    words = [*compiler, str(program), about.st_size, about.st_mtime_ns, *OPTIONS, *instructions.options, platform.machine()]
+    words = [
+        *compiler,
+        str(program),
+        about.st_size,
+        about.st_mtime_ns,
+        *OPTIONS,
+        *instructions.options,
+        platform.machine(),
+    ]
     digest = hashlib.sha256(repr(words).encode())
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(path.read_bytes())
@@ -126,10 +151,16 @@ def _hash(path: Path) -> str:
 def is_private(folder: Path) -> bool:
     """Whether a folder belongs to the user alone, and nobody else can put another one in its place."""
     own = os.lstat(folder)
-    if not stat.S_ISDIR(own.st_mode) or own.st_uid != os.getuid() or stat.S_IMODE(own.st_mode) & 0o077:
+    if (
+        not stat.S_ISDIR(own.st_mode)
+        or own.st_uid != os.getuid()
+        or stat.S_IMODE(own.st_mode) & 0o077
+    ):
         return False
     path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links that are looked for
-    return all(_is_safe(above) for above in path.parents) and all(map(_is_safe, path.resolve().parents))
+    return all(_is_safe(above) for above in path.parents) and all(
+        map(_is_safe, path.resolve().parents)
+    )
 
 
 def _is_safe(path: Path) -> bool:
@@ -143,4 +174,8 @@ def _is_untouched(path: Path) -> bool:
     """Whether a file of the cache is the user's own, with the content that its name says."""
     about = os.lstat(path)
     is_own = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_nlink == 1
-    return is_own and not stat.S_IMODE(about.st_mode) & 0o022 and path.stem.rpartition("-")[2] == _hash(path)
+    return (
+        is_own
+        and not stat.S_IMODE(about.st_mode) & 0o022
+        and path.stem.rpartition("-")[2] == _hash(path)
+    )

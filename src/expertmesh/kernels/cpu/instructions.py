@@ -39,7 +39,11 @@ class InstructionSet:
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
     name: InstructionSet(name, frozenset(flags.split()), options, "bf16" in flags, name == "amx")
     for name, flags, options in (
-        ("amx", "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16", (*_BF16, "-mamx-tile", "-mamx-bf16")),
+        (
+            "amx",
+            "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16",
+            (*_BF16, "-mamx-tile", "-mamx-bf16"),
+        ),
         ("avx512_bf16", "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16", _BF16),
         ("avx512", "avx2 fma avx512f avx512bw avx512vl avx512dq", _AVX512),
         ("avx2", "avx2 fma", _AVX2),

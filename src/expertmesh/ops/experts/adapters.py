@@ -70,8 +70,12 @@ def _forward_of_runs_invariant(call: ExpertsCall) -> Tensor:
         if run.on_in is not None or run.on_out is not None:
             has_T1[run.first : run.stop] = True
     with_TK, without_TK = ids_TK.masked_fill(~has_T1, E), ids_TK.masked_fill(has_T1, E)
-    y_TD, _ = native.forward_of_rows(bare._replace(maps=route_metadata(without_TK, E)), save_h=False)
-    return torch.where(has_T1, invariant_forward(call._replace(maps=route_metadata(with_TK, E))), y_TD)
+    y_TD, _ = native.forward_of_rows(
+        bare._replace(maps=route_metadata(without_TK, E)), save_h=False
+    )
+    return torch.where(
+        has_T1, invariant_forward(call._replace(maps=route_metadata(with_TK, E))), y_TD
+    )
 
 
 def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:

@@ -27,7 +27,11 @@ def is_loaded() -> bool:
 
 def dtype_of_rows(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Type in which a token's batch-invariant outputs are rounded before they are added."""
-    return dtype if device.type == "cpu" and dtype in _DTYPES and is_loaded() else gemm_dtype(device, dtype)
+    return (
+        dtype
+        if device.type == "cpu" and dtype in _DTYPES and is_loaded()
+        else gemm_dtype(device, dtype)
+    )
 
 
 def serves_ids(c: ExpertsCall) -> bool:
@@ -36,9 +40,20 @@ def serves_ids(c: ExpertsCall) -> bool:
     if c.maps is not None or ids_TK is None:
         return False
     # first, because a compiler would guard on what follows
-    tensors = (c.x_TD, ids_TK, c.weights_TK, *experts.parameters, *experts.scales_in, *experts.scales_out)
+    tensors = (
+        c.x_TD,
+        ids_TK,
+        c.weights_TK,
+        *experts.parameters,
+        *experts.scales_in,
+        *experts.scales_out,
+    )
     dtype = _dtype_of(c)
-    if not runs_plainly(*tensors) or not _takes(c, dtype) or not _reads(experts, c.x_TD.shape[1], dtype):
+    if (
+        not runs_plainly(*tensors)
+        or not _takes(c, dtype)
+        or not _reads(experts, c.x_TD.shape[1], dtype)
+    ):
         return False
     kernels = loaded().kernels
     return kernels is not None and (c.batch_invariant or _is_fast(c, kernels))
