@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 
 import pytest
 from tests.support.patience import PATIENCE_S
@@ -144,16 +143,27 @@ def test_a_folder_that_another_can_write_to_is_not_used(compiler, cache, change)
     assert compiler() == 2
 
 
+WHERE = """
+from expertmesh.kernels.cpu.build import built
+from expertmesh.kernels.cpu.instructions import INSTRUCTION_SETS
+with built(INSTRUCTION_SETS["plain"]) as path:
+    print(path.parent.parent, oct(path.parent.stat().st_mode & 0o777))
+"""
+
+
 @pytest.mark.parametrize("home", ["/proc/nowhere", "{file}", "{file}/below"])
-def test_without_a_folder_the_object_is_of_this_process_alone(
-    compiler, tmp_path, monkeypatch, home
-):
+def test_without_a_folder_the_object_is_of_this_process_alone(compiler, tmp_path, home):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", home.format(file=tmp_path / "file"))
     (places := tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(places))
-    with built(PLAIN) as path:
-        assert path.parent.parent == places and path.parent.stat().st_mode & 0o777 == 0o700
+    where = {"XDG_CACHE_HOME": home.format(file=tmp_path / "file"), "TMPDIR": str(places)}
+    done = subprocess.run(
+        [sys.executable, "-c", WHERE],
+        env=os.environ | where,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.stdout.split() == [str(places), "0o700"], done.stderr
     assert list(places.iterdir()) == []
 
 

@@ -164,7 +164,7 @@ def is_private(folder: Path) -> bool:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether only the user and root can change the entries of a folder that are theirs; a link must be theirs, too."""
+    """Whether a folder, or a link, belongs to the user or to root, and nobody else can replace its entries."""
     about = os.lstat(path)
     others_write = stat.S_IMODE(about.st_mode) & 0o022 and not about.st_mode & stat.S_ISVTX
     return about.st_uid in (os.getuid(), 0) and (stat.S_ISLNK(about.st_mode) or not others_write)

@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_is_child.set)
 
 
 def _entries_of_runtime() -> list[int] | None:
-    """Addresses of what `threads.h` calls, in the one OpenMP runtime of this process; None: there is none, or several."""
+    """Addresses of the functions that `threads.h` calls, in the one OpenMP runtime of this process; None: there is none, or several."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -95,7 +95,7 @@ class Loaded:
 
     Attributes:
         kernels: the kernels; None: there are none.
-        problem: why there are none, or not those of the best instruction set; one line, "" if there is nothing to say.
+        problem: why there are none, or why a lower instruction set is used; one line, "" if there is nothing to say.
     """
 
     kernels: "Kernels | None"
