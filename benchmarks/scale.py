@@ -1,13 +1,13 @@
 """Writes docs/results/scale.md: what the planner says of the seeds' largest claims. `python -m benchmarks.scale` prints it."""
 
 from benchmarks.markdown import markdown_table
+from benchmarks.planner.claims import claims
 
 import expertmesh as em
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.hardware import find_cluster
-from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.memory import GIB
 from expertmesh.errors import ConfigError
-from expertmesh.planner.claims import claims
 from expertmesh.planner.table import layout_text
 
 HEAD = """\
@@ -47,7 +47,7 @@ UPDATES = """\
 SPEED_UPS = """\
 ## Speed-ups
 
-As `expertmesh plan --claims` prints them: one-hot dispatch of 2021 over sparse dispatch, both by the model."""
+As `python -m benchmarks.planner --claims` prints them: one-hot dispatch of 2021 over sparse dispatch, both by the model."""
 ADAM_AT_MEMORY_SPEED = 300e9 / 28 / 8
 """Parameters per second and rank that a host of 300 GB/s updates for 8 ranks, if memory were all that limits it."""
 

@@ -19,7 +19,7 @@ from expertmesh.models.registry import find_family
 from expertmesh.ops.attention import masked, short
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.models.gpt.recipes import RECIPES as GPTS
-from expertmesh.models.seq2seq.recipes import RECIPES as TRANSLATIONS
+from expertmesh_families.seq2seq.recipes import RECIPES as TRANSLATIONS
 from expertmesh.training.optim import build_optimizer
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.step import training_step

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.data.noise import Draws
-from expertmesh.models.swin.model import Swin
+from expertmesh_families.swin.model import Swin
 from expertmesh.moe.types import RoutingStats
 
 THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))

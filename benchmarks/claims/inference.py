@@ -25,11 +25,11 @@ from benchmarks.markdown import markdown_table
 import expertmesh as em
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.seq2seq import costs as seq2seq_costs
-from expertmesh.models.seq2seq.config import Seq2SeqConfig
-from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh_families.seq2seq import costs as seq2seq_costs
+from expertmesh_families.seq2seq.config import Seq2SeqConfig
+from expertmesh_families.seq2seq.model import Seq2Seq
 from expertmesh.moe.layer import MoELayer
-from expertmesh.translation.beam import beam_search
+from expertmesh_families.seq2seq.beam import beam_search
 from expertmesh.planner.serve import Serving, serve_plan
 
 PROMPT, NEW_TOKENS, BATCHES = 32, 16, (1, 16)

@@ -15,13 +15,13 @@ from benchmarks.claims.statistics import token_ratio
 from benchmarks.markdown import markdown_table
 
 from expertmesh.config.run import RunConfig
-from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
-from expertmesh.models.seq2seq.costs import forward_flops, seq2seq_costs
-from expertmesh.models.seq2seq.parallel_text import read_lines
-from expertmesh.translation.translate import translate
-from expertmesh.models.seq2seq.scores import score
-from expertmesh.models.seq2seq.task import Seq2SeqTask
-from expertmesh.models.seq2seq.recipes import translate_twelve
+from expertmesh_families.seq2seq.config import Seq2SeqRunConfig
+from expertmesh_families.seq2seq.costs import forward_flops, seq2seq_costs
+from expertmesh_families.seq2seq.parallel_text import read_lines
+from expertmesh_families.seq2seq.translate import translate
+from expertmesh_families.seq2seq.scores import score
+from expertmesh_families.seq2seq.task import Seq2SeqTask
+from expertmesh_families.seq2seq.recipes import translate_twelve
 from expertmesh.runs.open import LoadedModel
 from expertmesh.runs.run_dir import Run
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from expertmesh.models.seq2seq.parallel_text import read_lines
+from expertmesh_families.seq2seq.parallel_text import read_lines
 from expertmesh.errors import ConfigError
-from expertmesh.models.seq2seq.scores import TOKENIZERS, check_lines, metrics_of, plain_language
+from expertmesh_families.seq2seq.scores import TOKENIZERS, check_lines, metrics_of, plain_language
 
 BY_CHARACTER = (*TOKENIZERS, "th", "lo", "km", "my")
 """Languages that ROUGE compares by character: sacreBLEU's, and Thai, Lao, Khmer and Burmese, which have no blanks between words."""

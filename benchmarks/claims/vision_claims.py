@@ -28,13 +28,13 @@ from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.models.swin.family import SWIN
+from expertmesh_families.swin.family import SWIN
 from expertmesh.config.moe import MoEConfig
-from expertmesh.models.swin.config import SwinRunConfig
-from expertmesh.models.swin.costs import count_multiply_adds, swin_costs
-from expertmesh.models.swin.image_files import read_folder
+from expertmesh_families.swin.config import SwinRunConfig
+from expertmesh_families.swin.costs import count_multiply_adds, swin_costs
+from expertmesh_families.swin.image_files import read_folder
 from expertmesh.errors import ConfigError
-from expertmesh.models.swin.recipes import swin_mnist
+from expertmesh_families.swin.recipes import swin_mnist
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.init_from import with_init_from

@@ -35,13 +35,13 @@ from benchmarks.markdown import markdown_table
 
 import expertmesh as em
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.models.swin.family import SWIN
+from expertmesh_families.swin.family import SWIN
 from expertmesh.config.moe import MoEConfig
-from expertmesh.models.swin.config import SwinRunConfig
-from expertmesh.models.swin.image_files import read_folder
+from expertmesh_families.swin.config import SwinRunConfig
+from expertmesh_families.swin.image_files import read_folder
 from expertmesh.errors import ConfigError
-from expertmesh.models.swin.model import Swin
-from expertmesh.models.swin.recipes import swin_mnist
+from expertmesh_families.swin.model import Swin
+from expertmesh_families.swin.recipes import swin_mnist
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.loop import train
 

@@ -20,11 +20,11 @@ from benchmarks.peer_parts import through_einsums
 from torch import Tensor, nn
 
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.models.swin.config import SwinRunConfig
-from expertmesh.models.swin.model import Swin
-from expertmesh.models.swin.task import SwinTask
+from expertmesh_families.swin.config import SwinRunConfig
+from expertmesh_families.swin.model import Swin
+from expertmesh_families.swin.task import SwinTask
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.models.swin.recipes import RECIPES
+from expertmesh_families.swin.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.step import training_step

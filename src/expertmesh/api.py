@@ -3,16 +3,18 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.comm.world import World
-from expertmesh.config.base import expanded, shown
-from expertmesh.config.run import RunConfig
-from expertmesh.engine.request import SamplingParams
+from expertmesh.config.base import expanded
+from expertmesh.config.run import Dtype, RunConfig
+from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
+from expertmesh.config.values import check_type, shown, wrong_type
 from expertmesh.engine.texts import continue_prompts, prompt_ids
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM
@@ -127,6 +129,7 @@ def load(
     module: Module | None = None,
     family: Family | None = None,
     device: str | None = None,
+    dtype: Dtype | None = None,
     spread: bool = False,
     es_degree: int | None = None,
 ) -> LoadedModel:
@@ -138,6 +141,8 @@ def load(
             it.
         family: model family of the run, if it is not in this package.
         device: auto, cpu, cuda or cuda:N; None: the device of the training.
+        dtype: "float32", "bfloat16", "float16" or "float64": type of weights and products; None: the type of
+            the files.
         spread: shard the experts over the ranks of the existing torch.distributed group. Every rank must call; each
             gets a part of every layer's experts and all other weights, and all must then make the same calls
             (`generate(...)`). For models that do not fit one GPU, and for low latency; see
@@ -145,8 +150,9 @@ def load(
         es_degree: slices of each expert with spread=True, see `spread_for_inference`.
 
     Returns:
-        Model and tokenizer, for `model, tokenizer = em.load(run)`, with further attributes. Weights have the dtype of
-        the files: FP32 for a run (FP64 with float64), often BF16 for a hub model.
+        Model and tokenizer, for `model, tokenizer = em.load(run)`, with further attributes (`LoadedModel`). The model
+        computes in the type of its weights: FP32 for a run (FP64 with float64), often BF16 for a hub model. Inside
+        `with loaded.precision.autocast():` a run computes as it was trained.
 
     Raises:
         ConfigError: the path is not such a folder, or is of another family.
@@ -158,9 +164,12 @@ def load(
     """
     if es_degree is not None and not spread:
         raise ConfigError(f"es_degree={es_degree}: has no effect without spread=True; leave it out")
+    if dtype is not None and dtype not in (known := get_args(Dtype)[1:]):
+        raise ConfigError("dtype", dtype, f"must be one of {', '.join(known)}", "choose one")
     found = find_model(run, own_family(module) if module is not None else family)
     ranks = Ranks(World(device_type=device_of(found, device).type)) if spread else None
-    return open_model(found, device=device, ranks=ranks, es_degree=es_degree)
+    narrow = None if dtype is None else getattr(torch, dtype)
+    return open_model(found, device=device, dtype=narrow, ranks=ranks, es_degree=es_degree)
 
 
 def save(model: Any, tokenizer: Tokenizer, folder: str | Path, *, like: str | Path) -> Path:
@@ -198,7 +207,7 @@ def save(model: Any, tokenizer: Tokenizer, folder: str | Path, *, like: str | Pa
     with TemporaryDirectory() as place:
         own = Path(place) / TOKENIZER
         tokenizer.save(str(own))
-        files = {TOKENIZER: own, **files_beside(found.path, own)}
+        files = {TOKENIZER: own, **files_beside(found.path, own), **found.kept_arithmetic}
         return save_as_run(model, config, recipe="saved", files=files)
 
 
@@ -207,12 +216,8 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str | Sequence[str],
     *,
-    max_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     batch_size: int = 32,
+    **options: Any,
 ) -> str | list[str]:
     """Continue a text, or several.
 
@@ -224,12 +229,9 @@ def generate(
         model: model from `load`.
         tokenizer: tokenizer from `load`.
         prompt: a text or several, none of them empty.
-        max_tokens: maximum number of new tokens of each; None: up to the model's maximum length.
-        temperature: below 1 favours likely tokens; 0 always takes the most likely one.
-        top_k: sample from the k most likely tokens; None: all.
-        top_p: sample from the smallest set of tokens with this total probability; None: all.
-        seed: seed of sampling.
         batch_size: texts that are continued together; it does not change their random numbers.
+        options: of `SamplingParams`, such as max_tokens, top_p and stop, but not those that ask for more than a text;
+            temperature is 0.8 and seed 0 if left out.
 
     Returns:
         The continuation without the prompt, or a list of them.
@@ -243,20 +245,17 @@ def generate(
     """
     given = (("tokenizer", tokenizer, Tokenizer), ("model", model, CausalLM))
     for what, value, kind in given:
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{what} is a {type(value).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
-            )
+        needed = "a model that writes text, or its tokenizer: generate() needs both"
+        check_type(what, value, kind, needed, "give those of load()")
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
-        raise ConfigError(f"prompt is a {type(prompt).__name__}; give a text, or a list of texts")
+        raise wrong_type("prompt", prompt, "a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if wrong := [one for one in prompts if not isinstance(one, str)]:
-        raise ConfigError(
-            f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
-        )
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
-    )
+    for one in prompts:
+        check_type(f"prompt: {shown(one)}", one, str, "a text", "give texts")
+    for name in OF_OUTPUTS & options.keys():
+        fix = "leave it out, or use em.Engine"
+        raise ConfigError(name, options[name], "asks for more than the text of one answer", fix)
+    params = SamplingParams(**TEXT_DEFAULTS | options)
     text = text_format(tokenizer, model=model)
     ids = [prompt_ids(text, one) for one in prompts]
     outputs = continue_prompts(model, ids, params, text=text, batch_size=batch_size)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.generation import written_ids
+from tests.support.known_rows import known
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from torch import nn
@@ -54,6 +55,19 @@ def model():
 def words():
     """A tokenizer of one word."""
     return Tokenizer(WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [em.load, em.Engine, em.report, partial(em.save, None, None, "copy")],
+    ids=("load", "Engine", "report", "save"),
+)
+def test_a_folder_that_is_not_there_is_said_in_words_of_python(call, tmp_path):
+    options = {"like": tmp_path / "nope"} if isinstance(call, partial) else {}
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        call(*([] if options else [tmp_path / "nope"]), **options)
+    said = str(caught.value)
+    assert "em.train" in said and "expertmesh train" not in said and "--" not in said
 
 
 def load(change: Callable[[dict], None]):
@@ -305,11 +319,11 @@ MODEL = {
     ),
     "no tokenizer": Mistake(
         lambda: em.generate(model(), None, "a"),
-        ["tokenizer is a NoneType", "writes text", "give both of load()"],
+        ["tokenizer is a NoneType", "writes text", "give those of load()"],
     ),
     "path for a model that writes": Mistake(
         lambda: em.generate("runs/x", Tokenizer(BPE()), "a"),
-        ["model is a str", "writes text", "give both of load()"],
+        ["model is a str", "writes text", "give those of load()"],
     ),
     **{
         f"path for a model, {name}": Mistake(
@@ -326,11 +340,19 @@ MODEL = {
     },
     "no token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=0),
-        ["max_tokens=0: must be at least 1", "ask for a token or more"],
+        ["max_tokens=0: must be a whole number of at least 1", "ask for a token or more"],
     ),
     "half a token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=2.5),
         ["max_tokens=2.5", "whole number", "give one"],
+    ),
+    "several answers where one is returned": Mistake(
+        lambda: em.generate(model(), words(), "a", n=2),
+        ["n=2: asks for more than the text of one answer", "leave it out"],
+    ),
+    "an option that is mistyped": Mistake(
+        lambda: em.generate(model(), words(), "a", max_token=2),
+        ["max_token=2: unknown option", "did you mean max_tokens?"],
     ),
     **{
         f"a text for {name}": Mistake(
@@ -343,7 +365,7 @@ MODEL = {
         lambda: em.generate(model(), words(), "a", batch_size=0.5), ["batch_size=0.5", "whole"]
     ),
     "bytes for a prompt": Mistake(
-        lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "give a text"]
+        lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "it must be a text"]
     ),
     "half a character": Mistake(
         lambda: em.generate(model(), words(), "a\ud800"), [r"'a\ud800'", "UTF-8", "give text"]
@@ -359,14 +381,18 @@ MODEL = {
     ),
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
-        ["prompt: 1 is a int", "give a text"],
+        ["prompt: 1 is a int", "it must be a text"],
     ),
     "no prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), None),
-        ["prompt is a NoneType", "give a text"],
+        ["prompt is a NoneType", "it must be a text"],
     ),
-    "recipe of another family, misspelled": Mistake(
-        lambda: em.recipe("swin-mnst"), ["recipe=swin-mnst", "did you mean swin-mnist?"]
+    **known(
+        {
+            "recipe of another family, misspelled": Mistake(
+                lambda: em.recipe("swin-mnst"), ["recipe=swin-mnst", "did you mean swin-mnist?"]
+            )
+        }
     ),
     "half a rank": Mistake(
         lambda: em.lora.add(layer(), rank=2.5), ["rank=2.5", "whole number", "use 8"]

@@ -6,6 +6,7 @@ import sys
 import pytest
 from tests.support.patience import PATIENCE_S
 
+from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.main import VERBS
 
 # The interrupt comes while a module is imported, by a library that takes it for a failure of its own, as some do.
@@ -37,6 +38,7 @@ program()
         ("pydantic", ["train"]),
         ("expertmesh.cli.main", ["report", "."]),
         *((f"expertmesh.cli.{verb}", [verb]) for verb in VERBS),
+        *((verb.run.partition(":")[0], [name]) for name, verb in FAMILY_VERBS.items()),
         ("torch", ["doctor"]),
         ("torch", ["report", "."]),
         ("torch", ["convert", "--from", ".", "--to", "new"]),

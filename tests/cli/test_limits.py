@@ -19,7 +19,7 @@ def test_a_dry_run_of_what_has_no_room_shows_the_parts(place, capsys):
 
 @pytest.mark.parametrize(
     ("verb_name", "option"),
-    [("train", "--train.micro-batch-size"), ("translate", "--batch-size"), ("report", "smaller")],
+    [("train", "--train.micro-batch-size"), ("generate", "--batch-size"), ("report", "smaller")],
 )
 @pytest.mark.parametrize(
     ("error", "words"),

@@ -9,6 +9,7 @@ import pytest
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import main as front
+from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.prog_name import prog_name
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
 
@@ -23,7 +24,7 @@ def failing_verb(error):
 def test_no_words_prints_help(capsys):
     assert front.main([]) == 0
     text = capsys.readouterr().out
-    for verb in front.VERBS:
+    for verb in [*front.VERBS, *FAMILY_VERBS]:
         assert f"  {verb} " in text
 
 
@@ -40,7 +41,7 @@ def test_version(capsys):
         ("trian", "error: unknown verb 'trian'; did you mean train?\n"),
         (
             "x",
-            "error: unknown verb 'x'; use one of train, sweep, generate, serve, translate, classify, runs, report, export, convert, quantize, experts, evaluate, doctor, plan, bench\n",
+            f"error: unknown verb 'x'; use one of {', '.join([*front.VERBS, *FAMILY_VERBS])}\n",
         ),
     ],
 )

@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
         ("to pipe", "is no regular file"),
         ("/dev/null", "is no regular file"),
         ("-", "is no regular file"),
-        ("", "is no regular file"),
+        ("", "must not be empty"),
         ("no/file", "there is no folder no"),
         ("text/file", "there is no folder text"),
         ("to nowhere", "there is no folder .*gone"),

@@ -211,7 +211,10 @@ def test_templates_are_found_beside_a_tokenizer_and_get_its_tokens(hub_tokenizer
     assert (
         found.identity
         == TemplateFormat(
-            hub_tokenizer, CHATML, {"bos_token": "<|im_start|>", "eos_token": "</s>"}
+            hub_tokenizer,
+            CHATML,
+            {"bos_token": "<|im_start|>", "eos_token": "</s>"},
+            with_tools="no",
         ).identity
     )
     (tmp_path / "hub" / "chat_template.jinja").write_text(

@@ -11,8 +11,6 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus, texts
 from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.data.files import TextFile
-from expertmesh.models.seq2seq.config import ParallelTextConfig
-from expertmesh.models.seq2seq.parallel_text import prepare_parallel, read_lines
 
 TEXT = "".join(f"café {i}, où\r\nœuvre\n" for i in range(600))
 LATIN = TEXT.replace("œ", "oe")
@@ -84,33 +82,6 @@ def test_other_places_know_the_mark(tmp_path, codec):
     path = tmp_path / "run.yaml"
     path.write_bytes("recipe: gpt-moe-test\ntrain: {run_dir: é}\n".encode(codec))
     assert read_config_file(str(path)) == ({"train": {"run_dir": "é"}}, "gpt-moe-test")
-    (tmp_path / "lines").write_bytes("é\r\nà\n".encode(codec))
-    assert read_lines(tmp_path / "lines") == ["é", "à"]
-
-
-@pytest.mark.parametrize(
-    ("codec", "encoding"), [("utf-16", None), ("latin-1", "latin-1"), ("utf-16-be", "utf-16-be")]
-)
-def test_parallel_text(tmp_path, codec, encoding):
-    """Its tokens are those of UTF-8; U+0A20, whose bytes are a line's end and a blank, stays."""
-    letter = "\u0a20" if codec.startswith("utf") else "é"
-    keys = []
-    for folder, used in (("plain", "utf-8"), ("other", codec)):
-        (tmp_path / folder).mkdir()
-        for split in ("train", "val"):
-            for code in ("en", "de"):
-                text = "".join(f"{code} {letter}{letter} {i}\n \n" for i in range(30))
-                (tmp_path / folder / f"{split}.{code}").write_bytes(text.encode(used))
-        config = ParallelTextConfig(
-            path=(str(tmp_path / folder),),
-            cache_dir=str(tmp_path / "cache"),
-            encoding=None if used == "utf-8" else encoding,
-        )
-        keys.append(prepare_parallel(config, vocab_size=330).key)
-    assert keys[0] == keys[1]
-    if encoding is not None:
-        with pytest.raises(em.ConfigError, match=f"name its encoding, data.encoding={encoding}"):
-            prepare_parallel(config.model_copy(update={"encoding": None}), vocab_size=330)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +135,14 @@ def test_a_text_is_the_example_and_all_are_named_when_asked(tmp_path, caplog):
     assert sorted(text[-5:] for text in said) == ["a.jpg", "b.jpg", "c.txt", "d.txt"]
 
 
-@pytest.mark.parametrize("name", ["no-such", "base64", "rot13", " ", "undefined"])
-@pytest.mark.parametrize("kind", [TextConfig, ParallelTextConfig])
-def test_names_of_no_encoding(kind, name):
-    path = "a" if kind is TextConfig else ("a",)
-    with pytest.raises(em.ConfigError, match="encoding=.*: must be an encoding of text.*latin-1"):
-        kind(path=path, encoding=name)
+NAMES = ["no-such", "base64", "rot13", " ", "undefined"]
+NO_ENCODING = "encoding=.*: must be an encoding of text.*latin-1"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_no_encoding(name):
+    with pytest.raises(em.ConfigError, match=NO_ENCODING):
+        TextConfig(path="a", encoding=name)
 
 
 @pytest.mark.parametrize("options", [{"encoding": "latin-1"}, {"column": "x"}])

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from tests.engine.test_engine import gpt
+from tests.support.calls import calls_of
 from tests.support.hub_text import hub_folder
 from transformers import AutoTokenizer
 
@@ -13,7 +14,7 @@ from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.text.chat import MARKS
-from expertmesh.text.tokenizer import train_tokenizer
+from expertmesh.text.tokenizer import ids_of_text, train_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ m.name }}{% endfor %}"
@@ -123,3 +124,21 @@ def test_messages_are_json_too_and_may_have_calls_without_content(engine):
     assert engine.chat_ids(json.loads(json.dumps(TALK))) == engine.chat_ids(TALK)
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
     assert engine.chat_ids([*ASKED, call]) == engine.chat_ids([*ASKED, {**call, "content": ""}])
+
+
+def test_a_text_without_room_in_the_engines_window_is_not_tokenised(source):
+    engine = em.Engine(source, max_len=16)
+    long = "few words " * 99
+
+    for ask, what in (
+        (lambda: engine.generate([long], GREEDY), "prompt"),
+        (lambda: engine.add(long, GREEDY), "prompt"),
+        (lambda: next(engine.stream(long, GREEDY)), "prompt"),
+        (lambda: engine.chat([{"role": "user", "content": long}], GREEDY), "messages"),
+        (lambda: engine.chat_ids([{"role": "user", "content": long}]), "messages"),
+    ):
+        refused = pytest.raises(ConfigError, match=rf"^{what}: .*the model has( no)? room")
+        with calls_of(ids_of_text) as calls, refused:
+            ask()
+        assert not calls
+    assert not engine.has_work

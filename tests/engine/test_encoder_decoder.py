@@ -8,7 +8,7 @@ from tests.support.generation import written_ids
 from torch import nn
 
 from expertmesh.engine.lockstep import Lockstep
-from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.request import SamplingParams, for_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import Attention, rope_tables
 from expertmesh.models.cache import KVCache
@@ -132,8 +132,8 @@ def test_cached_logits_equal_uncached_ones_to_rounding(toy):
 def test_sampled_sequences_depend_on_their_own_source_and_prompt_alone(toy):
     options = {"max_tokens": 10, "temperature": 0.8}
     written = written_ids(toy, PROMPTS, sources=SOURCES, seed=5, **options)
-    for row in range(3):
-        own = {"sources": [SOURCES[row]], "seed": 5 + row}
+    for row, params in enumerate(for_prompts([SamplingParams(seed=5)] * 3)):
+        own = {"sources": [SOURCES[row]], "seed": params.seed}
         assert written_ids(toy, [PROMPTS[row]], **own, **options) == [written[row]]
 
 

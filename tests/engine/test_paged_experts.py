@@ -191,6 +191,18 @@ def test_wrong_numbers_of_slots_are_refused(place, options, text):
         em.Engine(model, expert_slots=2)
 
 
+def test_new_weights_of_an_engine_with_slots_are_all_or_nothing(place):
+    engine = em.Engine(place / "run", expert_slots=2)
+    before, whole = answers(engine), em.load(place / "run").model.state_dict()
+    dense = {name: one * 2 for name, one in whole.items() if name in engine.model.state_dict()}
+    for state in (whole, dense, dict(list(dense.items())[:1])):
+        with pytest.raises(ConfigError, match="reads experts from their files") as caught:
+            engine.update_weights(state)
+        assert "\n" not in str(caught.value)
+    engine.update_weights({})
+    assert answers(engine) == before
+
+
 def test_the_verb_takes_slots(place, capsys):
     said = []
     for words in ([], ["--expert-slots", "2"]):

@@ -13,7 +13,7 @@ import expertmesh as em
 from expertmesh.config.moe import MoEConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.lockstep import Lockstep
-from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.request import SamplingParams, for_prompts
 from expertmesh.engine.texts import continue_prompts, continued, prompt_ids, stream_text, writer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.config import ModelConfig
@@ -72,10 +72,9 @@ def test_greedy_cached_equals_uncached(gpt: GPT, prompt: list[int]) -> None:
 def test_a_batch_gives_each_prompt_what_it_gets_alone(gpt: GPT, options: dict[str, Any]) -> None:
     together = written_ids(gpt, PROMPTS, max_tokens=12, **options)
     seed = options.pop("seed", 0)
-    for row, prompt in enumerate(PROMPTS):
-        assert written_ids(gpt, [prompt], max_tokens=12, seed=seed + row, **options) == [
-            together[row]
-        ]
+    each = for_prompts([SamplingParams(seed=seed)] * len(PROMPTS))
+    for prompt, own, written in zip(PROMPTS, each, together, strict=True):
+        assert written_ids(gpt, [prompt], max_tokens=12, seed=own.seed, **options) == [written]
 
 
 def test_both_draw_the_same_numbers() -> None:
@@ -96,7 +95,7 @@ def test_many_texts_are_continued_a_few_at_a_time(gpt: GPT) -> None:
     )
     hook.remove()
     assert apart == together and max(sizes) == 3
-    with pytest.raises(ConfigError, match="batch_size=0: must be at least 1"):
+    with pytest.raises(ConfigError, match="batch_size=0: must be a whole number of at least 1"):
         continue_prompts(gpt, PROMPTS, params, batch_size=0)
 
 
@@ -208,7 +207,7 @@ def test_no_gradients_are_kept(gpt: GPT) -> None:
         ([[1], []], {}, "prompt='': is empty"),
         ([[300]], {}, "token id 300: must be from 0 to 299"),
         ([[-1]], {}, "token id -1"),
-        ([[1]], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0: must be a whole number of at least 1"),
         ([[1] * 48], {}, "prompt of 48 tokens: must be shorter than the model's max_seq_len=48"),
         ([[1] * 40], {"max_tokens": 9}, "max_tokens=9: .* ask for at most 8"),
     ],

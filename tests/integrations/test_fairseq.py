@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.plain_moe import assert_plain, plain_moe, plain_signature
 from torch import nn
 
@@ -88,6 +89,33 @@ def test_names_of_the_state_dict_and_of_parameters():
     assert all(p.expert for p in layer.experts.parameters())
     layer(torch.randn(5, 2, D))[0].sum().backward()
     assert layer.gate.wg.weight.grad is not None
+
+
+def output_and_gradients(x, own=slice(None)):
+    torch.manual_seed(0)
+    gate = Top2Gate(D, E, moe_eval_capacity_token_fraction=1.0).double()  # drops nothing
+    layer = MOELayer(gate, nn.ModuleList(list(experts().double())[own])).eval()
+    y, l_aux = layer(x)
+    y.square().sum().backward()
+    return y.detach(), l_aux.detach(), [p.grad for p in layer.experts.parameters()]
+
+
+def output_of_a_rank(x):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return output_and_gradients(
+        x.chunk(size)[rank], slice(rank * E // size, (rank + 1) * E // size)
+    )
+
+
+def test_ranks_with_their_own_experts_are_one_process(two_ranks):
+    x = torch.randn(22, 1, D, dtype=torch.float64)
+    y, l_aux, grads = output_and_gradients(x)
+    found = two_ranks.run(output_of_a_rank, x)
+    assert_close_fp64(torch.cat([part for part, _, _ in found]), y, what="y")
+    for _, part, _ in found:
+        assert_close_fp64(part, l_aux, what="l_aux")
+    for part, whole in zip([g for _, _, own in found for g in own], grads, strict=True):
+        assert_close_fp64(part, whole, what="gradient")
 
 
 def test_modes_types_and_copies_reach_the_layer():

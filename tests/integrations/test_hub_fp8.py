@@ -170,8 +170,8 @@ def whole_scale(tensors, name):
     ("damage", "text"),
     [
         (drop_scale, r"down_proj.weight is in FP8 and has no .*down_proj.weight_scale_inv"),
-        (cut_scale, r"down_proj.weight_scale_inv is float32 of shape .* needs .* of shape"),
-        (whole_scale, r"down_proj.weight_scale_inv is int32 of shape"),
+        (cut_scale, r"down_proj.weight_scale_inv has shape .* needs"),
+        (whole_scale, r"down_proj.weight_scale_inv is of type int32"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(pair, tmp_path, damage, text):
@@ -201,7 +201,7 @@ def test_scales_of_no_matrix_are_refused(pair, tmp_path):
         ({"weight_block_size": None}, "weight_block_size=None in quantization_config"),
         ({"weight_block_size": [128]}, r"weight_block_size=\[128\] in"),
         ({"weight_block_size": [0, 128]}, r"weight_block_size=\[0, 128\] in"),
-        ({"weight_block_size": [128, 128]}, "needs a floating-point type of shape"),
+        ({"weight_block_size": [128, 128]}, "weight_scale_inv has shape"),
     ],
     ids=str,
 )

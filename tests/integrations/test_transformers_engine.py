@@ -39,6 +39,22 @@ FAMILIES = {
         "attention_chunk_size": 16,
         "intermediate_size_mlp": 32,
         "interleave_moe_layer_step": 1,
+        "no_rope_layers": [1, 1, 1, 0],
+        "floor_scale": 8,  # scales queries from token 8 on, by the length of the cache
+        "attn_scale": 0.5,
+    },
+    "afmoe": {"sliding_window": 8, "num_shared_experts": 1, "num_dense_layers": 1},
+    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 4},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},  # counts positions from its mask
+    "ministral3": {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
     },
     "ernie4_5_moe": {
         "moe_layer_start_index": 1,
@@ -59,11 +75,11 @@ FAMILIES = {
 PROMPTS = [list(range(3, 43)), [7, 8, 9], [50] * 21]
 
 
-def tiny(model_type, **options):
+def tiny(model_type, *, seed=1, **options):
     known = AutoConfig.for_model(model_type)
     given = {k: v for k, v in _COMMON.items() if hasattr(known, k)}
     config = AutoConfig.for_model(model_type, **given | options)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,9 +108,100 @@ def test_the_engine_writes_what_transformers_does(model_type):
         for _ in range(2):
             found = engine.generate(PROMPTS, params)
             assert [one.token_ids for one in found] == expected
-    if model_type != "llama4_text":  # whose experts compute all tokens
+    if engine.model.config.experts:  # llama4_text computes all tokens in all of them, opt has none
         assert found[0].routed_experts.shape[0] == len(PROMPTS[0]) + 11
         assert sum(map(sum, engine.expert_load())) > 0
+
+
+_BART = {"d_model": 32, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+
+
+@pytest.mark.parametrize("model_type", ["bart", "pegasus", "gpt2"])
+def test_positions_of_embeddings_are_those_of_the_tokens(model_type):
+    """BART's decoders count them from the length of the cache; `generate` forces a last token, so that logits decide."""
+    model = tiny(model_type, **(_BART if model_type != "gpt2" else {"n_positions": 64}))
+    expected = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        expected.append(tuple(ids[len(prompt) :]))
+    engine = Engine(TransformersDecoder(model), token_budget=7, block_size=4)
+    found = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert [one.token_ids for one in found] == expected
+
+
+def _places(ids_BS, x_BSD):
+    return x_BSD * (1 + torch.arange(x_BSD.shape[1])[:, None] / 4).to(x_BSD.dtype)
+
+
+def _previous(ids_BS, x_BSD):
+    return x_BSD + torch.nn.functional.pad(x_BSD, (0, 0, 1, -1))
+
+
+def _neighbours(ids_BS, x_BSD):
+    return x_BSD + x_BSD.cumsum(1)
+
+
+def _length(ids_BS, x_BSD):
+    return x_BSD * ids_BS.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [_places, _previous, _neighbours, _length])
+def test_what_depends_on_more_than_a_sequence_and_its_positions_is_refused(change, dtype):
+    model = tiny("qwen3").to(dtype)
+    TransformersDecoder(model)
+    model.set_attn_implementation("eager")
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, x_BSD: change(args[0], x_BSD)
+    )
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM: its logits from position") as caught:
+        TransformersDecoder(model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_is_no_difference(seed):
+    """In BF16 a token may get other experts in one of two passes, and all tokens behind it feel that."""
+    for model_type in ("mixtral", "olmoe", "dots1"):
+        model = tiny(model_type, **FAMILIES.get(model_type, {}), seed=seed)
+        assert TransformersDecoder(model.bfloat16()).max_seq_len == 256
+
+
+LENGTHS = {
+    "no model": (lambda: torch.nn.Linear(2, 2), None, "Linear: is no model of transformers"),
+    "bloom": (lambda: tiny("bloom"), None, "BloomForCausalLM: cannot be run over pages"),
+    "mpt": (lambda: tiny("mpt", d_model=32), 32, "MptForCausalLM: cannot be run over pages"),
+    "a word": (lambda: tiny("qwen3"), "9", "max_len='9': must be a whole number"),
+    "nothing": (lambda: tiny("qwen3"), 0, "max_len=0: must be a whole number of at least 1"),
+    "too much": (lambda: tiny("gpt2"), 257, "max_len=257: must be at most"),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_of_other_configurations(name):
+    make, max_len, words = LENGTHS[name]
+    with pytest.raises(ConfigError, match=words) as caught:
+        TransformersDecoder(make(), max_len=max_len)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_maximum_needs_one():
+    model = tiny("qwen3")
+    model.config.max_position_embeddings = None
+    with pytest.raises(ConfigError, match="give max_len"):
+        TransformersDecoder(model)
+    model.set_attn_implementation("eager")
+    assert TransformersDecoder(model, max_len=40).max_seq_len == 40
+
+
+@pytest.mark.parametrize("size", [13, 16, 20])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_chunk_may_end_within_the_check(size, attention):
+    model = tiny("llama4_text", **FAMILIES["llama4_text"] | {"attention_chunk_size": size})
+    model.set_attn_implementation(attention)
+    assert {rule.chunk for rule in TransformersDecoder(model).rules} == {size, None}
 
 
 def test_windows_and_chunks_are_read_off_the_model():

@@ -5,8 +5,6 @@ import torch
 
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.seq2seq.config import Seq2SeqConfig
-from expertmesh.models.seq2seq.model import Seq2Seq
 
 IDS = torch.ones(0, 5, dtype=torch.int64)
 SMALL = {"vocab_size": 20, "dim": 16, "num_heads": 2}
@@ -20,9 +18,3 @@ def test_gpt(batch_invariant):
         assert logits.shape == (0, 5, 20)
         logits.sum().backward()
         assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
-def test_an_encoder_decoder():
-    config = Seq2SeqConfig(**SMALL | {"vocab_size": 300})
-    logits = Seq2Seq(config, seed=0)(IDS, IDS).logits_NV
-    assert logits.shape == (0, 300)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tests.oracle import numerics
+from tests.support.known_rows import known
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -12,8 +13,6 @@ import expertmesh as em
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.seq2seq.config import Seq2SeqConfig
-from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.text.tokenizer import train_tokenizer
 
@@ -26,6 +25,9 @@ def gpt(**options):
 
 
 def seq2seq(**options):
+    from expertmesh_families.seq2seq.config import Seq2SeqConfig
+    from expertmesh_families.seq2seq.model import Seq2Seq
+
     layers = {"num_encoder_layers": 1, "num_decoder_layers": 1, "moe_every": 1}
     return Seq2Seq(Seq2SeqConfig(**SMALL, **layers, moe=MOE, **options), seed=0)
 
@@ -41,7 +43,7 @@ def run(model, ids):
 
 @pytest.mark.parametrize("size", [260, 300, 311])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("make", [gpt, seq2seq])
+@pytest.mark.parametrize("make", known([gpt, seq2seq]))
 def test_old_tokens_keep_their_rows_and_new_ones_are_the_mean(make, tied, size):
     model = make(tie_embeddings=tied)
     model.embedding.weight.requires_grad_(False)
@@ -79,7 +81,7 @@ def test_rows_that_are_drawn_are_of_the_models_deviation():
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["marks", "words"])
-@pytest.mark.parametrize("make", [gpt, seq2seq])
+@pytest.mark.parametrize("make", known([gpt, seq2seq]))
 def test_tokens_are_added_and_learned(make, special):
     """To a tokenizer with fewer tokens than the model: rows that nobody used are used first."""
     model, words = make(), tokenizer()

@@ -13,11 +13,8 @@ from tests.support.spread_case import D, SpreadCase, build
 
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.models.seq2seq.model import Seq2Seq
-from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import broadcast_from_rank0, spread_for_inference
-from expertmesh.translation.beam import beam_search
 
 LAYERS = {
     "gated": {},
@@ -95,23 +92,6 @@ def texts():
 def test_generates_what_one_process_does(two_ranks):
     for found in two_ranks.run(texts):
         assert found[0] == found[1] and max(map(len, found[0])) == 12
-
-
-def translations():
-    config = translate_test().updated({"model.init_std": 0.3}).model
-    whole = Seq2Seq(config, dtype=torch.float64, seed=2)
-    spread = copy.deepcopy(whole)
-    spread_for_inference(spread, world_of())
-    sources = [[5, 6, 7], [8, 9]]
-    return [
-        beam_search(model, sources, start=[1], end_id=2, num_beams=3, max_tokens=9)
-        for model in (whole, spread)
-    ]
-
-
-def test_translates_what_one_process_does(two_ranks):
-    for whole, spread in two_ranks.run(translations):
-        assert [one.ids for one in whole] == [one.ids for one in spread]
 
 
 def choices():

@@ -15,9 +15,9 @@ from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.step_time import efficiency_of, step_seconds
 from expertmesh.errors import ConfigError
 from expertmesh.models.registry import recipe
-from expertmesh.planner.configured import as_configured, layout_of
+from expertmesh.planner.configured import as_configured, configured_layout
+from expertmesh.planner.fit import fit_with
 from expertmesh.planner.own import own_points
-from expertmesh.planner.validation import validate
 
 ROW = """
 [points.{name}]
@@ -41,29 +41,20 @@ def written(tmp_path):
 
 
 def test_own_rows_move_the_constants_towards_them(written):
-    usual = validate()
+    usual = fit_with(())
     slow = own_points(
         written(
             "".join(ROW.format(name=f"a{n}", model="qwen3-30b", measured=3000) for n in range(3))
         )
     )
-    found = validate(slow)
+    found = fit_with(slow)
 
-    def error(validation):
-        rows = [row for row in validate_rows(validation, slow) if row is not None]
-        return max(abs(r) for r in rows)
+    def error(efficiency):
+        times = [step_seconds(p.raw(), efficiency).total_s / p.measured_s for p in slow]
+        return max(abs(time - 1) for time in times)
 
-    assert len(found.throughput) == len(usual.throughput) + 3
-    assert found.efficiency != usual.efficiency
+    assert found != usual
     assert error(found) < error(usual)
-
-
-def validate_rows(validation, points):
-    from expertmesh.costs.step_time import step_seconds
-
-    for point in points:
-        seconds = step_seconds(point.raw(), validation.efficiency).total_s
-        yield seconds / point.measured_s - 1
 
 
 def test_own_rows_take_recipes_and_change_plans(written, capsys):
@@ -76,8 +67,6 @@ def test_own_rows_take_recipes_and_change_plans(written, capsys):
     usual = capsys.readouterr().out
     assert front.main([*words, "--measured", path]) == 0
     assert capsys.readouterr().out != usual
-    assert front.main(["plan", "--validate", "--measured", path]) == 0
-    assert "mine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -142,8 +131,8 @@ def test_a_run_as_it_is_configured():
         micro_batch=2,
         accumulation=4,
     )
-    assert layout_of(config, 64) == expected
-    assert layout_of(config, 48) is None
+    assert configured_layout(config, 64) == expected
+    assert configured_layout(config, 48) is None
     found = em.plan(config, cluster="h100x64")
     own = as_configured(config, found.problem)
     assert own.layout == expected

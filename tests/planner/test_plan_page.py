@@ -48,7 +48,7 @@ def page(tmp_path_factory):
 
 def test_the_page_is_whole(page):
     seen = parsed(page)
-    assert seen.count("svg") == 5 and seen.count("section") == 5
+    assert seen.count("svg") == 4 and seen.count("section") == 5
     for part in ("Memory against time", "By part", "4,096 devices", "How sure this is", "guessed:"):
         assert part in page
 

@@ -12,7 +12,6 @@ from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe
 from expertmesh.planner.published import published_models
 from expertmesh.planner.serve import Serving, serve_plan
-from expertmesh.planner.validation import validate
 
 QWEN = Serving(published_models()["qwen3-30b"], find_cluster("h100x8"), 64, 4096, 1, 8)
 
@@ -81,12 +80,6 @@ def test_ways_fit_and_the_fastest_is_first():
     assert found.best.sizes == sizes_of(recipe("gpt-1.3b-moe128").model)
     low, high = found.best.usd_per_million
     assert 0 < low < high
-
-
-def test_rows_whose_batch_is_known_are_close():
-    rows = {row.point.name: row.error for row in validate().serving}
-    assert abs(rows["oii-decode"]) < 0.25
-    assert abs(rows["tt-qwen3-30b-a100"]) < 0.25
 
 
 def test_the_table_has_every_part(capsys):

@@ -38,7 +38,7 @@ def test_python_knows_the_recipes_of_the_command_line() -> None:
     for family in FAMILIES.values():
         for name, function in family.find_recipes().items():
             assert recipe(name) == function()
-    assert recipe("swin-mnist", {"train.steps": 7}).train.steps == 7
+            assert recipe(name, {"train.steps": 7}).train.steps == 7
 
 
 def test_a_section_of_changes_leaves_the_rest_of_the_section() -> None:

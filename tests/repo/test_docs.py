@@ -58,3 +58,29 @@ def test_wrapping_changes_white_space_only_and_no_markup():
     directive = "::: a.name\n    options:\n      members: [" + "one, " * 30 + "two]\n"
     assert wrap_docs.wrap(directive) == directive
     assert "\n| a row | of a table" in made and "\ncode code" in made
+
+
+SOURCES = ROOT / "src" / "expertmesh"
+OF_EVERY_FAMILY, OF_A_RUN = "models/NAME/", "runs/mine/"
+
+
+def test_source_files_that_pages_name_are_there():
+    """With a folder: from the root, or from src/expertmesh. A name alone: of any file. Logs and decisions tell what was."""
+    kept = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
+    names = {path.name for path in kept}
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in pages()
+        if page.name != "log.md" and not {"decisions", "results"} & set(page.parts)
+        for name in re.findall(r"(?<![\w./-])(?:[\w-]+/)*\w+\.py\b", page.read_text())
+        if not name.startswith((OF_EVERY_FAMILY, OF_A_RUN))
+        if ("/" in name or name not in names)
+        if not any((folder / name).is_file() for folder in (ROOT, SOURCES, SOURCES.parent))
+    ]
+    assert missing == []
+
+
+def test_the_architecture_names_every_folder():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    folders = {path.parent.name for path in SOURCES.glob("*/__init__.py")}
+    assert {name for name in folders if f"{name}/" not in page} == set()

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from expertmesh.models.builder import ModelBuilder
-from expertmesh.models.registry import FAMILIES
 from expertmesh.models.task import Task
 
-SOURCE = Path(__file__).parents[2] / "src" / "expertmesh"
+SOURCE = Path(__file__).parents[2] / "src"
+FAMILIES = {
+    path.parent.name: path.parent
+    for folder in ("expertmesh/models", "expertmesh_families")
+    for path in (SOURCE / folder).glob("*/family.py")
+}
+"""Folders of the families by name: the core's, and those of the package beside it, which may be absent."""
 FILES = {"config", "spec", "recipes", "costs", "family", "builder", "task", "model"}
 """What each family's folder has."""
 DOORS = {
@@ -21,8 +26,8 @@ DOORS = {
     "runs",  # opens folders of the hub
     "__init__.py",  # em.GPT
 }
-"""Folders that know GPTs, because other projects' models and files become one."""
-OF_THE_HUB = SOURCE / "checkpoints" / "hub" / "families"
+"""Places of the core that know GPTs, because other projects' models and files become one."""
+OF_THE_HUB = SOURCE / "expertmesh" / "checkpoints" / "hub" / "families"
 """Files named after architectures of the hub, whatever family of ours those are."""
 MOST_METHODS = 10
 MOST_PLACES = 2
@@ -37,27 +42,28 @@ def imports_of(path):
 
 
 def folders_of(family):
-    """Folders of the package in which somebody imports a module of the family."""
-    inside = f"expertmesh.models.{family}."
+    """Folders of both packages in which somebody imports a module of the family."""
+    inside = ".".join(FAMILIES[family].relative_to(SOURCE).parts) + "."
     return {
-        path.relative_to(SOURCE).parts[0]
+        path.relative_to(SOURCE).parts[1]
         for path in SOURCE.rglob("*.py")
         if any(f"{name}.".startswith(inside) for name in imports_of(path))
     }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_its_folder_and_its_verb(family):
-    assert {path.stem for path in (SOURCE / "models" / family).glob("*.py")} >= FILES
+def test_a_family_is_its_folder(family):
+    assert {path.stem for path in FAMILIES[family].glob("*.py")} >= FILES
     known = folders_of(family)
-    assert {"models"} <= known - (DOORS if family == "gpt" else set()) <= {"models", "cli"}
+    assert known - (DOORS if family == "gpt" else set()) == {
+        "models" if family == "gpt" else family
+    }
     others = "|".join(FAMILIES)
     stray = [
         path
         for path in SOURCE.rglob("*.py")
         if re.search(rf"(^|_)({others})($|_)", path.stem)
-        and path.parent.parent.name != "models"
-        and path.parent != OF_THE_HUB
+        and path.parent not in {*FAMILIES.values(), OF_THE_HUB}
     ]
     assert stray == []
 
@@ -65,16 +71,13 @@ def test_a_family_is_its_folder_and_its_verb(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_places_know_the_projections_of_attention(family):
     """The module that has the matrix, and the spec that says all else of it."""
-    known = {"gpt": ["attention.py", "gpt/*.py"], "seq2seq": ["attention.py", "seq2seq/*.py"]}
-    inside = [
-        path
-        for pattern in known.get(family, [f"{family}/*.py"])
-        for path in (SOURCE / "models").glob(pattern)
-    ]
+    models = SOURCE / "expertmesh" / "models"
+    inside = [*FAMILIES[family].glob("*.py")]
+    inside += [models / "attention.py"] if family in ("gpt", "seq2seq") else []
+    of_families = {models, *FAMILIES.values()}
+    others = [path for path in SOURCE.rglob("*.py") if of_families.isdisjoint(path.parents)]
     spelled = [
-        path
-        for path in [*inside, *(p for p in SOURCE.rglob("*.py") if "models" not in p.parts)]
-        if re.search(r"\bqkv(\.|\b *=)", path.read_text())
+        path for path in [*inside, *others] if re.search(r"\bqkv(\.|\b *=)", path.read_text())
     ]
     assert 0 < len(spelled) <= MOST_PLACES, spelled
 

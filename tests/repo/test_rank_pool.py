@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -17,6 +19,29 @@ def sum_of(tensor):
     total = tensor.clone()
     dist.all_reduce(total)
     return os.getpid(), total
+
+
+def test_a_rank_whose_owner_has_gone_ends_in_silence(tmp_path):
+    lines = """
+        import sys, threading
+        from multiprocessing import Pipe
+        from tests.support.ranks import _serve
+
+        here, there = Pipe()
+        here.send("wake up")
+        here.send((len, ((),), {}))
+
+        def leave():
+            here.recv()  # "awake"
+            here.poll(None)
+            here.close()  # what is not read makes the rank's next read a reset connection
+
+        threading.Thread(target=leave).start()
+        _serve(there, 0, 1, sys.argv[1], 60, sys.path)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(lines), str(tmp_path / "store")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_S)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 class SlowToTake:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "expertmesh"
+SOURCE = Path(__file__).parents[2] / "src"
 FIRST = re.compile(
     r"(What|That|Those|These|This|Which|Whose|Who|How|Where|When|As|It|Its|They|Them|Of|For|To|In|On|By|With|Without|If|One|Ones|"
     r"Nothing|Something|Everything|Anything|Some|Another|Others?|Such|So|Here|There|Most|More|The same|None)\b"

@@ -7,12 +7,18 @@ import pytest
 import torch
 from rich.console import Console
 from tests.support.hub_text import byte_tokenizer, hub_folder
+from tests.support.serving import make_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import expertmesh as em
 from expertmesh.cli.main import main
+from expertmesh.cli.serve import precision_of
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
+from expertmesh.ops.cpu.products import usual_library
+from expertmesh.runs import precision
+from expertmesh.runs.arithmetic import Arithmetic
 from expertmesh.runs.open import LoadedModel, find_model, open_model
 from expertmesh.training.loop import train
 
@@ -98,6 +104,85 @@ def test_type_and_device_are_no_options_of_the_training(folders):
         em.load(folders[1], device="mps")
 
 
+@pytest.mark.parametrize("processor", ["bfloat16", "float32"])
+def test_a_folder_computes_in_the_type_of_its_files_on_any_processor(
+    folders, capsys, monkeypatch, processor
+):
+    """Whatever `auto` would be for a training here; the first line of a verb says so."""
+    fastest = Arithmetic("cpu", processor, usual_library(), "auto: asked")
+    for place in ("chosen", "fastest"):
+        monkeypatch.setattr(precision, place, lambda products: fastest, raising=False)
+    stored = open_model(folders[0]).model.embedding.weight.dtype
+    name = str(stored).removeprefix("torch.")
+    for folder in folders:
+        opened = open_model(folder)
+        assert {opened.precision.compute_dtype, opened.precision.master_dtype} == {stored}
+        assert em.Engine(folder).model.embedding.weight.dtype == stored
+        printed(folder, capsys)
+        assert said(folder, capsys) == f"{name} on cpu (the type of its files)"
+        assert said(folder, capsys, "--dtype", "float64") == "float64 on cpu (as asked for)"
+        assert em.load(folder, dtype="float64").model.embedding.weight.dtype == torch.float64
+    with pytest.raises(ConfigError, match="^dtype=float31: must be one of float32, bfloat16"):
+        em.load(folders[0], dtype="float31")
+
+
+WAYS = {
+    "engine": lambda folder, n: em.Engine(folder).generate([PROMPT], em.SamplingParams(temperature=0, max_tokens=n))[0].text,
+    "generate": lambda folder, n: em.generate(*em.load(folder), PROMPT, max_tokens=n, temperature=0),
+    "verb": lambda folder, n: main(["generate", str(folder), PROMPT, "--greedy", "--max-tokens", str(n)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_text_of_an_fp32_folder_is_transformers(tmp_path, capsys, way):
+    """BF16 would differ after some tokens."""
+    folder = hub_folder(tmp_path / "hub")
+    theirs, tokenizer = (
+        one.from_pretrained(folder) for one in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    given = tokenizer(PROMPT, return_tensors="pt")
+    ids = theirs.generate(**given, do_sample=False, max_new_tokens=40)[
+        0, given.input_ids.shape[1] :
+    ]
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    found = WAYS[way](folder, 40)
+    found = capsys.readouterr().out if way == "verb" else found
+    assert found.strip("\n").removeprefix(PROMPT).strip() == expected.strip() != ""
+
+
+TRAINED = {
+    ("float32", None): "float32 on cpu (the type of its files)",
+    ("bfloat16", None): "float32 on cpu (the type of its files; its training computed in bfloat16, which --dtype bfloat16 would be)",
+    ("bfloat16", "bfloat16"): "bfloat16 on cpu (as asked for)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("trained", "asked"), TRAINED)
+def test_a_server_says_where_training_computed_in_another_type(tmp_path, trained, asked):
+    run = make_run(tmp_path / "run", **{"train.dtype": trained})
+    engine = em.Engine(
+        run, num_blocks=8, device="cpu", **({} if asked is None else {"dtype": asked})
+    )
+    assert precision_of(engine, str(run)).description == TRAINED[trained, asked]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_calibration_says_its_type(folders, tmp_path, capsys, calibrated):
+    (tmp_path / "text.txt").write_text("a few words of text " * 200)
+    words = ["quantize", str(folders[0]), "--to", str(tmp_path / "to"), "--format", "int8"]
+    assert (
+        main([*words, *(["--calibration", str(tmp_path / "text.txt")] if calibrated else [])]) == 0
+    )
+    assert ("computing in " in capsys.readouterr().err) == calibrated
+
+
+def said(folder, capsys, *words):
+    assert main(["generate", str(folder), PROMPT, "--max-tokens", "1", *words]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("computing in ")
+    return first.removeprefix("computing in ")
+
+
 def test_a_loaded_model_is_model_and_tokenizer(folders):
     loaded = em.load(folders[1])
     model, tokenizer = loaded
@@ -116,7 +201,7 @@ WHO_MAY = {
         ),
     },
     # who says in what a trained model computes, beside two that tell what training would
-    ("resolve_precision",): {"runs/open.py", "cli/doctor.py", "cli/train.py"},
+    ("resolve_precision",): {"cli/doctor.py", "cli/train.py"},
     ("Precision.of",): {"runs/open.py"},
     # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of transformers;
     # and folders of the hub, whose tokenizer says what the run's prompts begin with

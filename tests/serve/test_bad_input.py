@@ -226,7 +226,7 @@ def test_end_tokens_that_leave_none_before_min_tokens_are_refused(client, folder
 
 def test_what_changes_nothing_is_accepted(client):
     for body in (
-        with_(best_of=1, n=1, user="me", unknown_field={"a": [1]}, suffix=""),
+        with_(best_of=1, n=1, user="me", unknown_field=None, metadata={"a": [1]}, suffix=""),
         with_(prompt="", top_p=0, seed=-5, logit_bias={}, top_k=-1),
         with_(max_tokens=10**12, min_tokens=10**12, stop=["\n"]),
         with_(prompt=[5.0], max_tokens=2.0),

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 from tests.support.calls import calls_of
 from tests.support.full_screen import full_screen
+from tests.support.known_rows import known
 from tests.support.serving import events, make_run, served
 
 import expertmesh as em
@@ -236,7 +237,7 @@ def test_other_machines_need_a_key(host):
         ServerConfig(host=host, without_key=True, api_key_file="keys")
 
 
-@pytest.mark.parametrize("recipe", ["translate-test", "swin-test"])
+@pytest.mark.parametrize("recipe", known(["translate-test", "swin-test"]))
 def test_models_that_are_no_decoders_are_refused_by_name(recipe, tmp_path, capsys):
     config = parse_run_config([recipe]).config
     (tmp_path / "run").mkdir()

@@ -1,7 +1,9 @@
 """JSON mode over HTTP: OpenAI's and vLLM's spellings, streams, and schemas that cannot be kept."""
 
+import asyncio
 import json
 import sys
+import threading
 from functools import reduce
 
 import httpx2
@@ -10,6 +12,7 @@ import pytest
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
+from expertmesh.serve.app import ServerApp
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import RequestReader
 from expertmesh.serve.schema import CompletionRequest
@@ -105,3 +108,95 @@ def test_without_llguidance_the_extra_is_named(folder, monkeypatch):
     with pytest.raises(RequestError, match=r"expertmesh\[json\]") as caught:
         reader.completion(request)
     assert (caught.value.status, caught.value.param) == (400, "guided_json")
+
+
+BOMB = {"type": "array", "items": {"type": "integer", "multipleOf": 999_979}}
+
+
+def test_a_schema_that_is_tried_holds_up_no_other_request(folder):
+    """By order of events: while four schemas are tried, others answer, with and without schemas that are known."""
+    engine = Engine(folder, num_blocks=64)
+    app = ServerApp(engine, ServerConfig(), model_name="tiny", version="0")
+    is_tried, may_end, order = threading.Semaphore(0), threading.Event(), []
+
+    class Held:
+        def problem(self, _):
+            is_tried.release()
+            assert may_end.wait(100)
+
+    async def ask(client, name, **fields):
+        body = {"prompt": "x", "max_tokens": 3} | fields
+        found = await client.post("/v1/completions", json=body)
+        assert found.status_code == 200, found.text
+        order.append(name)
+
+    async def both():
+        app.start()
+        local = httpx2.ASGITransport(app=app.asgi)
+        async with httpx2.AsyncClient(transport=local, base_url="http://localhost") as client:
+            await ask(client, "known", guided_json=SCHEMA)
+            engine.json_rules.trial = Held()
+            held = [
+                asyncio.ensure_future(ask(client, "held", guided_json={"const": i}))
+                for i in range(8)
+            ]
+            await asyncio.to_thread(is_tried.acquire)
+            for _ in range(3):
+                await ask(client, "plain")
+                await ask(client, "schema", guided_json=SCHEMA)
+                assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+            may_end.set()
+            await asyncio.gather(*held)
+        await asyncio.to_thread(app.stop)
+
+    asyncio.run(asyncio.wait_for(both(), 110))
+    assert order == ["known", *["plain", "schema"] * 3, *["held"] * 8]
+
+
+def test_more_schemas_than_may_wait_are_429(folder):
+    app = ServerApp(Engine(folder, num_blocks=64), ServerConfig(), model_name="tiny", version="0")
+    app._num_schemas = 32
+
+    async def ask():
+        app.start()
+        local = httpx2.ASGITransport(app=app.asgi)
+        async with httpx2.AsyncClient(transport=local, base_url="http://localhost") as client:
+            body = {"prompt": "x", "max_tokens": 3}
+            found = await client.post("/v1/completions", json=body | {"guided_json": {"const": 3}})
+            assert (found.status_code, found.headers["retry-after"]) == (429, "1")
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        await asyncio.to_thread(app.stop)
+
+    asyncio.run(asyncio.wait_for(ask(), 110))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (BOMB, "multipleOf=999979"),
+        ({"enum": [*range(20_000)]}, "enum: has more than"),
+        ({"type": "string", "pattern": "^(a?){500}a{500}$"}, "too large to follow"),
+        ({"allOf": [{"multipleOf": 99_991}, {"multipleOf": 99_989}]}, "cannot be kept"),
+    ],
+)
+def test_bombs_are_400_in_one_sentence(server, schema, said):
+    found = post(server, {"response_format": wrapped(schema)})
+    message = found.json()["error"]["message"]
+    assert found.status_code == 400 and said in message, message
+    assert "<state>" not in message and "compute_time" not in message
+
+
+WRAPPED = {"type": "integer", "minimum": 1, "maximum": 999_999}
+WRAPPED["allOf"] = [
+    {"multipleOf": 53_300},
+    {"multipleOf": 80_581},
+]  # beyond 32 bits: the compiler is wrong
+
+
+def test_an_answer_that_would_not_validate_is_400(server):
+    fields = {"guided_json": {"type": "array", "items": WRAPPED, "minItems": 1}, "seed": 0}
+    fields |= {"max_tokens": 100, "n": 4}
+    found = post(server, fields)
+    assert found.status_code == 400 and "does not validate" in found.text
+    found = post(server, fields | {"stream": True})
+    assert "invalid_request_error" in found.text and '"stop"' not in found.text

@@ -2,23 +2,26 @@
 
 import pytest
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.calls import calls_of
 
 import expertmesh as em
 from expertmesh.config.server import ServerConfig
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import RequestReader
 from expertmesh.serve.schema import (
+    ANY,
     HARMLESS,
-    REFUSED,
+    INSTEAD,
     RENAMED,
     ChatRequest,
     CompletionRequest,
     Sampling,
     TokenizeChat,
+    TokenizeText,
 )
 from expertmesh.text.chat import MARKS, OwnFormat, TemplateFormat
 from expertmesh.text.format import text_format
-from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
+from expertmesh.text.tokenizer import ids_of_text, load_tokenizer, train_tokenizer
 
 TEMPLATE = (
     "{{ reasoning_effort }}{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}{{ '\n' }}"
@@ -163,17 +166,24 @@ OTHER = {  # values with an effect, of fields whose usual one is no list
     "truncate_prompt_tokens": -1,
     "tool_choice": "required",
     "do_sample": False,
+    "detokenize": False,
 }
+AS_USUAL = {name for name, values in HARMLESS.items() if values is not ANY}
 
 
-@pytest.mark.parametrize("name", sorted({*REFUSED, *RENAMED, *WITHOUT_EFFECT_ONCE}))
+@pytest.mark.parametrize(
+    "name", sorted({*AS_USUAL, *INSTEAD, *WITHOUT_EFFECT_ONCE, "of_no_program"})
+)
 def test_each_field_that_would_change_an_answer_is_refused_by_name(reader, name):
     """But for null, and the values that change nothing."""
     value = OTHER.get(name, True if HARMLESS.get(name) == (False,) else ["x"])
-    kinds = [(ChatRequest, {"messages": [USER]}, reader.chat)]
-    if name != "echo":  # a completion has one
-        kinds.append((CompletionRequest, {"prompt": "Hi"}, reader.completion))
+    kinds = [
+        (ChatRequest, {"messages": [USER]}, reader.chat),
+        (CompletionRequest, {"prompt": "Hi"}, reader.completion),
+    ]
     for kind, body, read in kinds:
+        if name in kind.model_fields:
+            continue
         plain = read(kind.model_validate(body))
         harmless = [None, *HARMLESS.get(name, ())]
         harmless += [kind is CompletionRequest] if name == "add_special_tokens" else []
@@ -219,3 +229,75 @@ def test_an_effort_that_no_template_reads_is_refused(tmp_path):
         RequestError, match="^reasoning_effort: this model's chat template does not"
     ):
         own.chat(ChatRequest.model_validate(body | {"reasoning_effort": "low"}))
+
+
+LONG = "few words " * 999
+REFUSED_AT_ONCE = {
+    "a prompt": (RequestReader.completion, CompletionRequest, {"prompt": LONG}, "prompt"),
+    "one of several": (
+        RequestReader.completion,
+        CompletionRequest,
+        {"prompt": ["a", LONG]},
+        "prompt",
+    ),
+    "tokens of a text": (RequestReader.tokenize, TokenizeText, {"prompt": LONG}, "prompt"),
+    "without a start": (
+        RequestReader.tokenize,
+        TokenizeText,
+        {"prompt": LONG, "add_special_tokens": False},
+        "prompt",
+    ),
+    "a message": (
+        RequestReader.chat,
+        ChatRequest,
+        {"messages": [{**USER, "content": LONG}]},
+        "messages",
+    ),
+    "several messages": (
+        RequestReader.chat,
+        ChatRequest,
+        {"messages": [{**USER, "content": "few words " * 20}] * 20},
+        "messages",
+    ),
+    "a variable": (
+        RequestReader.chat,
+        ChatRequest,
+        {"messages": [USER], "reasoning_effort": LONG},
+        "messages",
+    ),
+    "tokens of messages": (
+        RequestReader.tokenize,
+        TokenizeChat,
+        {"messages": [{**USER, "content": LONG}]},
+        "messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AT_ONCE)
+def test_a_text_without_room_is_refused_before_it_is_tokenised(reader, name):
+    read, kind, fields, param = REFUSED_AT_ONCE[name]
+    refused = pytest.raises(RequestError, match=f"^{param}: .*the model has( no)? room")
+    with calls_of(ids_of_text) as calls, refused as caught:
+        read(reader, kind.model_validate(fields))
+    assert all(len(call[0]["text"]) < 99 for call in calls)
+    error = caught.value
+    assert (error.status, error.param, error.code) == (400, param, "context_length_exceeded")
+    read(
+        reader,
+        kind.model_validate(
+            {**fields, param: [USER] if param == "messages" else "a", "reasoning_effort": None}
+        ),
+    )
+
+
+def test_a_template_that_does_not_end_is_an_error_of_its_request(tokenizer, tmp_path):
+    ends = (
+        "{% if messages|length > 4 %}{{ 7 ** (messages|length * 10 ** 7) }}{% endif %}" + TEMPLATE
+    )
+    reader = reader_of(tokenizer, tmp_path, ends)
+    with pytest.raises(RequestError, match="^messages: the model's chat template takes") as caught:
+        reader.chat(ChatRequest.model_validate({"messages": [USER] * 5}))
+    error = caught.value
+    assert (error.status, error.param, error.code) == (400, "messages", "chat_template_limit")
+    assert prompt_of(reader, {}) == ASKED + ANSWER

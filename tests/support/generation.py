@@ -15,7 +15,7 @@ def written_ids(model, prompts, *, ends=None, sources=None, temperature=0.0, see
         ends: ids that end an answer; None: none, the model's own neither.
         sources: of an encoder-decoder.
         temperature: 0: greedy.
-        seed: prompt i draws from seed + i.
+        seed: of all prompts; see `SamplingParams.seed`.
         **options: of `SamplingParams`.
     """
     params = SamplingParams(
@@ -28,7 +28,6 @@ def written_ids(model, prompts, *, ends=None, sources=None, temperature=0.0, see
     if sources is None:
         outputs = continue_prompts(model, prompts, params)
     else:
-        each = [SamplingParams(**{**vars(params), "seed": seed + i}) for i in range(len(prompts))]
         with evaluating(model):
-            outputs = Lockstep(model).generate(prompts, each, sources=sources)
+            outputs = Lockstep(model).generate(prompts, params, sources=sources)
     return [list(o.token_ids[: -1 if o.finish_reason == "stop" else None]) for o in outputs]

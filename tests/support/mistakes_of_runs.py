@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from expertmesh.models.seq2seq.recipes import translate_test
+from expertmesh.models.registry import recipe
 from tests.support.mistakes import Mistake, Words, plain, reseal, training
 from tests.support.place import Place
 
@@ -319,7 +319,7 @@ FILES = {
             lambda _: Tokenizer(WordLevel(LARGER, unk_token="<|endoftext|>")).to_str().encode(),
             REPORT,
         ),
-        ["tokens and the model 512", "of another run", "restore"],
+        ["tokenizer.json: has the SHA-256", "was trained with", "restore"],
         code=1,
         may_add=("run/report.html",),
     ),
@@ -486,16 +486,14 @@ PLACES = {
     ),
     "an export where no file can be": Mistake(
         with_run(lambda p: ["export", p.path("run"), "--output", "/proc/out"]),
-        ["/proc", ";"],
-        code=1,
+        ["/proc", "cannot be written", "choose another"],
     ),
     "a page where no file can be": Mistake(
-        reporting("--page", "/proc/page.html"), ["/proc", ";"], code=1
+        reporting("--page", "/proc/page.html"), ["/proc", "cannot be written", ";"]
     ),
     "a conversion where no folder can be": Mistake(
         with_run(lambda p: ["convert", "--from", p.path("run"), "--to", "/proc/out"]),
-        ["/proc", ";"],
-        code=1,
+        ["/proc", "cannot be made", "choose another"],
     ),
 }
 
@@ -508,7 +506,7 @@ def translating(*words: str, lines: dict[str, bytes] | None = None) -> Words:
             Path(place.path(name)).write_bytes(content)
         folder = Path(place.path("translator"))
         folder.mkdir()
-        values = {"recipe": "translate-test", **translate_test().model_dump(mode="json")}
+        values = {"recipe": "translate-test", **recipe("translate-test").model_dump(mode="json")}
         (folder / "config.json").write_text(json.dumps(values))
         named = [place.path(word[1:]) if word.startswith("@") else word for word in words]
         return ["translate", "--run", str(folder), *named]

@@ -176,7 +176,7 @@ def _serve(
     )
     # what is there now is not looked at again when what a function made is collected
     gc.freeze()
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(*_GONE):
         while True:
             function, args, kwargs = _next_call(pipe)
             torch.manual_seed(0)

@@ -1,9 +1,18 @@
-"""What `--train.dtype auto` computes in: measured once, kept with the run, followed when it goes on."""
+"""What `--train.dtype auto` computes in: by instructions and sizes, whatever a clock says; kept with the run, followed when it goes on."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from tests.support.runs import losses_of
+from tests.support.patience import PATIENCE_S
+from tests.support.runs import lines_of, losses_of
 
+import expertmesh
 from expertmesh.config.run import TrainConfig
 from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError
@@ -12,45 +21,114 @@ from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.onednn import has_onednn
-from expertmesh.runs import arithmetic
-from expertmesh.runs.arithmetic import MatmulChoice, choose, fastest, measure
+from expertmesh.runs import arithmetic, precision
+from expertmesh.runs.arithmetic import chosen, threads_for
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.runs.run_dir import RunDir
 
+SOURCE = Path(expertmesh.__file__).parent
 CPU = torch.device("cpu")
 USUAL = cpu_products.usual_library()
-OTHER = "blas" if USUAL == "onednn" else "onednn"
-FP32, FP32_OTHER, BF16 = (
-    MatmulChoice("float32", USUAL),
-    MatmulChoice("float32", OTHER),
-    MatmulChoice("bfloat16", USUAL),
-)
 
 
 @pytest.mark.parametrize(
-    ("other", "bf16", "expected"),
+    ("sizes", "has_amx", "dtype", "why"),
     [
-        (1.0, 0.89, BF16),
-        (1.0, 0.91, FP32),
-        (0.89, 0.85, FP32_OTHER),
-        (0.89, 0.79, BF16),
-        (0.91, 1.5, FP32),
+        ([(256, 256, 256)], True, "bfloat16", "auto: the processor has AMX"),
+        ([(255, 256, 256)], True, "float32", "auto: products of 16.7 M .* too small for AMX"),
+        ([(16, 16, 16, 1000), (512, 512, 512, 1)], True, "bfloat16", "AMX"),
+        ([(256, 256, 256)], False, "float32", "auto: the processor has no AMX"),
+        ([], True, "bfloat16", "AMX"),
     ],
 )
-def test_fp32_by_the_usual_library_wins_within_a_tenth(other, bf16, expected):
-    found = choose({FP32: 1.0, FP32_OTHER: other, BF16: bf16})
-    assert found.dtype == expected.dtype
-    assert found.dtype == "bfloat16" or found.library == expected.library
-    assert "bfloat16" in found.reason and "float32 by" in found.reason
+def test_instructions_and_sizes_decide(sizes, has_amx, dtype, why):
+    found = chosen([Product(*one) for one in sizes], has_amx=has_amx)
+    assert (found.dtype, found.library) == (dtype, USUAL) and re.search(why, found.reason)
 
 
-def test_every_way_is_measured_and_nothing_stays_changed():
-    threads = torch.get_num_threads()
-    found = measure([Product(64, 96, 80, count=3), Product(512, 4096, 4096)])
-    expected = {FP32, FP32_OTHER, BF16} if has_onednn() else {FP32}
-    assert set(found) == expected and all(seconds > 0 for seconds in found.values())
-    assert torch.get_num_threads() == threads
-    assert cpu_products.goes_to_onednn(torch.float32, CPU) == (USUAL == "onednn")
+@pytest.mark.parametrize(
+    ("side", "count"), [(1, 1), (128, 1), (255, 1), (256, 2), (512, 5), (1024, 16), (4096, 128)]
+)
+def test_threads_grow_with_the_products(side, count):
+    assert threads_for([Product(side, side, side)]) == count
+
+
+_REPORTED = "a time or a rate that is reported"
+_WAITS = "how long is waited for another process or thread"
+_SAID = "when a line is printed"
+
+WHO_MAY_TIME = {
+    "parallel/experts/adaptive.py": "the dispatch options of parallel.adaptive, which its run keeps",
+    "comm/measure.py": "the links that the tuner of dispatch options begins with",
+    "training/ends.py": "after which step train.max_time ends a call",
+    "training/stop.py": "whether a second Ctrl-C ends a run at once",
+    "cli/torchrun.py": "which rank tells a mistake",
+    "cli/machine.py": _REPORTED,
+    "training/loop.py": _REPORTED,
+    "training/pace.py": _REPORTED,
+    "checkpoints/store.py": _WAITS,
+    "comm/start.py": _WAITS,
+    "cli/terminal_progress.py": _SAID,
+    "data/data_progress.py": _SAID,
+    "engine/engine.py": _REPORTED,
+    "engine/answers.py": _REPORTED,
+    "engine/timing.py": _REPORTED,
+    "serve/app.py": _REPORTED,
+    "serve/writing.py": _REPORTED,
+    "serve/worker.py": _REPORTED,
+    "serve/request_metrics.py": _REPORTED,
+    "serve/gate.py": _REPORTED,
+    "serve/metrics.py": _REPORTED,
+    "serve/load_client.py": "when a client sends its requests, and what it reports",
+    "serve/server.py": _WAITS,
+}
+"""Modules that look at a clock, and all that it decides there."""
+
+
+def test_who_looks_at_a_clock():
+    clock = re.compile(
+        r"\btime\.(time|perf_counter|thread_time|process_time|monotonic)(_ns)?\b|enable_timing|getloadavg"
+        r"|loop\.time\(|\.now\(|\.today\(|from time import|timeit|do_bench|autotune\(|cudnn\.benchmark"
+    )
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in (*SOURCE.rglob("*.py"), *SOURCE.with_name("expertmesh_families").rglob("*.py"))
+        if clock.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(WHO_MAY_TIME)
+
+
+MISLEADING = """
+import random, time
+source = random.Random(1)
+for name in ("perf_counter", "process_time", "thread_time"):
+    right = getattr(time, name)
+    setattr(time, name, lambda right=right: right() + source.random() * 1e3)
+"""
+TRAINED = """
+import json, sys
+import expertmesh as em
+em.train(em.recipe("gpt-moe-test", json.loads(sys.argv[1])), quiet=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_by_a_misleading_clock_is_the_same(tiny_in, run_quietly, tmp_path):
+    """Type, library, threads and all losses, in a process whose clock leaps."""
+    config = tiny_in(tmp_path / "right", **{"train.dtype": "auto"})
+    run_quietly(config)
+    (tmp_path / "sitecustomize.py").write_text(MISLEADING)
+    left, right = tmp_path / "misled", RunDir(config.train.run_dir)
+    values = config.updated({"train.run_dir": str(left)}).model_dump(mode="json")
+    paths = [str(tmp_path), str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    subprocess.run(
+        [sys.executable, "-c", TRAINED, json.dumps(values)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    assert (left / "arithmetic.json").read_text() == right.arithmetic.read_text()
+    assert lines_of(left) == lines_of(right.path) != []
 
 
 @pytest.mark.parametrize("recipe", ["gpt-moe-demo", "gpt-dense-demo", "gpt-moe-test"])
@@ -78,16 +156,16 @@ def test_either_library_multiplies_while_it_is_asked_to():
 
 
 @pytest.mark.parametrize("first", ["float32", "bfloat16"])
-def test_a_run_goes_on_as_it_began_where_the_measurement_would_now_differ(
+def test_a_run_goes_on_as_it_began_on_a_processor_that_would_now_choose_otherwise(
     tiny, run_quietly, tmp_path, monkeypatch, first
 ):
     answer = {}
 
-    def measured(products):
+    def fake(products):
         assert products, "the model's own"
-        return {FP32: 1.0, BF16: 0.5 if answer["is"] == "bfloat16" else 2.0}
+        return arithmetic.Arithmetic("cpu", answer["is"], USUAL, "auto: asked")
 
-    monkeypatch.setattr(arithmetic, "measure", measured)
+    monkeypatch.setattr(precision, "chosen", fake)
 
     def run(name, dtype, **options):
         answer["is"] = dtype
@@ -114,9 +192,9 @@ def test_the_library_of_a_run_is_followed(tmp_path):
     record = tmp_path / "arithmetic.json"
     for library in ("onednn", "blas"):
         arithmetic.write_arithmetic(record, arithmetic.Arithmetic("cpu", "float32", library))
-        precision = resolve_precision(TrainConfig(device="cpu"), record=record)
-        assert precision.arithmetic.library == library
-        with precision.autocast():
+        found = resolve_precision(TrainConfig(device="cpu"), record=record)
+        assert found.arithmetic.library == library
+        with found.autocast():
             expected = library == "onednn" and has_onednn()
             assert cpu_products.goes_to_onednn(torch.float32, CPU) == expected
     arithmetic.write_arithmetic(record, arithmetic.Arithmetic("cuda", "bfloat16", "blas"))
@@ -128,7 +206,7 @@ def test_the_library_of_a_run_is_followed(tmp_path):
     "text",
     ["", "[]", '{"device": "cpu"}', '{"device": "cpu", "dtype": "float32", "library": "x"}']
     + ['{"device": "cpu", "dtype": "float31", "library": "blas"}']
-    + ['{"device": "cpu", "dtype": "float32", "library": "blas", "seconds": 3}'],
+    + ['{"device": "cpu", "dtype": "float32", "library": "blas", "reason": 3}'],
 )
 def test_a_damaged_record_is_one_line(tmp_path, text):
     (record := tmp_path / "arithmetic.json").write_text(text)
@@ -136,5 +214,8 @@ def test_a_damaged_record_is_one_line(tmp_path, text):
         resolve_precision(TrainConfig(device="cpu"), record=record)
 
 
-def test_a_model_that_names_no_products_is_measured_with_usual_ones():
-    assert fastest(()).dtype in ("float32", "bfloat16")
+def test_a_record_of_a_version_that_measured_is_read(tmp_path):
+    text = '{"device": "cpu", "dtype": "bfloat16", "library": "blas", "seconds": {"a": 1}, "threads": 2}'
+    (record := tmp_path / "arithmetic.json").write_text(text)
+    found = arithmetic.read_arithmetic(record)
+    assert (found.dtype, found.threads) == ("bfloat16", 2)

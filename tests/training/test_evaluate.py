@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64
-from tests.support.calls import calls_of
 from tests.support.waits import waits
 from torch import nn
 
-from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import TrainConfig
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.windows import Windows
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.task import GPTTask, bits_per_byte
-from expertmesh.models.seq2seq.recipes import translate_test
-from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.evaluate import _on_device, evaluate
 
@@ -60,19 +56,6 @@ def test_a_uniform_model_needs_log2_of_the_vocabulary_per_token():
     assert math.isclose(found["loss"], math.log(8))
     assert math.isclose(found["bits_per_byte"], 6 * 3 / 15)
     assert model.modes == (False, False) and model.training
-
-
-def test_what_is_measured_is_counted_before_it_goes_to_the_device():
-    cfg = translate_test().updated({"model.moe": MoEConfig(num_experts=())})
-    task = Seq2SeqTask(cfg)
-    task._directions = ("de-en", "en-de")
-    model = task.builder.build(device="cpu", dtype=torch.float64)
-    ids, lengths = torch.full((2, 5), 7), torch.tensor([5, 2])
-    batches = [(ids, lengths, ids, lengths, torch.tensor([0, 1]))] * 3
-    data = types.SimpleNamespace(validation=lambda *_: batches)
-    with calls_of(Seq2SeqTask._forward) as calls:
-        evaluate(task, model, data, batch_size=2, max_samples=None, precision=PRECISION)
-    assert [variables["part"].num_items for variables, _ in calls] == [7, 7, 7]
 
 
 def test_sums_on_the_host_and_on_the_device_are_one():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from tests.support.known_rows import known
 from torch import nn
 
 from expertmesh.config.run import OptimConfig
@@ -55,10 +56,12 @@ OF_GPT = [
 ]
 RECIPES = {n: make for f in FAMILIES.values() for n, make in f.find_recipes().items()}
 OWN = [(name, {}) for name in RECIPES] + [("gpt-moe-test", options) for options in OF_GPT]
-OWN += [
-    ("translate-multi30k", {"model.tie_embeddings": False, "model.positions": "untied"}),
-    ("swin-mnist", {"model.moe.router": "cosine"}),
-]
+OWN += known(
+    [
+        ("translate-multi30k", {"model.tie_embeddings": False, "model.positions": "untied"}),
+        ("swin-mnist", {"model.moe.router": "cosine"}),
+    ]
+)
 
 
 @pytest.mark.parametrize(("recipe", "options"), OWN, ids=str)

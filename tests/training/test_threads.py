@@ -1,4 +1,4 @@
-"""How many threads compute: measured, kept with the run, said; fewer within a tenth; what the user has set wins."""
+"""How many threads compute: by the sizes of products, kept with the run, said; what the user has set wins."""
 
 import io
 import itertools
@@ -15,33 +15,24 @@ from rich.console import Console
 from expertmesh.cli.main import main
 from expertmesh.cli.waiting import wait_passively
 from expertmesh.comm.cores import Room
-from expertmesh.config.run import TrainConfig
 from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.precision import resolve_precision
 from expertmesh.runs.run_dir import RunDir
-from expertmesh.training import threads
 from expertmesh.training.loop import train
 from expertmesh.training.pace import Pace, SystemCounts
 from expertmesh.training.threads import (
     Threads,
     check_threads,
-    choose,
     computing_with,
-    measure_forward,
-    measure_step,
-    numbers_up_to,
-    race,
+    forward_products,
     settle_threads,
 )
 
-FP32 = resolve_precision(TrainConfig(dtype="float32", device="cpu"))
-FASTER = {1: 1.0, 2: 0.8, 4: 0.5}
-
-
 FOUR_CORES = Room("here", (0, 1, 2, 3), None)
+LARGE, SMALL = [Product(1024, 1024, 1024)], [Product(16, 16, 16)]
+TWO = [Product(256, 256, 256)]
 
 
 @pytest.fixture
@@ -55,54 +46,31 @@ def four_threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-def settled(seconds=FASTER, room=FOUR_CORES, **options):
-    asked = []
-
-    def measure(counts):
-        asked.append(list(counts))
-        return {n: seconds[n] for n in counts}
-
-    return settle_threads(Ranks(), measure, room=room, **options), asked
+def settled(products=LARGE, room=FOUR_CORES, **options):
+    found = settle_threads(Ranks(), products, room=room, **options)
+    return found.count, found.why
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ({1: 1.0, 2: 0.5}, 2),
-        ({1: 1.0, 2: 0.95}, 1),
-        ({1: 1.0, 2: 38.0}, 1),
-        ({1: 1.0, 2: 0.54, 4: 0.5}, 2),
-        ({1: 1.0, 2: 0.56, 4: 0.5}, 4),
-    ],
-)
-def test_fewer_threads_within_a_tenth(seconds, expected):
-    found = choose(seconds)
-    assert found.count == expected and found.seconds == seconds
-    assert all(f"{n}: " in found.description for n in seconds)
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])]
-)
-def test_numbers_that_are_measured(most, expected):
-    assert numbers_up_to(most) == expected
+ALL = "all that it may use"
 
 
 def test_what_decides(four_threads, monkeypatch):
-    assert settled() == (Threads(4, choose(FASTER).why, FASTER), [[1, 2, 4]])
-    assert settled(given=3) == (Threads(3, "parallel.num_threads"), [])
-    assert settled(began_with=2) == (Threads(2, "as the run began"), [])
-    assert settled(began_with=64)[0].count == 4, "no more than there are"
+    assert settled() == (4, ALL)
+    assert settled(SMALL) == (1, "for products of this size")
+    assert settled(TWO) == (2, "for products of this size")
+    assert settled(given=3) == (3, "parallel.num_threads")
+    assert settled(began_with=2) == (2, "as the run began")
+    assert settled(began_with=64)[0] == 4, "no more than there are"
     with computing_with(Threads(2, "")):
-        assert settled()[1] == [[1, 2]], "a caller of Python has set two"
+        assert settled() == (2, ALL), "a caller of Python has set two"
     limited = Room("here", (0, 1, 2, 3), 2.0)
-    assert settled(room=limited)[1] == [[1, 2]], "the container has two cores' worth of time"
+    assert settled(room=limited)[0] == 2, "the container has two cores' worth of time"
     alone = Room("here", (2,), None)
-    assert settled(room=alone) == (Threads(1, "all that it may use"), [])
+    assert settled(room=alone) == (1, ALL)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert settled() == (Threads(4, "OMP_NUM_THREADS=4"), [])
-    assert settled(began_with=2) == (Threads(4, "OMP_NUM_THREADS=4"), [])
-    assert settled(given=2) == (Threads(2, "parallel.num_threads"), [])
+    assert settled() == (4, "OMP_NUM_THREADS=4")
+    assert settled(began_with=2) == (4, "OMP_NUM_THREADS=4")
+    assert settled(given=2) == (2, "parallel.num_threads")
 
 
 def test_far_too_many_are_refused():
@@ -111,33 +79,13 @@ def test_far_too_many_are_refused():
         check_threads(1_000_000)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_a_model_is_measured_with_every_number_and_nothing_stays_changed(dtype, tiny):
-    precision = resolve_precision(TrainConfig(dtype=dtype, device="cpu"))
-    before = torch.get_num_threads()
-    for products in ([Product(64, 96, 80, count=3), Product(512, 4096, 4096)], []):
-        found = measure_step(products, precision, [1, 2, 3])
-        assert list(found) == [1, 2, 3] and all(s > 0 for s in found.values())
-    model = GPT(tiny().model, dtype=torch.float32, seed=0).eval()
-    found = measure_forward(model, precision, [1, 2], num_rows=2)
-    assert list(found) == [1, 2] and all(s > 0 for s in found.values())
-    assert list(measure_forward(torch.nn.ReLU(), precision, [1, 2], num_rows=1)) == [1]
-    assert torch.get_num_threads() == before
-
-
-def test_noise_in_some_rounds_decides_nothing():
-    """Two threads take half of the time but for each third call, in which another program pushes them aside."""
-    clock, calls = [0.0], [0]
-
-    def work():
-        n = torch.get_num_threads()
-        calls[0] += n == 2
-        clock[0] += 1e-3 / n * (50 if n == 2 and calls[0] % 7 == 0 else 1)
-
-    before = torch.get_num_threads()
-    found = race([(work, 1.0)], [1, 2], lambda: clock[0])
-    assert torch.get_num_threads() == before
-    assert choose(found).count == 2
+def test_the_products_of_a_models_forward_pass(tiny):
+    model = GPT(tiny().model, dtype=torch.float32, seed=0)
+    found = forward_products(model.parameters(), num_rows=2)
+    matrices = [p if p.ndim == 2 else p[0] for p in model.parameters() if p.ndim >= 2]
+    assert [p.in_features * p.out_features for p in found] == [w.numel() for w in matrices]
+    assert all(p.num_rows == 16 for p in found), "fewer rows take no less"
+    assert forward_products(torch.nn.ReLU().parameters(), num_rows=1) == []
 
 
 def first_line(config):
@@ -155,7 +103,7 @@ def test_a_run_says_how_many_and_goes_on_with_them(four_threads, tiny, before_st
     values = json.loads(record.read_text())
     count = values["threads"]
     assert re.search(
-        rf", {count} threads? \((measured, 1: [\d.]+ m?s, 2: |all that it may use)", line
+        rf", {count} threads? \((for products of this size|all that it may use)\)", line
     )
     assert used == [count] * 4
     record.write_text(json.dumps(values | {"threads": 1}))
@@ -243,12 +191,9 @@ def test_the_command_line_sets_it_before_torch_is_loaded():
     assert done.stdout == "False PASSIVE\n"
 
 
-def test_verbs_compute_with_the_number_that_is_chosen(
-    four_threads, tiny, run_quietly, threshold, capsys
-):
+def test_verbs_compute_with_the_number_that_is_chosen(four_threads, tiny, run_quietly, capsys):
     config = tiny()
     run_quietly(config)
-    threshold(threads, "MARGIN", 1e9)  # the fewest are never too slow
     used = set()
     hook = torch.nn.modules.module.register_module_forward_pre_hook(
         lambda module, _: used.add(torch.get_num_threads()) if isinstance(module, GPT) else None

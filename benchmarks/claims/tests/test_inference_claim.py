@@ -17,7 +17,7 @@ from benchmarks.claims.inference import (
 
 import expertmesh as em
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh_families.seq2seq.model import Seq2Seq
 
 
 GPTS = [claim for claim in FAMILIES if claim != "languages"]

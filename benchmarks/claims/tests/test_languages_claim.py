@@ -10,7 +10,7 @@ from benchmarks.claims import languages
 from benchmarks.claims.languages import FOLDERS, LANGUAGES, TESTS, TWINS, gain
 from benchmarks.claims.runs import Ledger, Runs
 
-from expertmesh.models.seq2seq.costs import forward_flops
+from expertmesh_families.seq2seq.costs import forward_flops
 
 CODES = ("cs", "de", "en", "fr")
 TINY = {

@@ -8,7 +8,7 @@ import torch
 from tests.support.pictures import stripes, write_folder
 
 from benchmarks.claims import vision_claims, vision_speed
-from expertmesh.models.swin.recipes import swin_test
+from expertmesh_families.swin.recipes import swin_test
 
 TINY = {
     "model.dim": 8,

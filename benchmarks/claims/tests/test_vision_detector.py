@@ -9,8 +9,8 @@ import torch
 from tests.support.pictures import stripes, write_folder
 
 from benchmarks.claims import detection, vision_detector
-from expertmesh.models.swin.config import SwinConfig
-from expertmesh.models.swin.model import Swin
+from expertmesh_families.swin.config import SwinConfig
+from expertmesh_families.swin.model import Swin
 from tests.oracle.numerics import assert_close_fp64
 
 TINY = {

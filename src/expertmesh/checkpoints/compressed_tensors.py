@@ -18,7 +18,7 @@ from torch import Tensor
 from expertmesh.checkpoints.box import Box, overlap, whole_box
 from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.widened import is_widened
-from expertmesh.checkpoints.safetensors import QUANTIZATION, HubFiles, read_json
+from expertmesh.checkpoints.safetensors import QUANTIZATION, HubFiles, check_names, read_json
 from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.ops.quantized.pack import bytes_of_words, from_nibbles, int8_of_bytes
@@ -219,15 +219,8 @@ class QuantizedModel:
             for end, kept in self.scheme.parts(rows, columns, torch.float32).items():
                 wanted[module + end] = kept.shape, None if end == "weight_scale" else kept.dtype
         found = self._files.entries
-        if missing := sorted(set(wanted) - set(found)):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise CheckpointError(
-                f"{self.path}: has no tensor {missing[0]}{more}; quantise the model again"
-            )
-        if extra := sorted(set(found) - set(wanted)):
-            raise CheckpointError(
-                f"{self.path}: has a tensor {extra[0]} that config.json says nothing of; use the config.json of these files"
-            )
+        fix = "quantise the model again"
+        check_names(self.path, wanted=set(wanted), found=set(found), fix=fix)
         for name, (size, dtype) in wanted.items():
             entry = found[name]
             is_float = isinstance(entry.dtype, torch.dtype) and entry.dtype.is_floating_point

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from expertmesh.config.base import parse_json
+from expertmesh.errors import CheckpointError
 
 NAME = "manifest.json"
+FORMAT_VERSION = 1
+"""Version of a checkpoint's format, in its manifest and in its values."""
 BLOCK_BYTES = 1 << 26
 """Bytes of a block of a file; each block has a checksum, which one rank compares."""
 _READ_BYTES = 1 << 20
@@ -35,7 +38,9 @@ def described(path: Path, *, block_bytes: int = BLOCK_BYTES) -> dict[str, Any]:
     return {"size": size, "block_bytes": block_bytes, "blocks": sums}
 
 
-def write_manifest(folder: Path, files: Mapping[str, Any], *, version: int) -> Path:
+def write_manifest(
+    folder: Path, files: Mapping[str, Any], *, version: int = FORMAT_VERSION
+) -> Path:
     """Write the manifest; returns its path.
 
     Args:
@@ -60,10 +65,15 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
 
     Returns:
         Description of the first damage found, or None.
+
+    Raises:
+        CheckpointError: the manifest is of another format version.
     """
     name = NAME
     try:
-        files = parse_json((path / name).read_bytes())["files"]
+        manifest = parse_json((path / name).read_bytes())
+        check_version(path, manifest.get("format_version", FORMAT_VERSION))
+        files = manifest["files"]
         units = [unit for name in sorted(files) for unit in _units(name, files[name])]
         for unit in _share(units, *share):
             name = unit.name
@@ -81,6 +91,18 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{NAME} is missing or unreadable"
     return None
+
+
+def check_version(path: Path, version: object) -> None:
+    """Refuse a checkpoint of another format version.
+
+    Raises:
+        CheckpointError: the version is another one.
+    """
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: has format version {version}, this program reads {FORMAT_VERSION}; use the matching version"
+        )
 
 
 def _units(name: str, entry: Mapping[str, Any]) -> Iterator[_Unit]:

@@ -1,6 +1,7 @@
 """Safetensors files, single or sharded with an index: read through memory maps, and written tensor by tensor.
 
-Sizes and shapes in headers are checked against the files before use.
+Sizes and shapes in headers are checked against the files before use. The library `safetensors` maps whole files as private
+writable memory, which the kernel refuses for a file larger than RAM; here each tensor is mapped by itself.
 """
 
 import json
@@ -8,7 +9,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ DTYPE_NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.bool: "BOOL",
 }
 """Names of types in safetensors files."""
@@ -66,32 +68,59 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     begin: int
 
+    def mapped(self, at: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, or a part of it, mapped from its file; not to be written to."""
+        path, dtype, shape, begin = self
+        assert isinstance(dtype, torch.dtype)
+        num_bytes = dtype.itemsize * math.prod(shape)
+        # maps this tensor alone, so that its pages are freed with it; copy on write, since torch wants writable memory
+        part = torch.from_numpy(
+            np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
+        )
+        if begin % dtype.itemsize:  # a header of an odd length
+            odd = part.view(*shape, dtype.itemsize)[at]
+            return odd.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
+        return part.view(dtype).view(shape)[at]
+
 
 class HubFiles:
     """The tensors of a folder by name.
 
     Args:
-        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`, whose word holds where
+            a tensor is in several files.
+        renamed: function from the entries by their names in the files to those by the names of the model.
 
     Raises:
-        ConfigError: the folder has neither.
-        CheckpointError: a file is missing, cut short, or contradicts itself.
+        ConfigError: the folder has neither, or both.
+        CheckpointError: a file is missing, cut short, or contradicts itself or the index.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        renamed: Callable[[dict[str, Entry]], dict[str, Entry]] = dict,
+    ) -> None:
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
-        index = folder / INDEX
-        if index.is_file():
-            names = _names_of_files(index)
-        elif (folder / SINGLE).is_file():
-            names = [SINGLE]
-        else:
+        index, has_single = folder / INDEX, (folder / SINGLE).is_file()
+        placed = _files_of_tensors(index) if index.is_file() else {}
+        files = sorted(set(placed.values())) if index.is_file() else [SINGLE]
+        if has_single and SINGLE not in files:
+            raise ConfigError(
+                f"{folder}: has both {SINGLE} and {INDEX}, which names other files; take away the one that is not the model's"
+            )
+        if not has_single and not index.is_file():
             raise ConfigError(
                 f"{folder}: has neither {SINGLE} nor {INDEX}; give a folder as transformers saves one"
             )
-        for name in names:
-            self.entries |= _header(folder / name)
+        found: dict[str, list[Entry]] = {}
+        for file in files:
+            entries, _ = read_header(folder / file, fix="restore it from the hub")
+            for name, entry in entries.items():
+                found.setdefault(name, []).append(entry)
+        self.entries: dict[str, Entry] = renamed(
+            {name: _chosen(name, entries, placed) for name, entries in found.items()}
+        )
 
     def leave_out(self, beginnings: tuple[str, ...]) -> None:
         """Drop the tensors whose names have one of these prefixes, and the buffers of older programs."""
@@ -141,11 +170,11 @@ class HubFiles:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor mapped from its file; not to be written to."""
-        return self.mapped(self.entries[name])
+        return self.entries[name].mapped()
 
     def part(self, name: str, at: tuple[slice, ...]) -> Tensor:
         """A part of a tensor, mapped from its file; not to be written to."""
-        return self.mapped(self.entries[name], at)
+        return self.entries[name].mapped(at)
 
     def copy(
         self, name: str, at: tuple[slice, ...], into: Tensor, *, dtype: torch.dtype, along: int = 0
@@ -171,21 +200,6 @@ class HubFiles:
             part = self.part(name, there)
             some.copy_(part if into.dtype == dtype else part.to(dtype))
 
-    @staticmethod
-    def mapped(entry: Entry, at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor of an entry, or a part of it, mapped from its file."""
-        path, dtype, shape, begin = entry
-        assert isinstance(dtype, torch.dtype)
-        num_bytes = dtype.itemsize * math.prod(shape)
-        # maps this tensor alone, so that its pages are freed with it; copy on write, since torch wants writable memory
-        part = torch.from_numpy(
-            np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
-        )
-        if begin % dtype.itemsize:  # a header of an odd length
-            odd = part.view(*shape, dtype.itemsize)[at]
-            return odd.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
-        return part.view(dtype).view(shape)[at]
-
 
 def sub_slice(at: slice, cut: slice) -> slice:
     """The part `cut` of a slice, as a slice of the same dimension.
@@ -198,16 +212,32 @@ def sub_slice(at: slice, cut: slice) -> slice:
     return slice(at.start + cut.start * step, at.start + (cut.stop - 1) * step + 1, step)
 
 
-def _names_of_files(index: Path) -> list[str]:
-    """Names of the files in an index, all in the index's folder."""
-    found = read_json(index).get("weight_map")
-    names: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
-    for name in names:
+def _files_of_tensors(index: Path) -> dict[str, str]:
+    """Name of the file of each tensor in an index, all in the index's folder."""
+    found = read_json(index, once=True).get("weight_map")
+    placed: dict[str, Any] = found if isinstance(found, dict) else {"": None}
+    for name in placed.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(
                 f"{index}: names {name!r} where a file beside it should stand; restore it from the hub"
             )
-    return sorted(set(names))
+    return placed
+
+
+def _chosen(name: str, entries: list[Entry], placed: Mapping[str, str]) -> Entry:
+    """The entry of a tensor in the file that the index names.
+
+    Raises:
+        CheckpointError: the index names another file, or none and several have the tensor.
+    """
+    of_file = {entry.path.name: entry for entry in entries}
+    file = placed.get(name, entries[0].path.name)
+    if file not in of_file or (len(entries) > 1 and name not in placed):
+        where = f"{INDEX} names {file}" if name in placed else f"{INDEX} names none"
+        raise CheckpointError(
+            f"{entries[0].path.parent}: {name} is in {' and '.join(of_file)}, and {where} for it; restore the files from the hub"
+        )
+    return of_file[file]
 
 
 QUANTIZATION = "quantization_config"
@@ -220,14 +250,18 @@ def quant_method(values: Mapping[str, Any]) -> Any:
     return found.get("quant_method") if isinstance(found, Mapping) else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
     """The object in a JSON file.
+
+    Args:
+        path: path of the file.
+        once: whether a name that stands twice in an object is refused.
 
     Raises:
         ConfigError: the file is missing, unreadable or no object.
     """
     try:
-        values = parse_json(path.read_bytes())
+        values = parse_json(path.read_bytes(), once=once)
     except FileNotFoundError:
         raise ConfigError(f"{path}: is missing; restore it from the hub") from None
     except (ValueError, OSError):
@@ -248,15 +282,7 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
         CheckpointError: a tensor is missing, extra, transposed, of another shape, or of a type that is not in `READABLE`; names it.
     """
     where, found = files.folder, files.entries
-    if missing := sorted(set(shapes) - set(found)):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(
-            f"{where}: has no tensor {missing[0]}{more}; restore the files from the hub"
-        )
-    if extra := sorted(set(found) - set(shapes)):
-        raise CheckpointError(
-            f"{where}: has a tensor {extra[0]} that config.json says nothing of; use the config.json of these files"
-        )
+    check_names(where, wanted=set(shapes), found=set(found), fix="restore the files from the hub")
     for name, shape in shapes.items():
         entry = found[name]
         if entry.shape != shape:
@@ -271,53 +297,79 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
             )
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> None:
+    """Compare the names of all tensors with those that the model needs.
+
+    Args:
+        where: the folder.
+        wanted: names that the model needs.
+        found: names in the files.
+        fix: the fix where tensors are missing, for the message.
+
+    Raises:
+        CheckpointError: a tensor is missing or extra; names it, or one of each.
+    """
+    missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
+    if missing and extra:
+        raise CheckpointError(
+            f"{where}: has no tensor {missing}, but {extra} that config.json says nothing of; use the config.json of these files, and "
+            "files as transformers or expertmesh writes them"
+        )
+    if missing:
+        raise CheckpointError(f"{where}: has no tensor {missing}; {fix}")
+    if extra:
+        raise CheckpointError(
+            f"{where}: has a tensor {extra} that config.json says nothing of; use the config.json of these files"
+        )
+
+
+def _counted(names: list[str]) -> str:
+    """The first of several names and how many more there are; "": there is none."""
+    return " and ".join([*names[:1], *([f"{len(names) - 1} more"] if len(names) > 1 else [])])
+
+
+def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """The entries of a safetensors file by name, and the texts of its metadata.
+
+    Args:
+        path: path of the file.
+        fix: the fix where the file is missing or damaged, for the message.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, or contradicts itself; names the tensor where it is of one.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size:
                 raise ValueError
-            values = parse_json(file.read(length))
-        return dict(_entries(values, path, start=8 + length, size=size))
+            values = parse_json(file.read(length), once=True)
+        texts = values.pop("__metadata__", None)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: is missing, and the index names it; restore it from the hub"
-        ) from None
-    except (ValueError, AttributeError, struct.error, OSError):
-        raise CheckpointError(
-            f"{path}: is no safetensors file, or cut short; restore it from the hub"
-        ) from None
-
-
-def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tuple[str, Entry]]:
-    """Names and entries of the tensors in a header, whose bytes begin at `start`.
-
-    Raises:
-        CheckpointError: the file ends before a tensor does, or a tensor's bytes and shape do not fit.
-    """
+        raise CheckpointError(f"{path}: is missing; {fix}") from None
+    except (ValueError, AttributeError, TypeError, struct.error, OSError):
+        raise CheckpointError(f"{path}: is no safetensors file, or cut short; {fix}") from None
+    start, found = 8 + length, {}
     for name, entry in values.items():
-        if name == "__metadata__":
-            continue
         try:
             begin, end = map(int, entry["data_offsets"])
             dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
             shape = tuple(map(int, entry["shape"]))
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(
-                f"{path}: says nothing usable of {name}; restore it from the hub"
-            ) from None
+            raise CheckpointError(f"{path}: says nothing usable of {name}; {fix}") from None
         num_bytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
         if start + end > size:
             raise CheckpointError(
-                f"{path}: is cut short within {name}: {size:,} bytes of at least {start + end:,}; restore it from the hub"
+                f"{path}: is cut short within {name}: {size:,} bytes of at least {start + end:,}; {fix}"
             )
         is_wrong = isinstance(dtype, torch.dtype) and end - begin != num_bytes
         if is_wrong or min(begin, end - begin, *shape) < 0:
             raise CheckpointError(
-                f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; restore it from the hub"
+                f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; {fix}"
             )
-        yield name, Entry(path, dtype, shape, start + begin)
+        found[name] = Entry(path, dtype, shape, start + begin)
+    return found, texts if isinstance(texts, dict) else {}
 
 
 class FileTensor(NamedTuple):

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,13 +40,18 @@ from expertmesh.checkpoints.dcp import (
     write_tensors,
 )
 from expertmesh.checkpoints.dcp_index import read_plain
-from expertmesh.checkpoints.manifest import described, find_damage, write_manifest
+from expertmesh.checkpoints.manifest import (
+    FORMAT_VERSION,
+    check_version,
+    described,
+    find_damage,
+    write_manifest,
+)
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
 from expertmesh.errors import CheckpointError, PeerError, named
 from expertmesh.parallel.ranks import Ranks
 
-FORMAT_VERSION = 1
 _PREFIX = "step_"
 _NAME = re.compile(rf"{_PREFIX}\d{{8}}")
 _PARTIAL = ".partial-"
@@ -287,12 +293,13 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
         Path of the checkpoint; None if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, and all are damaged, or one is of another format version.
     """
     ranks = Ranks() if ranks is None else ranks
     paths = ranks.on_rank0(lambda: list_checkpoints(folder))
     for path in reversed(paths):
-        problems = ranks.gather(find_damage(path, share=(ranks.position, ranks.size)))
+        share = (ranks.position, ranks.size)
+        problems = ranks.gather(ranks.on_all(partial(find_damage, path, share=share)))
         problem = next(filter(None, problems), None)
         if problem is None:
             return path
@@ -321,10 +328,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path / 'state.json'}: is unreadable; choose another checkpoint"
         ) from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: has format version {version}, this program reads {FORMAT_VERSION}; use the matching version"
-        )
+    check_version(path, version)
     return cast("dict[str, Any]", state)
 
 
@@ -359,7 +363,7 @@ def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
             continue
         name = path.relative_to(folder).as_posix()
         found[name] = files[name] if name in files else _flushed(path)
-    _sync(write_manifest(folder, found, version=FORMAT_VERSION))
+    _sync(write_manifest(folder, found))
     _sync(folder)
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.output_file import output_file, write_whole
+from expertmesh.config.base import user_cache_dir
+from expertmesh.config.output_file import check_folder, output_file, write_whole
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def run(argv: list[str]) -> int:
 
             output_file("cluster", options.cluster)
             find_cluster(options.cluster)
+        check_folder(user_cache_dir() / "comm")
     import torch
 
     from expertmesh.comm.measure import fit, measure

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from expertmesh.cli.config_file import read_config_file
-from expertmesh.cli.flags import OptionParser
-from expertmesh.cli.serve import add_options, keys_of, options_of
+from expertmesh.cli.flags import OptionParser, add_fields, fields_of
+from expertmesh.cli.serve import keys_of
 from expertmesh.config.load import LoadConfig
 from expertmesh.errors import ConfigError
 
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
 
     options = _parser().parse_args(argv)
     given = {} if options.config is None else read_config_file(options.config)[0]
-    load = LoadConfig(**{**given, **options_of(LoadConfig, options)})
+    load = LoadConfig(**{**given, **fields_of(LoadConfig, options)})
     keys = keys_of(options.api_key_file)
     key = keys[0] if keys else None
     place = urlsplit(options.address)
@@ -64,7 +64,7 @@ def _parser() -> OptionParser:
     parser.add_argument("address", metavar="ADDRESS", help="of the server, http://HOST:PORT")
     parser.add_argument("--config", metavar="FILE", help="YAML file with the options below")
     parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the key")
-    add_options(parser, LoadConfig)
+    add_fields(parser, LoadConfig)
     return parser
 
 

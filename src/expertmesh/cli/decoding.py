@@ -4,20 +4,22 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.terminal_progress import loading, tell
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import launched_rank
+from expertmesh.config.engine import EPLB
 from expertmesh.config.output_file import Growing, growing
-from expertmesh.config.run import ParallelConfig
+from expertmesh.config.run import Dtype, ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
     from expertmesh.runs.open import LoadedModel
+    from expertmesh.runs.precision import Precision
 
 _PATIENCE_S = 7 * 86_400.0
 """Timeout of collectives while a user may be typing a prompt: one week."""
@@ -25,9 +27,32 @@ _PATIENCE_S = 7 * 86_400.0
 _SLOTS = "use 1 or more, at most the experts of a layer, or leave it out"
 
 
-def add_place(parser: OptionParser) -> None:
-    """Add the options --device and --es-degree."""
+def add_device(parser: OptionParser) -> None:
+    """Add the options --device and --dtype, which `place_of` reads."""
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Dtype)[1:],
+        help="of weights and products (of a run as it was trained, else that of the files)",
+    )
+
+
+def place_of(options: Any) -> dict[str, Any]:
+    """Values of the options of `add_device`, as arguments of `open_model`; imports torch."""
+    import torch
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    return {"device": options.device, "dtype": dtype}
+
+
+def say_precision(precision: "Precision") -> None:
+    """Write to standard error in which type a model computes, and why; once nothing can be refused, before its first result."""
+    tell(f"computing in {precision.description}")
+
+
+def add_place(parser: OptionParser) -> None:
+    """Add the options --device, --dtype and --es-degree."""
+    add_device(parser)
     parser.add_argument(
         "--es-degree",
         "--parallel.es-degree",
@@ -63,26 +88,9 @@ def add_ranks(parser: OptionParser, *names: str) -> None:
     )
 
 
-def add_eplb(parser: OptionParser) -> None:
-    """Add the options for expert placement over ranks (EPLB); `serve` has them among the engine's options."""
-    parser.add_argument(
-        "--enable-eplb",
-        action="store_true",
-        default=None,
-        help="under torchrun with --parallel options: let experts lie where their counted load wants them",
-    )
-    for name, text in (
-        ("num-redundant-experts", "with --enable-eplb: copies of hot experts in each layer (0)"),
-        ("eplb-step-interval", "with --enable-eplb: steps between two looks at the load (3000)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-
-
 def eplb_of(options: Any) -> dict[str, Any]:
-    """Values of the options of `add_eplb`, as fields of `EngineConfig`."""
-    names = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
-    given = {name: getattr(options, name, None) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+    """Values of the options `EPLB` that were given."""
+    return {name: value for name in EPLB if (value := getattr(options, name)) is not None}
 
 
 def shared_by(options: Any) -> dict[str, Any]:
@@ -164,9 +172,9 @@ def open_decoder(
     """Model that generates text, on the ranks that torchrun started or in this process; only rank 0 prints.
 
     Args:
-        options: parsed options of the verb: run, device and es_degree, and where the verb has them tp_degree, ep_degree,
+        options: parsed options of the verb: run, device, dtype and es_degree, and where the verb has them tp_degree, ep_degree,
             timeout_s, expert_slots and adapter.
-        num_rows: number of texts in a batch, for which the number of threads is measured.
+        num_rows: number of texts in a batch, for which the number of threads is chosen.
         is_asked: whether a user types prompts, which may take long.
 
     Raises:
@@ -212,7 +220,7 @@ def open_decoder(
                 "ranks": ranks,
                 "slots": None if count is None else Slots(count),
             }
-            place |= {"device": options.device, "for_autocast": True}
+            place |= {**place_of(options), "for_autocast": True}
             if shares is not None:
                 from expertmesh.engine.parallel import open_shared
 

@@ -10,7 +10,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,6 @@ PACKAGES = {
     "pydantic": "",
     "tyro": "",
     "rich": "",
-    "safetensors": "",
     "tokenizers": "",
     "triton": "GPU kernels; comes with GPU builds of torch",
     "tensorboard": "event files of training runs; extra 'train'",
@@ -62,8 +60,8 @@ _COLOURS = {"yes": "green", "no": "red", "": ""}
 CONNECT_TIMEOUT_S = 60.0
 """Timeout for ranks to connect."""
 
-MEASURED_RECIPES = ("gpt-moe-demo", "gpt-moe-1b")
-"""Small and large model whose matmuls are measured for `--train.dtype auto`."""
+SHOWN_RECIPES = ("gpt-moe-demo", "gpt-moe-1b")
+"""Small and large model for which `--train.dtype auto` and the number of threads are said."""
 
 BF16_INSTRUCTIONS = {"amx_bf16": "AMX BF16 tiles", "avx512_bf16": "AVX-512 BF16 dot products"}
 
@@ -309,20 +307,20 @@ def devices() -> list[Finding]:
 
 
 def precision() -> list[Finding]:
-    """Effect of `--train.dtype auto` and number of threads: on a CPU measured for two recipes, on a GPU by its capability."""
+    """Effect of `--train.dtype auto` and number of threads: on a CPU for two recipes, on a GPU by its capability."""
     from expertmesh.config.run import TrainConfig
     from expertmesh.models.registry import DEFAULT, recipe
     from expertmesh.parallel.ranks import Ranks
     from expertmesh.runs.precision import resolve_precision
-    from expertmesh.training.threads import measure_step, settle_threads
+    from expertmesh.training.threads import settle_threads
 
     findings = []
-    for name in MEASURED_RECIPES:
+    for name in SHOWN_RECIPES:
         products = DEFAULT.products_of(recipe(name))
         found = resolve_precision(TrainConfig(), products=products)
         findings.append(Finding(f"--train.dtype auto, {name}", "", found.description))
         if found.device.type == "cpu" and not is_launched():
-            threads = settle_threads(Ranks(), partial(measure_step, products, found))
+            threads = settle_threads(Ranks(), products)
             findings.append(Finding(f"threads, {name}", "", threads.description))
     return findings
 

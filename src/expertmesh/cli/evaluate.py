@@ -3,6 +3,7 @@
 import json
 from importlib.util import find_spec
 
+from expertmesh.cli.decoding import add_device, place_of, say_precision
 from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.base import expanded
@@ -10,7 +11,7 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
 _TOKENS = 64
-"""Approximate tokens of a question with its answer, for which the number of threads is measured."""
+"""Approximate tokens of a question with its answer, for which the number of threads is chosen."""
 
 _EXAMPLES = """\
 examples:
@@ -55,8 +56,9 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 "evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets"
             )
-        opened = open_model(run, device=options.device, for_autocast=True)
+        opened = open_model(run, for_autocast=True, **place_of(options))
         model, tokenizer, precision = opened.decoder, opened.text.tokenizer, opened.precision
+        say_precision(precision)
 
         from expertmesh.integrations.evaluation import evaluate
 
@@ -111,5 +113,5 @@ def _parser() -> OptionParser:
         "--batch-size", type=int, default=8, metavar="N", help="sequences at a time (8)"
     )
     parser.add_argument("--output", metavar="FILE", help="write the results there, as JSON")
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    add_device(parser)
     return parser

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.exit_signals import ended_by_exit
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.flags import OptionParser, add_data, check_least
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.errors import ConfigError
 
@@ -37,7 +37,11 @@ def run(argv: list[str]) -> int:
             made = join(first, second, options.to)
         else:
             made = prune(
-                options.runs[0], options.to, keep=options.keep, max_samples=options.samples
+                options.runs[0],
+                options.to,
+                keep=options.keep,
+                max_samples=options.samples,
+                data_path=options.data_path,
             )
     print(_described(made))
     return 0
@@ -65,6 +69,7 @@ def _parse(argv: list[str]) -> Any:
     parser.add_argument(
         "--samples", type=int, metavar="N", help="validation samples to count (prune: all)"
     )
+    add_data(parser)
     options = parser.parse_args(argv)
     options.runs = [*options.runs, *options.run]
     is_pruning = options.action == "prune"
@@ -74,10 +79,10 @@ def _parse(argv: list[str]) -> Any:
         )
     if is_pruning and options.keep is None:
         raise ConfigError("experts prune: needs --keep K, for example --keep 4")
-    for name in ("keep", "samples"):
+    for name, flag in (("keep", "keep"), ("samples", "samples"), ("data_path", "data.path")):
         if not is_pruning and getattr(options, name) is not None:
             raise ConfigError(
-                f"--{name} {getattr(options, name)}: has no effect with join; leave it out"
+                f"--{flag} {getattr(options, name)}: has no effect with join; leave it out"
             )
     check_least(options, keep=1, samples=1)
     return options

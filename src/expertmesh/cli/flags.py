@@ -13,6 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,13 +22,14 @@ from pydantic import BaseModel
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import flag_name
-from expertmesh.config.base import expanded, nearest_name, shown
+from expertmesh.config.base import EMPTY, bare, expanded, nearest_name, parse_json
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.renamed import current_name
 from expertmesh.config.run import RunConfig, with_fitting_warmup
+from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, command
 from expertmesh.models.family import Family, Recipes
-from expertmesh.models.registry import DEFAULT, FAMILIES, find_family
+from expertmesh.models.registry import DEFAULT, absent_families, find_family, recipe_owners
 
 _WIDE = 60
 """Columns from which a whole usage line fits."""
@@ -35,8 +37,6 @@ _LEAST = 20
 """Minimum columns for rendering options."""
 _POWER = re.compile(r"\d+(\.\d+)?[eE]\+?\d{1,2}")
 """Number with a power of ten."""
-
-
 _SWITCHES = {"-h": "help", "--help": "help", "--dry-run": "dry-run", "--verbose": "verbose"}
 
 
@@ -112,6 +112,7 @@ class OptionParser(argparse.ArgumentParser):
         if self._takes_run and self._words and None not in (found.run, found.folder):
             self._check_one_run(found)
         for action in self._actions:
+            self._check_not_empty(action, getattr(found, action.dest, None))
             if not action.option_strings:
                 value = getattr(found, action.dest)
                 if isinstance(value, list):
@@ -122,6 +123,15 @@ class OptionParser(argparse.ArgumentParser):
         if self._takes_run:
             self._find_run(found)
         return found
+
+    def _check_not_empty(self, action: argparse.Action, value: Any) -> None:
+        """Raise ConfigError for an option or a run that is empty, as from an unset variable; other words may be."""
+        flag = next(reversed(action.option_strings), "")
+        if not flag and action.metavar not in ("RUN", "DIR"):
+            return
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str) and not one.strip():
+                raise ConfigError(f"{flag or action.metavar} '': {'; '.join(EMPTY)}")
 
     def _check_one_run(self, found: Any) -> None:
         """Raise ConfigError if a word next to `--run` is a run as well; words after `--` are not checked."""
@@ -195,6 +205,18 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self._help}")
 
 
+def add_data(parser: OptionParser) -> None:
+    """Add the option --data.path, stored as `data_path`, to a verb that reads the data of a run."""
+    parser.add_argument(
+        "--data.path",
+        dest="data_path",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="where the run's data are now (where they were)",
+    )
+
+
 def either(folder: str | None, same: str | None) -> str | None:
     """The folder that is given as the first word, or by the option in its place; None: by neither.
 
@@ -239,6 +261,65 @@ def check_least(options: Any, **least: float) -> None:
             )
 
 
+def add_fields(
+    parser: OptionParser,
+    config: type[BaseModel],
+    names: Collection[str] | None = None,
+    **defaults: Any,
+) -> None:
+    """Add an option for each field of a configuration, with the first line of its docstring as help.
+
+    Args:
+        parser: parser of a verb, whose result `fields_of` reads.
+        config: the configuration class.
+        names: fields; None: all.
+        defaults: defaults of the verb, where they are not the fields'.
+    """
+    for name in config.model_fields if names is None else names:
+        field = config.model_fields[name]
+        kind, default = bare(field.annotation), defaults.get(name, field.default)
+        text = (field.description or "").partition("\n")[0].rstrip(".").replace("%", "%%")
+        text = text if text[:2].isupper() else text[:1].lower() + text[1:]
+        if kind is bool:
+            flag, action = (f"no_{name}", "store_false") if default else (name, "store_true")
+            text = f"not: {text}" if default else text
+            parser.add_argument(flag_name(flag), dest=name, default=None, help=text, action=action)
+            continue
+        how: dict[str, Any] = {}
+        if typing.get_origin(kind) is tuple:  # of a strict one, entries may have blanks and commas
+            is_each = bool(config.model_config.get("strict"))
+            how = {"action": "append"} if is_each else {"action": "extend", "nargs": "+"}
+            kind = bare(typing.get_args(kind)[0])
+        kind = dict if typing.get_origin(kind) is Mapping else typing.get_origin(kind) or kind
+        if not (default is None or default in ((), {})):
+            text += f" (default: {default})"
+        how |= {"metavar": {int: "N", float: "X", dict: "JSON"}.get(kind, "TEXT"), "help": text}
+        parser.add_argument(flag_name(name), dest=name, type=partial(_said, kind=kind), **how)
+
+
+def fields_of(config: type[BaseModel], options: Any) -> dict[str, Any]:
+    """Fields of a configuration that were given to a parser with its `add_fields`."""
+    given = {name: getattr(options, name, None) for name in config.model_fields}
+    are_lists = not config.model_config.get("strict")
+    return {
+        name: tuple(listed(value, are_paths=True))
+        if are_lists and isinstance(value, list)
+        else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _said(text: str, kind: Any) -> Any:
+    """Number or JSON that a text says, if its option is one; else the text, which the configuration converts or refuses."""
+    try:
+        if kind is int:
+            return int(_whole(text))
+        return float(text) if kind is float else parse_json(text) if kind is dict else text
+    except ValueError:
+        return text
+
+
 def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:
     """Parse the words after `expertmesh train`.
 
@@ -257,9 +338,9 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     name, argv = taken("family", argv)
     given = None if name is None else find_family(name)
     file, argv = taken("config", argv)
-    families = FAMILIES.values() if given is None else [given]
+    owners = recipe_owners() if given is None else dict.fromkeys(given.find_recipes(), given)
     if recipes is None:
-        recipes = {n: f for family in families for n, f in family.find_recipes().items()}
+        recipes = {n: family.find_recipes()[n] for n, family in owners.items()}
     from_file, saved = ({}, None) if file is None else read_config_file(file)
     words_and_saved = [*argv, *([] if saved is None else [saved])]
     named = next((word for word in words_and_saved if word in recipes), None)
@@ -287,7 +368,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         read = flat_values(from_file, list(options), file)
         in_file = {name: _of_file(options[name], value) for name, value in read.items()}
         values = in_file | values
-    family = FAMILIES[default.family] if given is None else given
+    family = given or owners.get(words[0]) or find_family(default.family)
     config = default.updated(with_fitting_warmup(default, values))
     config = config.model_copy(update={"family": family.name})
     dry_run, given_names = "dry-run" in switches, (frozenset(in_file), frozenset(flags))
@@ -349,7 +430,7 @@ def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
         "",
         "  --dry-run        print the resolved configuration, parameter counts and memory, and stop",
         "  --verbose        name every text that is left out, and not only how many and why",
-        "  --family NAME    a model family of your own, as module:name (docs/extending.md)",
+        "  --family NAME    a model family by its name, or one of your own as module:name (docs/extending.md)",
         "  --config FILE    values from a YAML file, for example a run's config.json; options beside it win",
         "  lists            [STR [STR ...]]: values with blanks or commas between, or the option before each, as you like",
     ]
@@ -371,7 +452,8 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
         return recipes[name]
     near = difflib.get_close_matches(name, recipes, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}known: {', '.join(recipes)}")
+    known = f"known: {', '.join(recipes)}{absent_families()}"
+    raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}{known}")
 
 
 def _split(
@@ -506,9 +588,11 @@ def _value(option: _Option, texts: list[str]) -> Any:
             return None
         return _whole(texts[0]) if option.is_whole else texts[0]
     values = listed(texts, are_paths=not option.may_be_empty or option.name.endswith("path"))
-    if texts and not values:
+    if (
+        blank := next((text for text in texts if not text.replace(",", " ").strip()), None)
+    ) is not None:
         raise ConfigError(
-            f"{flag_name(option.name)} {shown(texts[0])}: must not be empty; give a value, or none, or leave the option out"
+            f"{flag_name(option.name)} {shown(blank)}: must not be empty; give a value, or none, or leave the option out"
         )
     if [value.lower() for value in values] == ["none"]:
         return None if option.is_optional else ()

@@ -1,22 +1,23 @@
 """`expertmesh generate RUN "prompt"`: continue a text with the newest checkpoint of a run, or with a hub model."""
 
 import json
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.decoding import (
-    add_eplb,
     add_place,
     add_ranks,
     eplb_of,
     kept,
     load_adapter,
     open_decoder,
+    say_precision,
     shared_by,
 )
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.flags import OptionParser, add_fields, check_least, fields_of
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.prompts import (
     Asked,
@@ -29,12 +30,13 @@ from expertmesh.cli.prompts import (
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import launched_rank
+from expertmesh.config.engine import EPLB, EngineConfig
 from expertmesh.config.output_file import output_file
+from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
 from expertmesh.errors import ConfigError, command, text_of
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
-    from expertmesh.engine.request import SamplingParams
     from expertmesh.runs.open import LoadedModel
 
 _EXAMPLES = """\
@@ -51,7 +53,6 @@ examples:
   torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   # attention, too
 """
 
-_TEMPERATURE = 0.8
 _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
     "not know how to answer"
@@ -102,7 +103,7 @@ def _generate_together(options: Any, prompts: list[Prompt], opened: "LoadedModel
             text.tokenizer,
             end_ids=text.end_ids,
             max_sequences=options.batch_size,
-            num_draft_tokens=options.num_draft_tokens,
+            num_draft_tokens=options.num_draft_tokens or 0,
             parallel=opened.shared,
             **eplb_of(options),
         )
@@ -123,7 +124,7 @@ def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
 
     if not options.num_draft_tokens and options.adapter is None:
         return None
-    size, guesses = options.batch_size, options.num_draft_tokens
+    size, guesses = options.batch_size, options.num_draft_tokens or 0
     made = writer(opened.decoder, opened.text, batch_size=size, num_draft_tokens=guesses)
     if not isinstance(made, Engine):
         raise ConfigError(f"--adapter {options.adapter}: {why_not(opened.decoder)}; leave it out")
@@ -151,7 +152,7 @@ def _generate(
     text = opened.text
     if options.chat and not text.can_chat:
         tell(f"note: run {options.run}: {_NO_TALK}")
-    params = _params(options)
+    params = options.params
     ids_of = _encoder(options, opened, params)
     engine, adapter = engine or _engine(options, opened), options.adapter
 
@@ -159,6 +160,8 @@ def _generate(
         pieces = stream_text(model, prompt, params, text=text, by=engine, adapter=adapter)
         said = [next(pieces, "")]
         # After the first piece, so that an error prints only its line.
+        if not options.interactive:
+            say_precision(opened.precision)
         _write(shown + said[0])
         for piece in pieces:
             _write(piece)
@@ -169,9 +172,9 @@ def _generate(
     def converse(turns: list[dict[str, str]], prompt: str) -> list[dict[str, str]]:
         limit = model.max_seq_len
         turns = [*turns, {"role": "user", "content": prompt}]
-        most = limit - (options.max_tokens or limit // _ROOM)
+        most = limit - (params.max_tokens or limit // _ROOM)
         variables = options.chat_template_kwargs
-        kept, ids = latest_turns(text.chat, turns, most=most, variables=variables)
+        kept, ids = latest_turns(text.chat, turns, most=most, window=limit, variables=variables)
         if len(kept) < len(turns):
             tell(f"note: {_FORGETS.format(limit)}")
         return [*kept, {"role": "assistant", "content": answer(ids)}]
@@ -180,6 +183,7 @@ def _generate(
     ask: Callable[..., Any] = (lambda function: function()) if is_alone else ranks.on_rank0
     with torch.no_grad(), opened.precision.autocast():
         if options.interactive:
+            say_precision(opened.precision)
             turns: list[dict[str, str]] = []
             asking = asked_by_hand()
             while prompt := ask(lambda: next(asking, None)):
@@ -203,6 +207,7 @@ def _generate(
                     by=engine,
                     adapter=adapter,
                 )
+            say_precision(opened.precision)
             if options.output is None:
                 _print_all([one.asked for one in prompts], answers, is_chat=options.chat)
             elif ranks.is_leader:
@@ -213,7 +218,7 @@ def _generate(
 
 
 def _encoder(
-    options: Any, opened: "LoadedModel", params: "SamplingParams"
+    options: Any, opened: "LoadedModel", params: SamplingParams
 ) -> Callable[[Prompt], list[int]]:
     """Function that encodes a prompt and checks its length; its errors name the prompt's place."""
     from expertmesh.engine.checks import check_prompts
@@ -228,7 +233,7 @@ def _encoder(
         if isinstance(asked, str) and not options.chat:
             return prompt_ids(text, asked, start=not options.no_start)
         turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        return text.chat.prompt(read_messages(turns), variables=variables)
+        return text.chat_ids(read_messages(turns), variables=variables)
 
     def ids_of(prompt: Prompt) -> list[int]:
         try:
@@ -262,20 +267,6 @@ def _write_all(path: Path, prompts: list[Asked], answers: Iterator[Any]) -> None
             file.write(_line(prompt, one))
 
 
-def _params(options: Any) -> "SamplingParams":
-    """Sampling parameters from the options."""
-    from expertmesh.engine.request import SamplingParams
-
-    temperature = _TEMPERATURE if options.temperature is None else options.temperature
-    return SamplingParams(
-        temperature=0.0 if options.greedy else temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        max_tokens=options.max_tokens,
-    )
-
-
 def _parse(argv: list[str]) -> Any:
     """Parsed options; suggests a fix if a prompt was taken for an option."""
     try:
@@ -305,12 +296,14 @@ def _parse(argv: list[str]) -> Any:
             "--enable-eplb: is about processes that share a model by --parallel options; start them with torchrun, or leave it out"
         )
     options.chat_template_kwargs = variables_of(options.chat_template_kwargs)
-    for name in ("temperature", "top_k", "top_p"):
+    for name in ("temperature", "top_k", "top_p", "min_p"):
         value = getattr(options, name)
         if options.greedy and value is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value}: has no effect with --greedy; leave one of them out"
             )
+    greedy = {"temperature": 0.0} if options.greedy else {}
+    options.params = SamplingParams(**TEXT_DEFAULTS | fields_of(SamplingParams, options) | greedy)
     return options
 
 
@@ -357,52 +350,19 @@ def _parser() -> OptionParser:
         help="put nothing before a prompt (what the tokenizer puts there; the end of text, of a run that was not converted)",
     )
     parser.add_argument(
-        "--max-tokens",
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help="most tokens to add (as many as the model's longest sequence has room for)",
-    )
-    parser.add_argument(
         "--greedy",
         action="store_true",
-        help="always the most likely token; without it, tokens are drawn",
+        help="greedy decoding: always the most likely token",
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="below 1: more likely tokens; 0: greedy (0.8)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="N", help="draw from the N most likely tokens (all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="X",
-        help="draw from the fewest tokens with X of the probability (all)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
+    names = [name for name in SamplingParams.model_fields if name not in OF_OUTPUTS]
+    add_fields(parser, SamplingParams, names, **TEXT_DEFAULTS)
+    parser.add_argument("--max-new-tokens", dest="max_tokens", type=int, help=SUPPRESS)
     parser.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)"
     )
     add_place(parser)
     add_ranks(parser, "tp_degree", "ep_degree")
-    add_eplb(parser)
-    parser.add_argument(
-        "--num-draft-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="guess so many next tokens from what the text said before, and verify them in one step; pays where text repeats (0)",
-    )
-    parser.add_argument(
-        "--expert-slots",
-        type=int,
-        metavar="N",
-        help="experts of each layer in memory at a time, for models larger than it; the others stay in the files (all)",
-    )
+    add_fields(parser, EngineConfig, (*EPLB, "num_draft_tokens", "expert_slots"))
     parser.add_argument(
         "--adapter", metavar="FOLDER", help="answer with a low-rank adapter, as peft saves it"
     )

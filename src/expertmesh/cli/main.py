@@ -10,6 +10,7 @@ import difflib
 import errno
 import io
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import silence_output, tell
@@ -33,6 +35,9 @@ from expertmesh.errors import (
     TrainingDivergedError,
 )
 
+_LEAST_ADDRESS_BYTES = 2**30
+"""Address space of a verb with a tiny model; measured, 0.9 GB are too few and 1.2 GB enough."""
+_WITHOUT_TORCH = ("plan",)
 _MISTAKE = 2
 """Exit code of invalid input, which is detected before work starts."""
 
@@ -47,8 +52,6 @@ _HELP = {
     "sweep": "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
     "generate": 'continue a text:              expertmesh generate runs/demo "def main"',
     "serve": "OpenAI's interface, and a page: expertmesh serve runs/demo",
-    "translate": 'translate a text:             expertmesh translate runs/translate-multi30k --to de "a dog"',
-    "classify": "classify images:              expertmesh classify runs/swin-mnist a.png",
     "runs": "list runs, remove old parts:  expertmesh runs runs/ --keep 1",
     "report": "summarise a run:              expertmesh report runs/demo",
     "export": "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
@@ -61,15 +64,17 @@ _HELP = {
     "bench": "links between ranks, a server: torchrun ... -m expertmesh bench comm; expertmesh bench serve",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
-"""Function of each verb, and its line of help."""
+"""Function of each verb of the core, and its line of help; `FAMILY_VERBS` has the others."""
 
-VERBS_OF_ALL_RANKS = ("train", "generate", "serve", "translate", "doctor", "bench")
-"""Verbs that every process runs under torchrun; all others run on rank 0 only."""
+VERBS_OF_ALL_RANKS = ("train", "generate", "serve", "doctor", "bench")
+"""Verbs of the core that every process runs under torchrun; all others run on rank 0 only."""
 
 
 def help_text() -> str:
     """Text of `expertmesh --help`."""
-    verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
+    texts = {name: text for name, (_, text) in VERBS.items()}
+    texts |= {name: verb.text for name, verb in FAMILY_VERBS.items() if name not in texts}
+    verbs = "\n".join(f"  {name:<10} {text}" for name, text in texts.items())
     text = f"""\
 ExpertMesh trains and runs mixture-of-experts models.
 
@@ -110,8 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if was_closed:
             _check_closed(words)
-        if words and words[0] in VERBS:
+        if words and (words[0] in VERBS or words[0] in FAMILY_VERBS):
             _check_folder()
+            _check_address_space(words)
         try:
             code = _run(words)
         except SystemExit as stop:  # argparse after --help
@@ -141,6 +147,24 @@ def _check_folder() -> None:
         ) from None
 
 
+def _check_address_space(words: list[str]) -> None:
+    """Raise ConfigError if the process may not have the address space that torch is loaded into: libraries would end it without a word."""
+    limit = address_limit()
+    if words[0] in _WITHOUT_TORCH or not {"-h", "--help"}.isdisjoint(words):
+        return
+    if limit is not None and limit < _LEAST_ADDRESS_BYTES:
+        raise ConfigError(
+            f"this process may have {limit / 1e6:,.0f} MB of address space, and PyTorch alone needs {_LEAST_ADDRESS_BYTES / 1e6:,.0f} MB;"
+            " raise the limit (ulimit -v, or prlimit --as)"
+        )
+
+
+def address_limit() -> int | None:
+    """Bytes of address space that this process may have; None: no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def _check_closed(words: list[str]) -> None:
     """Handle a closed standard output: a training continues with a warning, other verbs fail."""
     if not words or words[0] != "train":
@@ -154,8 +178,7 @@ def _check_closed(words: list[str]) -> None:
 
 
 def _run(words: list[str]) -> int:
-    alone = not words or words[0] not in VERBS_OF_ALL_RANKS
-    if alone and launched_rank()[0] > 0:
+    if launched_rank()[0] > 0 and not (words and _is_of_all_ranks(words[0])):
         return 0  # rank 0 answers
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
@@ -203,9 +226,18 @@ def _name_failures(stream: Any) -> None:
 def _verb(name: str) -> Callable[[list[str]], int]:
     if name in VERBS:
         return VERBS[name][0]
-    near = difflib.get_close_matches(name, VERBS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}"
+    if name in FAMILY_VERBS.names:
+        return FAMILY_VERBS[name]
+    known = [*VERBS, *FAMILY_VERBS]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     raise ConfigError(f"unknown verb {name!r}; {hint}")
+
+
+def _is_of_all_ranks(verb: str) -> bool:
+    return verb in VERBS_OF_ALL_RANKS or (
+        verb not in VERBS and verb in FAMILY_VERBS and FAMILY_VERBS[verb].is_of_all_ranks
+    )
 
 
 def _report_error(error: Exception, verb: str) -> int:
@@ -237,13 +269,29 @@ def _out_of_memory(error: Exception, verb: str) -> str | None:
     fix = "use a smaller model"
     if verb in ("train", "sweep"):
         fix = "lower --train.micro-batch-size, use --train.activation-checkpointing, or see --dry-run for the parts"
-    elif verb in ("generate", "translate", "classify", "evaluate"):
+    elif verb in ("generate", "evaluate"):
         fix = "lower --batch-size, or use a smaller model"
+    elif verb in FAMILY_VERBS:
+        fix = FAMILY_VERBS[verb].memory_fix
     if type(error).__name__ == "OutOfMemoryError":
         return f"the GPU is out of memory ({text.partition('. ')[2].partition('. ')[0] or text}); {fix}"
+    limit = address_limit()
+    if limit is not None and any(words in text for words in _SHORT_OF_ADDRESSES):
+        error = MemoryError(text)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
-        return f"this machine is out of memory; {fix}"
+        if limit is not None:
+            fix = (
+                f"raise the limit of its address space, {limit / 1e6:,.0f} MB (ulimit -v), or {fix}"
+            )
+        return f"this {'machine' if limit is None else 'process'} is out of memory; {fix}"
     return None
+
+
+_SHORT_OF_ADDRESSES = (
+    *("annot allocate memory", "an't allocate memory", "failed to map segment", "bad_alloc"),
+    *("can't start new thread", "Resource temporarily unavailable", "could not create a primitive"),
+)
+"""Words of libraries where the address space is short."""
 
 
 def _os_error_text(error: OSError) -> str:

@@ -13,7 +13,6 @@ examples:
   expertmesh plan models/Qwen3-30B-A3B --cluster h100x64 --tokens-per-batch 4194304 --tokens 1e12
   expertmesh plan deepseek-v3 --cluster mine.toml --goal memory
   expertmesh plan qwen3-30b --cluster h100x8 --serve --batch 64 --context 4096
-  expertmesh plan --validate
 """
 _OF_TRAINING = (
     "goal",
@@ -27,6 +26,11 @@ _OF_TRAINING = (
     "measured",
 )
 """Options of `plan` that a plan of generation does not read."""
+_MOVED = {
+    "--validate": "python -m benchmarks.planner",
+    "--claims": "python -m benchmarks.planner --claims",
+}
+"""Former options, and the programs that took their place."""
 
 
 def run(argv: list[str]) -> int:
@@ -38,20 +42,10 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: a word breaks a rule, or the model does not fit the cluster.
     """
+    for word, program in _MOVED.items():
+        if word in argv:
+            raise ConfigError(f"{word}: is no option of this verb; run {program} in a clone")
     options = _parser().parse_args(argv)
-    if options.validate:
-        if options.model is not None:
-            raise ConfigError(
-                f"--validate: compares the published rows, and plans no {options.model}; leave one out"
-            )
-        _check_read(options, "validate", "measured")
-        return _validate(options.measured)
-    if options.claims:
-        from expertmesh.planner.table import claims_text
-
-        _check_read(options, "claims")
-        print(claims_text())
-        return 0
     if options.model is None:
         example = command("plan gpt-1.3b-moe128 --cluster a100-80x128")
         raise ConfigError(f"no model given; write one: {example} (see {command('plan --help')})")
@@ -110,7 +104,7 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--page",
         metavar="FILE",
-        help="write an HTML page: the front, bars by part, scaling, validation",
+        help="write an HTML page: the front, bars by part, scaling",
     )
     parser.add_argument(
         "--serve", action="store_true", help="plan generation: time per token, price, memory"
@@ -118,19 +112,9 @@ def _parser() -> OptionParser:
     parser.add_argument("--batch", type=int, metavar="B", help="sequences at once on all devices")
     parser.add_argument("--context", type=int, metavar="N", help="tokens of each of them")
     parser.add_argument(
-        "--validate",
-        action="store_true",
-        help="fit the model's constants again, and compare all published rows",
-    )
-    parser.add_argument(
         "--measured",
         metavar="FILE",
         help="your own measurements (TOML), on which it is fitted, too",
-    )
-    parser.add_argument(
-        "--claims",
-        action="store_true",
-        help="speed-ups that Tutel and DeepSpeed claim, beside the model's, and what they assume",
     )
     return parser
 
@@ -170,22 +154,4 @@ def _serve(options: Any) -> int:
         options.model, cluster=options.cluster, batch=options.batch, context=options.context
     )
     print(serve_text(found))
-    return 0
-
-
-def _check_read(options: Any, mode: str, *read: str) -> None:
-    """Raise ConfigError for a word that a mode does not read."""
-    for name, value in vars(options).items():
-        if name in (mode, *read) or value is None or value is False:
-            continue
-        word = value if name == "model" else f"--{name.replace('_', '-')}"
-        raise ConfigError(f"{word}: has no effect with --{mode}; leave one of the two out")
-
-
-def _validate(measured: str | None) -> int:
-    from expertmesh.planner.own import own_points
-    from expertmesh.planner.table import validation_text
-    from expertmesh.planner.validation import validate
-
-    print(validation_text(validate(() if measured is None else own_points(measured))))
     return 0

@@ -3,35 +3,32 @@
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from expertmesh.config.engine import EngineConfig
+from expertmesh.cli.family_verbs import FAMILY_VERBS
+from expertmesh.config.engine import EPLB, EngineConfig
 from expertmesh.config.load import LoadConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.server import ServerConfig
 from expertmesh.errors import Line
 
 _DECODING = {"parallel.es_degree": "es-degree"}
-_EPLB = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
 _OF_VERBS = {
-    "generate": _DECODING | {name: name for name in (*_EPLB, "num_draft_tokens")},
-    "translate": _DECODING | {"num_beams": "beams"},
+    "generate": _DECODING
+    | {name: name for name in (*EPLB, "num_draft_tokens", *SamplingParams.model_fields)},
     "evaluate": _DECODING,
     "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},
     "bench": {name: name for name in LoadConfig.model_fields},
     "quantize": {"source": "run", "target": "to"},
-    "classify": {
-        "data.fit": "fit",
-        "model.moe.eval_capacity_factor": "capacity",
-        "model.moe.drop_policy": "drop-policy",
-    },
 }
-"""Options of the library that a verb has under another name."""
+"""Options of the library that a verb of the core has under another name."""
 _ARGUMENTS = {
     *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
     *("cluster", "goal", "tokens_per_batch", "max_context", "tokens", "imbalance", "states"),
     *("pp", "vpp", "batch", "context", "measured"),
-    *("expert_slots", "group_size", "calibration"),
+    *("expert_slots", "group_size", "calibration", "overwrite"),
     *("device", "temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
 }
 """Function arguments that are options of verbs; other names without a section come from a file that was read."""
@@ -60,12 +57,15 @@ class Flags:
     """
 
     def __init__(self, verb: str = "") -> None:
-        self._own = _OF_VERBS.get(verb, {})
+        self._own: Mapping[str, str] = _OF_VERBS.get(verb, {})
+        if verb and verb not in _OF_VERBS and verb in FAMILY_VERBS:
+            self._own = FAMILY_VERBS[verb].flags
 
     def option(self, name: str, value: str | None) -> str:
         """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its section."""
         if name in ParallelConfig.model_fields:
             name = f"parallel.{name}"
+        name = name if name in self._own else name.partition("[")[0]
         own = self._own.get(name, name)
         if name not in self._own and "." not in name and name not in _ARGUMENTS:
             return name if value is None else f"{name}={value}"

@@ -1,5 +1,6 @@
 """`expertmesh quantize DIR --to DIR --format int8|int4|fp8`: quantize the experts of a model to 8 or 4 bits."""
 
+from expertmesh.cli.decoding import say_precision
 from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.flags import OptionParser
 
@@ -35,6 +36,7 @@ def run(argv: list[str]) -> int:
             layers=options.layers,
             calibration=options.calibration,
             dtype=None if options.dtype is None else getattr(torch, options.dtype),
+            on_opened=say_precision,
         )
     share = made.report["bytes"] / made.report["bytes_before"]
     print(f"{made.path}: a {made.what}, {made.report['bytes']:,} bytes ({share:.0%} of before)")

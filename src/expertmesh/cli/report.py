@@ -3,7 +3,8 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.flags import OptionParser, check_least, listed
+from expertmesh.cli.decoding import add_device, place_of, say_precision
+from expertmesh.cli.flags import OptionParser, add_data, check_least, listed
 from expertmesh.cli.quantized_report import is_quantized, report_quantized
 from expertmesh.cli.report_samples import measure, prompts_of, sample, shortened
 from expertmesh.cli.terminal_progress import loading, told_of_data
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _CURVE_ROWS = 12
 _TOKENS = 64
-"""Approximate tokens of a sample, for which the number of threads is measured."""
+"""Approximate tokens of a sample, for which the number of threads is chosen."""
 
 
 class _Runs:
@@ -31,14 +32,23 @@ class _Runs:
 
     Args:
         family: model family outside this package, as module:name.
+        place: arguments of `open_model`.
+        data_path: where the data of the runs are now; None: where they were.
         keeps_models: whether opened models are kept in memory.
     """
 
-    def __init__(self, family: str | None, *, keeps_models: bool) -> None:
+    def __init__(
+        self,
+        family: str | None,
+        place: dict[str, Any],
+        data_path: list[str] | None,
+        *,
+        keeps_models: bool,
+    ) -> None:
         from expertmesh.models.registry import find_family
 
         self.family = None if family is None else find_family(family)
-        self._keeps_models = keeps_models
+        self._place, self._data_path, self._keeps_models = place, data_path, keeps_models
         self._found: dict[str, Run | ConfigError | CheckpointError] = {}
         self._opened: dict[str, LoadedModel] = {}
 
@@ -52,7 +62,7 @@ class _Runs:
         from expertmesh.runs.open import open_model
 
         run = self._find(name)
-        opened = self._opened.get(name) or open_model(run)
+        opened = self._opened.get(name) or open_model(run, **self._place)
         if self._keeps_models:
             self._opened[name] = opened
         return opened
@@ -65,11 +75,12 @@ class _Runs:
         return sample_of_run(self.open(str(name))) if run.family.generates_text else []
 
     def _find(self, name: str) -> "Run":
+        from expertmesh.runs.data_paths import with_data
         from expertmesh.runs.run_dir import load_run
 
         if name not in self._found:
             try:
-                self._found[name] = load_run(name, self.family)
+                self._found[name] = with_data(load_run(name, self.family), self._data_path)
             except (ConfigError, CheckpointError) as error:
                 self._found[name] = error
         found = self._found[name]
@@ -122,6 +133,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--check", action="store_true", help="exit code 1 unless better than the baseline"
     )
+    add_device(parser)
+    add_data(parser)
     options = parser.parse_args(argv)
     check_least(options, samples=0, tokens=1, temperature=0)
     options.run = [*options.folders, *listed(options.run, are_paths=True)]
@@ -137,7 +150,12 @@ def run(argv: list[str]) -> int:
         if not options.run:
             return 0
         with loading():
-            runs = _Runs(options.family, keeps_models=len(options.run) == 1)
+            runs = _Runs(
+                options.family,
+                place_of(options),
+                options.data_path,
+                keeps_models=len(options.run) == 1,
+            )
             told = _write_page(
                 options, runs
             )  # first: runs without a checkpoint have a page as well
@@ -206,11 +224,14 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
                 temperature=options.temperature,
                 seed=options.seed,
             )
+        say_precision(opened.precision)  # nothing is refused any more
         for number, sampled in enumerate(samples, 1):
             print(f"\n--- sample {number}, prompt {sampled.prompt!r}")
             print(sampled.prompt + sampled.text)
         if samples:
             print(f"\n{measure(samples, corpus)}")
+    else:
+        say_precision(opened.precision)
     return 1 if options.check and is_better is not True else 0
 
 

@@ -8,13 +8,16 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
-from expertmesh.cli.decoding import add_ranks, check_several, load_adapter, shared_by
-from expertmesh.cli.flags import OptionParser, listed
+from expertmesh.cli.decoding import (
+    add_ranks,
+    check_several,
+    load_adapter,
+    say_precision,
+    shared_by,
+)
+from expertmesh.cli.flags import OptionParser, add_fields, fields_of
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
 from expertmesh.config.base import expanded, launched_rank
@@ -26,6 +29,7 @@ from expertmesh.errors import ConfigError, named
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
+    from expertmesh.runs.precision import Precision
 
 _EXAMPLES = """\
 examples:
@@ -39,7 +43,7 @@ examples:
 _log = logging.getLogger("expertmesh.serve")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _ROWS = 8
-"""Sequences at a time for which the number of threads is measured."""
+"""Sequences at a time for which the number of threads is chosen."""
 MOST_KEY_BYTES = 2**20
 _SWITCH_S = 0.001
 """Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every event)."""
@@ -57,8 +61,8 @@ def run(argv: list[str]) -> int:
     """
     with once_per_host():
         options = _parser().parse_args(argv)
-        server = ServerConfig(**options_of(ServerConfig, options))
-        engine_config = EngineConfig(**options_of(EngineConfig, options))
+        server = ServerConfig(**fields_of(ServerConfig, options))
+        engine_config = EngineConfig(**fields_of(EngineConfig, options))
         check_several(options)
         parallel = ParallelConfig(**shared_by(options)) if launched_rank()[1] > 1 else None
         if any(find_spec(name) is None for name in _NEEDED):
@@ -96,6 +100,7 @@ def run(argv: list[str]) -> int:
             for adapter, folder in server.adapters.items():
                 load_adapter(engine, adapter, folder, typed=f"{adapter}={folder}")
             num_threads = None if parallel is not None else num_threads_of(engine)
+            say_precision(precision_of(engine, options.run))
         except BaseException:
             stack.close()
             place.close()
@@ -110,6 +115,28 @@ def run(argv: list[str]) -> int:
         engine.close()
         engine.check_ranks()
     return code
+
+
+def precision_of(engine: "Engine", run: str) -> "Precision":
+    """Type in which an engine computes, and why: its weights' own, also where a run's training computed in another.
+
+    Args:
+        engine: the engine.
+        run: its folder.
+    """
+    from expertmesh.runs.open import find_model
+    from expertmesh.runs.precision import plain_precision, trained_precision
+
+    weight = engine.model.embedding.weight
+    if engine.config.dtype is not None:
+        return plain_precision(weight.dtype, weight.device, "as asked for")
+    reason = "the type of its files"
+    if engine.config.implementation != "transformers" and not (found := find_model(run)).is_hub:
+        known = trained_precision(found.arithmetic, found.config.train, weight.device)
+        if known is not None and known.compute_dtype != weight.dtype:
+            name = known.arithmetic.dtype
+            reason += f"; its training computed in {name}, which --dtype {name} would be"
+    return plain_precision(weight.dtype, weight.device, reason)
 
 
 @contextmanager
@@ -150,10 +177,10 @@ def say_address(name: str, address: str) -> None:
 
 
 def num_threads_of(engine: "Engine") -> int | None:
-    """Fastest number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
+    """Number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
     import torch
 
-    from expertmesh.runs.precision import precision_of_weight
+    from expertmesh.runs.precision import plain_precision
     from expertmesh.training.threads import threads_of_calls
 
     model = engine.model
@@ -162,7 +189,7 @@ def num_threads_of(engine: "Engine") -> int | None:
     weight = model.get_parameter("embedding.weight")
     if weight.device.type != "cpu":
         return None
-    precision = precision_of_weight(weight)
+    precision = plain_precision(weight.dtype, weight.device)
     rows = min(_ROWS, engine.config.max_sequences)
     with threads_of_calls(model, precision, num_rows=rows) as threads:
         return None if threads is None else threads.count
@@ -185,42 +212,9 @@ def _parser() -> OptionParser:
     )
     parser.add_run(what="run directory, or a folder of the hub")
     for config in (ServerConfig, EngineConfig):
-        add_options(parser, config)
+        add_fields(parser, config)
     add_ranks(parser, "tp_degree", "ep_degree", "es_degree")
     return parser
-
-
-def add_options(parser: OptionParser, config: type[BaseModel]) -> None:
-    """Add an option for each field of a config class, with its help."""
-    for name, field in config.model_fields.items():
-        kind, default = field.annotation, field.default
-        text = (field.description or "").rstrip(".")
-        flag = f"--{name.replace('_', '-')}"
-        if kind is bool:
-            spelled = f"--no-{flag[2:]}" if default else flag
-            action = "store_false" if default else "store_true"
-            shown = f"not: {text}" if default else text
-            parser.add_argument(spelled, dest=name, default=None, help=shown, action=action)
-        elif get_origin(kind) is tuple:
-            parser.add_argument(
-                flag, dest=name, nargs="+", action="extend", metavar="TEXT", help=text
-            )
-        else:
-            types = [one for one in (get_args(kind) or (kind,)) if one is not NoneType]
-            metavar = {int: "N", float: "X"}.get(types[0], "TEXT")
-            shown = "" if default is None else f" ({default})"
-            parser.add_argument(
-                flag, dest=name, metavar=metavar, help=text.replace("%", "%%") + shown
-            )
-
-
-def options_of(kind: type[BaseModel], options: Any) -> dict[str, Any]:
-    """Fields of a config class that were given."""
-    given = {name: getattr(options, name) for name in kind.model_fields}
-    values = {name: value for name, value in given.items() if value is not None}
-    return {
-        n: tuple(listed(v, are_paths=True)) if isinstance(v, list) else v for n, v in values.items()
-    }
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from expertmesh.config.base import Config
 from expertmesh.errors import named
 
+EPLB = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
+"""Options for expert placement over ranks."""
 _THEIRS = named("implementation", "transformers")
 
 

@@ -1,5 +1,6 @@
 """Output files that a user names: checked before the work begins, and moved into place when they are complete."""
 
+import errno
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
         ConfigError: the path is no regular file, is one of `read`, or lies in no folder that can be written.
     """
     path = expanded(name)
-    if str(name) in ("", "-") or path.is_dir() or (path.exists() and not path.is_file()):
+    if str(name) == "-" or path.is_dir() or (path.exists() and not path.is_file()):
         raise ConfigError(option, name, "is no regular file", "name a file that may be replaced")
     folder = path.resolve().parent if path.is_symlink() else path.parent
     if not folder.is_dir():
@@ -37,9 +38,68 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
             raise ConfigError(
                 option, name, f"is the file {other}, which is read", "name another one"
             )
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(option, name, f"{folder} cannot be written", "choose another folder")
+    try:
+        check_folder(folder)
+    except OSError as error:
+        raise ConfigError(
+            option, name, f"{folder} cannot be written: {error.strerror}", "choose another folder"
+        ) from None
     return path
+
+
+def new_folder(option: str, name: str | Path) -> Path:
+    """The path of a folder that work will make, checked: nothing is there, and it can be made.
+
+    Args:
+        option: name of the option, as "to".
+        name: path of the folder.
+
+    Raises:
+        ConfigError: something is there, or it lies below a file or in a folder that cannot be written.
+    """
+    path = expanded(name)
+    if os.path.lexists(path):
+        raise ConfigError(option, name, "exists already", "choose another folder")
+    above = next(one for one in path.absolute().parents if os.path.lexists(one))
+    if not above.is_dir():
+        raise ConfigError(option, name, f"is below the file {above}", "choose another folder")
+    try:
+        check_folder(path)
+    except OSError as error:
+        raise ConfigError(
+            option, name, f"cannot be made: {error.strerror}", "choose another folder"
+        ) from None
+    return path
+
+
+def check_folder(path: Path) -> None:
+    """Try a folder that work will write to: make a file in it, or in the nearest folder above that is there, and delete it.
+
+    Raises:
+        OSError: it is a file, or cannot be written; names it.
+    """
+    place = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    with naming(path, place):
+        probe = place / f".{path.name}.partial-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+
+
+def check_file(path: Path) -> None:
+    """Try a file that work will write or add to, without a change of it.
+
+    Raises:
+        OSError: it is a folder, or cannot be written; names it.
+    """
+    if os.path.lexists(path):
+        with naming(path):
+            if path.is_dir() or not os.access(path, os.W_OK):
+                raise OSError(
+                    errno.EISDIR if path.is_dir() else errno.EACCES,
+                    "is a folder" if path.is_dir() else "cannot be written",
+                    str(path),
+                )
+    check_folder(path.parent)
 
 
 @contextmanager

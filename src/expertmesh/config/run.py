@@ -21,12 +21,6 @@ Bind = Literal["auto", "off"]
 ExpertOrder = Literal["slices_inner", "experts_inner"]
 
 
-def check_not_empty(name: str, value: str | None) -> None:
-    """Refuses a name that is empty or blank."""
-    if value is not None and not value.strip():
-        raise FieldError(name, value, "must not be empty", "give a name, or leave the option out")
-
-
 def check_encoding(name: str, value: str | None) -> None:
     """Refuses a name of an encoding of text that Python does not know."""
     try:
@@ -147,7 +141,7 @@ class TrainConfig(Config):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 or float32, the faster here for this model, measured once and kept with the run."""
+    """Compute precision; auto: bfloat16 where the GPU has it, or AMX multiplies products of this model's size, else float32; kept with the run."""
     init_from: str | None = None
     """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
     branch_from: str | None = None
@@ -188,8 +182,6 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("run_dir", "init_from", "branch_from"):
-            check_not_empty(name, getattr(self, name))
         self.require_once("freeze", "trackers")
         count = self.gradient_accumulation_steps or 1
         self.require(
@@ -240,7 +232,7 @@ class ParallelConfig(Config):
     """Threads, ranks and their degrees of parallelism; degrees matter with several ranks, which torchrun starts."""
 
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads of this process; none: OMP_NUM_THREADS if it is set, else the fewest that are fastest within a tenth, measured and kept with the run."""
+    """CPU threads of this process; none: OMP_NUM_THREADS if it is set, else as many as products of the model's size keep busy, at most the cores; kept with the run."""
     dp_replicate_degree: int = Field(default=1, gt=0)
     """Copies of the model; each is spread over the other ranks."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
@@ -347,7 +339,6 @@ class DistillConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_not_empty("teacher", self.teacher)
         if self.teacher is None:
             for name in type(self).model_fields:
                 fix = f"leave it out, or give {named('distill.teacher')}"

@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, expanded
-from expertmesh.config.run import check_encoding, check_not_empty
+from expertmesh.config.run import check_encoding
 from expertmesh.errors import named
 
 
@@ -40,13 +40,8 @@ class TextConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("dataset", "cache_dir", "tokenizer", "encode_with"):
-            check_not_empty(name, getattr(self, name))
-        check_not_empty("column", self.column)
         check_encoding("encoding", self.encoding)
         paths = (self.path,) if isinstance(self.path, str) else self.path or ()
-        for path in paths:
-            check_not_empty("path", path)
         self.require(self.path != (), "path", "must name a text", "leave it out, or name one")
         if self.path is None:
             self.refuse_idle("encoding", "has no effect without path", "leave it out")

@@ -6,7 +6,7 @@ Under a capacity this is an upper bound, because dropped rows are not computed.
 """
 
 from expertmesh.config.moe import MoEConfig
-from expertmesh.layout.feed_forward import HasFeedForwards, mlp_parameters
+from expertmesh.spec.feed_forward import HasFeedForwards, mlp_parameters
 
 
 def mlp_flops(config: HasFeedForwards, hidden_dim: int) -> int:

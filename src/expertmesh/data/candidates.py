@@ -172,7 +172,7 @@ def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDo
         return _pieces(path, path.name, _piece_bytes(size, config), size, config.encoding)
     except OSError as error:
         raise ConfigError(
-            f"{option_of(config)}: cannot be read ({error.strerror or error}); change its permissions, or give another file"
+            f"{option_of(config)}: cannot be read ({error.strerror or error}); {_fix_of(error)}, or give another file"
         ) from None
     except NotTextError as error:
         raise ConfigError(f"{where}: {error}{remedy(error)}") from None
@@ -221,6 +221,13 @@ def _of_folder(
             except (OSError, NotTextError):
                 pieces = None  # left out when it is read as a whole
         yield from pieces or _whole(root, [path], config)
+
+
+def _fix_of(error: OSError) -> str:
+    """Fix of a file that cannot be read: a damaged one has no number of the system's."""
+    if error.errno is None:
+        return "restore it from a copy"
+    return "change its permissions" if isinstance(error, PermissionError) else "check it"
 
 
 def _look_for_json(path: Path, name: str, config: TextConfig, told: Told) -> None:

@@ -136,17 +136,17 @@ def _parquet(path: Path, reading: Reading) -> list[Row]:
 
     try:
         with opened(path) as file:
-            table = parquet.ParquetFile(io.BytesIO(file.read()) if is_packed(path) else path)
+            packed = file.read() if is_packed(path) else None
+        if not (path.stat().st_size if packed is None else packed):
+            return []  # an empty file has no rows, as of every kind
+        table = parquet.ParquetFile(path if packed is None else io.BytesIO(packed))
         names = table.schema_arrow.names
         _check_once(names, named("data.path", printable(str(path))), reading.column)
         batches = table.read([n for n in names if n in known_fields(reading.column)]).to_batches()
     except ArrowException as error:
-        raise ConfigError(
-            "data.path",
-            path,
-            f"is no Parquet file ({' '.join(str(error).split())[:120]})",
-            "check it",
-        ) from None
+        # as of any damaged file: a folder's is left out
+        reason = " ".join(str(error).split())[:120]
+        raise OSError(None, f"damaged: is no Parquet file ({reason})") from None
     readers = [partial(_cells, batch, i) for batch in batches for i in range(batch.num_rows)]
     if not readers:
         return []

@@ -115,9 +115,10 @@ class Answers:
         problem: str | None,
     ) -> None:
         """Append a token to an answer, and end it if it is finished; `problem`: error of a token that cannot be drawn."""
-        self.num_tokens += 1
         answer, request = self.known[sequence], sequence.request
-        answer.timing.drew(time.perf_counter())
+        if problem is None:
+            self.num_tokens += 1
+            answer.timing.drew(time.perf_counter())
         num_new = len(sequence.new_ids)
         may_end = num_new > request.params.min_tokens
         if problem is not None:

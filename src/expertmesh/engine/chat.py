@@ -6,6 +6,7 @@ from typing import Any
 from expertmesh.errors import ConfigError
 from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode, read_messages
 from expertmesh.text.format import TextFormat
+from expertmesh.text.limits import TextLimitError
 
 
 def conversation_ids(
@@ -27,6 +28,8 @@ def conversation_ids(
 
     Raises:
         ConfigError: the model knows no conversations, or an argument is invalid; names it.
+        TextLimitError: the model has no room for them, which is told before they are tokenised; or the chat template takes
+            too long.
     """
     if text is None or not text.can_chat:
         missing = (
@@ -47,12 +50,14 @@ def conversation_ids(
     if continue_final_message and add_generation_prompt:
         raise ConfigError("continue_final_message: excludes add_generation_prompt; leave one out")
     try:
-        ids = text.chat.prompt(
+        ids = text.chat_ids(
             read_messages(messages),
             asks=add_generation_prompt is not False,
             continues=continue_final_message,
             variables=variables,
         )
+    except TextLimitError as error:
+        raise error.of("messages") from None
     except ConfigError as error:
         raise ConfigError(f"messages: {error}") from None
     if not ids:

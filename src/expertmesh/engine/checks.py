@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.engine.request import SamplingParams, is_number
+from expertmesh.config.values import WHOLE, Number, check_type, is_number, plain, quoted, wrong_type
+from expertmesh.engine.request import SamplingParams, for_prompts, token_ids_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import EncoderDecoder
+from expertmesh.ops.check import check_dense, wrong_dtype, wrong_shape
 
 
 def why_not(model: Any) -> str | None:
@@ -75,32 +77,6 @@ def check_mode(model: Any) -> None:
         )
 
 
-def token_ids_of(prompt: Any, *, what: str = "prompt") -> list[Any]:
-    """Entries of a prompt of token ids, with integers of any kind as Python ints.
-
-    Args:
-        prompt: list, tuple, or one-dimensional tensor or array.
-        what: name in the message.
-
-    Raises:
-        ConfigError: the prompt has another type or shape.
-    """
-    is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set | bytes)
-    if not is_list or getattr(prompt, "ndim", 1) != 1:
-        shape = f" of shape {tuple(prompt.shape)}" if hasattr(prompt, "shape") else ""
-        raise ConfigError(
-            f"{what} is a {type(prompt).__name__}{shape}; give {'a text, or ' * (what == 'prompt')}a list of token ids"
-        )
-    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
-    return [int(i) if _is_id(i) else i for i in ids]
-
-
-def _is_id(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and is_number(value.item(), int)
-    return is_number(value, int)
-
-
 def prompts_of(prompts: Any) -> list[Any]:
     """List of prompts from a batch or a single prompt.
 
@@ -112,11 +88,26 @@ def prompts_of(prompts: Any) -> list[Any]:
     # an array or a tensor of no dimension is an Iterable, too
     is_scalar = getattr(prompts, "ndim", 1) == 0
     if is_scalar or not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
-        raise ConfigError(
-            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
-        )
+        what = "a text, a list of token ids, or a list of these"
+        raise wrong_type("prompts", prompts, what, "give that")
     many = list(prompts)
-    return [many] if many and all(map(_is_id, many)) else many
+    return [many] if many and all(is_number(plain(one), WHOLE) for one in many) else many
+
+
+def ids_of_prompts(given: Any, vocab_size: int, *, what: str = "prompt") -> list[list[int]]:
+    """Checked prompts of token ids, from one or several, as lists or arrays.
+
+    Args:
+        given: one or several lists of token ids, or tensors or arrays of these.
+        vocab_size: V.
+        what: name of a prompt in the message.
+
+    Raises:
+        ConfigError: there are none, one is empty, or an id is invalid.
+    """
+    found = [token_ids_of(one, what=what) for one in prompts_of(given)]
+    check_prompts(found, vocab_size, what=what)
+    return found
 
 
 def one_for_each(what: str, given: Any, count: int) -> list[Any]:
@@ -125,13 +116,26 @@ def one_for_each(what: str, given: Any, count: int) -> list[Any]:
     Raises:
         ConfigError: the number of arguments is not the number of prompts.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    is_one = isinstance(given, str | Mapping) or not isinstance(given, Iterable)
+    if is_one or getattr(given, "ndim", 1) == 0:
         return [given] * count
-    if len(given) != count:
+    each = list(given)
+    if len(each) != count:
         raise ConfigError(
-            f"{what}: {len(given)} for {count} prompts; give one for each, or one for all"
+            f"{what}: {len(each)} for {count} prompts; give one for each, or one for all"
         )
-    return list(given)
+    return each
+
+
+def params_for_each(given: Any, count: int) -> list[SamplingParams]:
+    """Parameters per prompt, from one for all, which draw independently, or one for each, which keep their seeds.
+
+    Raises:
+        ConfigError: they are something else, or their number is not the number of prompts.
+    """
+    if isinstance(given, SamplingParams):
+        return for_prompts([given] * count)
+    return [params_of(one) for one in one_for_each("params", given, count)]
 
 
 def params_of(params: Any) -> SamplingParams:
@@ -141,20 +145,17 @@ def params_of(params: Any) -> SamplingParams:
         ConfigError: they are something else.
     """
     params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
+    check_type("params", params, SamplingParams, "a SamplingParams", "give SamplingParams(...)")
     return params
 
 
 def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
     """Raise ConfigError unless all are token ids of the model; `what` is their name in the message."""
+    fix = "give ids of this model's tokenizer"
+    token_id = Number(0, vocab_size - 1, fix, types=WHOLE)
     for i in ids:
-        if not is_number(i, int) or not 0 <= i < vocab_size:
-            shown = repr(i) if len(repr(i)) < 60 else f"a {type(i).__name__}"
-            raise ConfigError(
-                f"{what}: token id {shown}: must be from 0 to {vocab_size - 1}; "
-                "give ids of this model's tokenizer"
-            )
+        if not token_id.holds(i):
+            raise ConfigError(f"{what}: token id {quoted(i)}: {token_id.rule}; {fix}")
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: str) -> None:
@@ -202,32 +203,38 @@ def check_asked(
         raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 
 
-def room_for(ids: list[int], params: SamplingParams, max_len: int, *, held: int, model: Any) -> int:
+def room_for(
+    ids: list[int], params: SamplingParams, max_len: int, *, config: EngineConfig, model: Any
+) -> int:
     """Maximum number of tokens of an answer.
 
     Args:
         ids: prompt.
         params: parameters of the request.
         max_len: maximum tokens of a sequence of the engine.
-        held: maximum number of cached tokens of one sequence.
+        config: options of the engine.
         model: the engine's model.
 
     Raises:
         ConfigError: the prompt leaves no room, or less than `params` asks for.
     """
-    limit = "max_len" if max_len < model.max_seq_len else "the model's max_seq_len"
+    limit = f"the model's max_seq_len={max_len}"
+    if max_len < (config.max_len or model.max_seq_len):
+        limit = f"{max_len} tokens, as the cache holds {max_len - 1} tokens (num_blocks)"
+    elif max_len < model.max_seq_len:
+        limit = f"max_len={max_len}"
     left = max_len - len(ids)
     if left < 1:
         raise ConfigError(
-            f"prompt of {len(ids)} tokens: must be shorter than {limit}={max_len}; shorten the prompt"
+            f"prompt of {len(ids)} tokens: must be shorter than {limit}; shorten the prompt"
         )
     if params.max_tokens is None:
-        return max(min(left, held + 1 - len(ids)), 1)
+        return left
     if params.max_tokens > left:
         raise ConfigError(
             "max_tokens",
             params.max_tokens,
-            f"with a prompt of {len(ids)} tokens it passes {limit}={max_len}",
+            f"with a prompt of {len(ids)} tokens it passes {limit}",
             f"ask for at most {left}",
         )
     return params.max_tokens
@@ -256,28 +263,21 @@ def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError: they do not fit.
     """
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            f"state is a {type(state).__name__}; give tensors by name, as model.state_dict() has them"
-        )
+    check_type("state", state, Mapping, "tensors by name", "give model.state_dict()")
     for name, tensor in state.items():
         if name not in own:
             raise ConfigError(
                 f"{name}: the model has no such tensor; give those of its state_dict()"
             )
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(f"{name}: is a {type(tensor).__name__}; give a tensor")
+        check_type(name, tensor, Tensor, "a tensor", "give a tensor")
         if hasattr(tensor, "full_tensor"):  # a DTensor
             raise ConfigError(f"{name}: is sharded; give tensor.full_tensor()")
-        if tensor.is_meta or tensor.layout != torch.strided:
-            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-            raise ConfigError(f"{name}: is {kind}; give a dense tensor with numbers")
+        check_dense(name, tensor)
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on meta, without numbers; give a tensor on a device")
         if not _is_like(tensor.dtype, own[name].dtype):
-            raise ConfigError(
-                f"{name}: has numbers of {tensor.dtype}, the model's are {own[name].dtype}; give them in that type, and "
-                "quantise new weights into a folder (expertmesh quantize) for another engine"
-            )
+            fix = "convert it, and quantise new weights into a folder (expertmesh quantize) for another engine"
+            raise wrong_dtype(name, tensor, f"{own[name].dtype} as the model's", fix)
         if own[name].shape != tensor.shape:
-            raise ConfigError(
-                f"{name}: has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; give weights of this model"
-            )
+            rule = f"{tuple(own[name].shape)} as the model's"
+            raise wrong_shape(name, tensor, rule, "give weights of this model")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import check_type
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
@@ -32,19 +33,18 @@ from expertmesh.engine.checks import (
     check_state,
     check_text,
     one_for_each,
-    params_of,
+    params_for_each,
     prompts_of,
     room_for,
-    token_ids_of,
 )
 from expertmesh.engine.compiled import compiled_forward
-from expertmesh.engine.grammar import JsonRules
+from expertmesh.engine.grammar import CompiledSchema, JsonRules
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
 from expertmesh.engine.opening import open_served
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.parallel import EngineRanks, RankedRunner, as_parallel, share
-from expertmesh.engine.request import Request, SamplingParams
+from expertmesh.engine.request import Request, token_ids_of
 from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, folders_by_name
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
@@ -89,9 +89,10 @@ class Engine:
     Attributes:
         model: the model.
         config: options.
-        max_len: maximum tokens of a sequence.
+        max_len: maximum tokens of a sequence, for which the cache has room.
         tokenizer: tokenizer of the model; None: prompts are token ids.
         text: text format of the model; None without a tokenizer.
+        json_rules: compiler of JSON schemas, usable from any thread beside the steps.
     """
 
     def __init__(
@@ -113,8 +114,7 @@ class Engine:
             ("config", config, EngineConfig),
             ("tokenizer", tokenizer, Tokenizer),
         ):
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{what} is a {type(value).__name__}; give a {kind.__name__}")
+            check_type(what, value, (kind, type(None)), f"a {kind.__name__}")
         self.config = EngineConfig(**options) if config is None else config
         text = None
         self._ranks = parallel if isinstance(parallel, EngineRanks) else None
@@ -131,17 +131,20 @@ class Engine:
         if (ranks := self._ranks) is not None:
             ranks.check(self.config)
         self.model, self.tokenizer = model, tokenizer
+        self.max_len = self.config.max_len or model.max_seq_len
         if text is None and tokenizer is not None:
             text = text_format(tokenizer, model=model)
-        self.text: TextFormat | None = text
+        self.text: TextFormat | None = text and replace(text, window=self.max_len)
         end_ids = token_ids_of(end_ids, what="end_ids")
         check_ids(end_ids, model.vocab_size, what="end_ids")
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
-        self.max_len = self.config.max_len or model.max_seq_len
+        self.json_rules = JsonRules(tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         tp = 1 if ranks is None else ranks.degrees.tp
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
+        # keys and values of the last token are never needed
+        self.max_len = min(self.max_len, num_blocks * self.config.block_size + 1)
         cache = PagedCache(
             model.config,
             num_parts=tp,
@@ -176,18 +179,13 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self.lock = threading.RLock()
         self._awaited = Awaited(self._requests, self.lock)
-        self._arrivals = self._steps = self._prompt_tokens = 0
+        self._arrivals = self._steps = 0
         try:
             for name, folder in folders_by_name(adapters).items() if self.leads else ():
                 self.load_adapter(name, folder)
         except BaseException:  # the other ranks are in follow already
             self.close()
             raise
-
-    @property
-    def num_tokens_held(self) -> int:
-        """Maximum number of cached tokens of one sequence."""
-        return self._scheduler.pools[0].num_blocks * self.config.block_size
 
     def warm_up(self) -> None:
         """Compile now what is otherwise compiled in the background (`compile` in `EngineConfig`), and wait; else do nothing."""
@@ -280,8 +278,8 @@ class Engine:
 
     def adapter_requests(self) -> dict[str, int]:
         """Number of requests so far per adapter."""
-        known = self._runner.adapters
-        return {} if known is None else {one.name: one.num_requests for one in known.all}
+        known, begun = self._runner.adapters, self._scheduler.counters.requests
+        return {} if known is None else {one.name: begun[one.root] for one in known.all}
 
     def _adapter(self, name: Any) -> LoadedAdapter:
         if self._runner.adapters is None:
@@ -295,7 +293,6 @@ class Engine:
         """Whether any request is unfinished, or has an answer that ended and was not returned; see `step`."""
         return self._scheduler.has_work or self._awaited.has_kept
 
-    @one_at_a_time
     def add(
         self,
         prompt: Prompt,
@@ -319,19 +316,22 @@ class Engine:
             ConfigError: a value breaks a rule, or the request could never run; other requests are unaffected.
         """
         self._check_leads("requests")
-        params = params_of(params)
-        ids = self._prompt_ids(prompt)
-        has_schema, has_text = params.json_schema is not None, self.tokenizer is not None
-        ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos and not has_schema else self._end_ids
-        )
+        params = self.json_rules.ready(params)  # before the lock: steps go on meanwhile
+        with self.lock:
+            return self._add(self._prompt_ids(prompt), params, request_id, adapter)
+
+    def _add(
+        self, ids: list[int], params: SamplingParams, request_id: str | None, adapter: str | None
+    ) -> str:
+        ends, has_text = frozenset(params.stop_token_ids), self.tokenizer is not None
+        if not params.ignore_eos or params.json_schema is not None:
+            ends |= self._end_ids
         check_asked(ids, params, self.model.vocab_size, has_text=has_text, end_ids=ends)
         chosen = None if adapter is None else self._adapter(adapter)
         if request_id is None:
             numbers = map(str, itertools.count(self._arrivals))
             request_id = next(name for name in numbers if not self._is_busy(name))
-        if not isinstance(request_id, str):
-            raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
+        check_type("request_id", request_id, str, "a string")
         if self._is_busy(request_id):
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
         request = Request(
@@ -339,29 +339,22 @@ class Engine:
             tuple(ids),
             params,
             self._arrivals,
-            room_for(ids, params, self.max_len, held=self.num_tokens_held, model=self.model),
+            room_for(ids, params, self.max_len, config=self.config, model=self.model),
             end_ids=ends,
             seed=draw_seed() if params.seed is None else params.seed,
             root=ROOT if chosen is None else chosen.root,
         )
-        if params.json_schema is not None:
+        if isinstance(params.json_schema, CompiledSchema):
             for sequence in request.sequences:
-                sequence.rule = self.json_rules.rule(params.json_schema)
+                sequence.rule = params.json_schema.rule()
         self._scheduler.add(request)
         self._arrivals += 1
-        if chosen is not None:
-            chosen.num_requests += 1
         self._requests[request_id] = request
         self._answers.begin(request)
         return request_id
 
     def _is_busy(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._awaited
-
-    @cached_property
-    def json_rules(self) -> JsonRules:
-        """Compiler of JSON schemas to rules, usable from any thread beside the steps; ConfigError if unsupported."""
-        return JsonRules(self.tokenizer, vocab_size=self.model.vocab_size, end_ids=self._end_ids)
 
     @one_at_a_time
     def abort(self, request_id: str) -> list[RequestOutput]:
@@ -418,10 +411,6 @@ class Engine:
         note_begin(step, self._answers.known, time.perf_counter())
         result = self._runner.run(step)
         self._steps += 1
-        self._prompt_tokens += sum(
-            min(c.start + c.count, c.sequence.num_prompt) - min(c.start, c.sequence.num_prompt)
-            for c in step.chunks
-        )
         outputs = self._answers.settle(step, result, self._scheduler)
         for name in {output.request_id for output in outputs}:
             if self._requests[name].is_finished:
@@ -497,7 +486,6 @@ class Engine:
         """
         return conversation_ids(self.text, messages, **options)
 
-    @one_at_a_time
     def as_they_end(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -513,19 +501,18 @@ class Engine:
             ConfigError: see `generate`; raised at once.
         """
         many, names = prompts_of(prompts), list[str]()
-        each, chosen = (
-            one_for_each(what, given, len(many))
-            for what, given in (("params", params), ("adapter", adapter))
-        )
-        try:
-            for prompt, one, its_adapter in zip(many, each, chosen, strict=True):
-                names.append(self.add(prompt, one, adapter=its_adapter))
-        except BaseException:  # also if a later prompt is refused
-            list(map(self.abort, names))
-            raise
-        return self._awaited.as_they_end(names, step=self._step_of_iterator, abort=self.abort)
+        each = params_for_each(params, len(many))
+        chosen = one_for_each("adapter", adapter, len(many))
+        ready = [self.json_rules.ready(one) for one in each]  # before the lock, as in `add`
+        with self.lock:
+            try:
+                for prompt, one, its_adapter in zip(many, ready, chosen, strict=True):
+                    names.append(self.add(prompt, one, adapter=its_adapter))
+            except BaseException:  # also if a later prompt is refused
+                list(map(self.abort, names))
+                raise
+            return self._awaited.as_they_end(names, step=self._step_of_iterator, abort=self.abort)
 
-    @one_at_a_time
     def stream(
         self,
         prompt: Prompt,
@@ -540,8 +527,10 @@ class Engine:
         Raises:
             ConfigError: see `add`; raised at once.
         """
-        name = self.add(prompt, params, adapter=adapter)
-        return self._awaited.streamed(name, step=self._step_of_iterator, abort=self.abort)
+        params = self.json_rules.ready(params)
+        with self.lock:
+            name = self.add(prompt, params, adapter=adapter)
+            return self._awaited.streamed(name, step=self._step_of_iterator, abort=self.abort)
 
     @one_at_a_time
     @torch.no_grad()
@@ -552,14 +541,19 @@ class Engine:
             state: tensors by their names in `model.state_dict()`; may be partial.
 
         Raises:
-            ConfigError: a name, a shape or a kind of number differs from the model's, or a tensor has no numbers in one
-                piece (meta, sparse, sharded); then nothing is changed.
+            ConfigError: a name, a shape or a kind of number differs from the model's, a tensor has no numbers in one
+                piece (meta, sparse, sharded), or experts are in slots; then nothing is changed.
         """
         if state and self._ranks is not None:
             raise ConfigError(
                 "update_weights over ranks: each has a part of every tensor; make another engine"
             )
         own = self.model.state_dict()
+        if state and self.expert_paging():
+            raise ConfigError(
+                "update_weights of an engine with expert_slots: it reads experts from their files, which stay as they are; "
+                "save the new weights, and open them by another engine"
+            )
         check_state(state, own)
         try:
             for name, tensor in state.items():
@@ -570,12 +564,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Statistics for logs and metrics."""
-        return stats_of(
-            self._scheduler,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            new_tokens=self._answers.num_tokens,
-        )
+        new_tokens = self._answers.num_tokens
+        return stats_of(self._scheduler, steps=self._steps, new_tokens=new_tokens)
 
     def expert_load(self) -> list[list[int]]:
         """Number of tokens that each expert has served so far, per MoE layer."""

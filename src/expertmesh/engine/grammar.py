@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from threading import Lock
@@ -12,18 +12,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.engine.checks import params_of
+from expertmesh.engine.schema_check import SchemaCheck
+from expertmesh.engine.schema_reading import MOST_CHARACTERS, read_schema
+from expertmesh.engine.schema_trial import TOO_LARGE, TRIAL, is_given_up, matcher_of
 from expertmesh.errors import ConfigError
 from expertmesh.text.stream import TextStream
 
 _MOST_KEPT = 64
 """Maximum number of compiled schemas to keep."""
-_OPTIONS: Any = {
-    "lenient": False,  # an unsupported keyword is an error, not ignored
-    "coerce_one_of": False,
-    # bounded: otherwise a model could write whitespace forever
-    "whitespace_pattern": r"\n[ ]{0,32}|[ ]?",
-}
-_OWN = "x-guidance"  # llguidance's keyword that overrides these options
+PROBLEM = "json_schema: "
+"""Beginning of the error of an answer whose schema cannot be kept."""
+_OWN = "x-guidance"  # llguidance's keyword that overrides its options
 _BEFORE = "\x02"  # no token crosses this character
 
 
@@ -32,16 +33,25 @@ class JsonRule:
 
     Args:
         matcher: llguidance matcher at its start, owned by this rule.
-        vocab_size: V.
+        tokens: bytes of each of V tokens.
         end_ids: end tokens.
+        check: reason why a whole answer does not validate, or None.
 
     Attributes:
         end_ids: end tokens.
     """
 
-    def __init__(self, matcher: Any, *, vocab_size: int, end_ids: Iterable[int]) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(
+        self,
+        matcher: Any,
+        *,
+        tokens: Seq[bytes],
+        end_ids: Iterable[int],
+        check: Callable[[str], str | None],
+    ) -> None:
+        self._matcher, self._tokens, self._check = matcher, tokens, check
         self.end_ids = frozenset(end_ids)
+        self._wrong: str | None = None  # reason why an answer may not end after `_seen`
         self._seen: list[int] = []
         self._found_V: Tensor | None = None  # allowed tokens after `_seen`
 
@@ -60,7 +70,8 @@ class JsonRule:
         if self._found_V is None:
             data = bytearray(self._matcher.compute_bitmask())
             bits = torch.frombuffer(data, dtype=torch.uint8)[:, None] >> torch.arange(8)
-            self._found_V = (bits & 1).bool().flatten()[: self._vocab_size]
+            self._found_V = (bits & 1).bool().flatten()[: len(self._tokens)]
+            self._forbid_wrong_end(self._found_V)
         found_V = self._found_V
         if not may_end:
             others_V = found_V.clone()
@@ -72,8 +83,19 @@ class JsonRule:
         """Reason why no token can follow a valid answer; None: one can."""
         if self.allowed(ids) is not None:
             return None
-        reason = _line(self._matcher.get_error()) or "no token of this vocabulary goes on"
-        return f"the schema cannot be kept any further ({reason})"
+        reason = self._wrong or "no token of this vocabulary goes on"
+        reason = TOO_LARGE if is_given_up(self._matcher) else reason
+        return f"{PROBLEM}cannot be kept any further ({reason}); give another JSON schema"
+
+    def _forbid_wrong_end(self, found_V: Tensor) -> None:
+        """Forbid end tokens where the answer is whole and does not validate, whatever the compiler says."""
+        ends = list(self.end_ids)
+        self._wrong = None
+        if found_V[ends].any():
+            text = b"".join(self._tokens[i] for i in self._seen).decode(errors="replace")
+            self._wrong = self._check(text)
+            if self._wrong is not None:
+                found_V[ends] = False
 
     def _follow(self, ids: Seq[int]) -> bool:
         """Move the matcher to the end of some tokens; returns whether they fit the schema."""
@@ -97,61 +119,147 @@ class JsonRule:
         return not self._matcher.is_error()
 
 
-class JsonRules:
-    """Compiler of JSON schemas to rules; thread-safe.
+class CompiledSchema(dict[str, Any]):
+    """JSON schema that is compiled; pickled and copied it is the schema alone.
 
     Args:
-        tokenizer: tokenizer of the model; None is an error.
+        schema: the schema.
+        make: makes the rule of an answer.
+        owner: the compiler.
+    """
+
+    def __init__(
+        self, schema: Mapping[str, Any], make: Callable[[], JsonRule], owner: "JsonRules"
+    ) -> None:
+        super().__init__(schema)
+        self._make, self.owner, self._lock = make, owner, Lock()
+
+    def rule(self) -> JsonRule:
+        """Rule at the start of an answer."""
+        with self._lock:
+            return self._make()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The schema alone."""
+        return dict, (dict(self),)
+
+
+class JsonRules:
+    """Compiler of JSON schemas; thread-safe. A schema that takes long holds up nobody who knows his already.
+
+    Args:
+        tokenizer: tokenizer of the model; None: every schema is an error.
         vocab_size: V, at least the tokenizer's.
         end_ids: end tokens.
 
-    Raises:
-        ConfigError: there is no tokenizer, or llguidance is not installed.
+    Attributes:
+        trial: the process that tries schemas first.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, *, vocab_size: int, end_ids: Iterable[int]
     ) -> None:
-        if tokenizer is None:
+        self._tokenizer, self._vocab_size, self.trial = tokenizer, vocab_size, TRIAL
+        self._ends = sorted(end_ids)
+        self._words: tuple[Any, Seq[bytes]] | None = None
+        self._kept: OrderedDict[str, CompiledSchema] = OrderedDict()
+        self._lock, self._making = Lock(), Lock()
+
+    def ready(self, params: SamplingParams | None) -> SamplingParams:
+        """Checked parameters (`params_of`), whose schema is compiled (`compiled`)."""
+        params = params_of(params)
+        schema = params.json_schema
+        if schema is None or (isinstance(schema, CompiledSchema) and schema.owner is self):
+            return params
+        return params.model_copy(update={"json_schema": self.compiled(schema)})
+
+    def known(self, schema: Mapping[str, Any]) -> CompiledSchema | None:
+        """The compiled schema, if it was compiled lately; never waits for one that is being compiled.
+
+        Raises:
+            ConfigError: there is no tokenizer, or llguidance is not installed; the schema is too large, or no JSON.
+        """
+        if self._tokenizer is None:
             raise ConfigError("json_schema: is about text, and the engine has no tokenizer")
         if find_spec("llguidance") is None:
             raise ConfigError(
                 "json_schema: needs llguidance; install it with: pip install 'expertmesh[json]'"
             )
-        from llguidance import LLTokenizer
+        text = _text(schema)
+        with self._lock:
+            if text in self._kept:
+                self._kept.move_to_end(text)
+            return self._kept.get(text)
 
-        self._vocab_size, self._ends = vocab_size, sorted(end_ids)
-        words: Any = _Words(tokenizer, vocab_size, self._ends)
-        self._tokenizer = LLTokenizer(words, n_vocab=vocab_size, eos_token=self._ends)
-        self._kept: OrderedDict[str, Any] = OrderedDict()
-        self._lock = Lock()
-
-    def rule(self, schema: Mapping[str, Any]) -> JsonRule:
-        """Rule of a schema, at the start of an answer.
+    def compiled(self, schema: Mapping[str, Any]) -> CompiledSchema:
+        """A schema that is ready for answers, tried in another process first (`SchemaTrial`).
 
         Raises:
-            ConfigError: the schema is invalid, or has unsupported keywords.
+            ConfigError: see `known`; or the schema is invalid, takes too long, or has unsupported keywords.
         """
-        from llguidance import LLMatcher
+        found = self.known(schema)
+        if found is not None:
+            return found
+        text = _text(schema)
+        try:
+            read = read_schema(json.loads(text))
+            rewritten = json.dumps(read.schema)
+            if (problem := self.trial.problem(rewritten)) is not None:
+                raise ValueError(problem)
+            tokenizer, tokens = self._of_model()
+            matcher = matcher_of(rewritten, tokenizer)
+            check = SchemaCheck(text, read.anchors, _Patterns(read.patterns)).problem
+        except (ValueError, RecursionError) as error:
+            raise _refused(_line(str(error))) from None
 
-        text = _text({name: value for name, value in schema.items() if name != _OWN})
+        def make() -> JsonRule:
+            own = matcher.deep_copy()
+            return JsonRule(own, tokens=tokens, end_ids=self._ends, check=check)
+
+        if (said := make().problem([])) is not None:
+            raise ConfigError(said)
+        found = CompiledSchema(schema, make, self)
         with self._lock:
-            matcher = self._kept.pop(text, None)
-            if matcher is None:
-                try:
-                    grammar = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
-                    problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
-                    matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-                except ValueError as error:  # half a character, or more than 128 levels
-                    raise _refused(_line(str(error))) from None
-                problem = problem or matcher.get_error()
-                if problem:
-                    raise _refused(_line(problem))
-            self._kept[text] = matcher
+            self._kept[text] = found
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-            own = matcher.deep_copy()
-        return JsonRule(own, vocab_size=self._vocab_size, end_ids=self._ends)
+        return found
+
+    def _of_model(self) -> tuple[Any, Seq[bytes]]:
+        """llguidance's tokenizer of the model, and the bytes of its tokens."""
+        from llguidance import LLTokenizer
+
+        assert self._tokenizer is not None
+        with self._making:
+            if self._words is None:
+                words: Any = _Words(self._tokenizer, self._vocab_size, self._ends)
+                made = LLTokenizer(words, n_vocab=self._vocab_size, eos_token=self._ends)
+                self._words = made, words.tokens
+            return self._words
+
+
+class _Patterns:
+    """Whether regular expressions are found in texts, by llguidance: Python's take exponential time.
+
+    Args:
+        patterns: what the compiler reads, by what the schema has.
+    """
+
+    def __init__(self, patterns: Mapping[str, str]) -> None:
+        from llguidance import LLTokenizer
+
+        bytes_ = LLTokenizer("byte")
+        self._matchers = {
+            given: matcher_of(json.dumps({"type": "string", "pattern": one}), bytes_)
+            for given, one in patterns.items()
+        }
+
+    def __call__(self, pattern: str, text: str) -> bool:
+        """Whether a regular expression is found in a text."""
+        matcher = self._matchers[pattern].deep_copy()
+        data = json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f").encode()
+        fits = matcher.validate_tokens(list(data)) == len(data)
+        return bool(fits and matcher.consume_tokens(list(data)) and matcher.is_accepting())
 
 
 class _Words:
@@ -196,15 +304,18 @@ class _Words:
 
 def _text(schema: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(schema, allow_nan=False)
+        text = json.dumps({n: v for n, v in schema.items() if n != _OWN}, allow_nan=False)
     except RecursionError:
         raise _refused("it is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise _refused(_line(str(error))) from None
+    if len(text) > MOST_CHARACTERS:
+        raise _refused(f"it has {len(text)} characters, more than {MOST_CHARACTERS}")
+    return text
 
 
 def _refused(reason: str) -> ConfigError:
-    return ConfigError(f"json_schema: cannot be kept ({reason}); give another JSON schema")
+    return ConfigError(f"{PROBLEM}cannot be kept ({reason}); give another JSON schema")
 
 
 def _line(text: str) -> str:

@@ -47,8 +47,7 @@ class GroupScheduler:
     @property
     def counters(self) -> Counters:
         """Counters summed over all groups."""
-        each = [vars(one.counters) for one in self.schedulers]
-        return Counters(**{name: sum(one[name] for one in each) for name in each[0]})
+        return sum((one.counters for one in self.schedulers), Counters())
 
     @property
     def has_work(self) -> bool:

@@ -28,6 +28,9 @@ def num_blocks_of(
         max_len: maximum tokens of a sequence.
         dtype: dtype of keys and values.
         tp_degree: ranks that share the heads.
+
+    Raises:
+        ConfigError: `cache_bytes` hold no block.
     """
     if options.num_blocks is not None:
         return options.num_blocks
@@ -35,8 +38,14 @@ def num_blocks_of(
     block_bytes = model.num_layers * model.cache_numbers * size * dtype.itemsize
     if not model.is_latent:
         block_bytes = -(-block_bytes // tp_degree)
-    most = options.max_sequences * -(-max_len // size)
-    return max(1, min(most, options.cache_bytes // block_bytes))
+    if options.cache_bytes < block_bytes:
+        raise ConfigError(
+            "cache_bytes",
+            options.cache_bytes,
+            f"a block of {size} tokens takes {block_bytes} bytes",
+            "give more, or a smaller block_size",
+        )
+    return min(options.max_sequences * -(-max_len // size), options.cache_bytes // block_bytes)
 
 
 class PagedCache:

@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from expertmesh.engine.checks import check_prompts, one_for_each, params_of
-from expertmesh.engine.drawing import sampling_batch
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import WHOLE, Number
+from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
+from expertmesh.engine.drawing import FILTERS, sampling_batch
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
-from expertmesh.engine.request import SamplingParams, is_number
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, evaluating
@@ -25,8 +26,8 @@ from expertmesh.ops.sampling import draw
 from expertmesh.parallel.inference import broadcast_from_rank0
 
 _SERVED = {
-    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
-    "ignore_eos",
+    *FILTERS,
+    *("temperature", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
 }
 
 
@@ -51,10 +52,7 @@ class Lockstep:
         end_ids: Sequence[int] = (),
         batch_size: int = 32,
     ) -> None:
-        if not is_number(batch_size, int) or batch_size < 1:
-            raise ConfigError(
-                f"batch_size={batch_size!r}: must be at least 1, and whole; 32 is usual"
-            )
+        Number(1, fix="32 is usual", types=WHOLE).check("batch_size", batch_size)
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._end_ids = frozenset({*end_ids, *getattr(model, "end_ids", ())})
 
@@ -95,8 +93,10 @@ class Lockstep:
         Raises:
             ConfigError: see `generate`; raised at once.
         """
-        each = [params_of(one) for one in one_for_each("params", params, len(prompts))]
-        rooms = self._check(prompts, each, sources)
+        prompts = ids_of_prompts(prompts, self.model.vocab_size)
+        sources = check_sources(self.model, sources, num_prompts=len(prompts))
+        each = params_for_each(params, len(prompts))
+        rooms = self._check(prompts, each)
 
         def batches() -> Generator[tuple[int, list[RequestOutput]], None, None]:
             for first in range(0, len(prompts), self.batch_size):
@@ -115,18 +115,19 @@ class Lockstep:
         Raises:
             ConfigError: see `generate`; raised at once.
         """
-        rooms = self._check([prompt], [params], None)
-        return (one for (one,) in self._answers([prompt], [params], rooms, None))
+        prompts, each = ids_of_prompts([prompt], self.model.vocab_size), [params_of(params)]
+        check_sources(self.model, None, num_prompts=1)
+        rooms = self._check(prompts, each)
+        return (one for (one,) in self._answers(prompts, each, rooms, None))
 
     def _check(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        sources: Sequence[Sequence[int]] | None,
     ) -> list[int]:
         """Checked maximum number of tokens of each answer."""
         for one in params:
-            for name in one.__dataclass_fields__:
+            for name in SamplingParams.model_fields:
                 if name not in _SERVED and getattr(one, name) != getattr(SamplingParams(), name):
                     raise ConfigError(
                         name,
@@ -134,8 +135,6 @@ class Lockstep:
                         f"is not served for a {type(self.model).__name__}, which the engine cannot page",
                         "leave it out",
                     )
-        check_prompts(prompts, self.model.vocab_size, what="prompt")
-        check_sources(self.model, sources, num_prompts=len(prompts))
         return [
             check_context_room(self.model, [prompt], max_tokens=one.max_tokens)
             for prompt, one in zip(prompts, params, strict=True)
@@ -208,7 +207,6 @@ class Lockstep:
             seeds=[draw_seed() if one.seed is None else one.seed for one in params],
             answers=[0] * len(params),
             positions=[0] * len(params),
-            vocab_size=model.vocab_size,
             device=device,
         )
         from_rank0 = broadcast_from_rank0(model)
@@ -239,8 +237,8 @@ class Lockstep:
 
 def check_sources(
     model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
-) -> None:
-    """Check that the model takes sources, one per prompt, and that these are valid.
+) -> list[list[int]] | None:
+    """Checked sources, one per prompt; None: the model reads none.
 
     Raises:
         ConfigError: it does not, or they are invalid.
@@ -250,17 +248,18 @@ def check_sources(
             raise ConfigError(
                 f"sources: a {type(model).__name__} reads none; put them before the prompts"
             )
-        return
+        return None
     if sources is None or len(sources) != num_prompts:
         raise ConfigError(
             f"sources: {0 if sources is None else len(sources)} for {num_prompts} prompts; give one per prompt"
         )
-    check_prompts(sources, model.vocab_size, what="source")
-    longest = max(map(len, sources))
+    found = ids_of_prompts(sources, model.vocab_size, what="source")
+    longest = max(map(len, found))
     if longest > model.max_source_len:
         raise ConfigError(
             f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it"
         )
+    return found
 
 
 def check_context_room(

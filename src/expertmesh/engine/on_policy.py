@@ -1,6 +1,6 @@
 """Differentiable logprobs of given tokens, bitwise equal to the engine's when it sampled them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.engine.checks import ids_of_prompts, prompts_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating
 from expertmesh.moe.types import Routing
@@ -27,7 +28,8 @@ def token_logprobs(
 
     Args:
         model: a GPT in training or evaluation mode; the mode is restored.
-        ids: token ids of each sequence, prompt and answer; at least two per sequence.
+        ids: token ids of each sequence, prompt and answer, at least two per sequence; lists or arrays, or (sequences,
+            length) of one tensor.
         routing: expert ids to replay, (length - 1, layers, K) per sequence, as in `RequestOutput.routed_experts`;
             routing weights are computed at these experts, so routers get gradients. None: the routers choose.
 
@@ -44,21 +46,22 @@ def token_logprobs(
         >>> scores.shape, scores.requires_grad
         (torch.Size([2]), True)
     """
-    if short := [list(one) for one in ids if len(one) < 2]:
+    if not len(ids := prompts_of(ids)):
+        return []
+    ids = ids_of_prompts(ids, model.vocab_size, what="sequence")
+    if short := [one for one in ids if len(one) < 2]:
         raise ConfigError(f"ids: {short[0]} has no token behind the first; give two or more")
-    length = max(map(len, ids), default=0)
+    length = max(map(len, ids))
     if length > model.max_seq_len:
         raise ConfigError(
             f"a sequence of {length} tokens: must be at most max_seq_len={model.max_seq_len}; shorten it"
         )
     if routing is not None:
         _check_routing(model, ids, routing)
-    if not ids:
-        return []
     ids_BS = torch.zeros(len(ids), length, dtype=torch.int64, device=model.device)
     mask_BS = torch.zeros(len(ids), length, dtype=torch.bool, device=model.device)
     for row, one in enumerate(ids):
-        ids_BS[row, : len(one)] = torch.tensor(list(one), device=model.device)
+        ids_BS[row, : len(one)] = torch.tensor(one, device=model.device)
         mask_BS[row, : len(one)] = True
     whole = bool(mask_BS.all())
     with evaluating(model), _replayed(model, routing, length):
@@ -73,9 +76,11 @@ def token_logprobs(
 
 
 def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[Tensor]) -> None:
-    if len(routing) != len(ids):
+    is_list = isinstance(routing, Sized) and getattr(routing, "ndim", 1) != 0
+    count = len(routing) if is_list else 1
+    if count != len(ids):
         raise ConfigError(
-            f"routing: {len(routing)} for {len(ids)} sequences; give one for each, as answers have it in routed_experts"
+            f"routing: {count} for {len(ids)} sequences; give one for each, as answers have it in routed_experts"
         )
     counts = [num for num in model.config.experts_per_layer() if num]
     for place, (one, chosen) in enumerate(zip(ids, routing, strict=True)):

@@ -1,194 +1,56 @@
-"""Inputs of the engine: sampling parameters, requests, and the sequences that answer them. Torch-free."""
+"""Inputs of the engine: requests, and the sequences that answer them. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Integral, Real
+from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import plain
 from expertmesh.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-LONGEST_STOP = 1024
-"""Maximum characters of a stop string; this much text may be held back while a stop string is possible."""
-MOST_STOPS = 64
-MOST_LOGPROBS = 100
-COLDEST = 1e-6
-"""Temperature below which sampling is greedy, because logits divided by it exceed FP32."""
 
+def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
+    """Entries of a list of token ids, with integers of any kind as Python ints.
 
-def is_number(value: object, kind: type) -> bool:
-    """Whether a value is an integer (`kind` is int) or a real number, also of NumPy; bool is neither."""
-    abstract = Integral if kind is int else Real
-    return isinstance(value, abstract) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters and end conditions of a request.
-
-    Logits are processed in this order: penalties, logit_bias, temperature, top_k, top_p, min_p. Logprobs are the
-    log-softmax of the raw logits, before any of these.
-
-    Attributes:
-        temperature: divisor of the logits; 0: the most likely token, the smaller id on a tie.
-        top_k: keeps only the k most likely tokens; None: all.
-        top_p: of those, keeps the smallest set of most likely tokens whose probabilities sum to at least p (Holtzman et
-            al. 2020); None: all.
-        min_p: removes tokens less likely than min_p times the most likely one; 0: none.
-        presence_penalty: subtracted from the logit of each token that was generated; in [-2, 2].
-        frequency_penalty: subtracted once for each time that it was generated; in [-2, 2].
-        repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
-            (Keskar et al. 2019); at least 0.01, 1: off.
-        logit_bias: added to the logits of these token ids; each in [-100, 100].
-        n: number of answers to the prompt, sampled independently.
-        seed: seed of the random numbers, which depend only on it, the answer's index and the position; None: a fresh
-            one.
-        max_tokens: maximum number of tokens of an answer; None: up to the model's maximum length.
-        min_tokens: minimum number of tokens before an end token or stop string can end the answer.
-        stop: stop string or strings; an answer ends before them.
-        stop_token_ids: end tokens in addition to the model's.
-        ignore_eos: whether the model's end tokens are ignored.
-        logprobs: number of most likely tokens whose logprobs are returned with the chosen token's; None: no logprobs.
-        prompt_logprobs: number of most likely tokens whose logprobs are returned at each prompt token; None: no
-            logprobs.
-        return_routed_experts: whether the experts of every token are returned.
-        json_schema: JSON schema of the answer, {} for any JSON; max_tokens or a stop may cut the answer. Where nothing
-            else may follow, the model's end tokens are allowed despite `ignore_eos` and `min_tokens`. Needs the extra
-            `json`. None: any text.
+    Args:
+        given: list, tuple, range, or one-dimensional tensor or array.
+        what: name in the message.
 
     Raises:
-        ConfigError: a value breaks its rule.
-
-    Example:
-        >>> em.SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64, stop="\\n").stop
-        ('\\n',)
+        ConfigError: it has another type or shape.
     """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    n: int = 1
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_routed_experts: bool = False
-    json_schema: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values, and convert single strings and lists to tuples."""
-        for name, rule in _RULES.items():
-            rule.check(name, getattr(self, name))
-        for name in ("ignore_eos", "return_routed_experts"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    name, repr(getattr(self, name)), "must be True or False", "give one"
-                )
-        if hasattr(self.stop_token_ids, "tolist"):  # an array or a tensor
-            object.__setattr__(self, "stop_token_ids", self.stop_token_ids.tolist())
-        lists = "a string, or several", "a list of token ids", "numbers by token id"
-        for name, kind, what in zip(_SEVERAL, (Iterable, Iterable, Mapping), lists, strict=True):
-            if not isinstance(getattr(self, name), kind):
-                raise ConfigError(name, repr(getattr(self, name)), f"must be {what}", "give that")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        if self.json_schema is not None and not isinstance(self.json_schema, Mapping):
-            shown = f"a {type(self.json_schema).__name__}"
-            raise ConfigError("json_schema", shown, "must be a JSON schema", "give a mapping")
-        if len(stops) > MOST_STOPS:
-            raise ConfigError(
-                "stop", f"{len(stops)} strings", f"at most {MOST_STOPS}", "give fewer"
-            )
-        for text in stops:
-            if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
-                shown = repr(text) if len(repr(text)) < 60 else f"{len(text)} characters"
-                rule_text = f"each is a string of 1 to {LONGEST_STOP} characters"
-                raise ConfigError("stop", shown, rule_text, "give others")
-        for token_id in (*self.stop_token_ids, *self.logit_bias):
-            if not is_number(token_id, int) or token_id < 0:
-                raise ConfigError(
-                    "stop_token_ids and logit_bias",
-                    repr(token_id),
-                    "must be a token id",
-                    "give one",
-                )
-        for value in self.logit_bias.values():
-            _Rule(float, -100.0, 100.0).check("logit_bias", value)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                "min_tokens",
-                self.min_tokens,
-                f"must be at most max_tokens={self.max_tokens}",
-                "ask for fewer",
-            )
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature < COLDEST
+    is_list = isinstance(given, Iterable) and not isinstance(given, Mapping | str | bytes)
+    if not is_list or isinstance(given, AbstractSet) or getattr(given, "ndim", 1) != 1:
+        shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
+        text = "a text, or " if what == "prompt" and not isinstance(given, str) else ""
+        raise ConfigError(
+            f"{what} is a {type(given).__name__}{shape}; it must be {text}a list of token ids; give one"
+        )
+    return [plain(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
 
 
-@dataclass(frozen=True)
-class _Rule:
-    kind: type
-    lowest: float
-    highest: float
-    optional: bool = False
-    is_open: bool = False  # whether `lowest` itself is refused
-    fix: str = "choose another"
+def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
+    """Parameters of the prompts of a call with one seed for all, so that their draws are independent.
 
-    def check(self, name: str, value: object) -> None:
-        """Raise ConfigError unless the value is of the kind and within the range."""
-        if value is None and self.optional:
-            return
-        what = "a whole number" if self.kind is int else "a number"
-        if not is_number(value, self.kind):
-            raise ConfigError(name, repr(value), f"must be {what}", "give one")
-        # integers are not converted: 2^63 - 1 as a float is 2^63
-        known: Any = value
-        number = int(known) if self.kind is int else float(known)
-        inside = self.lowest < number if self.is_open else self.lowest <= number
-        if not (inside and number <= self.highest):  # NaN is in no range
-            low = f"{'above' if self.is_open else 'at least'} {self.lowest:g}"
-            most = "2^63 - 1" if self.highest == _LARGEST else f"{self.highest:g}"
-            high = "" if self.highest == float("inf") else f" and at most {most}"
-            raise ConfigError(name, repr(value), f"must be {low}{high}", self.fix)
+    The first keeps the seed. Prompt i draws by a hash of seed and i, which is no other seed plus a number.
+    """
+    return [
+        one.model_copy(update={"seed": _seed_of(one.seed, place)})
+        for place, one in enumerate(params)
+    ]
 
 
-_SEVERAL = "stop", "stop_token_ids", "logit_bias"
-_MOST = 3.0e38
-_LARGEST = 2**63 - 1
-_ALL = "leave it out to keep all tokens"
-_RULES = {
-    "temperature": _Rule(float, 0.0, _MOST, fix="use 0 for the most likely token"),
-    "top_k": _Rule(int, 1, _LARGEST, optional=True, fix=_ALL),
-    "top_p": _Rule(float, 0.0, 1.0, optional=True, is_open=True, fix=_ALL),
-    "min_p": _Rule(float, 0.0, 1.0),
-    "presence_penalty": _Rule(float, -2.0, 2.0),
-    "frequency_penalty": _Rule(float, -2.0, 2.0),
-    "repetition_penalty": _Rule(float, 0.01, _MOST),
-    "n": _Rule(int, 1, 1024),
-    "seed": _Rule(int, 0, _LARGEST, optional=True),
-    "max_tokens": _Rule(int, 1, float("inf"), optional=True, fix="ask for a token or more"),
-    "min_tokens": _Rule(int, 0, float("inf")),
-    "logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),
-    "prompt_logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),
-}
+def _seed_of(seed: int | None, place: int) -> int | None:
+    if seed is None or place == 0:
+        return seed
+    digest = blake2b(f"{int(seed)}/prompt/{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Rule(Protocol):
@@ -261,7 +123,8 @@ class Sequence:
         index: index among the request's answers.
         token_ids: prompt, then generated tokens.
         num_computed: number of tokens whose keys and values are cached; prefix hits and preemption change only this.
-        num_cached: prompt tokens found in the prefix cache at the first admission.
+        num_cached: prompt tokens found in the prefix cache by its first step; None: it has had none.
+        num_counted: prompt tokens that are counted in the statistics.
         blocks: block table.
         prefix: number of the prefix of its sealed blocks, and the number of these blocks; see `BlockPool.seal`.
         state: see `State`.
@@ -275,6 +138,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
+    num_counted: int = 0
     blocks: list[int] = field(default_factory=list)
     prefix: tuple[int, int] = (-1, 0)
     state: State = State.WAITING

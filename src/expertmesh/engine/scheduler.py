@@ -5,6 +5,7 @@ budget, slots and blocks last. If blocks run out, the youngest running sequence 
 is recomputed later. No output is lost, and the oldest sequence always continues, so none starves.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -56,13 +57,22 @@ class Step:
 
 @dataclass
 class Counters:
-    """Counters for `Engine.stats` and metrics."""
+    """Counters for `Engine.stats` and metrics; a plan or a failed step counts no token."""
 
     preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     guessed: int = 0
     accepted: int = 0
+    requests: Counter[int] = field(default_factory=Counter)
+    """Requests by root prefix, which is their adapter's."""
+
+    def __add__(self, other: "Counters") -> "Counters":
+        """Sums of all counters."""
+        mine, theirs = vars(self), vars(other)
+        return Counters(**{name: mine[name] + theirs[name] for name in mine})
 
 
 @dataclass
@@ -177,15 +187,19 @@ class Scheduler:
             step: step from `schedule`.
             tokens: sampled token for each of its chunks' `samples`; finished sequences may be left out.
         """
+        self.counters.guessed += sum(map(len, step.guessed.values()))
         for chunk in step.chunks:
             first = chunk.sequence
             if first.is_guessed:
                 continue
+            self._count(chunk)
             if first.state is State.RUNNING:
                 first.num_computed = chunk.start + chunk.count
                 self._seal(first)
             for sequence in chunk.samples:
                 if sequence is not first and sequence.state is State.WAITING:
+                    sequence.num_cached, sequence.num_counted = first.num_cached, first.num_prompt
+                    self.counters.cached_prompt_tokens += first.num_prompt
                     self._fork(first, sequence)
                 if sequence.state is not State.FINISHED and sequence in tokens:
                     sequence.token_ids.append(tokens[sequence])
@@ -235,8 +249,21 @@ class Scheduler:
                 self._take_blocks(sequence, 1 + len(ids))
                 found[sequence] = ahead(sequence, ids)
                 budget -= len(ids)
-                self.counters.guessed += len(ids)
         return found
+
+    def _count(self, chunk: Chunk) -> None:
+        """Count the tokens of a prompt, each once: found by its first chunk, or computed, but not computed again."""
+        sequence, counters = chunk.sequence, self.counters
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_counted = chunk.start
+            counters.cached_prompt_tokens += chunk.start
+            counters.requests[sequence.request.root] += 1
+            if self._looks_up(sequence):
+                counters.prefix_queries += sequence.num_prompt
+                counters.prefix_hits += chunk.start
+        stop = min(chunk.start + chunk.count, sequence.num_prompt)
+        counters.prompt_tokens += max(stop - sequence.num_counted, 0)
+        sequence.num_counted = max(stop, sequence.num_counted)
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         start = sequence.num_computed
@@ -270,8 +297,6 @@ class Scheduler:
                 self.pool.release_all(sequence.blocks)
                 sequence.begin_anew()
                 return
-            if sequence.num_cached is None:
-                sequence.num_cached = sequence.num_computed
             self.waiting.remove(sequence)
             self.running.append(sequence)
             self.running.sort(key=lambda one: one.order)
@@ -279,20 +304,22 @@ class Scheduler:
             budget -= count
             yield sequence
 
+    def _looks_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence may take a cached prefix: not if something is wanted of every token of the prompt."""
+        params = sequence.request.params
+        wants_all = params.prompt_logprobs is not None or params.return_routed_experts
+        return self.reuses_prefixes and not wants_all
+
     def _take_prefix(self, sequence: Sequence) -> None:
         """Share the blocks of the longest cached prefix; at least one token is left to compute, for its logits."""
         ids = sequence.token_ids
-        params = sequence.request.params
-        wants_all = params.prompt_logprobs is not None or params.return_routed_experts
-        if not self.reuses_prefixes or wants_all:
+        if not self._looks_up(sequence):
             return
-        self.counters.prefix_queries += len(ids)
         blocks = self.pool.match(ids, most=len(ids) - 1, root=sequence.request.root)
         for block in blocks:
             self.pool.share(block)
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.pool.block_size
-        self.counters.prefix_hits += sequence.num_computed
         if blocks:
             number = self.pool.number(blocks[-1])
             assert number is not None
@@ -345,7 +372,6 @@ class Scheduler:
             self.pool.share(block)
         sequence.blocks = list(first.blocks)
         sequence.num_computed, sequence.prefix = first.num_computed, first.prefix
-        sequence.num_cached = first.num_cached
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self.running.sort(key=lambda one: one.order)

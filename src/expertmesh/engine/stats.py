@@ -17,12 +17,15 @@ class EngineStats:
         num_used_blocks: blocks held by sequences.
         num_cached_blocks: unused blocks with a known prefix.
         num_steps: steps so far.
-        num_prompt_tokens: prompt tokens that were computed.
+        num_prompt_tokens: prompt tokens that were computed, each once: not when they are computed again after a
+            preemption or a change of weights.
         num_generated_tokens: generated tokens.
         num_preemptions: preempted sequences.
-        prefix_queries: tokens looked up in the prefix cache.
-        prefix_hits: tokens found in the prefix cache.
-        num_draft_tokens: draft tokens.
+        prefix_queries: prompt tokens looked up in the prefix cache, once for a request.
+        prefix_hits: of those, tokens found.
+        num_cached_prompt_tokens: prompt tokens that answers did not compute: found, or computed by another answer to
+            the prompt.
+        num_draft_tokens: draft tokens that were compared with sampled ones.
         num_accepted_tokens: accepted draft tokens.
     """
 
@@ -37,14 +40,13 @@ class EngineStats:
     num_preemptions: int
     prefix_queries: int
     prefix_hits: int
+    num_cached_prompt_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
 
-def stats_of(
-    scheduler: Scheduler | GroupScheduler, *, steps: int, prompt_tokens: int, new_tokens: int
-) -> EngineStats:
-    """Statistics of an engine with this scheduler, which counts steps, prompt tokens and generated tokens itself."""
+def stats_of(scheduler: Scheduler | GroupScheduler, *, steps: int, new_tokens: int) -> EngineStats:
+    """Statistics of an engine with this scheduler, which counts steps and generated tokens itself."""
     pools, counters = scheduler.pools, scheduler.counters
     return EngineStats(
         len(scheduler.running),
@@ -53,11 +55,12 @@ def stats_of(
         sum(pool.num_used for pool in pools),
         sum(pool.num_cached for pool in pools),
         steps,
-        prompt_tokens,
+        counters.prompt_tokens,
         new_tokens,
         counters.preemptions,
         counters.prefix_queries,
         counters.prefix_hits,
+        counters.cached_prompt_tokens,
         counters.guessed,
         counters.accepted,
     )

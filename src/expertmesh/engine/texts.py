@@ -1,15 +1,14 @@
 """Text generation for models of any kind: with the engine if it supports the model, else in lockstep."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.awaited import AnswerIterator
-from expertmesh.engine.checks import check_prompts, check_text, why_not
+from expertmesh.engine.checks import check_text, ids_of_prompts, why_not
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.lockstep import Lockstep
 from expertmesh.engine.output import RequestOutput
-from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import evaluating
 from expertmesh.text.format import TextFormat
@@ -84,7 +83,7 @@ def continued(
     Args:
         model: see `writer`.
         prompts: token ids, none of them empty.
-        params: parameters of all prompts; prompt i has seed + i.
+        params: parameters of all prompts; see `SamplingParams.seed`.
         text: see `writer`.
         batch_size: prompts that are continued together; it does not change their random numbers.
         by: engine of this model; None: a new one.
@@ -98,11 +97,10 @@ def continued(
             at once, before any computation.
         CheckpointError: while generating: the model's logits are not finite.
     """
-    check_prompts(prompts, model.vocab_size, what="prompt")
-    each = [_of(params, place) for place in range(len(prompts))]
+    prompts = ids_of_prompts(prompts, model.vocab_size)
     with evaluating(model):
         answering = by or writer(model, text, batch_size=batch_size)
-        ended = answering.as_they_end(prompts, each, **_chosen(adapter))
+        ended = answering.as_they_end(prompts, params, **_chosen(adapter))
     return AnswerIterator(_in_order(model, ended), ended.close)
 
 
@@ -155,7 +153,7 @@ def stream_text(
         ConfigError: see `continued`; raised at once, not at the first token.
         CheckpointError: the model's logits are not finite; raised while generating.
     """
-    check_prompts([prompt], model.vocab_size, what="prompt")
+    (prompt,) = ids_of_prompts([prompt], model.vocab_size)
     with evaluating(model):
         outputs = (by or writer(model, text, batch_size=1)).stream(
             prompt, params, **_chosen(adapter)
@@ -192,12 +190,7 @@ def prompt_ids(text: TextFormat, prompt: str, *, start: bool = True) -> list[int
         raise ConfigError("prompt='': is empty; give at least one token")
     if start:
         return text.prompt_ids(prompt)
-    ids: list[int] = text.tokenizer.encode(prompt, add_special_tokens=False).ids
-    return ids
-
-
-def _of(params: SamplingParams, place: int) -> SamplingParams:
-    return params if params.seed is None else replace(params, seed=(params.seed + place) % 2**63)
+    return text.ids_of(prompt)
 
 
 def _check(output: RequestOutput) -> None:

@@ -1,7 +1,9 @@
 """Replacement for DeepSpeed's `MoE`: same signature, documented semantics, state dicts in both directions.
 
 Change `from deepspeed.moe.layer import MoE` to `from expertmesh.integrations.deepspeed import MoE`; DeepSpeed itself is
-not needed. Where DeepSpeed's code differs from its documentation, this module follows the documentation:
+not needed. Where it is imported, `deepspeed.initialize` takes these layers for its own: it finds them, spreads their
+experts, reduces their gradients and saves them. Where DeepSpeed's code differs from its documentation, this module
+follows the documentation:
 
 * random token selection, jitter and sampling of the second expert apply in training only; evaluation is deterministic;
 * without random token selection the first tokens are kept (DeepSpeed keeps arbitrary ones);
@@ -10,6 +12,7 @@ not needed. Where DeepSpeed's code differs from its documentation, this module f
 """
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -19,13 +22,13 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.config.moe_rules import DropPolicy, RouterNoise
 from expertmesh.errors import ConfigError
-from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import MatchedMLP, match_mlp
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.owned import refuse_engine
 
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
@@ -36,7 +39,7 @@ class MoE(nn.Module):
     An `expert` of two nn.Linear, or of three with a gate, becomes grouped experts that one operator computes; any other
     module is copied `num_experts` times. Experts start equal, as in DeepSpeed. `state_dict` uses DeepSpeed's names
     (`deepspeed_moe.gate.wg.weight`, `deepspeed_moe.experts.deepspeed_experts.0...`, `mlp...`, `coefficient...`) until
-    the experts are sharded over ranks.
+    the experts are sharded over ranks; under DeepSpeed's engine also then, where each rank's experts count from 0.
 
     Args:
         hidden_size: size of a token (D).
@@ -83,7 +86,8 @@ class MoE(nn.Module):
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
-        super().__init__()
+        _join_theirs()
+        nn.Module.__init__(self)
         _check(num_experts, ep_size, k, noisy_gate_policy, enable_expert_tensor_parallelism)
         self.num_experts, self.ep_size, self.k = num_experts, ep_size, k
         self.use_residual = use_residual
@@ -141,19 +145,29 @@ class MoE(nn.Module):
 
         Gradients of experts are then averaged over all ranks, as data parallelism averages other gradients. Call it
         once, on every rank, before the optimizer is built. Without a process group, or with one rank, it does nothing.
+        `deepspeed.initialize` calls it itself. Where DeepSpeed's communication is initialized, parameters stay the
+        objects that an optimizer may have, and gradients are left to its engine, as by DeepSpeed's own layer.
 
         Args:
             use_data_before_expert_parallel_: replicas of an expert on neighbouring ranks; not supported, see
                 `expert_order`.
 
         Raises:
-            ConfigError: `ep_size` does not divide the ranks.
+            ConfigError: `ep_size` does not divide the ranks, the experts are spread already, DeepSpeed cannot find this
+                layer, or its engine splits models or sequences over ranks.
         """
         if use_data_before_expert_parallel_:
             raise ConfigError(
                 "use_data_before_expert_parallel_=True: ranks that share a copy of the experts are neighbours here; leave it "
                 "out, or spread the layer with expertmesh.parallel and a world of another order"
             )
+        has_engine = _has_engine()
+        if (spread := getattr(self._layer.dispatcher, "storage", None)) is not None:
+            if not (has_engine and spread.plain):
+                refuse_engine(spread.layer)
+            return
+        if has_engine:
+            _share_groups(self)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if dist.get_world_size() % self.ep_size:
@@ -162,10 +176,12 @@ class MoE(nn.Module):
             )
         device = next(self.parameters()).device.type
         world = World(device_type=device)
-        spread_experts(self._layer, world, num_replicas=world.size // self.ep_size)
+        replicas = world.size // self.ep_size
+        spread_experts(self._layer, world, num_replicas=replicas, plain=has_engine)
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
-            parameter.register_hook(lambda grad: grad / world.size)
+            if not has_engine and parameter.requires_grad:
+                parameter.register_hook(lambda grad: grad / world.size)
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
@@ -198,6 +214,46 @@ class MoE(nn.Module):
             mix = torch.softmax(mix, -1, dtype=accumulate_dtype(mix.dtype))
             y = (y * mix[..., :1] + dense * mix[..., 1:]).to(y.dtype)
         return y, stats.aux_loss, stats.num_tokens_per_expert_E
+
+
+def _join_theirs() -> None:
+    """Make `MoE` a subclass of DeepSpeed's, if DeepSpeed is imported: its engine finds layers by their class."""
+    theirs = getattr(sys.modules.get("deepspeed.moe.layer"), "MoE", None)
+    if theirs is not None and not issubclass(MoE, theirs):
+        MoE.__bases__ = (theirs,)
+
+
+def _has_engine() -> bool:
+    """Whether DeepSpeed's communication is initialized, which `deepspeed.initialize` does first."""
+    comm = sys.modules.get("deepspeed.comm")
+    return comm is not None and comm.is_initialized()
+
+
+def _share_groups(moe: MoE) -> None:
+    """Make DeepSpeed's process groups for `ep_size`, over which its engine reduces gradients of experts.
+
+    Raises:
+        ConfigError: see `MoE.set_deepspeed_parallelism`.
+    """
+    if not isinstance(moe, sys.modules["deepspeed.moe.layer"].MoE):
+        raise ConfigError(
+            "MoE was built before DeepSpeed was imported, which cannot find it; import deepspeed before the model is built"
+        )
+    groups = sys.modules["deepspeed.utils.groups"]
+    ranks = dist.get_world_size()
+    if groups._get_data_parallel_world_size() != ranks:
+        raise ConfigError(
+            f"mpu: splits the model over ranks, and each of the {ranks} ranks must have tokens of its own; leave it out"
+        )
+    if groups._get_sequence_parallel_world_size() > 1:
+        raise ConfigError(
+            "sequence_parallel_size: MoE has no sequence parallelism under DeepSpeed's engine; leave it out"
+        )
+    if (
+        ranks % moe.ep_size == 0
+        and moe.expert_group_name not in groups._get_expert_parallel_group_dict()
+    ):
+        groups._create_expert_and_data_parallel(moe.ep_size)
 
 
 _FUSED = ("w_in", "w_out", "b_in", "b_out")
@@ -249,15 +305,15 @@ def _recognized(expert: nn.Module, hidden_size: int) -> MatchedMLP | None:
 
 
 def _names(moe: MoE) -> list[ForeignName]:
-    """DeepSpeed's names of all tensors of the layer."""
+    """DeepSpeed's names of all tensors that this rank has of the layer."""
     mlp, found = moe._mlp, [ForeignName("deepspeed_moe.gate.wg.weight", "router.proj.weight")]
     if mlp is None:
-        own = [n for n in moe._layer.state_dict() if n.startswith("experts.")]
-        return found + [
-            ForeignName(f"{_EXPERTS}.{n.replace('experts.', '').replace('.expert.', '.', 1)}", n)
-            for n in own
-        ]
-    for e in range(moe.num_experts):
+        for e, (number, expert) in enumerate(moe._layer.experts.named_children()):
+            for n in expert.state_dict():
+                theirs = f"{_EXPERTS}.{e}.{n.removeprefix('expert.')}"
+                found.append(ForeignName(theirs, f"experts.{number}.{n}"))
+        return found
+    for e in range(len(moe._layer.experts.get_parameter("w_in"))):
         places = [(name, "in", (e, g)) for g, name in enumerate(mlp.in_names)]
         for name, side, part in [*places, (mlp.out_name, "out", (e,))]:
             found.append(ForeignName(f"{_EXPERTS}.{e}.{name}.weight", f"experts.w_{side}", part))
@@ -266,15 +322,21 @@ def _names(moe: MoE) -> list[ForeignName]:
     return found
 
 
+def _has_theirs(moe: MoE) -> bool:
+    """Whether the state dict has DeepSpeed's names: whole experts, on this rank alone or under DeepSpeed's engine."""
+    spread = getattr(moe._layer.dispatcher, "storage", None)
+    return spread is None or bool(spread.plain)
+
+
 def _to_theirs(moe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     assert isinstance(moe, MoE)
-    if isinstance(moe._layer.dispatcher, LocalDispatcher):
+    if _has_theirs(moe):
         to_foreign(state, _names(moe), prefix=prefix, own_prefix="_layer.")
 
 
 def _to_ours(moe: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     assert isinstance(moe, MoE)
-    if isinstance(moe._layer.dispatcher, LocalDispatcher):
+    if _has_theirs(moe):
         others[-1].extend(
             from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="_layer.")
         )

@@ -185,6 +185,8 @@ class MOELayer(nn.Module):
         )
         if world is not None:
             spread_experts(layer, world)
+            # DeepSpeed's engine looks for it in modules, of which the layer is none
+            self.set_deepspeed_parallelism = layer.set_deepspeed_parallelism
         for parameter in own.parameters():
             parameter.expert = True  # type: ignore[attr-defined]
         self._hidden = (

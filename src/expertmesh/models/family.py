@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, text_of
 
 Recipes = Mapping[str, Callable[[], RunConfig]]
 
@@ -42,11 +42,11 @@ class Family:
         config: class of its run configurations.
         recipes: functions by name that return configurations, or "module:name" of such a mapping; None: a single recipe,
             "default", with the defaults of `config`.
-        costs: a function of (configuration, number of ranks, compute dtype) that returns `expertmesh.costs.run_costs.RunCosts`,
-            or "module:name" of one; None: unknown.
+        costs: a function of (configuration, number of ranks, compute dtype, whether on GPUs) that returns
+            `expertmesh.costs.run_costs.RunCosts`, or "module:name" of one; None: unknown.
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
             `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: default ones. train.dtype=auto
-            measures these products.
+            and the number of threads depend on their sizes.
         items: plural name of the items that losses are averaged over and rates count, such as "tokens".
         metric: the metric of the evaluations.
         fixed: options, by dotted name, that may not change when a run is resumed, besides the model's and train.seed.
@@ -84,17 +84,21 @@ class Family:
                 f"needs a {self.config.__name__}, got a {type(config).__name__}",
                 f"use the family of that configuration, or a {self.config.__name__}",
             )
-        return _resolved(self.task)(config)
+        return self._resolved(self.task)(config)
 
     def find_recipes(self) -> Recipes:
         """The recipes: functions by name that return configurations."""
-        found: Recipes | None = _resolved(self.recipes)
+        found: Recipes | None = self._resolved(self.recipes)
         return {"default": self.config} if found is None else found
 
-    def costs_of(self, config: RunConfig, *, num_ranks: int, dtype: str) -> Any:
+    def costs_of(
+        self, config: RunConfig, *, num_ranks: int, dtype: str, on_gpu: bool = False
+    ) -> Any:
         """Costs of a run, an `expertmesh.costs.run_costs.RunCosts`; None if the family does not know them."""
-        count = _resolved(self.costs)
-        return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
+        count = self._resolved(self.costs)
+        if count is None:
+            return None
+        return count(config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu)
 
     def begun_with(self, config: RunConfig, other: RunConfig, *, where: str) -> RunConfig:
         """The configuration of a run that starts with the weights of another run.
@@ -107,7 +111,7 @@ class Family:
         Raises:
             ConfigError: the other run is of another family, or this family does not support train.init_from.
         """
-        begin = _resolved(self.begin)
+        begin = self._resolved(self.begin)
         if begin is None:
             raise ConfigError(
                 "train.init_from",
@@ -127,13 +131,16 @@ class Family:
 
     def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
         """The matrix products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty if not known."""
-        find = _resolved(self.products)
+        find = self._resolved(self.products)
         return () if find is None else find(config, num_parts=num_parts)
 
-
-def _resolved(part: Any) -> Any:
-    """The object that a "module:name" refers to; any other value is returned unchanged."""
-    if not isinstance(part, str):
-        return part
-    module, _, name = part.partition(":")
-    return getattr(import_module(module), name)
+    def _resolved(self, part: Any) -> Any:
+        """The object that a "module:name" refers to; any other value is returned unchanged."""
+        if not isinstance(part, str):
+            return part
+        module, _, name = part.partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except Exception as error:  # whatever a module does while it is imported
+            problem = f"importing {part!r} failed: {text_of(error)}"
+            raise ConfigError("family", self.name, problem, "repair that module") from error

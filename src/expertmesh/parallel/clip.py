@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.parallel.experts.modules import OwnedParameter
+from expertmesh.parallel.experts.owned import OwnedParameter
 
 
 @torch.no_grad()

@@ -22,7 +22,6 @@ from expertmesh.comm.start import start_group
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
-from expertmesh.layout.feed_forward import MLP_CUT
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.quantized_experts import QuantizedExperts
@@ -35,6 +34,7 @@ from expertmesh.parallel.experts.coordinated import (
 )
 from expertmesh.parallel.ranks import backend_for
 from expertmesh.parallel.tensor import distribute
+from expertmesh.spec.feed_forward import MLP_CUT
 
 _OF_ENGINES = ("tp_degree", "ep_degree", "es_degree", "timeout_s", "num_threads", "bind")
 _EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2, "w_in_scale": 2, "w_out_scale": 2}

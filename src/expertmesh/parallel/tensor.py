@@ -26,9 +26,9 @@ from expertmesh.comm.collectives import all_gather, reduce_scatter
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
-from expertmesh.layout.feed_forward import MLP_CUT
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.spec.feed_forward import MLP_CUT
 
 TensorPlan = Mapping[str, ParallelStyle]
 """Module names to styles, such as `layers.*.attention`; * stands for any text between two dots."""

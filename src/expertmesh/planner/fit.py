@@ -7,13 +7,15 @@ from functools import partial
 from itertools import combinations
 
 from expertmesh.costs.step_time import BOUNDS, USUAL, Efficiency, RawStep, step_seconds
-from expertmesh.planner.published import PublishedMeasurement
+from expertmesh.planner.published import PublishedMeasurement, published_points
 
 MOST, BEYOND = 0.7, 0.1
 """Log error of a row up to which it counts fully (a factor of 2), and share of the excess that counts: outliers weigh less."""
 PRIOR = 0.05
 """Weight of the squared distance from `USUAL` over the width of the bounds, because rows do not determine all constants."""
 _FIRST_STEP, _LAST_STEP = 0.3, 0.01
+OWN_WEIGHT = 5
+"""Weight of a user's own row in the fit."""
 
 
 Row = tuple[RawStep, float]
@@ -24,6 +26,12 @@ Bounds = Mapping[str, tuple[float, float]]
 def fit(points: Sequence[PublishedMeasurement]) -> Efficiency:
     """Constants with the least mean error on rows of training throughput, within `BOUNDS`; see `fit_rows`."""
     return fit_rows([(point.raw(), point.measured_s) for point in points])
+
+
+def fit_with(own: Sequence[PublishedMeasurement]) -> Efficiency:
+    """Constants fitted on the marked published rows and on a user's own, which have more weight."""
+    published = [point for point in published_points() if point.is_fitted]
+    return fit([*published, *(list(own) * OWN_WEIGHT)])
 
 
 def fit_rows(

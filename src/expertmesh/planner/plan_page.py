@@ -1,4 +1,4 @@
-"""A plan as a self-contained HTML page: memory against time, bars by part, scaling, and the validation."""
+"""A plan as a self-contained HTML page: memory against time, bars by part, scaling, and the error bar."""
 
 import html
 from collections.abc import Sequence
@@ -6,12 +6,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from expertmesh.config.output_file import output_file, write_whole
-from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.memory import GIB
 from expertmesh.planner.scaling import Scaled, crossovers, scaling
 from expertmesh.planner.search_result import SearchResult
 from expertmesh.planner.svg import COLOURS, Axis, Dot, bars, plot
-from expertmesh.planner.table import layout_text, memory_parts, plan_text, time_parts
-from expertmesh.planner.validation import Summary, Validation, validate
+from expertmesh.planner.table import how_sure, layout_text, plan_text, time_parts
 
 BARS = 4
 """Number of layouts of the Pareto front that have bars."""
@@ -45,7 +44,7 @@ def _filled(plan: SearchResult) -> str:
         ("Memory against time", _front(plan)),
         ("By part", _parts(plan)),
         ("From 8 to 4,096 devices", _scaling(found)),
-        ("How sure this is", _validation(validate())),
+        ("How sure this is", f'<p class="note">{html.escape(how_sure())}</p>'),
     ]
     body = "".join(
         f'<section aria-labelledby="s{n}"><h2 id="s{n}">{html.escape(name)}</h2>{inner}</section>'
@@ -108,7 +107,9 @@ def _front(plan: SearchResult) -> str:
 def _parts(plan: SearchResult) -> str:
     shown = plan.front[:BARS]
     time = [(layout_text(c), [(n, 1e3 * v) for n, v in time_parts(c.seconds)]) for c in shown]
-    memory = [(layout_text(c), memory_parts(c.memory)) for c in shown]
+    memory = [
+        (layout_text(c), [(words, size / GIB) for words, size in c.memory.parts]) for c in shown
+    ]
     return _grid(
         _figure(bars(time, unit="ms", label="Time of a step by part"), "Time of a step"),
         _figure(bars(memory, unit="GiB", label="Memory of a device by part"), "Memory of a device"),
@@ -154,41 +155,3 @@ def _scaling(found: Sequence[Scaled]) -> str:
         )
         + table
     )
-
-
-def _validation(found: Validation) -> str:
-    s = Summary.of(found.held_out)
-    dots = [
-        Dot(
-            row.point.measured_s,
-            row.point.measured_s * (1 + row.time_error),
-            f"{row.point.name} ({row.point.source}): {100 * row.time_error:+.0f} %\n{row.point.cause}".strip(),
-            COLOURS[1] if row.point.is_fitted else COLOURS[0],
-        )
-        for row in found.throughput
-    ]
-    ends = [min(d.x for d in dots), max(d.x for d in dots)]
-    both = [v for d in dots for v in (d.x, d.y)]
-    lines = [
-        ([(e, e * factor) for e in ends], colour)
-        for factor, colour in (
-            (1.0, "var(--muted)"),
-            (1.4, "var(--line)"),
-            (1 / 1.4, "var(--line)"),
-        )
-    ]
-    picture = plot(
-        Axis.of("seconds of a step, measured", both, is_log=True),
-        Axis.of("predicted", both, is_log=True),
-        dots,
-        lines=lines,
-        label="Predicted against measured seconds of published steps",
-    )
-    note = f"{s.count} rows that nothing was fitted on (the first colour): median error {100 * s.median:.0f} %, {100 * s.within:.0f} % within 40 %."
-    misses = [row for row in found.held_out if abs(row.time_error) > 0.4]
-    rows = "".join(
-        f'<tr><td>{html.escape(row.point.name)}</td><td class="number">{100 * row.time_error:+.0f} %</td><td>{html.escape(row.point.cause or "not known")}</td></tr>'
-        for row in misses
-    )
-    table = f'<div class="scroll"><table><tr><th>row beyond 40 %</th><th class="number">time</th><th>cause</th></tr>{rows}</table></div>'
-    return _figure(picture, "Published measurements", note) + table

@@ -3,22 +3,25 @@
 import difflib
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints.hub.configs import model_config
-from expertmesh.config.base import expanded, is_there, parse_json, saved_run, shown
+from expertmesh.config.base import expanded, is_there, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.values import shown
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, text_of
+from expertmesh.models.bound_files import check_run, newest_state
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.sizes import sizes_of
-from expertmesh.models.registry import FAMILIES
+from expertmesh.models.registry import FAMILIES, recipe, recipe_owners
 from expertmesh.planner.arguments import path_text
 from expertmesh.planner.published import published_models
+from expertmesh.planner.unread import unread
 
 TOKENS_PER_PARAMETER = 20
 """Default training tokens per active parameter (Hoffmann et al. 2022)."""
@@ -40,8 +43,9 @@ class PlannedModel:
         batch_tokens: tokens of one step.
         train_tokens: tokens of the whole training.
         config: configuration of a run of this project; None: the model cannot be trained here.
-        guesses: guessed inputs, in words.
+        guesses: guessed inputs of its training, in words.
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
+        unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
     """
 
     name: str
@@ -52,6 +56,7 @@ class PlannedModel:
     config: GPTRunConfig | None = None
     guesses: tuple[str, ...] = ()
     words: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
@@ -67,10 +72,10 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     if isinstance(target, GPTRunConfig):
         return _of_config("configuration", target)
     name = path_text("model", target, "a recipe's or model's name, a path or a GPTRunConfig")
-    if name in RECIPES:
-        return _of_config(name, RECIPES[name](), words=name)
-    others = [n for f in FAMILIES.values() for n in f.find_recipes() if n == name]
-    if others:
+    if name in recipe_owners():
+        config = recipe(name)
+        if isinstance(config, GPTRunConfig):
+            return _of_config(name, config, words=name)
         raise ConfigError(
             f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
         )
@@ -129,23 +134,30 @@ def _of_file(name: str, file: Path) -> PlannedModel:
         raise ConfigError(
             f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
         )
-    if "model_type" in values or values.keys().isdisjoint(_OF_RUN):
-        return _of_sizes(name, _sizes_of_hub(values))
-    return _of_run(name, file, values)
+    said = unread(values)
+    is_hub = "model_type" in values or values.keys().isdisjoint(_OF_RUN)
+    found = _of_hub(name, values) if is_hub else _of_run(name, file, values)
+    return replace(found, unread=(*said, *found.unread))
 
 
 def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     """The model of a run's config.json, with what `runs.run_dir` and `quantize` write beside the configuration."""
     recipe = values.pop("recipe", None)
     family = values.get("family", GPT.name)
-    if family != GPT.name:
+    known = FAMILIES.get(family)
+    if known is None or not issubclass(known.config, GPTRunConfig):
         raise ConfigError(
             f"plan {name}: is of family {shown(family)}; plan a run of family {GPT.name}"
         )
     if values.pop("quantization_config", None) is not None:
         values.pop("dtype", None)
+    state, where = newest_state(file.parent)
+    try:
+        check_run(file.parent, values, state, GPT, where=where)
+    except CheckpointError as error:
+        raise ConfigError(f"plan {name}: {text_of(error)}") from None
     with saved_run():
-        config = GPTRunConfig.model_validate(values)
+        config = known.config.model_validate(values)
     # the file has every option, so that any recipe will do; and its own folder holds a run already
     word = next((known for known in RECIPES if known == recipe), next(iter(RECIPES)))
     folder = shlex.quote(f"{config.train.run_dir}-planned")
@@ -153,9 +165,12 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     return _of_config(name, config, words=words)
 
 
-def _sizes_of_hub(values: dict[str, Any]) -> ModelSizes:
-    """Sizes from our configuration if our GPT can run the model, else from config.json alone."""
+def _of_hub(name: str, values: dict[str, Any]) -> PlannedModel:
+    """The model of our configuration if our GPT can run it, else of the sizes in config.json alone."""
     try:
-        return sizes_of(model_config(values))
-    except ConfigError:
-        return sizes_of_hub(values)
+        return _of_sizes(name, sizes_of(model_config(values)))
+    except ConfigError as error:
+        found = _of_sizes(name, sizes_of_hub(values))
+        reason = str(error).partition("; ")[0]
+        guess = f"parameters by the sizes in config.json alone, without biases and norms of heads and latents ({reason})"
+        return replace(found, unread=(guess,))

@@ -7,17 +7,19 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.costs.step_time import RawStep, raw_step
+from expertmesh.models.gpt.sizes import sizes_of
 
 _USUAL_SEQ = 4096
 RENAMED = {"tp": "tp_degree", "pp": "pp_degree", "vpp": "virtual_stages", "cp": "cp_degree"}
 RENAMED |= {"ep": "route_degree", "mbs": "micro_batch", "overlap": "overlap_degree"}
-OF_LAYOUT = set(RankLayout.__dataclass_fields__) - {"num_ranks", "accumulation"}
-OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len"}
+OF_LAYOUT = set(RankLayout.__dataclass_fields__) - {"num_ranks", "accumulation", "layer_routes"}
+OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len", "on_gpu"}
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,14 @@ def _table() -> dict[str, Any]:
 
 @cache
 def published_models() -> Mapping[str, ModelSizes]:
-    """Sizes of the models in published.toml, by name."""
-    return {name: sizes_of_hub(values, is_part=True) for name, values in _table()["models"].items()}
+    """Sizes of the models in published.toml, by name; of those that our GPT can run to the parameter."""
+    return {name: _sizes(values) for name, values in _table()["models"].items()}
+
+
+def _sizes(row: Mapping[str, Any]) -> ModelSizes:
+    if "model_type" not in row:
+        return sizes_of_hub(row, is_part=True)
+    return sizes_of(model_config({**row, **dict.fromkeys(row.get("nulls", ()))}))
 
 
 @cache

@@ -3,27 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from expertmesh.costs.peak_memory import GIB, PeakMemory
+from expertmesh.costs.memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
-from expertmesh.planner.claims import claims
 from expertmesh.planner.configured import as_configured
 from expertmesh.planner.search import Candidate
 from expertmesh.planner.search_result import ERROR_BAR, SearchResult
 from expertmesh.planner.serve import ServePlan, Serving
-from expertmesh.planner.validation import Judged, Summary, Validation
 from expertmesh.planner.why import why_not, words_of
-
-_UNITS = {
-    "tokens_per_s": "tokens/s/GPU",
-    "tflops": "TFLOPS/GPU",
-    "live_gib": "GiB live",
-    "device_gib": "GiB",
-    "exchange_ms": "ms exchange",
-    "compute_ms": "ms experts",
-    "token_ms": "ms per token",
-}
-MISS = 0.4
-"""Absolute error beyond which a row is listed with its cause."""
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: str = "") -> list[str]:
@@ -44,65 +30,6 @@ def columns(rows: Sequence[Sequence[str]], *, right: str = "") -> list[str]:
     return lines
 
 
-def validation_text(found: Validation) -> str:
-    """All rows with their errors, the constants, and a summary of the errors."""
-    lines = []
-    for title, rows in (
-        ("training throughput (f: fitted on)", found.throughput),
-        ("parts of a step", found.parts),
-        ("peak memory", found.memory),
-        ("generation (nothing is fitted, most batches are guessed)", found.serving),
-    ):
-        table: list[tuple[str, ...]] = [("row", "", "stack", "measured", "model", "error", "unit")]
-        table += [_row(row) for row in rows]
-        lines += [title, *("  " + line for line in columns(table, right="lllrrrl")), ""]
-    lines += ["constants"]
-    lines += [f"  {name:<14} {value:.4g}" for name, value in vars(found.efficiency).items()]
-    lines += ["", "absolute errors"]
-    for title, rows, limit in (
-        ("throughput, not fitted", found.held_out, 0.4),
-        ("throughput, fitted", found.fitted, 0.4),
-        ("parts of a step", found.parts, 0.4),
-        ("peak memory", found.memory, 0.15),
-        ("generation", found.serving, 0.4),
-    ):
-        s = Summary.of(rows, limit)
-        lines.append(
-            f"  {title:<23} {s.count:3} rows, median {100 * s.median:.0f} %,"
-            f" within {100 * limit:.0f} %: {100 * s.within:.0f} %"
-        )
-    misses = [row for row in (*found.throughput, *found.serving) if abs(row.time_error) > MISS]
-    if misses:
-        lines += ["", "rows beyond 40 %, and why"]
-        lines += [f"  {row.point.name}: {row.point.cause or 'not known'}" for row in misses]
-    return "\n".join(lines)
-
-
-def _row(row: Judged) -> tuple[str, ...]:
-    point = row.point
-    return (
-        point.name,
-        "f" if point.is_fitted else "",
-        point.work.stack,
-        f"{point.measured:,.4g}" if point.measured < 1000 else f"{point.measured:,.0f}",
-        f"{row.predicted:,.4g}" if row.predicted < 1000 else f"{row.predicted:,.0f}",
-        f"{100 * row.error:+.0f} %",
-        _UNITS[point.unit],
-    )
-
-
-_MEMORY_WORDS = {
-    "weights_bytes": "weights",
-    "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "gathered_bytes": "gathered weights",
-    "activations_bytes": "activations",
-    "dispatch_bytes": "dispatch",
-    "logits_bytes": "logits",
-    "communication_bytes": "context, buffers",
-    "allowance_bytes": "fragments",
-    "reused_bytes": "reused",
-}
 _SERVE_WORDS = {
     "weights_s": "weights",
     "cache_s": "keys and values",
@@ -160,6 +87,15 @@ def _as_configured(plan: SearchResult) -> list[str]:
     memory = f"{own.memory.device_bytes / GIB:,.1f} GiB"
     fits = memory if own.fits else f"{memory}, which does not fit"
     return ["", f"as configured: {layout_text(own)}: {_seconds(own.seconds.total_s)}, {fits}"]
+
+
+def how_sure() -> str:
+    """Sentence on the error bar of times."""
+    fast, slow = ERROR_BAR
+    return (
+        f"In four of five published runs that nothing was fitted to, the measured time is {fast:g} to {slow:g} times the"
+        " predicted one; docs/planner.md names the runs, and python -m benchmarks.planner in a clone compares each."
+    )
 
 
 def layout_text(candidate: Candidate) -> str:
@@ -234,16 +170,6 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f} s" if value >= 1 else f"{1e3 * value:,.1f} ms"
 
 
-def memory_parts(memory: PeakMemory) -> list[tuple[str, float]]:
-    """Parts of a device's memory in GiB, without zeros; reused memory is negative."""
-    found = []
-    for name, words in _MEMORY_WORDS.items():
-        value = getattr(memory, name) / GIB
-        if value:
-            found.append((words, -value if name == "reused_bytes" else value))
-    return found
-
-
 def time_parts(seconds: StepSeconds) -> list[tuple[str, float]]:
     """Parts of a step in seconds, without zeros."""
     found = [(words_of(f.name), getattr(seconds, f.name)) for f in fields(seconds)]
@@ -251,7 +177,7 @@ def time_parts(seconds: StepSeconds) -> list[tuple[str, float]]:
 
 
 def _memory_lines(memory: PeakMemory) -> list[tuple[str, str]]:
-    rows = [(words, f"{value:,.2f}") for words, value in memory_parts(memory)]
+    rows = [(words, f"{size / GIB:,.2f}") for words, size in memory.parts]
     return [("memory, GiB", ""), *rows, ("in all", f"{memory.device_bytes / GIB:,.2f}")]
 
 
@@ -340,18 +266,3 @@ def serving_text(way: Serving) -> str:
     copies = way.cluster.num_gpus // way.route_degree
     words = [f"tp {way.tp_degree}", f"experts over {way.route_degree}"]
     return ", ".join([*words, f"{copies} copies"] if copies > 1 else words)
-
-
-def claims_text() -> str:
-    """Claimed speed-ups with the model's ratios, or with settings that would make them true; see `planner.claims`."""
-    rows: list[tuple[str, ...]] = [("claim", "claimed", "model", "")]
-    rows += [
-        (
-            claim.name,
-            f"{claim.claimed:g} x",
-            "" if claim.found is None else f"{claim.found:.2f} x",
-            claim.assumed,
-        )
-        for claim in claims()
-    ]
-    return "\n".join(columns(rows, right="lrrl"))

@@ -29,9 +29,10 @@ def read_run(path: str | Path) -> dict[str, Any]:
     folder = RunDir(path)
     config, recipe = folder.read_values()
     lines = read_metrics(folder.metrics)
-    family = FAMILIES.get(config.get("family", "gpt"))
-    items = "samples" if family is None else family.items
-    metric = "loss" if family is None else family.metric.key
+    name = config.get("family", "gpt")
+    is_known = name in FAMILIES
+    items = FAMILIES[name].items if is_known else "samples"
+    metric = FAMILIES[name].metric.key if is_known else "loss"
     return {
         # undecodable bytes of a name are replaced, because a page is UTF-8
         "name": os.fsencode(folder.path.resolve().name).decode(errors="replace"),

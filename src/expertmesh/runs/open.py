@@ -5,7 +5,7 @@ only the weights, by `Run.load_into`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,12 @@ from expertmesh.parallel.serving import as_plain
 from expertmesh.runs.arithmetic import Arithmetic
 from expertmesh.runs.check_memory import check_weights
 from expertmesh.runs.paged import put_slots
-from expertmesh.runs.precision import Precision, resolve_device, resolve_precision
+from expertmesh.runs.precision import (
+    Precision,
+    plain_precision,
+    resolve_device,
+    trained_precision,
+)
 from expertmesh.runs.quantized import arrange, put_quantized
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_run
 from expertmesh.text.format import TextFormat, text_format, told_by_files
@@ -123,8 +128,7 @@ def open_model(
         source: the folder, see `find_model`; or the `Run` that it returned, perhaps changed.
         family: see `find_model`.
         device: device of the computation, see `device_of`; None: the device of the training.
-        dtype: type of weights and products (routers keep FP32); None: the type of the stored weights if it is narrower than FP32,
-            else the type of the training's products.
+        dtype: type of weights and products (routers keep FP32); None: the type of the files; a run's products have the type of its training.
         ranks: ranks that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
         es_degree: slices of each expert, see `spread_for_inference`.
         for_autocast: whether the model will only be used under `precision.autocast()`. Experts are then kept in that type, with
@@ -151,22 +155,16 @@ def open_model(
     sought, tokenizer, place = ranks.on_all(find)
     run = sought.with_weights(ranks)
 
-    def choose() -> Arithmetic:
-        train = run.config.train
-        return resolve_precision(train, record=run.arithmetic, device=place).arithmetic
+    def trained() -> Arithmetic | None:
+        found = None if run.is_hub else trained_precision(run.arithmetic, run.config.train, place)
+        return None if found is None else found.arithmetic
 
-    precision = Precision.of(place, ranks.on_rank0(choose))
+    known = ranks.on_rank0(trained)
 
     def build() -> LoadedModel:
         weights = run.open_weights(dtype)
-        narrow = weights.scale_dtype if isinstance(weights, QuantizedModel) else None
-        found = narrow if dtype is None else dtype
-        used = (
-            _of_stored(weights, precision)
-            if found is None
-            else replace(precision, compute_dtype=found, master_dtype=found)
-        )
-        if narrow is not None or slots is not None:
+        used = _precision_of(weights, dtype, place, known)
+        if isinstance(weights, QuantizedModel) or slots is not None:
             return _open_empty(
                 run,
                 weights,
@@ -312,10 +310,20 @@ def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
     return config.updated(changes) if told else config
 
 
-def _of_stored(weights: TensorSource, precision: Precision) -> Precision:
-    """The precision of the narrowest stored weights, if narrower than the given one: converted runs have BF16 beside FP32 routers."""
-    found = [kept.dtype for kept in weights.tensors.values() if kept.dtype.is_floating_point]
-    narrowest = min(found, key=lambda dtype: dtype.itemsize, default=precision.master_dtype)
-    if narrowest.itemsize >= precision.master_dtype.itemsize:
-        return precision
-    return replace(precision, compute_dtype=narrowest, master_dtype=narrowest)
+def _precision_of(
+    weights: TensorSource,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    known: Arithmetic | None,
+) -> Precision:
+    """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32 routers."""
+    if dtype is not None:
+        return plain_precision(dtype, device, "as asked for")
+    if isinstance(weights, QuantizedModel):
+        return plain_precision(weights.scale_dtype, device, "the type of its scales")
+    kept = {tensor.dtype for tensor in weights.tensors.values() if tensor.dtype.is_floating_point}
+    narrowest = min(kept, key=lambda one: (one.itemsize, str(one)), default=torch.float32)
+    found = None if known is None else Precision.of(device, known)
+    if found is not None and narrowest.itemsize >= found.master_dtype.itemsize:
+        return found
+    return plain_precision(narrowest, device, "the type of its files")

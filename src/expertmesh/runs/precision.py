@@ -14,7 +14,7 @@ from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
-from expertmesh.runs.arithmetic import Arithmetic, fastest, read_arithmetic, write_arithmetic
+from expertmesh.runs.arithmetic import Arithmetic, chosen, read_arithmetic, write_arithmetic
 
 _DTYPES = {
     "float32": torch.float32,
@@ -52,7 +52,7 @@ class Precision:
         """Type, device and reason, in words."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
         reason = self.arithmetic.reason
-        return f"{dtype} on {self.device}" + (f" (auto: {reason})" if reason else "")
+        return f"{dtype} on {self.device}" + (f" ({reason})" if reason else "")
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -79,30 +79,24 @@ class Precision:
 
 
 def resolve_precision(
-    config: TrainConfig,
-    *,
-    products: Sequence[Product] = (),
-    record: Path | None = None,
-    device: torch.device | None = None,
+    config: TrainConfig, *, products: Sequence[Product] = (), record: Path | None = None
 ) -> Precision:
-    """The precision of a run; "auto" becomes the recorded choice, or else the fastest on this machine.
+    """The precision of a training run; "auto" becomes the recorded choice, or else the rule of `runs.arithmetic`.
 
     Args:
         config: the config of the run.
-        products: products that dominate a step of its model, to be measured on a CPU; empty: usual ones.
-        record: the run's file of its arithmetic, see `runs.arithmetic`; used if it exists and is of the same kind
-            of device.
-        device: device of the computation; None: the config's.
+        products: products that dominate a step of its model; empty: usual ones.
+        record: the run's file of its arithmetic; used if it exists and is of the same kind of device.
 
     Raises:
         ConfigError: a GPU is asked for and there is none, or the record is unreadable.
     """
-    device = resolve_device(config.device) if device is None else device
+    device = resolve_device(config.device)
     found = None if record is None else read_arithmetic(record)
     if found is None or found.device != device.type:
         found = _arithmetic(config.dtype, device, products)
     elif config.dtype != "auto":
-        found = replace(found, dtype=config.dtype, seconds={})
+        found = replace(found, dtype=config.dtype, reason="")
     return Precision.of(device, found)
 
 
@@ -116,18 +110,35 @@ def settle_precision(
 
 
 def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -> Arithmetic:
-    if dtype == "auto" and device.type == "cpu":
-        return fastest(products)
-    if dtype == "auto":
-        has = torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bfloat16" if has else "float32"
-    return Arithmetic(device.type, dtype, usual_library())
+    if dtype != "auto":
+        return Arithmetic(device.type, dtype, usual_library())
+    if device.type == "cpu":
+        return chosen(products)
+    has = torch.cuda.is_bf16_supported(including_emulation=False)
+    why = f"auto: the GPU has {'' if has else 'no '}BF16"
+    return Arithmetic(device.type, "bfloat16" if has else "float32", usual_library(), why)
 
 
-def precision_of_weight(weight: torch.Tensor) -> Precision:
-    """Precision of products in a weight's own type, by PyTorch's usual library."""
-    dtype = str(weight.dtype).removeprefix("torch.")
-    return Precision.of(weight.device, Arithmetic("cpu", dtype, usual_library()))
+def trained_precision(record: Path, config: TrainConfig, device: torch.device) -> Precision | None:
+    """The precision that a run was trained in, on any device; None: neither its record nor its config says.
+
+    Raises:
+        ConfigError: the record is unreadable.
+    """
+    found = read_arithmetic(record)
+    if found is None and config.dtype == "auto":
+        return None
+    if found is None or found.device != device.type or config.dtype not in ("auto", found.dtype):
+        dtype = config.dtype if found is None or config.dtype != "auto" else found.dtype
+        found = Arithmetic(device.type, dtype, usual_library())
+    return Precision.of(device, replace(found, reason="as it was trained"))
+
+
+def plain_precision(dtype: torch.dtype, device: torch.device, reason: str = "") -> Precision:
+    """Precision of weights and products in one type, by PyTorch's usual library."""
+    name = str(dtype).removeprefix("torch.")
+    found = Arithmetic(device.type, name, usual_library(), reason)
+    return Precision(device, dtype, dtype, found)
 
 
 def resolve_device(name: str, *, option: str = "train.device") -> torch.device:

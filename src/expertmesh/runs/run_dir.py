@@ -21,13 +21,14 @@ from torch import Tensor
 from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.source import TensorSource, read_into
-from expertmesh.checkpoints.store import list_checkpoints, newest_good
+from expertmesh.checkpoints.store import list_checkpoints, newest_good, read_state
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
-from expertmesh.config.output_file import complete, naming, write_whole
+from expertmesh.config.output_file import check_file, check_folder, complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, command, named
+from expertmesh.models.bound_files import check_run
 from expertmesh.models.family import Family
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.own_module import FAMILY_NAME
@@ -38,7 +39,7 @@ from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
 """File name of a run's tokenizer."""
-_PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
+_PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers")
 
 
 class RunDir:
@@ -52,6 +53,7 @@ class RunDir:
         self.path = expanded(path)
         self.config = self.path / "config.json"
         self.arithmetic = self.path / "arithmetic.json"
+        self.plans = self.path / "dispatch_plans.json"
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
         self.experts = self.path / "experts.jsonl"
@@ -70,7 +72,7 @@ class RunDir:
         Raises:
             ConfigError: another process holds the lock, or the path is no folder that can be made.
         """
-        files = (self.lock, self.arithmetic, self.config, self.versions)
+        files = (self.lock, self.arithmetic, self.plans, self.config, self.versions)
         folders = (self.path, *self.path.parents)
         new_files, new_folders = ([p for p in ps if not p.exists()] for ps in (files, folders))
         with self._hold() as file:
@@ -115,6 +117,24 @@ class RunDir:
             if self.lock.exists() and os.path.samestat(self.lock.stat(), os.fstat(file.fileno())):
                 return file
             file.close()  # its former holder has just removed it
+
+    def check_writable(self) -> None:
+        """Try all that a run will write here, before its first step.
+
+        Raises:
+            ConfigError: the path is a file or below one.
+            OSError: something is in the way, or cannot be written; names it.
+        """
+        if not next(
+            one for one in (self.path, *self.path.absolute().parents) if one.exists()
+        ).is_dir():
+            raise ConfigError(
+                "train.run_dir", self.path, "is a file or below a file", "choose a folder"
+            )
+        for path in (self.config, self.arithmetic, self.plans, self.versions, *self.records):
+            check_file(path)
+        for path in (self.checkpoints, self.tensorboard):
+            check_folder(path)
 
     def is_held(self) -> bool:
         """Whether a process holds the directory now."""
@@ -164,7 +184,7 @@ class RunDir:
             write_whole(self.versions, json.dumps(versions(), indent=1) + "\n")
             for name, source in files.items():
                 target = self.path / name
-                target.parent.mkdir(exist_ok=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 with complete(target) as partial:
                     shutil.copyfile(source, partial)
         self._is_described = True
@@ -304,13 +324,26 @@ class Run:
             ranks: ranks that share the reading; every one must call. None: this process alone.
 
         Raises:
-            CheckpointError: the run has no undamaged checkpoint, or a file is missing.
+            CheckpointError: the run has no undamaged checkpoint, or a file is missing or of another run.
         """
         (Ranks() if ranks is None else ranks).on_all(self.check_whole)
         if self.weights is not None:
             return self
+        ranks = Ranks() if ranks is None else ranks
         checkpoint = newest_good(RunDir(self.path).checkpoints, ranks)
-        return replace(self, weights=checkpoint)
+        found = replace(self, weights=checkpoint)
+        ranks.on_all(found.check_bound)
+        return found
+
+    def check_bound(self) -> None:
+        """Check that the chosen checkpoint was trained with config.json and the family's files; options of `config` may be changed.
+
+        Raises:
+            CheckpointError: a file is of another run.
+        """
+        values, _ = RunDir(self.path).read_values()
+        state = read_state(self.checkpoint)
+        check_run(self.path, values, state, self.family, where=self.checkpoint)
 
     def open_weights(self, dtype: torch.dtype | None = None) -> TensorSource:
         """The chosen weights, by the names of the model's state dict.
@@ -355,6 +388,11 @@ class Run:
     def arithmetic(self) -> Path:
         """File of the run's `Arithmetic`; see `runs.arithmetic`."""
         return RunDir(self.path).arithmetic
+
+    @property
+    def kept_arithmetic(self) -> dict[str, Path]:
+        """The file of `arithmetic` by its name, for a run that is made of this one and computes alike; empty if there is none."""
+        return {self.arithmetic.name: self.arithmetic} if self.arithmetic.is_file() else {}
 
 
 def find_run(run_dir: str | Path, family: Family | None = None) -> Run:

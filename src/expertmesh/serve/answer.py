@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from expertmesh.engine.grammar import PROBLEM
 from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
@@ -131,4 +132,5 @@ def _check(outputs: dict[int, RequestOutput]) -> None:
     """Raise RequestError if an answer could not be computed."""
     for output in outputs.values():
         if output.finish_reason == "error":
-            raise RequestError(500, output.error or "the answer could not be computed")
+            said = output.error or "the answer could not be computed"
+            raise RequestError(400 if said.startswith(PROBLEM) else 500, said)

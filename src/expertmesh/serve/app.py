@@ -35,6 +35,10 @@ from expertmesh.serve.wrong_body import best_error
 
 _READERS = 2
 """Number of threads that tokenize requests."""
+_SCHEMA_READERS = 4
+"""Number of threads that compile JSON schemas, which others do not wait for."""
+_MOST_SCHEMAS = 32
+"""Maximum requests whose schemas wait to be compiled."""
 _MOST_ERRORS = 100
 """Maximum errors of a body that are looked at: the first one's forms are listed at its place."""
 
@@ -69,8 +73,15 @@ class ServerApp:
         self.engine, self.created = engine, int(time.time())
         self.reader = RequestReader(engine, config, model_name)
         self.metrics = Metrics(engine, model_name)
-        self.worker = EngineWorker(engine, self.metrics.stepped, num_threads=num_threads)
+        self.worker = EngineWorker(
+            engine,
+            self.metrics.stepped,
+            num_threads=num_threads,
+            left=self.metrics.requests.left,
+        )
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="reading")
+        self._schemas = ThreadPoolExecutor(_SCHEMA_READERS, thread_name_prefix="schemas")
+        self._num_schemas = 0
         self._most = engine.config.max_sequences + config.max_waiting
         self.gate = Gate(self._routes(), config, keys)
         if config.allow_origin:
@@ -80,7 +91,9 @@ class ServerApp:
                 self.gate,
                 allow_origins=config.allow_origin,
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
+                allow_headers=[
+                    "*"
+                ],  # OpenAI's client sends some of its own; origin and key are still checked
             )
         else:
             self.asgi = self.gate
@@ -94,7 +107,8 @@ class ServerApp:
         """Stop the engine's thread."""
         self._watching.cancel()
         self.worker.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._schemas):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _routes(self) -> FastAPI:
         app = FastAPI(
@@ -180,20 +194,16 @@ class ServerApp:
 
     async def detokenize(self, request: DetokenizeRequest) -> Response:
         """Convert tokens to text."""
-        self.reader.adapter_of(request.model)
-        self.reader.check_ids(request.tokens, "tokens")
-        decode = self.reader.text.tokenizer.decode
-        text = await self._aside(lambda: decode(request.tokens, skip_special_tokens=False))
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": await self._aside(self.reader.detokenize, request)})
 
     async def completions(self, request: CompletionRequest) -> Response:
         """Continue a text."""
-        job = await self._aside(self.reader.completion, request)
+        job = await self._with_rules(await self._aside(self.reader.completion, request))
         return self._answer(request, job, wants_logprobs=request.logprobs is not None)
 
     async def chat(self, request: ChatRequest) -> Response:
         """Answer a conversation."""
-        job = await self._aside(self.reader.chat, request)
+        job = await self._with_rules(await self._aside(self.reader.chat, request))
         return self._answer(request, job, wants_logprobs=bool(request.logprobs), is_chat=True)
 
     def _answer(
@@ -242,10 +252,33 @@ class ServerApp:
                 headers={"retry-after": "1"},
             )
 
-    async def _aside(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Result of a call that runs in a thread pool; ConfigError becomes RequestError."""
+    async def _with_rules(self, job: Job) -> Job:
+        """A job whose JSON schema is compiled, in threads that other requests do not need."""
+        if job.json_field is None:
+            return job
+        if self._num_schemas >= _MOST_SCHEMAS:
+            self.metrics.rejected("queue_full")
+            raise RequestError(
+                429,
+                "too many new JSON schemas wait; try again later",
+                param=job.json_field,
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+        self._num_schemas += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+            found: Job = await self._aside(self.reader.with_rules, job, pool=self._schemas)
+            return found
+        finally:
+            self._num_schemas -= 1
+
+    async def _aside(
+        self, call: Callable[..., Any], *args: Any, pool: ThreadPoolExecutor | None = None
+    ) -> Any:
+        """Result of a call that runs in a thread pool, the readers' by default; ConfigError becomes RequestError."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(pool or self._pool, call, *args)
         except ConfigError as error:
             raise RequestError(400, str(error), param=error.option) from None
 
@@ -270,7 +303,8 @@ async def _on_wrong_body(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
-        return RequestError(400, "the body is no JSON").response()
+        why, at = errors[0]["ctx"]["error"], errors[0]["loc"][-1]
+        return RequestError(400, f"the body is no JSON: {why} at character {at}").response()
     name, message = best_error(errors[:_MOST_ERRORS], error.body)
     return RequestError(400, message, param=name).response()
 
@@ -278,9 +312,19 @@ async def _on_wrong_body(_: Request, error: Exception) -> Response:
 async def _on_wrong_path(request: Request, error: Exception) -> Response:
     """Response to an unknown path or method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 400 and error.__cause__ is not None:  # of the body
+        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response()
     text = {404: "there is no such path", 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
     return RequestError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+def _why_no_json(cause: BaseException) -> str:
+    if isinstance(cause, UnicodeDecodeError):
+        return f"it is no UTF-8 at byte {cause.start}"
+    if isinstance(cause, RecursionError):
+        return "its brackets are nested too deeply"
+    return "it has a number of too many digits"
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:

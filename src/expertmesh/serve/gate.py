@@ -43,7 +43,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 0
+        method, begin, status = scope["method"], time.perf_counter(), 0
+        scope = _plain(scope)
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -74,7 +75,7 @@ class Gate:
                 seconds = time.perf_counter() - begin
                 client = (scope.get("client") or ("-",))[0]
                 path = scope["path"][:200].encode("unicode_escape").decode()
-                log.info("%s %s %s %d %.3fs", client, scope["method"], path, status, seconds)
+                log.info("%s %s %s %d %.3fs", client, method, path, status, seconds)
 
     def _check(self, scope: Scope) -> None:
         """Raise RequestError unless the request is allowed."""
@@ -90,6 +91,13 @@ class Gate:
                 raise RequestError(
                     403, "host: must be that of this machine; other names need a server with a key"
                 )
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            raise RequestError(
+                400,
+                "content-length: is given beside transfer-encoding; leave one out",
+                code="invalid_http",
+                headers={"connection": "close"},
+            )
         if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
             raise RequestError(
                 401,
@@ -145,6 +153,15 @@ class Gate:
                 f"the body did not come within {self._config.idle_s:g} s",
                 headers={"connection": "close"},
             ) from None
+
+
+def _plain(scope: Scope) -> Scope:
+    """A request with HEAD as one with GET, whose body uvicorn leaves out, and with a whole address as one with a path."""
+    path = scope["path"]
+    if not path.startswith("/") and "://" in path:
+        path = "/" + path.partition("://")[2].partition("/")[2]
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "method": method, "path": path}
 
 
 class _ClientGoneError(Exception):

@@ -103,7 +103,10 @@ class Metrics:
             CounterMetricFamily,
             "prompt_tokens_by_source",
             "tokens of prompts that were computed, and that the cache gave",
-            [("local_compute", stats.num_prompt_tokens), ("local_cache_hit", stats.prefix_hits)],
+            [
+                ("local_compute", stats.num_prompt_tokens),
+                ("local_cache_hit", stats.num_cached_prompt_tokens),
+            ],
             labels=["source"],
         )
         config = {

@@ -1,25 +1,30 @@
 """Conversion of client requests to engine requests: tokens, sampling parameters, and refusal of unsupported fields."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from expertmesh.config.base import FieldError
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.chat import conversation_ids
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.request import for_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
-from expertmesh.serve.json_mode import json_schema
+from expertmesh.serve.json_mode import JSON_FIELDS, json_schema
 from expertmesh.serve.schema import (
+    ANY,
     HARMLESS,
-    REFUSED,
+    INSTEAD,
     REFUSED_OF_MESSAGES,
     RENAMED,
+    SPELLED,
     ChatPrompt,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Message,
     Sampling,
     TokenizeChat,
@@ -27,12 +32,14 @@ from expertmesh.serve.schema import (
 )
 from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
-from expertmesh.text.tokenizer import ids_of_text
+from expertmesh.text.limits import TextLimitError
 
 _DEFAULT_TOKENS = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
-_SEEDS = 2**62
-"""Modulus of seeds: the engine's seeds are non-negative and leave room in a float."""
+_MOST_NAME = 80
+"""Maximum characters of a field's name in a message."""
+_OF_CHATS = ("reasoning_effort",)
+"""Fields of conversations that are read beside the model's."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Job:
         params: sampling parameters of each prompt.
         drops_token: whether the one generated token is dropped, because max_tokens is 0.
         adapter: name of the adapter; None: the model alone.
+        json_field: name of the field with a schema that is still to be compiled (`RequestReader.with_rules`); None:
+            there is none.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -52,6 +61,7 @@ class Job:
     params: Sequence[SamplingParams]
     drops_token: bool = False
     adapter: str | None = None
+    json_field: str | None = None
 
 
 class RequestReader:
@@ -68,7 +78,7 @@ class RequestReader:
         self.text: TextFormat = engine.text
         self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
         self._config, self._name = config, model_name
-        self._held, self._engine = engine.num_tokens_held, engine
+        self._engine = engine
         added = self.text.tokenizer.get_added_tokens_decoder()
         self._specials = {token.content: i for i, token in added.items() if token.special}
 
@@ -126,7 +136,8 @@ class RequestReader:
             )
             for ids in prompts
         ]
-        return Job(prompts, shown, params, wanted == 0, adapter)
+        job = Job(prompts, shown, for_prompts(params), wanted == 0, adapter)
+        return self._constrained(request, job)
 
     def chat(self, request: ChatRequest) -> Job:
         """Parse a chat completion request.
@@ -148,7 +159,7 @@ class RequestReader:
         params = self._params(
             request, ids, most, logprobs=(count or 0) if request.logprobs else None
         )
-        return Job([ids], [], [params], wanted == 0, adapter)
+        return self._constrained(request, Job([ids], [], [params], wanted == 0, adapter))
 
     def chat_ids(self, request: ChatPrompt) -> list[int]:
         """Tokens of a conversation.
@@ -174,8 +185,8 @@ class RequestReader:
                 chat_template_kwargs=variables,
             )
         except ConfigError as error:
-            field = str(error).partition(":")[0]
-            raise RequestError(400, str(error), param=field) from None
+            field, code = str(error).partition(":")[0], getattr(error, "code", None)
+            raise RequestError(400, str(error), param=field, code=code) from None
 
     def _variables(self, request: ChatPrompt) -> dict[str, Any]:
         """Variables of the template that the request sets; raises RequestError if its effort is no variable."""
@@ -195,8 +206,8 @@ class RequestReader:
         return given
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Tokens of a text to continue."""
-        return self.text.prompt_ids(text)
+        """Tokens of a text to continue; raises RequestError if the model surely has no room for them."""
+        return self._tokens(self.text.prompt_ids, text)
 
     def tokenize(self, request: TokenizeText | TokenizeChat) -> list[int]:
         """Tokens of a text or of a conversation.
@@ -209,13 +220,33 @@ class RequestReader:
         """
         self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
-            _refuse(request.model_extra or {})
+            harmless = {"add_special_tokens": (False,)}
+            _refuse(request.model_extra, known=_OF_CHATS, harmless=harmless)
             return self.chat_ids(request)
+        _refuse(request.model_extra)
         if request.add_special_tokens is False and request.prompt in self._specials:
             return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
             return self.prompt_ids(request.prompt)
-        return ids_of_text(self.text.tokenizer, request.prompt)
+        return self._tokens(self.text.ids_of, request.prompt)
+
+    @staticmethod
+    def _tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
+        try:
+            return encode(text)
+        except TextLimitError as error:
+            raise RequestError(400, str(error), param="prompt", code=error.code) from None
+
+    def detokenize(self, request: DetokenizeRequest) -> str:
+        """Text of tokens.
+
+        Raises:
+            RequestError: a token or a field is unknown; see `adapter_of`.
+        """
+        self.adapter_of(request.model)
+        _refuse(request.model_extra)
+        self.check_ids(request.tokens, "tokens")
+        return self.text.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise RequestError if an id is not in the vocabulary."""
@@ -234,95 +265,97 @@ class RequestReader:
             "do_sample": (request.temperature != 0,),
         }
         for name, here in RENAMED.items():
-            harmless[name] = (getattr(request, here, given.get(here)),)
-        _refuse(given, harmless)
+            harmless[name] = (*HARMLESS.get(name, ()), getattr(request, here, given.get(here)))
+        known = (*JSON_FIELDS, *_OF_CHATS) if isinstance(request, ChatRequest) else JSON_FIELDS
+        _refuse(given, known=known, harmless=harmless)
+        if request.stream_options is not None:
+            _refuse(request.stream_options.model_extra, place="stream_options.")
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
         return adapter
 
     def _params(
-        self,
-        request: Sampling,
-        ids: Sequence[int],
-        most: int,
-        *,
-        logprobs: int | None,
-        prompt_logprobs: int | None = None,
+        self, request: Sampling, ids: Sequence[int], most: int, **scores: Any
     ) -> SamplingParams:
-        room = min(self.max_len, self._held + 1) - len(ids)
+        room = self.max_len - len(ids)
         if room < 1:
             raise RequestError(
                 400,
-                f"prompt: has {len(ids)} tokens, and the model has room for {min(self.max_len, self._held + 1)} with the answer; "
+                f"prompt: has {len(ids)} tokens, and the model has room for {self.max_len} with the answer; "
                 "shorten it",
                 param="prompt",
                 code="context_length_exceeded",
             )
         max_tokens = min(most, room, self._config.max_answer or room)
-        top_p = request.top_p
-        asked = request.top_k or 0
-        top_k = min(asked, self.vocab_size) if asked > 0 else None
-        if top_p == 0:  # the most likely token alone
-            top_p, top_k = None, 1
-        stop = request.stop or ()
-        asked_json = json_schema(request.model_extra or {})
-        params = SamplingParams(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=request.min_p or 0.0,
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            repetition_penalty=request.repetition_penalty or 1.0,
-            logit_bias=self._biases(request.logit_bias or {}),
-            n=request.n or 1,
-            seed=None if request.seed is None else request.seed % _SEEDS,
-            max_tokens=max_tokens,
-            min_tokens=min(request.min_tokens or 0, max_tokens),
-            stop=stop if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(request.stop_token_ids or ()),
-            ignore_eos=bool(request.ignore_eos),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            return_routed_experts=bool(request.return_routed_experts),
-            json_schema=None if asked_json is None else asked_json[1],
-        )
-        if asked_json is not None:
-            field, schema = asked_json
-            try:
-                self._engine.json_rules.rule(
-                    schema
-                )  # compiled here, so that the engine's thread does not wait for it
-            except ConfigError as error:
-                raise RequestError(400, f"{field}: {error}", param=field) from None
+        given: dict[str, Any] = {
+            name: one.read(value)
+            for name, one in SPELLED.items()
+            if (value := getattr(request, name)) is not None
+        }
+        given["max_tokens"] = max_tokens
+        given["min_tokens"] = min(given.get("min_tokens", 0), max_tokens)
+        if given.get("top_p") == 0:  # the most likely token alone
+            given |= {"top_p": None, "top_k": 1}
+        try:
+            params = SamplingParams(**given, **scores)
+        except FieldError as error:
+            raise RequestError(400, str(error), param=str(error.location[0])) from None
+        self.check_ids(tuple(params.logit_bias), "logit_bias")
         return params
 
-    def _biases(self, given: dict[str, float]) -> dict[int, float]:
-        found = {}
-        for name, value in given.items():
-            if not (name.isascii() and name.isdigit() and len(name) < 12):
-                raise RequestError(
-                    400, "logit_bias: its keys must be token ids", param="logit_bias"
-                )
-            found[int(name)] = value
-        self.check_ids(tuple(found), "logit_bias")
-        return found
+    def _constrained(self, request: Sampling, job: Job) -> Job:
+        """A job with the schema that is asked for, compiled if it was before."""
+        asked = json_schema(request.model_extra or {})
+        if asked is None:
+            return job
+        field, schema = asked
+        try:
+            known = self._engine.json_rules.known(schema)
+        except ConfigError as error:
+            raise RequestError(400, f"{field}: {error}", param=field) from None
+        params = [one.model_copy(update={"json_schema": known or schema}) for one in job.params]
+        return replace(job, params=params, json_field=None if known else field)
+
+    def with_rules(self, job: Job) -> Job:
+        """A job whose schema is compiled, which may take seconds.
+
+        Raises:
+            RequestError: the schema cannot be kept.
+        """
+        schema = job.params[0].json_schema
+        assert schema is not None
+        try:
+            compiled = self._engine.json_rules.compiled(schema)
+        except ConfigError as error:
+            raise RequestError(400, f"{job.json_field}: {error}", param=job.json_field) from None
+        params = [one.model_copy(update={"json_schema": compiled}) for one in job.params]
+        return replace(job, params=params, json_field=None)
 
 
 def _refuse(
-    fields: Mapping[str, Any],
-    harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({"add_special_tokens": (False,)}),
+    fields: Mapping[str, Any] | None,
+    *,
+    place: str = "",
+    known: Iterable[str] = (),
+    harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raise RequestError if a field is unsupported and its value would change an answer."""
-    for name, value in fields.items():
-        taken = (None, *HARMLESS.get(name, ()), *harmless.get(name, ()))
-        if value in taken:
+    """Raise RequestError if a field is unknown and its value could change an answer.
+
+    Args:
+        fields: fields that the request's model does not have.
+        place: path of the object that has them, with a dot.
+        known: names of those that are read elsewhere.
+        harmless: values without effect of this request, beside `HARMLESS`.
+    """
+    for name, value in (fields or {}).items():
+        if value is None or name in known or HARMLESS.get(name) is ANY:
             continue
-        if name in REFUSED:
-            raise RequestError(400, f"{name}: {REFUSED[name]}; leave it out", param=name)
-        if name in RENAMED:
-            raise RequestError(400, f"{name}: its name here is {RENAMED[name]}", param=name)
+        if value in (*HARMLESS.get(name, ()), *harmless.get(name, ())):
+            continue
+        why = INSTEAD.get(name, "is no field here, and could change the answer; leave it out")
+        shown = f"{place}{name}"[:_MOST_NAME]
+        raise RequestError(400, f"{shown}: {why}", param=shown)
 
 
 def _said(message: Message, number: int) -> dict[str, Any]:
@@ -332,6 +365,9 @@ def _said(message: Message, number: int) -> dict[str, Any]:
         if given.get(field):
             name = f"messages.{number}.{field}"
             raise RequestError(400, f"{name}: {why}; leave it out", param=name)
+    if isinstance(message.content, list):
+        for i, part in enumerate(message.content):
+            _refuse(part.model_extra, place=f"messages.{number}.content.{i}.")
     more = {
         name: value
         for name, value in given.items()

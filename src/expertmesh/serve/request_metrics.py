@@ -87,10 +87,16 @@ class RequestMetrics:
 
         return told
 
+    def left(self, count: int) -> None:
+        """Count answers whose client has gone, or that a stop ended; thread-safe."""
+        if count:
+            self._success.labels(self._name, "abort").inc(count)
+
     def _token(self, output: RequestOutput, before: _Seen | None, begin: float, now: float) -> None:
         if before is None:
             self._prompt.inc(len(output.prompt_ids))
-            self._of["time_to_first_token_seconds"].observe(now - begin)
+            if output.token_ids:  # an answer may end by an error at its first token
+                self._of["time_to_first_token_seconds"].observe(now - begin)
             if (timing := output.timing) is not None and timing.admitted is not None:
                 self._of["request_queue_time_seconds"].observe(timing.admitted - timing.added)
         elif new := len(output.token_ids) - before.num_tokens:

@@ -3,17 +3,17 @@
 Lists and biases end at their first error: millions of errors would occupy the server for seconds.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from expertmesh.config.base import without_none
+from expertmesh.config.sampling import LONGEST_STOP, SamplingParams
 from expertmesh.text.chat import RESERVED_VARIABLES
 
-MOST_STOPS = 16
 MOST_PROMPTS = 1024
-MOST_ANSWERS = 128
-MOST_TOPS = 20
 MOST_MESSAGES = 10_000
 """Maximum messages of a conversation, and text parts of a message; not in the description, whose readers write lists
 of every stated length.
@@ -46,12 +46,8 @@ def _up_to_first_wrong(value: Any) -> Any:
     return value
 
 
-WholeNumber = Annotated[int, BeforeValidator(_whole)]
-NotNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-OrMinusOne = Annotated[int, Field(ge=-1), BeforeValidator(_whole)]
-Answers = Annotated[int, Field(ge=1, le=MOST_ANSWERS), BeforeValidator(_whole)]
-Tops = Annotated[int, Field(ge=0, le=MOST_TOPS), BeforeValidator(_whole)]
+Tops = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(_whole)
 ]
@@ -59,75 +55,94 @@ Biases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_first_wrong)
 ]
 Text = Annotated[str, Field(max_length=2**23)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=MOST_STOPS)]
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
 
-REFUSED = {
-    "suffix": "text behind the answer is not supported",
-    "best_of": "answers are not ranked; ask for n of them",
-    "tools": "calls of tools are not supported",
-    "tool_choice": "calls of tools are not supported",
-    "functions": "calls of functions are not supported",
-    "function_call": "calls of functions are not supported",
-    "modalities": "only text is supported",
-    "audio": "only text is supported",
-    "prediction": "predicted outputs are not supported",
-    "web_search_options": "there is no search",
-    "guided_regex": "answers are free text, or JSON (response_format)",
-    "guided_grammar": "answers are free text, or JSON (response_format)",
-    "guided_choice": "answers are free text, or JSON (response_format)",
-    "guided_whitespace_pattern": "answers are free text, or JSON (response_format)",
-    "structural_tag": "answers are free text, or JSON (response_format)",
-    "use_beam_search": "answers are drawn one by one",
-    "length_penalty": "answers are drawn one by one",
-    "typical_p": "tokens are chosen by top_k, top_p and min_p",
-    "bad_words": "words are not forbidden; logit_bias makes tokens unlikely",
-    "allowed_token_ids": "all tokens are allowed; logit_bias makes some unlikely",
-    "logits_processors": "programs of clients do not run",
-    "vllm_xargs": "programs of clients do not run",
-    "include_stop_str_in_output": "an answer ends before its stop",
-    "skip_special_tokens": "the text of an answer has no special tokens; return_token_ids shows them",
-    "add_special_tokens": "a text begins with the model's start tokens, a conversation as its template writes it",
-    "truncate_prompt_tokens": "prompts are not cut",
-    "prompt_logprobs": "only completions have those of a prompt, by echo and logprobs",
-    "prompt_embeds": "a prompt is text or token ids",
-    "echo": "the last message is not repeated",
-    "chat_template": "the template is the model's",
-    "documents": "write them into a message, or for a template that reads them into chat_template_kwargs",
-    "enable_thinking": "it is a variable of templates; write it into chat_template_kwargs",
-    "thinking": "it is a variable of templates; write it into chat_template_kwargs",
-    "thinking_token_budget": "thoughts are not counted",
-    "include_reasoning": "thoughts are part of the answer",
-    "verbosity": "the length of answers is not steered; ask for it in a message",
-    # of other servers
-    "grammar": "answers are free text, or JSON (response_format)",
-    "regex": "answers are free text, or JSON (response_format)",
-    "ebnf": "answers are free text, or JSON (response_format)",
-    "n_probs": "is logprobs here, and top_logprobs in chats",
-    "do_sample": "temperature 0 is greedy",
-    "mirostat": "tokens are chosen by top_k, top_p and min_p",
-    "top_a": "tokens are chosen by top_k, top_p and min_p",
-    "tfs_z": "tokens are chosen by top_k, top_p and min_p",
-    "top_n_sigma": "tokens are chosen by top_k, top_p and min_p",
-    "xtc_probability": "tokens are chosen by top_k, top_p and min_p",
-    "dry_multiplier": "repetition_penalty is the penalty of repetitions",
-    "dynatemp_range": "the temperature is the same for all tokens",
-    "samplers": "the order of top_k, top_p and min_p is fixed",
-    "watermark": "answers have no watermark",
+
+class Spelled(NamedTuple):
+    """Option of a request in a body.
+
+    Attributes:
+        kind: type in JSON.
+        also: names of other servers for it, which are refused unless the field has the same value.
+        read: its value in `SamplingParams`.
+    """
+
+    kind: Any
+    also: tuple[str, ...] = ()
+    read: Callable[[Any], Any] = lambda value: value
+
+
+def _declared(name: str, **bounds: Any) -> Any:
+    """Type in JSON of an option of `SamplingParams`, within its bounds but for those that are given here."""
+    field = SamplingParams.model_fields[name]
+    kind = without_none(field.annotation)
+    limits = {
+        bound: getattr(rule, bound)
+        for rule in field.metadata
+        for bound in ("ge", "gt", "le", "lt", "max_length")
+        if hasattr(rule, bound)
+    }
+    if get_origin(kind) is tuple:
+        kind, limits["fail_fast"] = list.__class_getitem__(get_args(kind)[0]), True
+    return Annotated[kind, Field(**limits | bounds), BeforeValidator(_whole)]
+
+
+_NAMES = ("n_predict", "num_predict", "max_new_tokens", "max_completion_tokens")
+_OTHERWISE = {
+    "n": Spelled(_declared("n", le=128), ("num_return_sequences",)),
+    "temperature": Spelled(_declared("temperature", le=100)),
+    "top_k": Spelled(
+        _declared("top_k", ge=-1, lt=None), read=lambda k: min(k, 2**63 - 1) if k > 0 else None
+    ),
+    "top_p": Spelled(_declared("top_p", gt=None, ge=0)),
+    "repetition_penalty": Spelled(_declared("repetition_penalty", le=100), ("repeat_penalty",)),
+    "logit_bias": Spelled(Biases),
+    "seed": Spelled(
+        _declared("seed", ge=None, lt=None), ("random_seed",), lambda seed: seed % 2**62
+    ),
+    "max_tokens": Spelled(_declared("max_tokens", ge=0), _NAMES),
+    "min_tokens": Spelled(_declared("min_tokens"), ("min_new_tokens",)),
+    "stop": Spelled(StopText | Stops, ("stop_sequences", "stop_strings")),
+    "stop_token_ids": Spelled(Annotated[TokenIds, Field(max_length=1024)]),
 }
-"""Unsupported fields that would change an answer, with the reason. Other unknown fields are ignored."""
-
-RENAMED = {
-    "n_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_sequences": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "json_schema": "guided_json",
+"""Options whose type or names JSON, OpenAI's API or the size of a body asks for; every other one is as it is declared."""
+SPELLED = {
+    name: _OTHERWISE.get(name) or Spelled(_declared(name))
+    for name in SamplingParams.model_fields
+    if name not in ("logprobs", "prompt_logprobs", "json_schema")
 }
-"""Fields of other servers, with their names here; refused unless the field of that name has the same value."""
+"""Fields of a body that are options of a request; the other three are asked for by fields of other types."""
 
+ANY: tuple[Any, ...] = ()
 HARMLESS: dict[str, tuple[Any, ...]] = {
+    # of no effect on an answer
+    "metadata": ANY,
+    "store": ANY,
+    "service_tier": ANY,
+    "safety_identifier": ANY,
+    "prompt_cache_key": ANY,
+    "prompt_cache_retention": ANY,
+    "parallel_tool_calls": ANY,
+    "priority": ANY,
+    "request_id": ANY,
+    "rid": ANY,
+    "session_id": ANY,
+    "cache_salt": ANY,
+    "cache_prompt": ANY,
+    "id_slot": ANY,
+    "keep_alive": ANY,
+    "use_cache": ANY,
+    "timings_per_token": ANY,
+    "return_progress": ANY,
+    "provider": ANY,
+    "usage": ANY,
+    "guided_decoding_backend": ANY,
+    "mm_processor_kwargs": ANY,
+    "spaces_between_special_tokens": ANY,
+    "include_obfuscation": ANY,
+    "cache_control": ANY,
+    # of no effect with these values
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -135,16 +150,24 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),
     "use_beam_search": (False,),
+    "num_beams": (1,),
     "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0.0,),
     "typical_p": (1.0,),
     "bad_words": ([],),
     "logits_processors": ([],),
     "vllm_xargs": ({},),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
+    "detokenize": (True,),
+    "return_full_text": (False,),
+    "continuous_usage_stats": (False,),
     "echo": (False,),
     "documents": ([],),
     "include_reasoning": (True,),
+    "separate_reasoning": (False,),
     "verbosity": ("medium",),
     "grammar": ("",),
     "regex": ("",),
@@ -152,6 +175,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "n_predict": (-1,),
     "min_new_tokens": (0,),
     "stop_sequences": ([],),
+    "stop_strings": ([],),
     "n_probs": (0,),
     "repeat_penalty": (1.0,),
     "mirostat": (0,),
@@ -161,10 +185,41 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0.0,),
     "dry_multiplier": (0.0,),
     "dynatemp_range": (0.0,),
+    "smoothing_factor": (0.0,),
     "samplers": ([],),
     "watermark": (False,),
 }
-"""Values of these fields that have no effect, and are accepted; null always is."""
+"""Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is refused, but for null."""
+
+RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
+    "json_schema": "guided_json"
+}
+"""Fields of other servers, with their names here; refused unless the field of that name has the same value."""
+
+_JSON_ALONE = "answers are free text, or JSON (response_format)"
+_TO_TEMPLATE = "it is a variable of templates; write it into chat_template_kwargs"
+_NO_TOOLS = "calls of tools are not supported; leave it out"
+INSTEAD = {
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "guided_regex": _JSON_ALONE,
+    "guided_grammar": _JSON_ALONE,
+    "guided_choice": _JSON_ALONE,
+    "structural_tag": _JSON_ALONE,
+    "grammar": _JSON_ALONE,
+    "regex": _JSON_ALONE,
+    "ebnf": _JSON_ALONE,
+    "documents": _TO_TEMPLATE,
+    "enable_thinking": _TO_TEMPLATE,
+    "thinking": _TO_TEMPLATE,
+    "bad_words": "words are not forbidden; logit_bias makes tokens unlikely",
+    "best_of": "answers are not ranked; ask for n of them",
+    "prompt_logprobs": "only completions have those of a prompt, by echo and logprobs",
+    "n_probs": "is logprobs here, and top_logprobs in chats",
+} | {name: f"its name here is {here}" for name, here in RENAMED.items()}
+"""Advice for refused fields, where there is some."""
 
 REFUSED_OF_MESSAGES = {
     "tool_calls": "calls of tools are not supported",
@@ -175,6 +230,9 @@ REFUSED_OF_MESSAGES = {
 }
 """Unsupported fields of a message that would change an answer, with the reason. The chat template gets the others."""
 
+_NULL_ALONE: Any = {"additionalProperties": {"type": "null"}}
+"""Part of the description of an object: unknown fields are null."""
+
 TemplateVariables = Annotated[
     dict[str, Any],
     Field(json_schema_extra={"propertyNames": {"not": {"enum": [*RESERVED_VARIABLES]}}}),
@@ -184,39 +242,35 @@ TemplateVariables = Annotated[
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
 
     include_usage: bool | None = None
 
 
-class Sampling(BaseModel):
+_FIELDS: dict[str, Any] = {
+    name: (
+        one.kind | None,
+        Field(None, description=SamplingParams.model_fields[name].description),
+    )
+    for name, one in SPELLED.items()
+}
+_SamplingFields: Any = create_model("_SamplingFields", **_FIELDS)
+
+
+class Sampling(_SamplingFields):
     """Fields that completions and chat completions share."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=_NULL_ALONE
+    )
 
     model: str | None = None
-    n: Answers | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    seed: WholeNumber | None = None
-    stop: StopText | Stops | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Biases | None = None
-    max_tokens: NotNegative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     # vLLM's
-    top_k: OrMinusOne | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: NotNegative | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_routed_experts: bool | None = None
 
 
 class CompletionRequest(Sampling):
@@ -238,7 +292,7 @@ class CompletionRequest(Sampling):
 class TextPart(BaseModel):
     """Text part of a message."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
 
     type: Literal["text"]
     text: Text
@@ -251,6 +305,17 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_few)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_calls(cls, given: Any) -> Any:
+        """Say that calls are not supported, and not that the content beside one is null."""
+        if isinstance(given, dict) and given.get("content") is None:
+            for name, why in REFUSED_OF_MESSAGES.items():
+                if given.get(name):
+                    said = {"why": why, "field": name}
+                    raise PydanticCustomError("refused", "{why}; leave it out", said)
+        return given
 
     @property
     def text(self) -> str:
@@ -267,13 +332,14 @@ class ChatPrompt(BaseModel):
         strict=True,
         extra="allow",
         json_schema_extra={
+            **_NULL_ALONE,
             "not": {
                 "required": ["add_generation_prompt", "continue_final_message"],
                 "properties": {
                     "add_generation_prompt": {"const": True},
                     "continue_final_message": {"const": True},
                 },
-            }
+            },
         },
     )
 
@@ -294,7 +360,7 @@ class ChatRequest(Sampling, ChatPrompt):
 class TokenizeText(BaseModel):
     """Text to tokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
 
     model: str | None = None
     prompt: Text
@@ -312,7 +378,7 @@ class TokenizeChat(ChatPrompt):
 class DetokenizeRequest(BaseModel):
     """Tokens to convert to text."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
 
     model: str | None = None
     tokens: TokenIds

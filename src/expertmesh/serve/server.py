@@ -101,6 +101,14 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         self._patience = self.loop.call_later(self.idle_s, self._give_up)
 
+    def data_received(self, data: bytes) -> None:
+        """Read, and start the timeout where the head of a further request has begun."""
+        super().data_received(data)
+        if self._is_answering:
+            self._patience.cancel()
+        elif self._patience.cancelled():
+            self._patience = self.loop.call_later(self.idle_s, self._give_up)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timeout."""
         self._patience.cancel()
@@ -108,16 +116,24 @@ class _Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP, or a head of more than 64 KiB, with an error in OpenAI's format."""
-        fault = RequestError(400, msg, code="invalid_http", headers={"connection": "close"})
-        answer = fault.response()
-        head = h11.Response(status_code=400, headers=answer.raw_headers, reason=b"Bad Request")
-        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
-            if (data := self.conn.send(event)) is not None:
-                self.transport.write(data)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else there is an answer already
+            fault = RequestError(400, msg, code="invalid_http", headers={"connection": "close"})
+            answer = fault.response()
+            head = h11.Response(status_code=400, headers=answer.raw_headers, reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+                if (data := self.conn.send(event)) is not None:
+                    self.transport.write(data)
+        if self._is_answering:  # whose answer has no place any more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _give_up(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        if not self._is_answering and not self.transport.is_closing():
             self.transport.close()
 
 

@@ -4,6 +4,7 @@ import base64
 import io
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,15 @@ from expertmesh.text.stream import TextStream
 
 _LEAST = -9999.0
 """Value that replaces a logprob of minus infinity, which JSON does not have."""
+
+
+_LOST = "\ufffd"
+"""Character in the place of bytes that are none."""
+
+
+def as_id(token_id: int) -> str:
+    """Name of a token that has no text of its own."""
+    return f"token_id:{token_id}"
 
 
 class TokenTexts:
@@ -34,7 +44,7 @@ class TokenTexts:
     def text(self, token_id: int) -> str:
         """Text of a token; incomplete characters become U+FFFD."""
         if self._as_ids:
-            return f"token_id:{token_id}"
+            return as_id(token_id)
         return self.bytes(token_id).decode(errors="replace")
 
     def bytes(self, token_id: int) -> bytes:
@@ -199,29 +209,33 @@ class Writer:
         return choice
 
     def _logprobs(self, index: int, piece: _Piece) -> dict[str, Any]:
-        """Logprobs of a completion: the most likely tokens and the chosen one, by text."""
+        """Logprobs of a completion."""
         sent = self._sent[index]
         if sent.stream is None:
             sent.stream = TextStream(self.texts.tokenizer)
         offsets = []
         for token in piece.ids:
-            offsets.append(sent.offset)
+            offsets.append(sent.offset + sent.stream.breaks(token))
             sent.offset += len(sent.stream.feed(token))
-        tops: list[dict[str, float] | None] = []
-        for entry in piece.entries:
-            if entry is None:
-                tops.append(None)
-                continue
-            top: dict[str, float] = {}
-            for token, value in (*entry.top, (entry.token_id, entry.logprob)):
-                top.setdefault(self.texts.text(token), _finite(value))
-            tops.append(top)
         return {
             "tokens": [self.texts.text(token) for token in piece.ids],
             "token_logprobs": [None if e is None else _finite(e.logprob) for e in piece.entries],
-            "top_logprobs": tops,
+            "top_logprobs": [None if e is None else self._by_text(e) for e in piece.entries],
             "text_offset": offsets,
         }
+
+    def _by_text(self, entry: Logprob) -> dict[str, float]:
+        """Logprobs of the most likely tokens and the chosen one, by text; other tokens without a text of their own: by id."""
+        texts = {token: self.texts.text(token) for token, _ in entry.top}
+        texts |= {entry.token_id: self.texts.text(entry.token_id)}
+        count = Counter(texts.values())
+        found = {}
+        for token, value in (*entry.top, (entry.token_id, entry.logprob)):
+            is_own = token == entry.token_id or (
+                count[texts[token]] == 1 and _LOST not in texts[token]
+            )
+            found[texts[token] if is_own else as_id(token)] = _finite(value)
+        return found
 
     def _chat_logprobs(self, piece: _Piece) -> dict[str, Any]:
         """Logprobs of a chat completion."""

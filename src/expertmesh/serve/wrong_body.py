@@ -64,12 +64,18 @@ def best_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | No
         are_alike = all(text.startswith(same) for text in texts)
         text = same + " or ".join(t.removeprefix(same) for t in texts) if are_alike else texts[0]
     name = str(first.steps[0])[:_MOST_NAME] if first.steps else None
+    if first.kind == "refused":
+        name = place
+    if not place and first.kind == "missing":
+        text = "the body is empty; send a JSON object"
     return name, f"{place}: {text}" if place else text
 
 
 def _read(error: Mapping[str, Any], body: Any) -> _Error:
     """Error with its steps told apart from labels by walking through the body."""
     steps = [part for i, part in enumerate(error["loc"]) if i or part != "body"]
+    if error["type"] == "refused":  # of a whole object, by one of its fields
+        steps.append(error["ctx"]["field"])
     labels, value = [], body
     for i, step in enumerate(steps):
         is_last = i == len(steps) - 1

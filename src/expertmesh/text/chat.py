@@ -14,15 +14,17 @@ as special tokens; any other tokenizer encodes them as text. docs/decisions/009-
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import shown
+from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, named
+from expertmesh.text.limits import TextLimitError, TokenBound
+from expertmesh.text.template_process import render
 from expertmesh.text.tokenizer import end_of_text_id, ids_of_text
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -145,6 +147,7 @@ class OwnFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
+        self._bound = TokenBound(tokenizer)
         self.source = OWN_TEMPLATE
         self.ends: tuple[int, ...] = (self._end,)
 
@@ -182,6 +185,7 @@ class OwnFormat:
         asks: bool = True,
         continues: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        window: int | None = None,
     ) -> list[int]:
         """Prompt for an answer of the assistant: the messages, then the assistant's mark.
 
@@ -190,10 +194,13 @@ class OwnFormat:
             asks: whether the assistant's mark follows the messages; ignored with `continues`.
             continues: whether the last message stays open, so that the answer continues its text.
             variables: variables of a chat template, which this format does not read.
+            window: maximum tokens of the model; None: any number.
 
         Raises:
             ConfigError: the messages call tools.
+            TextLimitError: they surely have more tokens than the window; raised before they are tokenised.
         """
+        self._bound.check("\n".join(message["content"] for message in messages), window)
         (pieces,) = self.samples({MESSAGES: messages})
         ids = [i for piece in pieces for i in piece.ids]
         if continues:
@@ -220,17 +227,31 @@ class TemplateFormat:
         tokenizer: the model's tokenizer.
         template: source of the Jinja template.
         variables: variables such as bos_token that the template may use.
+        with_tools: source of the template for conversations with tools; None: the same.
+        unset: see `chat_template.rendered`.
+        splits_special: whether special tokens that the template writes are encoded as text.
 
     Attributes:
         identity: key of everything that the tokens depend on, except the tokenizer.
         source: the template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        variables: Mapping[str, str],
+        *,
+        with_tools: str | None = None,
+        unset: Collection[str] | None = None,
+        splits_special: bool = False,
+    ) -> None:
         self._given = tokenizer
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.encode_special_tokens = False
+        self._tokenizer.encode_special_tokens = splits_special
+        self._bound = TokenBound(self._tokenizer)
         self.source, self._variables = template, dict(variables)
+        self._with_tools, self._unset = with_tools, unset
         added = tokenizer.get_added_tokens_decoder()
         named = set(self._variables.values())  # of a tokenizer that was not read beside its files
         self._special = {
@@ -245,14 +266,12 @@ class TemplateFormat:
         told = json.dumps([self.source, self._variables], sort_keys=True)
         digest = hashlib.sha256(told.encode()).hexdigest()
         # templates that end every answer themselves keep the plain digest, so that token caches of old runs stay valid
-        more = (" ends", any(self._ends.values())), (" header", self._header)
+        more = (
+            (" ends", any(self._ends.values())),
+            (" header", self._header),
+            (f" tools {self._with_tools}", self._with_tools),
+        )
         return f"template {digest}" + "".join(text for text, is_so in more if is_so)
-
-    @cached_property
-    def _template(self) -> Any:
-        from expertmesh.text.chat_template import compiled
-
-        return compiled(self.source)
 
     @cached_property
     def _header(self) -> str:
@@ -264,6 +283,8 @@ class TemplateFormat:
             try:
                 plain, asked = (self._render_as_it_is(talk, None, asks=a) for a in (False, True))
                 whole = self._render_as_it_is([*talk, {**_ANSWER, "content": _PROBE}], None)
+            except TextLimitError:
+                raise
             except ConfigError:
                 continue
             if asked == plain and whole.startswith(plain):
@@ -297,6 +318,8 @@ class TemplateFormat:
         try:
             (answer,) = self._answers({MESSAGES: talk}, [len(talk) - 1])
             whole = self._render([*talk, *following], None)
+        except TextLimitError:
+            raise
         except ConfigError:
             return []
         token = self._last_special(answer.text)
@@ -312,7 +335,8 @@ class TemplateFormat:
 
     def writes(self, field: str) -> bool:
         """Whether the template names a field of messages, or a variable."""
-        return re.search(rf"\b{re.escape(field)}\b", self.source) is not None
+        sources = f"{self.source}\n{self._with_tools or ''}"
+        return re.search(rf"\b{re.escape(field)}\b", sources) is not None
 
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
@@ -370,6 +394,7 @@ class TemplateFormat:
         asks: bool = True,
         continues: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        window: int | None = None,
     ) -> list[int]:
         """Prompt for an answer of the assistant.
 
@@ -378,26 +403,33 @@ class TemplateFormat:
             asks: whether the template's generation prompt follows the messages; ignored with `continues`.
             continues: whether the last message stays open, so that the answer continues its text.
             variables: further variables of the template, which override the format's own.
+            window: maximum tokens of the model; None: any number.
 
         Raises:
             ConfigError: a message or a variable quotes a special token, which could end its turn; the template refuses the
                 messages; or it does not write the text that `continues` continues.
+            TextLimitError: the text surely has more tokens than the window, which is told before it is tokenised; or the
+                template takes too long.
         """
+        most = self._bound.most_characters(window)
+        most = None if most is None else most + len(_OPEN_END)  # which is cut off again
+        wish = {"variables": variables, "most": most}
+        if continues:
+            text = self._open(messages, wish)
+        else:
+            text = self._render(messages, None, asks=asks, **wish)
+        self._bound.check(text, window)
         if (token := self._quoted([messages, dict(variables)])) is not None:
             raise ConfigError(
                 f"prompt: quotes {token}, a special token of the model, which is no text to it; leave it out"
             )
-        if continues:
-            return ids_of_text(self._tokenizer, self._open(messages, variables))
-        return ids_of_text(
-            self._tokenizer, self._render(messages, None, asks=asks, variables=variables)
-        )
+        return ids_of_text(self._tokenizer, text)
 
-    def _open(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    def _open(self, messages: list[dict[str, Any]], wish: Mapping[str, Any]) -> str:
         """Text of the messages up to the end of the last content, as transformers' `continue_final_message` cuts it."""
         *before, last = messages
         marked = [*before, {**last, "content": last["content"] + _OPEN_END}]
-        text = self._render(marked, None, variables=variables)
+        text = self._render(marked, None, **wish)
         written, mark, rest = text.rpartition(_OPEN_END.strip())
         if not mark or last["content"].strip() not in written:
             raise ConfigError(
@@ -447,17 +479,22 @@ class TemplateFormat:
         *,
         asks: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        most: int | None = None,
     ) -> str:
-        from jinja2 import TemplateError
+        """Text of the template, of at most `most` characters, with the arguments that transformers gives it."""
+        source = self.source if tools is None else self._with_tools or self.source
+        own = {MESSAGES: [*map(_told, messages)], "tools": tools, "add_generation_prompt": asks}
+        given = {**_NOTHING, **self._variables, **variables, **own}
+        return render(source, given, unset=self._unset, most_characters=most)
 
-        said = [{k: v for k, v in message.items() if k != NOT_LEARNED} for message in messages]
-        try:
-            own = {MESSAGES: said, "tools": tools, "add_generation_prompt": asks}
-            text: str = self._template.render({**self._variables, **variables, **own})
-        except (TemplateError, *_FAILURES) as error:
-            reason = " ".join(str(error).split())[:160] or type(error).__name__
-            raise ConfigError(f"the model's chat template refuses it ({reason})") from None
-        return text
+
+def _told(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message for a template, as transformers gives it: no null, and its reasoning by each name that templates read."""
+    said = {k: v for k, v in message.items() if k != NOT_LEARNED and v is not None}
+    reasoning = next((said[name] for name in _REASONING if name in said), None)
+    if reasoning is None:
+        return said
+    return {"thinking": reasoning, **said, "reasoning_content": reasoning}
 
 
 class _ParsedAnswer(NamedTuple):
@@ -479,6 +516,9 @@ class _ParsedAnswer(NamedTuple):
 _ASKED, _ANSWER, _SYSTEM, _TOOL = (
     {"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool")
 )
+_NOTHING = {"documents": None}
+"""Variables of a template unless they are given."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "8d1f answer"
 _OPEN_END = "8d1f open end "
 """Mark behind the text that is to be continued; its blank shows whether the template trims what it writes."""
@@ -488,18 +528,6 @@ _CALL = {
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
 }
 """Probe messages that show the end tokens of a template's answers."""
-
-_FAILURES = (
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RuntimeError,  # and RecursionError
-    MemoryError,
-)
-"""Exceptions that rendering a template may raise besides jinja2's own."""
-
 
 ChatFormat = OwnFormat | TemplateFormat
 """Format of conversations: our own or a chat template."""
@@ -519,6 +547,7 @@ def latest_turns(
     messages: list[dict[str, Any]],
     *,
     most: int,
+    window: int,
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Latest messages of a conversation that fit into a number of tokens, and their prompt.
@@ -527,13 +556,20 @@ def latest_turns(
         form: chat format.
         messages: alternating turns of the user and the assistant; the last one, the user's, is kept however long it is.
         most: maximum tokens of the prompt.
+        window: maximum tokens of the model.
         variables: further variables of a chat template.
 
     Raises:
         ConfigError: see `prompt`.
     """
     for first in range(0, len(messages), 2):
-        ids = form.prompt(messages[first:], variables=variables)
+        kept = messages[first:]
+        try:
+            ids = form.prompt(kept, variables=variables, window=window)
+        except TextLimitError:
+            if len(kept) == 1:
+                raise
+            continue
         if len(ids) <= most:
             break
     return messages[first:], ids

@@ -4,30 +4,39 @@ Everything that generates text uses a `TextFormat`, so that prompts begin and ou
 is read from the files beside a tokenizer and from the model's configuration.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import parse_json
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.text.chat import ChatFormat, OwnFormat, TemplateFormat
+from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.tokenizer import (
-    CONFIG,
     EXTRAS,
     end_of_text_id,
+    folder_beside,
     ids_of_text,
     load_tokenizer,
-    named_end,
     own_start,
-    token_content,
+    told_beside,
+)
+from expertmesh.text.tokenizer_files import (
+    DEFAULT,
+    WITH_TOOLS,
+    TokenizerFiles,
+    files_in,
+    is_told,
 )
 
 _MODEL = "config.json"
-_BESIDE = (_MODEL, "generation_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
-_TEMPLATE = "chat_template.jinja"
+_BESIDE = (_MODEL, "generation_config.json", "vocab.json", "merges.txt")
+_NO_DEFAULT = (
+    "{{{{ raise_exception('the model has chat templates named {}, and none is the default') }}}}"
+)
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,14 @@ class TextFormat:
         start_ids: tokens put before a prompt; empty for a model of the hub whose tokenizer adds none.
         end_ids: tokens that end a text or an answer.
         chat: format of conversations.
+        window: maximum tokens of the model; None: not known.
     """
 
     tokenizer: Tokenizer
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
     chat: ChatFormat
+    window: int | None = None
 
     @property
     def first_ids(self) -> tuple[int, ...]:
@@ -56,10 +67,34 @@ class TextFormat:
         """Whether there is a chat template, or the tokenizer was learned from conversations."""
         return not isinstance(self.chat, OwnFormat) or self.chat.has_marks
 
+    @cached_property
+    def _bound(self) -> TokenBound:
+        return TokenBound(self.tokenizer)
+
+    def ids_of(self, text: str) -> list[int]:
+        """Tokens of a text, without `start_ids`.
+
+        Raises:
+            TextLimitError: the text surely has more tokens than the window; raised before it is tokenised.
+        """
+        try:
+            self._bound.check(text, self.window)
+        except TextLimitError as error:
+            raise error.of("prompt") from None
+        return ids_of_text(self.tokenizer, text)
+
     def prompt_ids(self, text: str) -> list[int]:
-        """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty."""
-        ids = ids_of_text(self.tokenizer, text)
+        """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty.
+
+        Raises:
+            TextLimitError: see `ids_of`.
+        """
+        ids = self.ids_of(text)
         return [*self.start_ids, *ids] if ids else [*self.first_ids]
+
+    def chat_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Tokens of a conversation; see `prompt` of `chat`."""
+        return self.chat.prompt(messages, window=self.window, **options)
 
 
 def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = None) -> TextFormat:
@@ -69,7 +104,7 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
         tokenizer: the model's tokenizer.
         path: the tokenizer's file, which may have a chat template beside it; None: not known.
         model: configuration of the model. `end_ids`, if it has them, are further tokens that end a text; `start_ids` are put
-            before a prompt (None: the tokens that the tokenizer adds there, else its end of text).
+            before a prompt (None: the tokens that the tokenizer adds there, else its end of text). `max_seq_len` is the window.
 
     Raises:
         CheckpointError: the tokenizer has no token for the end of a text.
@@ -81,7 +116,8 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
     start = getattr(model, "start_ids", None)
     if start is None:
         start = own_start(tokenizer) or (end,)
-    return TextFormat(tokenizer, tuple(start), tuple(ends), chat)
+    window = getattr(model, "max_seq_len", None)
+    return TextFormat(tokenizer, tuple(start), tuple(ends), chat, window)
 
 
 def hub_start(folder: Path) -> tuple[int, ...]:
@@ -110,9 +146,8 @@ def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]
     """
     extras = path.parent / EXTRAS
     is_of_hub = "model_type" in _json(extras / _MODEL)
-    has_template = _find_template(path) is not None
     found = {}
-    if has_template:
+    if _files(path).templates:
         found["end_ids"] = find_format(tokenizer, path).ends
     if is_of_hub:
         found["start_ids"] = own_start(tokenizer)
@@ -129,8 +164,24 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
     Raises:
         ConfigError: the files beside it are damaged.
     """
-    found = None if path is None else _find_template(path)
-    return OwnFormat(tokenizer) if found is None else TemplateFormat(tokenizer, *found[1:])
+    files = TokenizerFiles() if path is None else _files(path)
+    if not files.templates:
+        return OwnFormat(tokenizer)
+    return TemplateFormat(
+        tokenizer,
+        files.templates.get(DEFAULT) or _NO_DEFAULT.format(", ".join(sorted(files.templates))),
+        files.tokens,
+        with_tools=files.templates.get(WITH_TOOLS),
+        unset=files.unset,
+        splits_special=files.splits_special,
+    )
+
+
+def _files(path: Path) -> TokenizerFiles:
+    try:
+        return told_beside(path)
+    except CheckpointError as error:
+        raise ConfigError(error.line.text) from None
 
 
 def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
@@ -147,15 +198,12 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
     """
     if tokenizer_path is None:
         return {}
-    folder = Path(tokenizer_path).parent / EXTRAS
-    found = {path.name: path for path in (sorted(folder.iterdir()) if folder.is_dir() else [])}
-    if (template := _find_template(Path(tokenizer_path))) is not None:
-        for name in (CONFIG, _TEMPLATE):  # both from the same folder
-            found.pop(name, None)
-            found[name] = template.folder / name
-    elif CONFIG not in found and named_end(load_tokenizer(Path(tokenizer_path))) is not None:
-        found[CONFIG] = Path(tokenizer_path).parent / CONFIG
-    return {f"{EXTRAS}/{name}": path for name, path in found.items() if path.is_file()}
+    path = Path(tokenizer_path)
+    _files(path)  # refuses damaged ones
+    found, told = files_in(path.parent / EXTRAS), files_in(folder_beside(path))
+    if told := {name: one for name, one in told.items() if is_told(name)}:  # all from one folder
+        found = {name: one for name, one in found.items() if not is_told(name)} | told
+    return {f"{EXTRAS}/{name}": one for name, one in found.items()}
 
 
 def hub_files(folder: Path) -> dict[str, Path]:
@@ -167,47 +215,10 @@ def hub_files(folder: Path) -> dict[str, Path]:
     if "model_type" not in _json(folder / _MODEL):
         return {}
     return {
-        f"{EXTRAS}/{path.name}": path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and ("token" in path.name or path.name in _BESIDE)
+        f"{EXTRAS}/{name}": path
+        for name, path in files_in(folder).items()
+        if is_told(name) or name in _BESIDE or ("token" in path.name and path.parent == folder)
     }
-
-
-class _Template(NamedTuple):
-    folder: Path
-    source: str
-    variables: dict[str, str]
-
-
-def _find_template(path: Path) -> _Template | None:
-    """The chat template beside a tokenizer's file; None: there is none."""
-    for folder in (path.parent / EXTRAS, path.parent):
-        values = _json(folder / CONFIG)
-        source = values.get("chat_template")
-        if (folder / _TEMPLATE).is_file():
-            try:
-                source = (folder / _TEMPLATE).read_text(encoding="utf-8-sig")
-            except UnicodeError:
-                raise ConfigError(
-                    f"{folder / _TEMPLATE}: is no UTF-8 text; restore it from the hub"
-                ) from None
-        if isinstance(source, list):
-            named = {
-                one.get("name"): one.get("template") for one in source if isinstance(one, dict)
-            }
-            source = named.get("default")
-        if isinstance(source, str):
-            return _Template(folder, source, _special_tokens(values))
-    return None
-
-
-def _special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name, value in values.items():
-        text = token_content(value)
-        if name.endswith("_token") and text is not None:
-            found[name] = text
-    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -51,6 +51,18 @@ class TextStream:
             return ""
         return self._decoder.decode(self._bytes(token))
 
+    def breaks(self, token_id: int) -> bool:
+        """Whether bytes held back become U+FFFD before this token's own text, because its bytes do not continue them."""
+        held, _ = self._decoder.getstate()
+        token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+        if not held or not token:
+            return False
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(held + self._bytes(token)[:1])
+        except UnicodeDecodeError:
+            return True
+        return False
+
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes of a single token, without context: the name of a special token, b"" for an unknown id."""
         token = self._tokenizer.id_to_token(token_id)

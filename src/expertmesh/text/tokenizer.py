@@ -4,26 +4,25 @@ Training uses the training split only.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.text.limits import IN_NO_TEXT
+from expertmesh.text.tokenizer_files import CONFIG, TokenizerFiles, read_tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """Id of the end of text in every tokenizer trained here."""
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-EXTRAS, CONFIG = "hub", "tokenizer_config.json"
-"""Folder of a run directory for the files that came with its tokenizer, and name of the file that lists special tokens."""
+EXTRAS = "hub"
+"""Folder of a run directory for the files that came with its tokenizer."""
 _LONG = 4096
 """Characters from which encoding takes milliseconds, in which a server's other threads should run."""
-_IN_NO_TEXT = set("\xc0\xc1\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff")
-"""Characters of the bytes that never occur in UTF-8."""
 TRAINING_BYTES = 16_000_000
 """Bytes of the training split that merges are learned from, about; more changes little."""
 
@@ -58,11 +57,11 @@ def train_tokenizer(
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     """Read a tokenizer of a run or of the hub.
 
-    Added tokens that the tokenizer_config.json beside it names as special ones are special, as in transformers.
+    It is what transformers makes of the files beside it, too: they name special tokens, add tokens and change the flags of
+    added ones.
 
     Args:
-        path: the tokenizer.json; if it has no known end-of-text token, the `eos_token` of the tokenizer_config.json beside it is
-            used.
+        path: the tokenizer.json; if it has no known end-of-text token, the `eos_token` of the files beside it is used.
         vocab_size: V of the run's model; None: not known.
 
     Raises:
@@ -82,10 +81,10 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
             "file from"
             " a copy"
         )
-    if plain := _plain_though_named(tokenizer, path):
-        tokenizer = _with_special(tokenizer, plain)
+    files = told_beside(path)
+    tokenizer = _with_files(tokenizer, files, vocab_size)
     if _known_end(tokenizer) is None:
-        vars(tokenizer)["eos_token"] = eos_token_beside(path)
+        vars(tokenizer)["eos_token"] = files.tokens.get("eos_token")
     # The file does not keep this flag; without it an end-of-text token quoted in a text would become that token.
     tokenizer.encode_special_tokens = True
     # The file keeps truncation and padding of earlier uses, which would silently cut or pad every text.
@@ -131,64 +130,38 @@ def named_end(tokenizer: Tokenizer) -> str | None:
     return found
 
 
-def eos_token_beside(path: Path) -> str | None:
-    """The eos_token named by the files beside a tokenizer.json; None: they name none.
+def folder_beside(path: Path) -> Path:
+    """Folder whose files say what a tokenizer.json leaves open: the folder `hub` of a run or its own; the one with a template.
 
     Raises:
         CheckpointError: one of these files is damaged.
     """
-    found = (token_content(values.get("eos_token")) for values in _configs_beside(path))
-    return next((token for token in found if token is not None), None)
+    places = (path.parent / EXTRAS, path.parent)
+    found = [(read_tokenizer_files(folder), folder) for folder in places]
+    told = [folder for files, folder in found if files != TokenizerFiles()]
+    return next((folder for files, folder in found if files.templates), (*told, path.parent)[0])
 
 
-def _configs_beside(path: Path) -> Iterator[dict[str, Any]]:
-    """Values of each tokenizer_config.json beside a tokenizer.json; raises CheckpointError if one is damaged."""
-    for place in (path.parent / EXTRAS / CONFIG, path.parent / CONFIG):
-        if not place.is_file():
-            continue
-        try:
-            values = parse_json(place.read_bytes())
-        except ValueError:
-            values = None
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{place}: is no JSON object; restore it from the hub")
-        yield values
+def told_beside(path: Path) -> TokenizerFiles:
+    """Facts that the files beside a tokenizer.json tell of it; raises CheckpointError if one of them is damaged."""
+    return read_tokenizer_files(folder_beside(path))
 
 
-def token_content(token: Any) -> str | None:
-    """Text of a token in a tokenizer_config.json."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+def _with_files(tokenizer: Tokenizer, files: TokenizerFiles, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer as transformers makes it of all files: with their tokens, flags of tokens and special tokens.
 
-
-def special_names(config: Mapping[str, Any]) -> set[str]:
-    """Tokens that a tokenizer_config.json names as special ones.
-
-    Args:
-        config: its values. Read are `eos_token` and all others that end in `_token`, `additional_special_tokens`,
-            `extra_special_tokens`, and what `added_tokens_decoder` calls special.
+    Tokens for which the model has no room (padding of a former training) are left out.
     """
-    found = [value for name, value in config.items() if name.endswith("_token")]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        found += _several(config.get(name))
-    added = _several(config.get("added_tokens_decoder"))
-    found += [token for token in added if isinstance(token, dict) and token.get("special") is True]
-    return {token for token in map(token_content, found) if token is not None}
-
-
-def _several(values: Any) -> list[Any]:
-    """Entries of a list, or values of an object; empty for all else."""
-    found = values.values() if isinstance(values, dict) else values
-    return [*found] if isinstance(values, dict | list) else []
-
-
-def _plain_though_named(tokenizer: Tokenizer, path: Path) -> set[str]:
-    """Added tokens that are plain text in the tokenizer.json, and special ones by a file beside it."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    plain = {token.content for token in added if not token.special}
-    if not plain:
-        return plain
-    return plain & set().union(*map(special_names, _configs_beside(path)))
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    plain = {text for text, token in known.items() if not token.special}
+    if named := plain & files.special:
+        tokenizer = _with_special(tokenizer, named)
+    told = [*files.changed, *(token for token in files.added if token.content not in known)]
+    vocab = tokenizer.get_vocab()
+    new = [*dict.fromkeys(token.content for token in told if token.content not in vocab)]
+    left_out = set() if vocab_size is None else {*new[max(vocab_size - len(vocab), 0) :]}
+    tokenizer.add_tokens([token for token in told if token.content not in left_out])
+    return tokenizer
 
 
 def _with_special(tokenizer: Tokenizer, tokens: set[str]) -> Tokenizer:
@@ -298,7 +271,7 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
             "is no byte-level one, so that bits per byte mean nothing",
             "use a model that has one",
         )
-    lost = set(pre_tokenizers.ByteLevel.alphabet()) - _IN_NO_TEXT - set(tokenizer.get_vocab())
+    lost = set(pre_tokenizers.ByteLevel.alphabet()) - IN_NO_TEXT - set(tokenizer.get_vocab())
     if lost:
         raise ConfigError(
             "data.encode_with",

@@ -12,6 +12,7 @@ from expertmesh.checkpoints.manifest import find_damage
 from expertmesh.checkpoints.store import list_checkpoints, step_of
 from expertmesh.config.run import OptimConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.models.bound_files import check_run
 from expertmesh.models.family import Family
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.metrics import read_metrics
@@ -72,6 +73,8 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
         )
     if (problem := find_damage(paths[step])) is not None:
         raise CheckpointError(f"{option}: its checkpoint {paths[step]} is damaged ({problem})")
+    values, _ = folder.read_values()
+    check_run(folder.path, values, read_run_state(paths[step]), family, where=paths[step])
     _check_way(config, trunk, paths[step], folder)
     return paths[step]
 

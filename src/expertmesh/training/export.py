@@ -4,7 +4,7 @@ The file is written tensor by tensor, so memory holds one tensor at a time.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertmesh.checkpoints.dcp import Checkpoint
@@ -13,9 +13,9 @@ from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
-from expertmesh.config.output_file import complete, remove_leftovers
-from expertmesh.errors import CheckpointError, ConfigError, command
-from expertmesh.runs.run_dir import load_run
+from expertmesh.config.output_file import complete, output_file, remove_leftovers
+from expertmesh.errors import CheckpointError, ConfigError, command, named
+from expertmesh.runs.run_dir import find_run, load_run
 from expertmesh.training.state import read_run_state
 
 _MODEL = "model."
@@ -87,14 +87,16 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
             "output",
             output,
             "is no regular file",
-            "name a new file, or one to replace with --overwrite",
+            f"name a new file, or one to replace with {named('overwrite', True)}",
         )
     if output.exists() and not overwrite:
         raise ConfigError(
-            "output", output, "exists already", "choose another file, or add --overwrite"
+            "output",
+            output,
+            "exists already",
+            f"choose another file, or add {named('overwrite', True)}",
         )
-    if not output.parent.is_dir():
-        raise ConfigError("output", output, f"there is no folder {output.parent}", "make it first")
+    output_file("output", output)
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -113,4 +115,7 @@ def find_checkpoint(source: Path) -> Path:
     problem = find_damage(source)
     if problem is not None:
         raise CheckpointError(f"checkpoint {source}: is damaged ({problem}); choose another")
+    run = source.parent.parent
+    if (run / "config.json").is_file():
+        replace(find_run(run), weights=source).check_bound()
     return source

@@ -12,12 +12,13 @@ from torch import nn
 from expertmesh.checkpoints.dcp import Make
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
-from expertmesh.config.output_file import naming
+from expertmesh.config.output_file import naming, new_folder
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.bound_files import RECORD, hashes_in
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.family import Family
-from expertmesh.models.registry import FAMILIES
+from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.models.task import Data
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import GroupedExperts
@@ -27,6 +28,7 @@ from expertmesh.runs.open import find_model
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
+from expertmesh.text.tokenizer_files import files_in
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."
@@ -135,7 +137,7 @@ def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:
         tokenizer: file of the changed tokenizer, which replaces copies of the old one.
     """
     extras = folder / EXTRAS
-    kept = {f"{EXTRAS}/{p.name}": p for p in sorted(extras.glob("*")) if p.is_file()}
+    kept = {f"{EXTRAS}/{name}": path for name, path in files_in(extras).items()}
     kept |= hub_files(folder)
     return {name: tokenizer if path.name == TOKENIZER else path for name, path in kept.items()}
 
@@ -165,8 +167,7 @@ def save_as_run(
         ConfigError: the run directory exists already.
     """
     run_dir = RunDir(config.train.run_dir)
-    if run_dir.path.exists():
-        raise ConfigError(f"{run_dir.path}: exists already; choose another folder")
+    new_folder("folder", run_dir.path)
     run_dir.path.mkdir(parents=True)
     try:
         with naming(run_dir.path):
@@ -198,6 +199,7 @@ def _write(
                 "config": config.model_dump(mode="json"),
                 "recipe": recipe,
                 "data_key": "",
+                RECORD: hashes_in(run_dir.path, find_family(config.family)),
             },
             eval_loss=None,
             make=None if make is None else lambda name: make(name.removeprefix(_MODEL)),

@@ -11,22 +11,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from expertmesh.checkpoints.store import (
-    CheckpointStore,
-    list_checkpoints,
-    newest_good,
-    step_of,
-)
+from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
 from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
+from expertmesh.models.bound_files import check_files, check_run, hashes_in, newest_state
 from expertmesh.models.family import Family
 from expertmesh.models.registry import find_family
 from expertmesh.models.task import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.arithmetic import write_arithmetic
+from expertmesh.runs.data_paths import with_whole_paths
 from expertmesh.runs.precision import Precision, resolve_device, settle_precision
 from expertmesh.runs.run_dir import Run, RunDir
 from expertmesh.training.branch import branch_point
@@ -58,12 +55,7 @@ from expertmesh.training.state import (
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import find_teacher, open_teacher, teacher_bytes
-from expertmesh.training.threads import (
-    Threads,
-    computing_with,
-    measure_step,
-    settle_threads,
-)
+from expertmesh.training.threads import Threads, computing_with, settle_threads
 from expertmesh.training.trackers import AllTrackers, Files, OwnTracker, Tracker
 
 
@@ -139,7 +131,8 @@ def train(
         OSError: the disk is full, or cannot be written. Earlier checkpoints are unchanged.
     """
     family = find_family(config.family) if family is None else family
-    config = with_init_from(config.model_copy(update={"family": family.name}), family)
+    config = with_whole_paths(config.model_copy(update={"family": family.name}))
+    config = with_init_from(config, family)
     task: Task = family.open_task(config)
     ends = Ends(config.train)
     device = resolve_device(config.train.device)
@@ -164,8 +157,11 @@ def train(
             check_installed(config.train.trackers)
             stack.enter_context(run_dir.locked())
             run_dir.check_resume(config.train.resume)
+            run_dir.check_writable()
             if run_dir.config.exists():
                 saved, _ = run_dir.read_values()
+                state, where = newest_state(run_dir.path)
+                check_run(run_dir.path, saved, state, family, where=where)
                 check_same_run(saved, config, family=family, where=run_dir.path)
             if config.distill.teacher is not None:
                 find_teacher(config, family)  # checked before work that takes long
@@ -197,9 +193,7 @@ def train(
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume(leaves_from, begin)
-        ranks.on_rank0(
-            lambda: run_dir.write_description(config, recipe=recipe, files=kept_files(config, data))
-        )
+        ranks.on_rank0(trainer.describe)
         trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
 
@@ -208,18 +202,18 @@ def _settle(
     family: Family, config: RunConfig, run_dir: RunDir, ranks: Ranks
 ) -> tuple[Precision, Threads | None]:
     """Precision and number of threads of a run, both saved with it; threads are None on a GPU unless given."""
-    products = family.products_of(config, num_parts=ranks.num_row_parts)
     record, given = run_dir.arithmetic, config.parallel.num_threads
     goes_on = ranks.on_rank0(lambda: bool(list_checkpoints(run_dir.checkpoints)))
     precision = ranks.on_rank0(
-        lambda: settle_precision(config.train, products=products, record=record)
+        # by the whole step's products, which are the same on any number of ranks
+        lambda: settle_precision(config.train, products=family.products_of(config), record=record)
     )
     if precision.device.type != "cpu" and given is None:
         return precision, None
     began_with = precision.arithmetic.threads
     threads = settle_threads(
         ranks,
-        lambda counts: measure_step(products, precision, counts),
+        family.products_of(config, num_parts=ranks.num_row_parts),
         given=given,
         # older runs did not save it and used torch's number
         began_with=torch.get_num_threads() if goes_on and began_with is None else began_with,
@@ -254,6 +248,7 @@ class _Trainer:
         task.builder.bytes_beside = teacher_bytes(
             config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
         )
+        task.builder.plans = run_dir.plans
         model = task.builder.place(
             device=precision.device, dtype=precision.master_dtype, ranks=ranks
         )
@@ -272,6 +267,7 @@ class _Trainer:
             keep_every=config.train.keep_every,
             ranks=ranks,
         )
+        self.hashes: dict[str, str] = {}
         self.trackers = AllTrackers((), ())
         self.saved_step: int | None = None
         self.evaluated: Evaluation | None = None
@@ -292,10 +288,18 @@ class _Trainer:
             lambda: check_same_run(values["config"], self.config, family=self.family, where=path)
         )
         self.ranks.on_rank0(lambda: check_same_data(values["data_key"], self.data, where=path))
+        self.ranks.on_rank0(lambda: check_files(self.data.files, values, self.family, where=path))
         self.ranks.on_all(lambda: self.state.load(path))
         if path != trunk:
             self.saved_step = self.state.progress.step
         return self.state.progress.step
+
+    def describe(self) -> None:
+        """Write what the run is, and note the files that belong to its checkpoints; on rank 0."""
+        goes_on = self.saved_step is not None
+        files = self.data.files if goes_on else kept_files(self.config, self.data)
+        self.run_dir.write_description(self.config, recipe=self.recipe, files=files)
+        self.hashes = hashes_in(self.run_dir.path, self.family)
 
     def run(
         self,
@@ -401,12 +405,12 @@ class _Trainer:
         if stop.signal is not None:
             report.last_word(
                 f"stopped by {stop.signal.name} after step {progress.step}, {saved};"
-                " continue with --train.resume auto"
+                f" continue with {named('train.resume', 'auto')}"
             )
         elif self.ended_early == "max_time":
             report.last_word(
                 f"stopped after step {progress.step}: {config.max_time:g} s of train.max_time are used up, {saved}; continue with"
-                " --train.resume auto"
+                f" {named('train.resume', 'auto')}"
             )
         elif self.ended_early == "patience":
             count = (
@@ -540,7 +544,9 @@ class _Trainer:
         self.store.save(
             progress.step,
             self.state.tensors(),
-            self.state.values(self.config, recipe=self.recipe, data_key=self.data.key),
+            self.state.values(
+                self.config, recipe=self.recipe, data_key=self.data.key, files=self.hashes
+            ),
             eval_loss=None if evaluation is None else evaluation["loss"],
         )
         self.saved_step = progress.step

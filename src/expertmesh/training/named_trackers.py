@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from expertmesh.config.base import dotted_values
 from expertmesh.config.output_file import write_whole
 from expertmesh.config.run import TrackerName
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.expert_use import ExpertUse
-from expertmesh.training.state import dotted
 from expertmesh.training.trackers import OwnTracker, open_tensorboard
 
 _IDS = "trackers.json"
@@ -67,7 +67,7 @@ class MLflow:
             module.start_run(run_id=kept, nested=True)
             return
         opened = module.start_run(run_name=folder.name, nested=True)
-        texts = {name: str(value) for name, value in dotted(values).items()}
+        texts = {name: str(value) for name, value in dotted_values(values).items()}
         module.log_params({name: text[:_LONGEST_PARAMETER] for name, text in texts.items()})
         _keep_id(folder, "mlflow", opened.info.run_id)
 

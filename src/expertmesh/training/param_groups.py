@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from expertmesh.layout.spec import ModelSpec
 from expertmesh.moe.expert_adapters import Adapter
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.learning import Role, said_role
 from expertmesh.moe.router import CosineRouter
+from expertmesh.spec.model_spec import ModelSpec
 
 ParameterRole = Role | Literal["vector"]
 """`expertmesh.moe.learning.Role`, or "vector": a parameter of one axis or equivalent shape; not decayed, updated by AdamW."""
@@ -32,7 +32,7 @@ DECAYED: tuple[ParameterRole, ...] = ("edge", "matrix")
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     """Role of every parameter.
 
-    Precedence: `learn_as` of a module, then the spec of a model that has one (`expertmesh.layout.spec`), then the kind
+    Precedence: `learn_as` of a module, then the spec of a model that has one (`expertmesh.spec.model_spec`), then the kind
     of module.
 
     * table: weights of `nn.Embedding`, also if shared; parameters beside an embedding of the same width; parameters

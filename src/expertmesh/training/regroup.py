@@ -4,8 +4,7 @@ Both are from Z-code M3 (Kim et al. 2021, arXiv 2109.10465, "expert pruning" and
 new run, which can be used directly; a little more training (`train.init_from`) improves it.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from expertmesh.config.base import expanded
+from expertmesh.config.base import dotted_values
+from expertmesh.config.output_file import new_folder
 from expertmesh.config.run import RunConfig
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.task import Data, Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
+from expertmesh.runs.data_paths import with_data
 from expertmesh.runs.open import LoadedModel, open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.run_dir import TOKENIZER, Run, load_run
 from expertmesh.text.format import extras_of
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.init_from import save_as_run
-from expertmesh.training.state import check_same_data, dotted, read_run_state
+from expertmesh.training.state import check_same_data, read_run_state
 from expertmesh.training.threads import threads_of_calls
 
 _ROWS = 64
-"""Approximate tokens or patches of a sample, for which the number of threads is measured."""
+"""Approximate tokens or patches of a sample, for which the number of threads is chosen."""
 _OF_TRAINING = (
     "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",
     "moe.balance_loss", "moe.balance_loss_scope", "moe.aux_loss_weight", "moe.z_loss_weight", "moe.recompute_h",
@@ -105,7 +107,12 @@ def count_choices(
 
 
 def prune(
-    source: str | Path, target: str | Path, *, keep: int, max_samples: int | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    keep: int,
+    max_samples: int | None = None,
+    data_path: Sequence[str] | None = None,
 ) -> Regrouped:
     """Write a run with the experts of each MoE layer that a run's validation data use most, and their router rows.
 
@@ -114,6 +121,7 @@ def prune(
         target: a run directory that does not exist yet.
         keep: experts of each layer to keep; a layer with fewer keeps all.
         max_samples: number of validation samples, evenly spread; None: all.
+        data_path: where the run's data are now; None: where they were.
 
     Raises:
         ConfigError: the model has no experts, `keep` is too small, the router does not support pruning, or the data
@@ -121,11 +129,9 @@ def prune(
         CheckpointError: the run has no usable checkpoint.
     """
     for option, value in (("keep", keep), ("max_samples", max_samples)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(option, value, "must be a whole number, 1 or more", "give one")
-    target = expanded(target)
-    _check_new(target)
-    run = load_run(source)
+        Number(1, fix="give one", types=WHOLE, optional=True).check(option, value)
+    target = new_folder("to", target)
+    run = with_data(load_run(source), data_path)
     data_key = read_run_state(run.checkpoint)["data_key"]
     if not data_key:
         raise ConfigError(
@@ -189,8 +195,7 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
         ConfigError: the models differ, or have no experts.
         CheckpointError: a run has no usable checkpoint.
     """
-    target = expanded(target)
-    _check_new(target)
+    target = new_folder("to", target)
     run, other = load_run(first), load_run(second)
     _check_alike(run, other)
     trained, added = open_model(run), open_model(other)
@@ -210,30 +215,6 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
     recipe = f"the experts of {run.path.name} and {other.path.name}"
     _write(run, tensors, target, sizes, recipe=recipe)
     return Regrouped(target, sizes)
-
-
-def _check_new(target: Path) -> None:
-    """Check that a run directory can be created, before work that takes long.
-
-    Raises:
-        ConfigError: the path exists, or the folder cannot be created.
-    """
-    if target.exists():
-        raise ConfigError("to", target, "exists already", "choose another folder")
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise ConfigError("to", target, f"is below the file {above}", "choose another folder")
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
-    try:
-        target.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            "to", target, f"cannot be made: {error.strerror}", "choose another folder"
-        ) from None
-    finally:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
 
 
 def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
@@ -275,7 +256,9 @@ def _check_alike(run: Run, other: Run) -> None:
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
         )
     may_differ = {*run.family.free, *(f"model.{name}" for name in _OF_TRAINING)}
-    ours, theirs = (dotted(found.config.model.model_dump(), "model") for found in (run, other))
+    ours, theirs = (
+        dotted_values(found.config.model.model_dump(), "model") for found in (run, other)
+    )
     for name in sorted({*ours, *theirs} - may_differ):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
@@ -323,4 +306,4 @@ def _write(
     files = {name: run.path / name for name in run.family.files}
     if TOKENIZER in files:
         files |= extras_of(files[TOKENIZER])
-    save_as_run(model, config, recipe=recipe, files=files)
+    save_as_run(model, config, recipe=recipe, files={**files, **run.kept_arithmetic})

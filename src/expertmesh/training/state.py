@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.source import read_into
 from expertmesh.checkpoints.store import read_state
-from expertmesh.config.base import expanded, saved_run
+from expertmesh.config.base import dotted_values, expanded, saved_run
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.models.bound_files import RECORD
 from expertmesh.models.family import Family
 from expertmesh.models.registry import DEFAULT
 from expertmesh.models.task import Data
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.moments_saved import MomentsReader
-from expertmesh.training.theirs import plain_tensors
+from expertmesh.training.torchao_adamw import plain_tensors
 
 _RUNS = ("distill.teacher", "train.init_from", "train.branch_from")
 """Options that name the folder of another run."""
@@ -106,14 +107,17 @@ class TrainState:
                     found[f"optimizer.{name}.{part}"] = tensor
         return found | _random_states()
 
-    def values(self, config: RunConfig, *, recipe: str, data_key: str) -> dict[str, Any]:
-        """All plain values of a checkpoint."""
+    def values(
+        self, config: RunConfig, *, recipe: str, data_key: str, files: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """All plain values of a checkpoint; `files` are from `hashes_of`."""
         return {
             "progress": asdict(self.progress),
             "scaler": self.scaler.state_dict(),
             "config": config.model_dump(mode="json"),
             "recipe": recipe,
             "data_key": data_key,
+            RECORD: dict(files),
         }
 
     def load(self, path: Path) -> None:
@@ -195,7 +199,9 @@ def check_same_run(
             before = family.config.model_validate(dict(saved))
     except ConfigError as error:
         raise ConfigError(f"the run in {where} cannot go on: {error.line.text}") from None
-    old_fields, new_fields = (dotted(run.model_dump(mode="json")) for run in (before, config))
+    old_fields, new_fields = (
+        dotted_values(run.model_dump(mode="json")) for run in (before, config)
+    )
     for name, value in new_fields.items():
         is_fixed = name.startswith(("model.", "distill.")) or name in (
             "train.seed",
@@ -237,16 +243,6 @@ def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
             f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and files, "
             f"or another {named('train.run_dir')}"
         )
-
-
-def dotted(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings by dotted name, such as "train.steps"."""
-    if not isinstance(values, Mapping):
-        return {prefix: values}
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= dotted(value, f"{prefix}.{name}" if prefix else name)
-    return found
 
 
 def _random_states() -> dict[str, Tensor]:

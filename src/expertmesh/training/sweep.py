@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from expertmesh.config.base import expanded
-from expertmesh.config.output_file import write_whole
+from expertmesh.config.base import dotted_values, expanded
+from expertmesh.config.output_file import check_file, write_whole
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError, named
 from expertmesh.models.family import Family, Metric
@@ -18,7 +18,7 @@ from expertmesh.models.registry import find_family
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.state import differs, dotted
+from expertmesh.training.state import differs
 
 TABLE_NAME = "sweep.json"
 _FREE = frozenset(
@@ -106,6 +106,8 @@ def sweep(
     ]
     for run in runs:
         _check_same_options(run, family)
+        RunDir(run.train.run_dir).check_writable()
+    check_file(folder / TABLE_NAME)
     found: list[SweptRate] = []
     for one in _each(runs, recipe, family, console):
         found.append(one)
@@ -125,7 +127,7 @@ def _check_same_options(config: RunConfig, family: Family) -> None:
     if not run_dir.config.exists():
         return
     before = run_dir.read_config(family)[0]
-    old, new = (dotted(run.model_dump(mode="json")) for run in (before, config))
+    old, new = (dotted_values(run.model_dump(mode="json")) for run in (before, config))
     for name, value in new.items():
         if name not in (*_FREE, *family.free) and differs(name, old.get(name), value):
             raise ConfigError(

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from expertmesh.checkpoints.box import Box
 from expertmesh.errors import ConfigError
-from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.spec.model_spec import Parameter
 
 Values = Mapping[str, Any]
 """Values of a config.json, by option."""

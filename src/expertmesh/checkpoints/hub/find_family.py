@@ -1,8 +1,5 @@
 """Look-up of the hub architectures that our GPT can run: from `families/` and from installed packages. Never imports torch."""
 
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-
 from expertmesh.checkpoints.hub.families.deepseek_v2 import DEEPSEEK_V2
 from expertmesh.checkpoints.hub.families.deepseek_v3 import DEEPSEEK_V3
 from expertmesh.checkpoints.hub.families.dots1 import DOTS1
@@ -13,6 +10,7 @@ from expertmesh.checkpoints.hub.families.olmoe import OLMOE
 from expertmesh.checkpoints.hub.families.qwen2_moe import QWEN2_MOE
 from expertmesh.checkpoints.hub.families.qwen3_moe import QWEN3_MOE
 from expertmesh.checkpoints.hub.family import HubFamily, Values
+from expertmesh.config.plugins import Plugins
 from expertmesh.errors import ConfigError
 
 ENTRY_POINTS = "expertmesh.hub_families"
@@ -21,6 +19,7 @@ _OURS = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, D
 FAMILIES = {family.model_type: family for family in _OURS}
 """Architectures of this package by `model_type`; a model of ours is exported as the first that fits."""
 _ALIASES = {alias: family for family in _OURS for alias in family.aliases}
+_ADDED = Plugins("model_type", HubFamily, ENTRY_POINTS, key="model_type")
 
 
 def find_hub_family(name: str) -> HubFamily:
@@ -29,32 +28,13 @@ def find_hub_family(name: str) -> HubFamily:
     Raises:
         ConfigError: the `model_type` is unknown, or a package's entry point is broken.
     """
-    found = FAMILIES.get(name) or _ALIASES.get(name)
+    found = FAMILIES.get(name) or _ALIASES.get(name) or _ADDED.get(name)
     if found is not None:
         return found
-    for point in entry_points(group=ENTRY_POINTS, name=name):
-        return _loaded(point)
-    added = entry_points(group=ENTRY_POINTS).names
     raise ConfigError(
-        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *sorted(added)])}); run its experts "
+        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *_ADDED.names])}); run its experts "
         "through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with expertmesh.models.upcycle"
     )
-
-
-@cache
-def _loaded(point: EntryPoint) -> HubFamily:
-    where = f"{point.value} in the entry points {ENTRY_POINTS}"
-    try:
-        family = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model_type={point.name!r}: {where} cannot be imported ({error}); repair that package or take it away"
-        ) from error
-    if not isinstance(family, HubFamily) or family.model_type != point.name:
-        raise ConfigError(
-            f"model_type={point.name!r}: {where} is no HubFamily of this model_type; name there one that is"
-        )
-    return family
 
 
 def hub_family(values: Values) -> HubFamily:

@@ -4,7 +4,7 @@ A matrix NAME (N, K) is NAME in float8_e4m3fn and NAME_scale_inv (N / rows, K / 
 config.json gives rows and columns of a block. A weight is its FP8 value times the scale of its block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from expertmesh.errors import ConfigError
 
 _BLOCK_SIZE = (128, 128)
 """Block size where config.json gives none, as in transformers."""
+_SCALES = (*READABLE, torch.float8_e8m0fnu)
+"""Types of scales."""
 
 
 class Fp8Files(HubFiles):
@@ -25,14 +27,20 @@ class Fp8Files(HubFiles):
     Args:
         folder: see `HubFiles`.
         values: the values of its config.json, whose `quant_method` is fp8.
+        renamed: see `HubFiles`.
 
     Raises:
         ConfigError: see `HubFiles`; or the block size is invalid, or a matrix lacks fitting scales; names it.
         CheckpointError: see `HubFiles`.
     """
 
-    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
-        super().__init__(folder)
+    def __init__(
+        self,
+        folder: Path,
+        values: Mapping[str, Any],
+        renamed: Callable[[dict[str, Entry]], dict[str, Entry]] = dict,
+    ) -> None:
+        super().__init__(folder, renamed)
         self._block_size = _block_size(values, folder)
         self._scaled: dict[Entry, tuple[Entry, Entry]] = {}
         for name, matrix in list(self.entries.items()):
@@ -40,16 +48,23 @@ class Fp8Files(HubFiles):
                 continue
             scales = self.entries.pop(f"{name}_scale_inv", None)
             if scales is None:
+                other = next((n for n in self.entries if n.startswith(f"{name}_")), None)
+                fix = f"of {other} nothing is read; give scales of blocks, or the model in BF16"
                 raise ConfigError(
-                    f"{folder}: {name} is in FP8 and has no {name}_scale_inv beside it; restore the files from the hub"
+                    f"{folder}: {name} is in FP8 and has no {name}_scale_inv beside it; {fix if other else 'restore the files from the hub'}"
+                )
+            if scales.dtype not in _SCALES:
+                kind = str(scales.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"{folder}: {name}_scale_inv is of type {kind}, and expertmesh reads scales in float32, bfloat16, float16, float64 "
+                    "and powers of two (F8_E8M0); give the model with such scales, or in BF16"
                 )
             sizes = zip(matrix.shape, self._block_size, strict=False)
             fitting = tuple(-(-size // block) for size, block in sizes)
-            if len(matrix.shape) != 2 or scales.shape != fitting or scales.dtype not in READABLE:
-                kind = str(scales.dtype).removeprefix("torch.")
+            if len(matrix.shape) != 2 or scales.shape != fitting:
                 raise ConfigError(
-                    f"{folder}: {name}_scale_inv is {kind} of shape {scales.shape}, and {name} {matrix.shape} in blocks of "
-                    f"{self._block_size} needs a floating-point type of shape {fitting}; use the config.json of these files"
+                    f"{folder}: {name}_scale_inv has shape {scales.shape}, and {name} {matrix.shape} in blocks of {self._block_size} "
+                    f"needs {fitting}; use the config.json of these files"
                 )
             self.entries[name] = matrix._replace(dtype=torch.bfloat16)
             self._scaled[self.entries[name]] = matrix, scales
@@ -62,8 +77,8 @@ class Fp8Files(HubFiles):
         """See `HubFiles.part`; the part of a matrix in FP8 is widened to FP32."""
         entry = self.entries[name]
         if entry not in self._scaled:
-            return self.mapped(entry, at)
-        matrix, scales = (self.mapped(one) for one in self._scaled[entry])
+            return entry.mapped(at)
+        matrix, scales = (one.mapped() for one in self._scaled[entry])
         return widened(matrix, scales, self._block_size, at)
 
 

@@ -6,9 +6,9 @@ from itertools import product
 from expertmesh.checkpoints.box import whole_box
 from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.find_family import FAMILIES, find_hub_family
-from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.model_spec import Parameter
 
 
 def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) -> Iterator[Piece]:

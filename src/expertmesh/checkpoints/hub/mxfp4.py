@@ -26,7 +26,7 @@ class Mxfp4Files(HubFiles):
 
     Raises:
         ConfigError: see `HubFiles`.
-        CheckpointError: see `HubFiles`; or blocks and scales do not fit each other.
+        CheckpointError: see `HubFiles`; or blocks and scales do not fit each other, or a matrix is there twice.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,6 +40,10 @@ class Mxfp4Files(HubFiles):
                 raise CheckpointError(
                     f"{folder}: {name} has no {matrix}_scales of uint8, one per 32 numbers, beside it; restore the files from the hub"
                 )
+            if matrix in self.entries:
+                raise CheckpointError(
+                    f"{folder}: has both {matrix} and {name} for one tensor of the model; take one of them away"
+                )
             E, N, groups, _ = blocks.shape
             shape = (E, groups * _BLOCK, N)
             self.entries[matrix] = Entry(blocks.path, torch.bfloat16, shape, blocks.begin)
@@ -52,7 +56,7 @@ class Mxfp4Files(HubFiles):
         experts, columns, rows = at
         first, last = columns.start // _BLOCK, -(-columns.stop // _BLOCK)
         groups = experts, rows, slice(first, last)
-        blocks, scales = (self.mapped(entry, groups) for entry in self._packed[name])
+        blocks, scales = (entry.mapped(groups) for entry in self._packed[name])
         within = slice(columns.start - first * _BLOCK, columns.stop - first * _BLOCK, columns.step)
         return widened(blocks, scales)[..., within].mT
 

@@ -17,13 +17,13 @@ from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
-from expertmesh.config.output_file import complete_folder
-from expertmesh.errors import ConfigError
+from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import find_format, text_format
-from expertmesh.text.tokenizer import CONFIG, EXTRAS, end_of_text_id, load_tokenizer, with_start
+from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer, with_start
+from expertmesh.text.tokenizer_files import CONFIG
 
 _MODEL = "model."
 _CLASS = "PreTrainedTokenizerFast"
@@ -58,8 +58,7 @@ def save_pretrained(
         ConfigError: an option has no counterpart in hub architectures, or the folder exists.
     """
     family = export_family(config.model, origin_of(run_dir))
-    if folder.exists():
-        raise ConfigError("to", folder, "exists already", "choose another folder")
+    new_folder("to", folder)
     with complete_folder(folder) as partial:
         written = dtype or _dtype_of(checkpoint)
         _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
@@ -138,9 +137,8 @@ def write_rest(
     values = hub_config(config, family, dtype=str(dtype).removeprefix("torch."))
     extras = run_dir / EXTRAS
     if extras.is_dir():
-        for path in sorted(extras.iterdir()):
-            if path.name != "config.json":
-                shutil.copyfile(path, folder / path.name)
+        leave = shutil.ignore_patterns("config.json")
+        shutil.copytree(extras, folder, ignore=leave, dirs_exist_ok=True)
     if (extras / "config.json").is_file():  # the model came from the hub
         saved = parse_json((extras / "config.json").read_bytes())
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -2,8 +2,8 @@
 
 A model must use transformers' attention interface: each layer calls the registered attention function once with
 queries, keys and values, and its mask is a sliding window or chunk of the causal mask. Both are detected when the model
-is opened, by a forward pass of a few tokens whose logits must equal the model's own. Models with other state (Mamba,
-gated delta nets), or with other attention, are refused with the reason.
+is opened, by a few sequences whose logits must equal the model's own (`attention_check`). Models with other state
+(Mamba, gated delta nets), or with other attention, are refused with the reason.
 """
 
 import math
@@ -20,12 +20,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.config.base import expanded
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
+from expertmesh.integrations.transformers.attention_check import (
+    AttentionProbe,
+    SeenTokens,
+    compare_steps,
+    own_logits,
+)
 from expertmesh.integrations.transformers.register import apply, is_experts, is_packed
 from expertmesh.models.attention import AttentionContext
-from expertmesh.ops.attention import query_blocks
 from expertmesh.ops.attention.scores import ScoreRule
-from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.op_set import DEFAULT_OPS
 from expertmesh.runs.precision import resolve_device
 from expertmesh.text.format import TextFormat, hub_start, text_format
@@ -33,10 +38,10 @@ from expertmesh.text.tokenizer import load_tokenizer
 
 ATTENTION = "expertmesh_pages"
 """Name of our attention in transformers' registries."""
-_PROBE = 12
-"""Number of tokens of the detecting pass."""
-_FAR = 1 << 20
-"""Position at which mask functions are evaluated."""
+_LENGTHS = ("max_position_embeddings", "max_seq_len")
+"""Names in configurations of the maximum tokens of a sequence; transformers maps further ones to the first."""
+_UNLIMITED = 4096
+"""Number of positions that are checked of a model without a maximum."""
 
 
 @dataclass(frozen=True)
@@ -120,30 +125,27 @@ class TransformersDecoder(nn.Module):
         super().__init__()
         register_attention()
         name = type(model).__name__
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            raise ConfigError(
+                f"{name}: is no model of transformers; give one of AutoModelForCausalLM, or a folder to em.Engine"
+            )
         _refuse_other_state(model)
         self.inner = model.eval()
         self.end_ids, self.start_ids = end_ids, start_ids
-        text = model.config.get_text_config()
-        longest = _longest(name, text, max_len)
-        ids = torch.arange(_PROBE, device=model.device)[None] % text.vocab_size
+        longest = _longest(name, model.config.get_text_config(), max_len)
         with torch.no_grad(), _refusing(name):
-            expected = model(input_ids=ids, use_cache=False).logits
+            own = own_logits(model, longest or _UNLIMITED)
         if any(is_experts(m) or is_packed(m) for m in model.modules()):
             apply(model)  # other experts (Llama 4) and dense layers are not switched
         model.set_attn_implementation(ATTENTION)
         self._experts = [m for m in model.modules() if is_experts(m)]
-        probe = _Probe(ids[0])
         with torch.no_grad(), _refusing(name):
-            found = model(
-                input_ids=ids, position_ids=probe.positions[None], use_cache=False, pages=probe
-            )
+            probe = compare_steps(name, own, self._step)
         self.rules = probe.rules(name)
         heads, size = probe.shape(name)
-        error = (found.logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
-        if not error <= 0.05:  # low-precision dtypes differ this much by rounding
+        if longest is None:
             raise ConfigError(
-                f"{name}: its logits over our attention are off by {error:.1e} of the largest; it does not keep to transformers' "
-                "attention interface; use a model that does"
+                f"{name}: config.json names no most tokens of a sequence; give max_len"
             )
         self.config = DecoderShape(
             vocab_size=model.get_input_embeddings().num_embeddings,
@@ -199,15 +201,25 @@ class TransformersDecoder(nn.Module):
             Logits (R, V), and the chosen experts of every layer that our operators compute.
         """
         chosen: list[_Choices] = []
+        pages = _Pages(context, self.rules)
         with _noting(self._experts, chosen):
-            output = self.inner(
-                input_ids=ids_T[None],
-                position_ids=context.positions[None],
-                use_cache=False,
-                logits_to_keep=logit_rows_R,
-                pages=_Pages(context, self.rules),
-            )
-        return _Output(output.logits[0], tuple(chosen))
+            logits_RV = self._step(ids_T, context.positions, logit_rows_R, pages)
+        return _Output(logits_RV, tuple(chosen))
+
+    def _step(
+        self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, pages: "_Pages | AttentionProbe"
+    ) -> Tensor:
+        """(R, V) logits of the model's forward pass with our attention."""
+        logits_1RV: Tensor = self.inner(
+            input_ids=ids_T[None],
+            attention_mask=torch.ones_like(ids_T[None]),
+            position_ids=positions_T[None],
+            past_key_values=SeenTokens.of(positions_T),
+            use_cache=False,
+            logits_to_keep=rows_R,
+            pages=pages,
+        ).logits
+        return logits_1RV[0]
 
 
 class _Pages(NamedTuple):
@@ -215,83 +227,6 @@ class _Pages(NamedTuple):
 
     context: AttentionContext
     rules: tuple[ScoreRule, ...]
-
-
-@dataclass
-class _Probe:
-    """Argument passed instead of `_Pages` in the detecting pass; records how each layer attends."""
-
-    ids_T: Tensor
-    masks: dict[int, Callable[..., Tensor] | None] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    calls: int = 0
-
-    @property
-    def positions(self) -> Tensor:
-        """(T,) positions 0, 1, 2, ..."""
-        return torch.arange(len(self.ids_T), device=self.ids_T.device)
-
-    def rules(self, name: str) -> tuple[ScoreRule, ...]:
-        """Window or chunk of each layer.
-
-        Raises:
-            ConfigError: a layer attends twice or never, or its mask is neither a window nor a chunk.
-        """
-        places = sorted(self.masks)
-        if places != list(range(len(places))) or not places or self.calls != len(places):
-            raise ConfigError(
-                f"{name}: {self.calls} calls of attention by layers {places}; each layer must attend once; use a model that does"
-            )
-        return tuple(_rule_of(name, i, self.masks[i], self.windows[i]) for i in places)
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """Number of key heads, and the largest size of a key or value head.
-
-        Raises:
-            ConfigError: layers differ.
-        """
-        shapes = set(self.shapes.values())
-        if len(shapes) != 1:
-            raise ConfigError(
-                f"{name}: its layers have keys of different shapes {sorted(shapes)}; the engine has one cache for all; use another model"
-            )
-        heads, size, values = next(iter(shapes))
-        return heads, max(size, values)
-
-
-def _rule_of(
-    name: str, layer: int, mask: Callable[..., Tensor] | None, window: int | None
-) -> ScoreRule:
-    """Score rule (full, window, or chunks) of a mask function, from its values at a few far positions."""
-    if mask is None:
-        return ScoreRule(window=window)
-    zero = torch.tensor(0)
-
-    def first_seen(position: int) -> int:
-        keys = torch.arange(position + 2)
-        seen = mask(zero, zero, torch.tensor(position), keys).expand(position + 2)
-        places = seen.nonzero()[:, 0]
-        first = int(places[0])
-        if len(places) != position + 1 - first:
-            raise ConfigError(
-                f"{name}: layer {layer} sees other keys than the last ones before a token; use a model with windows or chunks"
-            )
-        return first
-
-    queries = [_FAR, _FAR - 7, _FAR - 12345, _FAR // 3]
-    firsts = [first_seen(query) for query in queries]
-    if not any(firsts):
-        return ScoreRule(window=window)
-    sizes = {query - first + 1 for query, first in zip(queries, firsts, strict=True)}
-    if len(sizes) == 1:
-        return ScoreRule(window=sizes.pop())
-    chunk = math.gcd(*firsts)
-    if all(query // chunk * chunk == first for query, first in zip(queries, firsts, strict=True)):
-        return ScoreRule(chunk=chunk)
-    raise ConfigError(
-        f"{name}: layer {layer} has a mask that is neither a window nor a chunk; use another model"
-    )
 
 
 def register_attention() -> None:
@@ -331,35 +266,29 @@ def _attend(
             f"{type(module).__name__}: was not handed the pages of the step; its model does not pass arguments on to attention"
         )
     layer, (H, T, d), values = module.layer_idx, query.shape[1:], value.shape[-1]
-    q_THd, k_Thd, v_Thd = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = d**-0.5 if scaling is None else scaling
-    if isinstance(pages, _Probe):
-        pages.calls += 1
-        pages.masks[layer] = getattr(attention_mask, "function", None)
-        pages.windows[layer] = sliding_window
-        pages.shapes[layer] = (key.shape[1], d, values)
-        mask = torch.ones(T, T, dtype=torch.bool, device=query.device).tril()
-        at = torch.arange(T, device=query.device)
-        if pages.masks[layer] is not None:
-            zero = torch.zeros((), dtype=torch.int64, device=query.device)
-            mask = pages.masks[layer](zero, zero, at[:, None], at)  # type: ignore[misc]
-        elif sliding_window is not None:
-            mask = mask & (at > at[:, None] - sliding_window)
-        rule = ScoreRule(softcap=softcap, sinks_H=s_aux)
-        q = query * (scale * d**0.5)
-        seen = Visible(T, is_causal=False, mask=mask.expand(1, 1, T, T))
-        y = query_blocks.attention(q, key, value, seen, rule)
-        return y.transpose(1, 2), None
+    # contiguous and of the queries' type, as transformers' own functions answer: models take views of it
+    if isinstance(pages, AttentionProbe):
+        y = pages.attend(
+            layer,
+            query * (scale * d**0.5),
+            key,
+            value,
+            mask=getattr(attention_mask, "function", None),
+            window=sliding_window,
+            rule=ScoreRule(softcap=softcap, sinks_H=s_aux),
+        )
+        return y.transpose(1, 2).contiguous(), None
     size = max(d, values)
-    q_THd = q_THd * (scale * size**0.5)
     q_THd, k_Thd, v_Thd = (
-        nn.functional.pad(t, (0, size - t.shape[-1])) for t in (q_THd, k_Thd, v_Thd)
+        nn.functional.pad(t[0].transpose(0, 1), (0, size - t.shape[-1]))
+        for t in (query * (scale * size**0.5), key, value)
     )
     rule = pages.rules[layer]
     if softcap is not None or s_aux is not None:
         rule = replace(rule, softcap=softcap, sinks_H=s_aux)
     y = pages.context.attend(layer, q_THd, k_Thd, v_Thd, arithmetic=DEFAULT_OPS, rule=rule)
-    return y.view(1, T, H, size)[..., :values], None
+    return y.view(1, T, H, size)[..., :values].contiguous(), None
 
 
 @contextmanager
@@ -386,28 +315,38 @@ def _refuse_other_state(model: Any) -> None:
         raise ConfigError(
             f"{type(model).__name__}: has layers of {other[0]}, whose state is no keys and values; the engine serves attention only"
         )
-    if getattr(model, "_is_stateful", False) or config.is_encoder_decoder:
+    if getattr(model, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{type(model).__name__}: keeps other state than keys and values; the engine serves attention only"
         )
 
 
-def _longest(name: str, config: Any, max_len: int | None) -> int:
-    """Maximum tokens of a sequence; ConfigError if rotary positions of one would depend on what else is in a step."""
-    longest: int = config.max_position_embeddings
-    if max_len is not None and max_len > longest:
+def _longest(name: str, config: Any, max_len: int | None) -> int | None:
+    """Maximum tokens of a sequence; None: the model has none, and none is given.
+
+    Raises:
+        ConfigError: `max_len` is above it, or rotary positions of a sequence would depend on what else is in a step.
+    """
+    known = [getattr(config, option, None) for option in _LENGTHS]
+    own: int | None = next((n for n in known if isinstance(n, int) and n > 0), None)
+    if max_len is not None:
+        fix = "give a number of tokens, or leave it out"
+        Number(1, fix=fix, types=WHOLE).check("max_len", max_len)
+    if max_len is not None and own is not None and max_len > own:
         raise ConfigError(
             "max_len",
             max_len,
-            f"must be at most the model's max_position_embeddings={longest}",
+            f"must be at most the model's max_position_embeddings={own}",
             "lower it, or leave it out",
         )
-    longest = longest if max_len is None else max_len
+    longest = own if max_len is None else max_len
+    if longest is None:
+        return None
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(one for one in given.values() if isinstance(one, Mapping))):
         if rope.get("rope_type", rope.get("type")) != "longrope":
             continue
-        original = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        original = rope.get("original_max_position_embeddings", own or longest)
         if longest > original:
             raise ConfigError(
                 f"{name}: rope_type=longrope with sequences of {longest} tokens; transformers picks the factors of a whole step by its "

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from expertmesh.costs.flops import experts_flops, mlp_flops, router_flops, shared_flops
-from expertmesh.layout.spec import num_elements
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.model_spec import num_elements
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from expertmesh.layout.feed_forward import feed_forward
-from expertmesh.layout.spec import ModelSpec, Parameter, parameter
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.spec.feed_forward import feed_forward
+from expertmesh.spec.model_spec import ModelSpec, Parameter, parameter
 
 
 @lru_cache(maxsize=16)

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from expertmesh.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
@@ -33,6 +32,7 @@ from expertmesh.parallel.experts.prefetch import (
     in_backward,
 )
 from expertmesh.parallel.experts.tables import on_device
+from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.offload import HostMemory
 
 SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
@@ -349,7 +349,7 @@ class GatheredWeights:
         main = self._main_grads()
         if main is None or not (alone and whole_bias and torch.is_grad_enabled()):
             return None
-        shards = {name: [_local(g) for g in given] for name, given in main.by_name().items()}
+        shards = {name: [own_part(g) for g in given] for name, given in main.by_name().items()}
         return WeightGradients.of_names({name: given for name, given in shards.items() if given})
 
     def _needs_buffers(self, shards: Sequence[Tensor], num_calls: int) -> bool:
@@ -449,14 +449,8 @@ def hand_over(
     if main is None:
         return grad
     (total,) = main.by_name()[name]
-    _local(total).add_(grad)
+    own_part(total).add_(grad)
     return None
-
-
-def _local(buffer: Tensor) -> Tensor:
-    assert isinstance(buffer, DTensor), "main gradients of shards are sharded"
-    local: Tensor = buffer.to_local()
-    return local
 
 
 def _sum_of(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.comm.host_copy import on_host
 from expertmesh.costs.communication import RouteShape, TokenLoad
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.parallel.experts.route_split import RouteSplit
 
 FIRST_TOKENS = 4096.0
@@ -85,7 +85,7 @@ class Repetitions:
             raise ConfigError(
                 f"{self._layer}: {len(self._waiting)} forwards that went different ways wait for their backward, and "
                 "activation checkpointing repeats one of them; run each backward before the next forward, or let all go "
-                "one way (no --parallel.adaptive, or the same arguments)"
+                f"one way (no {named('parallel.adaptive')}, or the same arguments)"
             )
         return next(iter(waiting), self._last)
 

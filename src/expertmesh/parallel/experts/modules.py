@@ -1,6 +1,6 @@
 """User modules as experts, sharded over ranks: each rank keeps some of them, under their global names."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from expertmesh.comm.group import RankGroup, wait
 from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
-from expertmesh.moe.experts import ExpertList, ExpertParameters, Parameters
+from expertmesh.moe.experts import ExpertList, ExpertParameters, FirstOutput, Parameters
 from expertmesh.parallel.experts.gather import GatheredWeights
+from expertmesh.parallel.experts.owned import OwnedParameter, check_left_alone
 from expertmesh.parallel.experts.replicated_experts import ReplicatedWeights
 from expertmesh.parallel.experts.route_split import RouteSplit
 from expertmesh.parallel.experts.storage import ExpertShards
@@ -55,36 +56,6 @@ def module_degrees(
     return ExpertDegrees(num_ranks, 1)
 
 
-class OwnedParameter(nn.Parameter):
-    """Whole parameter that no other rank of a group has; each rank has its own ones.
-
-    The norm of a model's gradient is therefore a sum over the group, while plain parameters are equal on every rank.
-
-    Attributes:
-        owners: the group.
-    """
-
-    owners: RankGroup
-
-    def __new__(cls, parameter: nn.Parameter, owners: RankGroup) -> "OwnedParameter":
-        """Parameter that shares the memory of another."""
-        own: OwnedParameter = torch.Tensor._make_subclass(
-            cls, parameter.detach(), parameter.requires_grad
-        )
-        own.owners = owners
-        return own
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "OwnedParameter":
-        """Copy of the values, with the same owners."""
-        if id(self) not in memo:
-            values: Tensor = self.detach().clone(memory_format=torch.preserve_format)
-            copy = OwnedParameter(nn.Parameter(values, self.requires_grad), self.owners)
-            memo[id(self)] = copy
-        found = memo[id(self)]
-        assert isinstance(found, OwnedParameter)
-        return found
-
-
 class SpreadExpertList(ExpertList):
     """Expert modules of one rank, under their names in the whole list: experts.INDEX.NAME with global indices.
 
@@ -117,14 +88,8 @@ class SpreadExpertList(ExpertList):
         self._own_parameters()
 
     def _own_parameters(self) -> None:
-        known: dict[nn.Parameter, OwnedParameter] = {}
-        for module in self.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(parameter, OwnedParameter):
-                    continue
-                if parameter not in known:
-                    known[parameter] = OwnedParameter(parameter, self._owners)
-                module.register_parameter(name, known[parameter])
+        for parameter in self.parameters():
+            OwnedParameter.adopt(parameter, self._owners)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SpreadExpertList":
         super()._apply(fn, recurse)  # a move to another device creates plain parameters
@@ -218,13 +183,26 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
     """
     count = experts.num_experts // degrees.num_ranks
     sizes = [len(list(expert.parameters())) for expert in experts]
-    without = [first for first in range(0, len(sizes), count) if not any(sizes[first:][:count])]
+    absent = [
+        isinstance(e, FirstOutput) and e.expert is None for e in experts
+    ]  # only its rank knows
+    without = [
+        first
+        for first in range(0, len(sizes), count)
+        if not any(sizes[first:][:count]) and not all(absent[first:][:count])
+    ]
     if without and any(sizes):
         raise ConfigError(
             f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: "
             "norms of gradients are sums over ranks that have some; put them between the others"
         )
     return count
+
+
+def _empty(strangers: Iterable[nn.Parameter]) -> None:
+    """Free what other ranks' experts take; an engine that was given their parameters finds nothing to train."""
+    for parameter in strangers:
+        parameter.requires_grad_(False).data = parameter.data.new_empty(0)
 
 
 class ExpertModules(ExpertShards):
@@ -235,6 +213,7 @@ class ExpertModules(ExpertShards):
         world: all ranks; every one must construct this.
         degrees: degrees from `module_degrees`.
         layer: name for errors and the byte counter.
+        plain: see `ExpertShards`.
 
     Raises:
         ConfigError: all modules of one rank lack parameters, while another rank has some.
@@ -244,28 +223,37 @@ class ExpertModules(ExpertShards):
     stay = MODULES_STAY
 
     def __init__(
-        self, experts: ExpertList, world: World, degrees: ExpertDegrees, *, layer: str
+        self,
+        experts: ExpertList,
+        world: World,
+        degrees: ExpertDegrees,
+        *,
+        layer: str,
+        plain: bool = False,
     ) -> None:
-        super().__init__(world, degrees, layer=layer)
+        super().__init__(world, degrees, layer=layer, plain=plain)
         count = check_modules(experts, degrees)
         self.modules = SpreadExpertList(
             experts,
             first=self.rank * count,
             count=count,
-            owners=self.group([list(range(degrees.num_ranks))], "the ranks that hold the experts"),
+            owners=self.owners,
             replicas=self.replicas,
             layer=layer,
         )
+        if plain:
+            _empty(set(experts.parameters()) - set(self.modules.parameters()))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: no weights are kept."""
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> None:
-        """Check the split; no weights are gathered.
+        """Check the split, and that no wrapper took the parameters; no weights are gathered.
 
         Raises:
-            ConfigError: the split would move the modules.
+            ConfigError: the split would move the modules, or see `check_left_alone`.
         """
+        check_left_alone(self.modules, layer=self.layer)
         W = self.degrees.num_ranks
         if split.route_degree != W:
             raise ConfigError(

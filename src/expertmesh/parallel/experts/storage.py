@@ -29,6 +29,7 @@ from expertmesh.parallel.experts.gather import (
     Layout,
     hand_over,
 )
+from expertmesh.parallel.experts.owned import OwnedParameter
 from expertmesh.parallel.experts.prefetch import (
     GatheredTensors,
     GatherHandle,
@@ -49,9 +50,11 @@ def _placements(mesh: DeviceMesh, *, e: Placement, f: Placement) -> list[Placeme
     return [found[name] for name in mesh.mesh_dim_names or ()]
 
 
-def _to_local(factor: Tensor) -> Tensor:
-    assert isinstance(factor, DTensor)
-    local: Tensor = factor.to_local()
+def _to_local(parameter: Tensor) -> Tensor:
+    """Shard of a parameter on this rank, differentiable."""
+    if not isinstance(parameter, DTensor):  # plain
+        return parameter
+    local: Tensor = parameter.to_local()
     return local
 
 
@@ -62,6 +65,8 @@ class ExpertShards(ABC):
         world: all ranks; every one must construct it.
         degrees: how the W ranks of one replica hold the experts; there are world.size / W replicas.
         layer: name for errors and the byte counter.
+        plain: parameters stay the objects that they are, with this rank's experts as plain tensors, and gradients are
+            not summed over replicas: for an engine that has the parameters and sums their gradients itself.
     """
 
     casts_tokens: bool
@@ -69,13 +74,18 @@ class ExpertShards(ABC):
     stay = ""
     """Reason why expert weights cannot be gathered; empty: they can."""
 
-    def __init__(self, world: World, degrees: ExpertDegrees, *, layer: str) -> None:
-        self.world, self.degrees, self.layer = world, degrees, layer
+    def __init__(
+        self, world: World, degrees: ExpertDegrees, *, layer: str, plain: bool = False
+    ) -> None:
+        self.world, self.degrees, self.layer, self.plain = world, degrees, layer, plain
         W = degrees.num_ranks
         self.rank = world.position % W
         self.num_replicas = world.size // W
         cells = [[r + W * copy for copy in range(self.num_replicas)] for r in range(W)]
+        if plain:
+            cells = [[rank] for rank in range(world.size)]
         self.replicas: RankGroup = world.group(cells, name="copies of the experts")
+        self.owners = self.group([list(range(W))], "the ranks that hold the experts")
 
     def group(self, cells: list[list[int]], name: str) -> RankGroup:
         """Process group of this rank in a partition of the ranks of a replica, applied to all replicas; every rank must call."""
@@ -181,6 +191,7 @@ class ExpertStorage(ExpertShards):
         prefetcher: prefetcher of the model, for gathers one layer ahead; None: no prefetch.
         device: compute device if shards, gradients and optimizer state rest in host memory; None: they rest on the
             parameters' device.
+        plain: see `ExpertShards`.
 
     Raises:
         ConfigError: a parameter cannot be cut evenly.
@@ -198,8 +209,9 @@ class ExpertStorage(ExpertShards):
         layer: str = "experts",
         prefetcher: Prefetcher | None = None,
         device: torch.device | None = None,
+        plain: bool = False,
     ) -> None:
-        super().__init__(world, degrees, layer=layer)
+        super().__init__(world, degrees, layer=layer, plain=plain)
         check_shards(
             experts,
             degrees,
@@ -236,6 +248,10 @@ class ExpertStorage(ExpertShards):
             full, axis = getattr(self.experts, name), SLICED_AXIS[name]
             rows, columns = full.shape[0] // self.degrees.e, full.shape[axis] // self.degrees.f
             part = full.detach().narrow(0, i * rows, rows).narrow(axis, j * columns, columns)
+            if self.plain:
+                full.data = self._at_rest(part)
+                OwnedParameter.adopt(full, self.owners)
+                continue
             shard = DTensor.from_local(
                 self._at_rest(part),
                 mesh,
@@ -267,7 +283,7 @@ class ExpertStorage(ExpertShards):
 
     def shards(self) -> list[Tensor]:
         """Local shard of each parameter, in the order of `names`; differentiable."""
-        return [getattr(self.experts, name).to_local() for name in self.names]
+        return [_to_local(getattr(self.experts, name)) for name in self.names]
 
     def layout(self, split: RouteSplit) -> Layout:
         """Layout of the gathered shards of a split; every rank must call when a split is first used."""

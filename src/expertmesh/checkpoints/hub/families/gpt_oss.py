@@ -8,8 +8,8 @@ from expertmesh.checkpoints.box import whole_box
 from expertmesh.checkpoints.hub import parts
 from expertmesh.checkpoints.hub.family import HubFamily, Piece, Values, anything
 from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
-from expertmesh.layout.spec import Parameter
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.spec.model_spec import Parameter
 
 
 def _read(v: Values) -> dict[str, Any]:

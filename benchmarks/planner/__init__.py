@@ -1,0 +1,1 @@
+"""The planner's laboratory: its errors on published measurements, and what others claim."""

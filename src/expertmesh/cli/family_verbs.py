@@ -1,0 +1,46 @@
+"""Verbs that model families add to the command line."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+from expertmesh.config.plugins import Plugins
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb of a family. `expertmesh --help` imports the module of this object, which therefore imports nothing else.
+
+    Attributes:
+        name: word after `expertmesh`.
+        text: its line of help.
+        run: "module:name" of a function of the words after the verb that returns the exit code; imported when it is called.
+        is_of_all_ranks: whether every process runs it under torchrun; False: rank 0 alone.
+        flags: options of the library that the verb has under another name, without dashes.
+        memory_fix: what a user can do when memory runs out.
+    """
+
+    name: str
+    text: str
+    run: str
+    is_of_all_ranks: bool = False
+    flags: Mapping[str, str] = field(default_factory=dict)
+    memory_fix: str = "use a smaller model"
+
+    def __call__(self, argv: list[str]) -> int:
+        """Run the verb and return its exit code."""
+        module, _, name = self.run.partition(":")
+        code: int = getattr(import_module(module), name)(argv)
+        return code
+
+
+FAMILY_VERBS = Plugins(
+    "verb",
+    Verb,
+    "expertmesh.verbs",
+    {
+        "translate": "expertmesh_families.seq2seq.verb:TRANSLATE",
+        "classify": "expertmesh_families.swin.verb:CLASSIFY",
+    },
+)
+"""Verbs of families by name."""

@@ -1,1 +1,0 @@
-"""Translation of texts: beam search over an encoder-decoder."""

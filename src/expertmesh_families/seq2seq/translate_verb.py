@@ -1,0 +1,190 @@
+"""`expertmesh translate RUN --to de "..."`: translate with the newest checkpoint of a run."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from expertmesh.cli.decoding import add_place, kept, open_decoder, say_precision
+from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.prompts import read_standard_input
+from expertmesh.cli.terminal_progress import tell, told_of_data
+from expertmesh.cli.torchrun import once_per_host
+from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.output_file import output_file
+from expertmesh.data.files import lines_of
+from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.runs.open import LoadedModel
+
+_EXAMPLES = """\
+examples:
+  expertmesh translate runs/translate-multi30k --to de "Two dogs play in the snow."
+  expertmesh translate runs/translate-multi30k --to de --input test.en --output out.de --reference test.de
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Print, or write with --output, a translation of each text; returns 0.
+
+    With references scores are printed; without --output only they are.
+
+    Args:
+        argv: words after `translate`.
+
+    Raises:
+        ConfigError: a value breaks a rule, or files do not match.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+    """
+    with once_per_host():
+        options = _parser().parse_args(argv)
+        check_least(options, beams=1, batch_size=1, length_penalty=0)
+    is_first = launched_rank()[0] == 0
+    texts, references = _texts(options) if is_first else ([], None)
+    read = (options.input, options.reference)
+    output = None
+    if options.output is not None and is_first:
+        output = output_file("output", options.output, read=read)
+    if references is not None:
+        from expertmesh_families.seq2seq.scores import check_sacrebleu, score
+
+        check_sacrebleu()
+    num_rows = options.beams * min(len(texts) or 1, options.batch_size)
+    with (
+        told_of_data(),
+        open_decoder(options, num_rows=num_rows) as opened,
+        nullcontext() if output is None else kept(output, total=len(texts), unit="texts") as file,
+    ):
+        is_told = False
+
+        def write(line: str) -> None:
+            """Write or print a translation as soon as it is finished."""
+            nonlocal is_told
+            if not is_told:
+                say_precision(opened.precision)
+            is_told = True
+            if file is not None:
+                file.write(f"{line}\n")
+            elif references is None:
+                print(line, flush=True)
+
+        found = _translated(options, opened.ranks.on_rank0(lambda: texts), opened, write)
+    if not is_first:
+        return 0
+    if references is not None:
+        scored = _scored(texts, references)
+        if left_out := len(texts) - len(scored):
+            tell(
+                f"note: {left_out:,} of {len(texts):,} lines are not scored: the text or its reference is blank"
+            )
+        found, references = ([lines[i] for i in scored] for lines in (found, references))
+        for name, value, signature in score(found, references, language=options.to):
+            print(f"{name} {value:.2f}  {signature}")
+    return 0
+
+
+def _translated(
+    options: Any, texts: list[str], opened: "LoadedModel", write: Callable[[str], None]
+) -> list[str]:
+    tokenizer = opened.text.tokenizer
+    translation = opened.task.builder.translation(tokenizer, to=options.to)
+    import torch
+
+    from expertmesh_families.seq2seq.translate import translate
+
+    with torch.no_grad(), opened.precision.autocast():
+        return translate(
+            opened.decoder,
+            tokenizer,
+            translation,
+            texts,
+            num_beams=options.beams,
+            length_penalty=options.length_penalty,
+            batch_size=options.batch_size,
+            split_long=options.split_long,
+            each=write,
+        )
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh translate",
+        description="Translates with the newest checkpoint of a run.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_run(
+        "text", metavar="TEXT", help="texts to translate; - reads lines from standard input"
+    )
+    parser.add_argument("--to", required=True, metavar="LANG", help="language that is wanted")
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help="lines to translate, instead of texts; - reads standard input",
+    )
+    parser.add_argument("--output", metavar="FILE", help="where the translations go (the screen)")
+    parser.add_argument(
+        "--reference", metavar="FILE", help="right translations: prints BLEU and chrF"
+    )
+    parser.add_argument("--beams", type=int, default=5, metavar="N", help="of the beam search (5)")
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="larger: longer translations; 0: none (1)",
+    )
+    parser.add_argument(
+        "--split-long",
+        action="store_true",
+        help="translate texts that the model cannot read at once in pieces, cut where sentences end",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="texts at a time (32)"
+    )
+    add_place(parser)
+    return parser
+
+
+def _texts(options: Any) -> tuple[list[str], list[str] | None]:
+    """Texts to translate, and references of as many lines, or None."""
+    if bool(options.text) == (options.input is not None):
+        raise ConfigError("no text, or text and --input; give one of the two, for example 'a dog'")
+    texts: list[str] = options.text
+    if texts == ["-"] or options.input == "-":
+        texts = lines_of(read_standard_input())
+    elif options.input is not None:
+        texts = _lines(options.input, "--input")
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeError:
+            raise ConfigError(
+                f"text {ascii(text)}: is not UTF-8; convert it, for example with iconv -t UTF-8"
+            ) from None
+    if options.reference is None:
+        return texts, None
+    references = _lines(options.reference, "--reference")
+    if len(references) != len(texts):
+        raise ConfigError(
+            f"--reference {options.reference}: has {len(references):,} lines for {len(texts):,} texts; give the file that belongs to them"
+        )
+    if not _scored(texts, references):
+        raise ConfigError(
+            f"--reference {options.reference}: has no line for a text that is not blank, so there is nothing to score; give one"
+        )
+    return texts, references
+
+
+def _scored(texts: list[str], references: list[str]) -> list[int]:
+    """Indices of lines where text and reference are nonblank; parallel text has blank lines where a translation is missing."""
+    pairs = zip(texts, references, strict=True)
+    return [i for i, (text, right) in enumerate(pairs) if text.strip() and right.strip()]
+
+
+def _lines(name: str, flag: str) -> list[str]:
+    from expertmesh_families.seq2seq.parallel_text import read_lines
+
+    path = expanded(name)
+    if not path.is_file():
+        raise ConfigError(f"{flag} {name}: is not a file; check the path")
+    return read_lines(path)

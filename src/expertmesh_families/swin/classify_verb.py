@@ -1,0 +1,196 @@
+"""`expertmesh classify RUN IMAGE...`: classify images with the newest checkpoint of a run."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from expertmesh.cli.decoding import add_device, place_of, say_precision
+from expertmesh.cli.flags import OptionParser, add_data, check_least
+from expertmesh.cli.terminal_progress import loading, told_of_data
+from expertmesh.config.output_file import output_file
+from expertmesh.data.data_progress import notes_known
+from expertmesh.errors import ConfigError
+from expertmesh_families.swin.config import Fit
+
+if TYPE_CHECKING:
+    from expertmesh_families.swin.classify import Classified
+
+_SHOWN = 3
+_ROWS = 64
+"""Approximate patches of an image in most layers, for which the number of threads is chosen."""
+
+_EXAMPLES = """\
+examples:
+  expertmesh classify runs/pets cat.png dog.jpg
+  expertmesh classify runs/swin-mnist images-idx3-ubyte.gz@8001 --picture experts.png
+  expertmesh classify runs/swin-mnist --score --capacity 0.5
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Print the likeliest classes of each image, or the accuracy on the validation images; returns 0.
+
+    Args:
+        argv: words after `classify`.
+
+    Raises:
+        ConfigError: a value breaks a rule, or an image cannot be read.
+        CheckpointError: the run has no usable checkpoint.
+    """
+    options = _parser().parse_args(argv)
+    if bool(options.image) == options.score:
+        raise ConfigError("no image, or images and --score; give one of the two, for example a.png")
+    if options.score and options.picture is not None:
+        raise ConfigError(
+            f"--picture {options.picture}: shows images, and --score has none; name some"
+        )
+    if options.data_path is not None and not options.score:
+        raise ConfigError(
+            f"--data.path {' '.join(options.data_path)}: has no effect without --score; leave it out"
+        )
+    for name in ("top", "fit"):
+        if options.score and getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name} {getattr(options, name)}: has no effect with --score; leave it out"
+            )
+    check_least(options, top=1, batch_size=1)
+    picture = None
+    if options.picture is not None:
+        from expertmesh_families.swin.expert_picture import check_pillow
+
+        picture = output_file("picture", options.picture, read=options.image)
+        check_pillow(picture)
+    found = _open(options)
+    with told_of_data():
+        if options.score:
+            print(_score(found, options))
+            return 0
+        results = _classify(found, options)
+    if picture is not None:
+        from expertmesh_families.swin.expert_picture import save_picture
+
+        save_picture(results, picture)
+    width = max(len(result.name) for result in results)
+    for result in results:
+        print(f"{result.name:<{width}}  {_likeliest(result, options.top or _SHOWN)}")
+    if picture is not None:
+        print(f"picture: {picture}")
+    return 0
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh classify",
+        description="Classifies images with the newest checkpoint of a run.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_run(
+        "image",
+        metavar="IMAGE",
+        help="image files; of an IDX file the N-th image is FILE@N, from 0",
+    )
+    parser.add_argument(
+        "--fit",
+        choices=get_args(Fit),
+        help="what happens to images of another size (that of the training)",
+    )
+    parser.add_argument("--top", type=int, metavar="N", help="classes to show (3)")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="a picture of which expert took which patch (.png)"
+    )
+    parser.add_argument(
+        "--score", action="store_true", help="instead: accuracy on the run's validation images"
+    )
+    parser.add_argument(
+        "--capacity",
+        type=float,
+        metavar="X",
+        help="rows per expert as a ratio of the even share (no limit, so that images answer alone)",
+    )
+    parser.add_argument(
+        "--drop-policy", metavar="NAME", help="who stays over capacity (that of the training)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="images at a time (64)"
+    )
+    add_device(parser)
+    add_data(parser)
+    return parser
+
+
+def _open(options: Any) -> Any:
+    """Run of the options, with their expert capacity and drop policy."""
+    from expertmesh.runs.open import find_model
+    from expertmesh_families.swin.config import SwinRunConfig
+
+    found = find_model(options.run)
+    if not isinstance(found.config, SwinRunConfig):
+        raise ConfigError(
+            f"run {options.run}: is of family {found.family.name}, which classifies no images; name one of family swin"
+        )
+    changes: dict[str, Any] = {"model.moe.eval_capacity_factor": options.capacity}
+    if options.drop_policy is not None:
+        if options.capacity is None:
+            raise ConfigError(
+                f"--drop-policy {options.drop_policy}: nothing is dropped without --capacity; add it"
+            )
+        changes["model.moe.drop_policy"] = options.drop_policy
+    if not found.config.model.moe.num_experts:
+        if options.capacity is not None:
+            raise ConfigError(
+                f"--capacity {options.capacity}: the model of {options.run} has no experts; leave it out"
+            )
+        return found
+    return replace(found, config=found.config.updated(changes))
+
+
+def _classify(found: Any, options: Any) -> "list[Classified]":
+    """Class probabilities of each image."""
+    with loading():
+        from expertmesh.runs.open import open_model
+        from expertmesh.training.threads import threads_of_calls
+        from expertmesh_families.swin.classify import classify, read_images
+        from expertmesh_families.swin.images import CLASSES_FILE, class_names
+
+        classes = class_names(found.path / CLASSES_FILE)
+        opened = open_model(found, **place_of(options))
+    model, precision = opened.model, opened.precision
+    classifier = opened.task.builder.classifier(model)
+    fit = options.fit or found.config.data.fit
+    images = read_images(options.image, size=classifier.size, fit=fit)
+    say_precision(precision)
+    num_rows = _ROWS * min(len(images), options.batch_size)
+    with threads_of_calls(model, precision, num_rows=num_rows), precision.autocast():
+        return classify(
+            classifier, images, options.image, classes=classes, batch_size=options.batch_size
+        )
+
+
+def _score(found: Any, options: Any) -> str:
+    """Accuracy and loss on all validation images."""
+    with loading():
+        from expertmesh.runs.data_paths import with_data
+        from expertmesh.runs.open import open_model
+        from expertmesh.training.evaluate import evaluate, watched
+        from expertmesh.training.threads import threads_of_calls
+
+        opened = open_model(with_data(found, options.data_path), **place_of(options))
+        task, model, precision = opened.task, opened.model, opened.precision
+        with notes_known():
+            data = task.prepare()
+    say_precision(precision)
+    with threads_of_calls(model, precision, num_rows=_ROWS * options.batch_size):
+        result = evaluate(
+            task,
+            model,
+            data,
+            batch_size=options.batch_size,
+            max_samples=None,
+            precision=precision,
+            watch=watched(data),
+        )
+    return f"accuracy {result['accuracy']:.4f}  loss {result['loss']:.4f}  ({data.description})"
+
+
+def _likeliest(result: "Classified", count: int) -> str:
+    order = sorted(range(len(result.classes)), key=lambda c: -result.probabilities[c])
+    return "  ".join(f"{result.classes[c]} {result.probabilities[c]:.1%}" for c in order[:count])
