@@ -25,15 +25,10 @@ from expertmesh.moe.experts import ExpertParameters, GroupedExperts
 from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.phases import phase
 from expertmesh.moe.quantized_experts import QuantizedExperts
-<<<<<<< HEAD
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.native import dtype_of_rows
 from expertmesh.ops.permute import sum_rows_in_order
-=======
-from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
-from expertmesh.ops.permute import sum_rows
 from expertmesh.parallel.experts.exchange import added_over_ranks
->>>>>>> wt-house
 
 
 @dataclass
