@@ -13,7 +13,7 @@ from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, ExpertWeights
 from expertmesh.ops.plain_call import runs_plainly
-from expertmesh.ops.route_metadata import RouteMetadata, check_expert_ids, check_range
+from expertmesh.ops.route_metadata import RouteMetadata, check_expert_ids, check_range_of_ids
 
 MOST_ROWS = 64
 """Mean number of rows per live expert up to which dot products are faster than PyTorch's products in FP32 (docs/log.md)."""
@@ -166,5 +166,5 @@ def _computed(
         num_experts=E,
         hidden_RH=hidden_RH,
     )
-    check_range(least, most, E)
+    check_range_of_ids(least, most, E)
     return y_TD
