@@ -397,7 +397,7 @@ REPORTS = {
     "a seed of words": Mistake(reporting("--seed", "x"), ["--seed", "x", "--help"]),
     "a seed beyond 64 bits for samples": Mistake(
         reporting("--seed", str(2**65)),
-        [str(2**65), "2^63 - 1", "choose another"],
+        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
         may_add=("run/report.html",),
     ),
 }
@@ -455,10 +455,12 @@ TERMINAL = {
         ["--input", "directory", "name a file"],
     ),
     "heat of nothing": Mistake(
-        generating("--temperature", "nan", "def"), ["--temperature nan", "at least 0", "use 0"]
+        generating("--temperature", "nan", "def"),
+        ["--temperature nan", "finite number", "use 0"],
     ),
     "a seed beyond 64 bits for a text": Mistake(
-        generating("--seed", str(2**65), "def"), [str(2**65), "2^63 - 1", "choose another"]
+        generating("--seed", str(2**65), "def"),
+        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
     ),
     "more tokens than 64 bits": Mistake(
         generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "ask for at most"]

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
-from expertmesh.config.values import choice_rule, shown
+from expertmesh.config.values import choice_rule, shown, written
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
@@ -400,8 +400,8 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
         choices = [word.strip("'") for word in limits["expected"].replace(" or ", ", ").split(", ")]
         return choice_rule(found["input"], choices)
     is_scalar = kind in _SCALAR_TYPES and isinstance(found["input"], str | int | float)
-    if is_scalar and other_value != _CHANGE:  # a text or a fraction, where only a number is one
-        other_value = "give one"
+    if is_scalar and other_value != _CHANGE and not other_value.startswith("for example"):
+        other_value = "give one"  # a text or a fraction, where only a number is one
     comparisons = {
         "greater_than": ("greater than", "gt"),
         "greater_than_equal": ("at least", "ge"),
@@ -410,7 +410,7 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     }
     if kind in comparisons:
         words, key = comparisons[kind]
-        rule = f"must be {words} {limits[key]:g}"
+        rule = f"must be {words} {written(limits[key])}"
         if key == "le" and other_value == "for example 0":  # 0 is off, and more was wanted
             other_value = f"for example {limits[key]:g}"
     elif kind == "too_long":

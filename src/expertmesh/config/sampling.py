@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from expertmesh.config.base import Config, FieldError, Fix
-from expertmesh.config.values import plain
+from expertmesh.config.values import MOST_INT64, plain
 from expertmesh.errors import named
 
 LONGEST_STOP = 1024
@@ -89,7 +89,7 @@ class SamplingParams(Config):
         default=1.0, ge=0, le=_LARGEST
     )
     """Divisor of the logits; 0: greedy decoding, the smaller id on a tie."""
-    top_k: int | None = Field(default=None, ge=1, lt=2**63)
+    top_k: int | None = Field(default=None, ge=1, le=MOST_INT64)
     """Number of most likely tokens to sample from; none: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Probability mass of the most likely tokens to sample from (nucleus sampling, Holtzman et al. 2020); none: all.
@@ -110,7 +110,7 @@ class SamplingParams(Config):
     """Numbers added to the logits of these token ids."""
     n: int = Field(default=1, ge=1, le=1024)
     """Number of answers to the prompt, sampled independently."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=0, le=MOST_INT64)
     """Random seed; none: a fresh one.
 
     Random numbers depend only on it, the answer's index and the position. If one call gives it to several prompts, all

@@ -73,7 +73,7 @@ class Number(NamedTuple):
         kind = "a number" if Real in self.types else "a whole number"
         if self.least == -inf:
             return f"must be {kind}"
-        least, most = _written(self.least), _written(self.most)
+        least, most = written(self.least), written(self.most)
         most = f"{self.limit}={most}" if self.limit else most
         if self.most == inf:
             kind = kind.replace("a number", "a finite number")
@@ -99,7 +99,8 @@ class Number(NamedTuple):
             raise ConfigError(name, quoted(value), self.rule, self.fix)
 
 
-def _written(number: float) -> str:
+def written(number: float) -> str:
+    """A limit for an error message: every digit of a whole number."""
     if number in (MOST_INT64, -(2**63)):
         return "2^63 - 1" if number > 0 else "-2^63"
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"

@@ -144,7 +144,8 @@ def check_like(
     if tuple(tensor.shape) != shape:
         raise wrong_shape(name, tensor, f"{shape} here", fix)
     if dtype is not None and tensor.dtype != dtype:
-        raise wrong_dtype(name, tensor, str(dtype), "convert it or use autocast")
+        autocast = " or use autocast" if dtype.is_floating_point else ""
+        raise wrong_dtype(name, tensor, str(dtype), f"convert it{autocast}")
 
 
 def check_range(
