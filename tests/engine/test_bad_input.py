@@ -74,7 +74,7 @@ PARAMS = {
     "one of another type": (generating([[1]], [{}]), "params is a dict"),
     "unknown": (lambda _: SamplingParams(beams=3), "beams=3: unknown option; known here: temp"),
     "no answer": (drawing(n=0), "n=0"),
-    "a billion answers": (drawing(n=10**9), "from 1 to 1,024"),
+    "a billion answers": (drawing(n=10**9), "must be at most 1,024; for example 1"),
     "no tokens": (drawing(max_tokens=0), "max_tokens"),
     "a negative budget": (drawing(max_tokens=-4), "max_tokens"),
     "a fraction of tokens": (drawing(max_tokens=3.5), "must be a whole number"),
@@ -91,7 +91,7 @@ PARAMS = {
     "repetition penalty": (drawing(repetition_penalty=0), "repetition_penalty"),
     "repetition penalty near 0": (
         drawing(repetition_penalty=1e-320),
-        "must be a number from 0.01 to",
+        "must be at least 0.01; for example",
     ),
     "no token before min_tokens": (
         drawing(min_tokens=2, stop_token_ids=range(VOCAB)),
