@@ -192,7 +192,7 @@ def test_masked_rows_and_experts_without_rows_may_hold_anything():
 @pytest.mark.parametrize("ids", [[[0, 8]], [[-1, 2]], [[1, 2], [3, 9]]])
 def test_refuses_ids_out_of_range(ids):
     call = make_call((len(ids), 32, 32, 7, 2))
-    with pytest.raises(ConfigError, match=r"expert_ids holds values from .* must be in 0\.\.7"):
+    with pytest.raises(ConfigError, match=r"expert_ids holds (-1|8|9); it must be from 0 to 7"):
         computed(call._replace(ids_TK=torch.tensor(ids)))
 
 
