@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.prog_name import flag_name
+from expertmesh.cli.options import flag_name
 from expertmesh.config.base import EMPTY, expanded, nearest_name, shown
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.renamed import current_name

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from expertmesh.cli.flags import listed
 from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.prog_name import flag_name
+from expertmesh.cli.options import flag_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.config.base import launched_rank

@@ -168,16 +168,21 @@ class Config(BaseModel):
                     raise FieldError(
                         name, one, "must be a number of 64 bits, below 2**63", "use a smaller one"
                     )
-                if isinstance(one, str) and not one.strip() and one != usual:
-                    raise FieldError(name, one, *EMPTY)
-                if isinstance(one, str) and not _is_clean(one):
-                    raise FieldError(
-                        name,
-                        ascii(one)[1:-1],
-                        "must be text in UTF-8 without NUL",
-                        "rename the file, or name its folder",
-                    )
+                if isinstance(one, str) and one != usual:
+                    self._check_text(name, one)
         return self
+
+    def _check_text(self, name: str, text: str) -> None:
+        """Refuses a text that is blank, or that no file of a run can hold."""
+        if not text.strip():
+            raise FieldError(name, text, *EMPTY)
+        if not _is_clean(text):
+            raise FieldError(
+                name,
+                ascii(text)[1:-1],
+                "must be text in UTF-8 without NUL",
+                "rename the file, or name its folder",
+            )
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:

@@ -1,0 +1,128 @@
+"""Help of a verb, from the docstring and the fields of its `Operation`; imports no torch."""
+
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from types import NoneType
+from typing import Any
+
+from pydantic import BaseModel
+
+from expertmesh.cli.help_wrapping import fitted
+from expertmesh.cli.options import Option, options_of
+
+_HEAD = 26
+"""Columns of the names of options."""
+
+
+def name_of(kind: type[BaseModel]) -> str:
+    """Name of a verb: `BenchServeVerb` is "bench serve"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__.removesuffix("Verb")).lower()
+
+
+def help_of(
+    kind: type[BaseModel],
+    options: Mapping[str, Option] | None = None,
+    *,
+    defaults: BaseModel | None = None,
+    more: str = "",
+) -> str:
+    """Text of `expertmesh VERB --help`, wrapped to the terminal.
+
+    Args:
+        kind: the verb.
+        options: all of its options; None: those of its fields.
+        defaults: configuration whose values are shown as defaults; None: defaults of the fields.
+        more: text between the words and the options.
+    """
+    options = options_of(kind) if options is None else options
+    about, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+    words = [option for option in options.values() if option.spelling.is_word]
+    needed = [o for o in options.values() if o.field.is_required() and not o.spelling.is_word]
+    usage = [
+        f"usage: expertmesh {name_of(kind)}",
+        *map(_word, words),
+        *(f"{option.flag} {usage_words(option)}" for option in needed),
+        "[options]",
+    ]
+    parts = [" ".join(usage), " ".join(about.split())]
+    if words:
+        parts.append("\n".join(_row(usage_words(o), o, None, is_word=True) for o in words))
+    parts += [more] if more else []
+    parts += [
+        "\n".join([f"{title}:", *(_row(_flag(one), one, defaults) for one in group)])
+        for title, group in _groups(options.values())
+    ]
+    return fitted("\n\n".join([*parts, *[examples] * bool(examples)]))
+
+
+def _groups(options: Iterable[Option]) -> Iterable[tuple[str, list[Option]]]:
+    """Titles and options: those of a section with a name on the command line stand under its docstring."""
+    groups: dict[str, list[Option]] = {}
+    for option in options:
+        if option.spelling.is_word:
+            continue
+        section = option.spelled.rpartition(".")[0]
+        about = (option.section.__doc__ or "").strip().partition("\n")[0]
+        title = f"{section}: {about.rstrip('.')}" if section else "options"
+        groups.setdefault(title, []).append(option)
+    return groups.items()
+
+
+def usage_words(option: Option) -> str:
+    """Placeholder of an option's value."""
+    if option.spelling.metavar:
+        return option.spelling.metavar
+    kinds = [kind for kind in option.kinds if kind is not NoneType]
+    choices = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    if option.is_list:
+        (several,) = {k for k in kinds if typing.get_origin(k) is tuple}
+        inner = typing.get_args(several)[0]
+        inner = typing.get_args(inner)[0] if hasattr(inner, "__metadata__") else inner
+        choices = list(typing.get_args(inner)) if typing.get_origin(inner) is typing.Literal else []
+        kinds = [inner]
+    if choices:
+        text = ",".join(map(str, dict.fromkeys(choices)))
+        return "|".join(choices) if option.spelling.is_word else f"{{{text}}}"
+    for kind, name in ((bool, "BOOL"), (int, "N"), (float, "X")):
+        if kind in kinds:
+            return name
+    return "TEXT"
+
+
+def _word(option: Option) -> str:
+    text = usage_words(option) + " ..." * option.is_list
+    return text if option.field.is_required() and not option.is_list else f"[{text}]"
+
+
+def _flag(option: Option) -> str:
+    if option.is_bool and option.field.default is not True:
+        return option.flag
+    several = " ..." if option.is_list and not option.spelling.is_each else ""
+    return f"{option.flag} {usage_words(option)}{several}"
+
+
+def _row(head: str, option: Option, defaults: BaseModel | None, *, is_word: bool = False) -> str:
+    """Name and text of an option, the text below a long name."""
+    text = " ".join((option.field.description or "").split()).removesuffix(".")
+    value = _default(option, defaults)
+    if value and "(default:" not in text:
+        text += f" (default: {value})"
+    if is_word or len(head) <= _HEAD:
+        return f"  {head:<{_HEAD}}  {text}"
+    return f"  {head}\n{' ' * (_HEAD + 4)}{text}"
+
+
+def _default(option: Option, defaults: BaseModel | None) -> str:
+    value: Any = option.field.get_default(call_default_factory=True)
+    if defaults is not None:
+        value = defaults
+        for part in option.name.split("."):
+            value = getattr(value, part)
+    if option.field.is_required() and defaults is None:
+        return ""
+    if value is None or value is False or value == () or value == "":
+        return ""
+    several = isinstance(value, tuple | list)
+    return " ".join(map(str, value)) if several else str(value).lower() if value is True else str(value)

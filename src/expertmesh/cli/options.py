@@ -1,0 +1,116 @@
+"""Options of a verb by their spelling, from the fields of its configuration."""
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import NoneType
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from expertmesh.config.base import Config
+from expertmesh.config.fields import Spelling
+
+
+@dataclass(frozen=True)
+class Option:
+    """Option of the command line.
+
+    Attributes:
+        name: dotted name in the configuration, such as "model.moe.top_k".
+        spelled: dotted name on the command line, without the names of flat sections.
+        field: field of the configuration.
+        spelling: marks of the field.
+        section: configuration class that has the field.
+    """
+
+    name: str
+    spelled: str
+    field: FieldInfo
+    spelling: Spelling
+    section: type[BaseModel]
+
+    @property
+    def flag(self) -> str:
+        """Option as it is typed."""
+        return flag_name(self.spelled)
+
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """Type of the field, and the members of a union."""
+        kind = self.field.annotation
+        members = typing.get_args(kind) if typing.get_origin(kind) is not tuple else ()
+        return tuple(_bare(one) for one in (kind, *members))
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether the option is a switch."""
+        return set(self.kinds) - {self.field.annotation, NoneType} <= {bool} and bool in self.kinds
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the option has several values."""
+        return any(typing.get_origin(kind) is tuple for kind in self.kinds)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the option is a list and nothing else."""
+        return typing.get_origin(_bare(self.field.annotation)) is tuple
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether the option may be none."""
+        return NoneType in self.kinds
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the option is a whole number."""
+        return int in self.kinds and float not in self.kinds
+
+
+def _bare(kind: object) -> object:
+    """Type without its metadata."""
+    return typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+
+
+def flag_name(name: str) -> str:
+    """Option as it is typed: `model.moe.top_k` as `--model.moe.top-k`; list indices are dropped."""
+    return "--" + name.partition("[")[0].replace("_", "-")
+
+
+def options_of(config: type[BaseModel], name: str = "", spelled: str = "") -> dict[str, Option]:
+    """Options of a configuration by their spelling, former and other names not among them.
+
+    Args:
+        config: the configuration class.
+        name: prefix of the names in the whole configuration, with a dot.
+        spelled: prefix of the options on the command line, with a dot.
+    """
+    found: dict[str, Option] = {}
+    for field_name, field in config.model_fields.items():
+        kind, spelling = field.annotation, Spelling.of(field)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            inner = spelled if spelling.is_flat else f"{spelled}{field_name}."
+            found |= options_of(kind, f"{name}{field_name}.", inner)
+        else:
+            option = Option(name + field_name, spelled + field_name, field, spelling, config)
+            found[option.spelled] = option
+    return found
+
+
+def library_names(config: type[BaseModel]) -> Mapping[str, str]:
+    """Spelling of each option by all names that the library has for it: dotted, without sections, and those it stands for."""
+    found: dict[str, str] = {}
+    for option in options_of(config).values():
+        is_flat = option.name != option.spelled
+        own = [option.name, *option.spelling.stands_for, *[option.spelled] * is_flat]
+        found |= dict.fromkeys(own, option.spelled)
+    return found
+
+
+def declared_by(module: str) -> list[type[Config]]:
+    """Verbs that a module declares."""
+    values = vars(import_module(module)).values()
+    kinds = [one for one in values if isinstance(one, type) and issubclass(one, Config)]
+    return [kind for kind in kinds if kind.__module__ == module]
