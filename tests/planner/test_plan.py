@@ -317,7 +317,7 @@ WRONG = [
     (["gpt-moe-1b", "--cluster", "h100x8", "--vpp", "2"], "there is none; give --pp, too"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--imbalance", "0.5"], "must be a number from 1"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--states", "magic"], "must be one of ours"),
-    (["gpt-moe-1b", "--cluster", "h100x8", "--goal", "fame"], "invalid choice"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--goal", "fame"], "must be one of throughput, memory, latency"),
     (["deepseek-v3", "--cluster", "h100x8"], "fits nowhere"),
     *known([(["translate-multi30k", "--cluster", "h100x8"], "no language model")]),
     (["--validate"], "run python -m benchmarks.planner in a clone"),

@@ -65,7 +65,7 @@ def _groups(options: Iterable[Option]) -> Iterable[tuple[str, list[Option]]]:
             continue
         section = option.spelled.rpartition(".")[0]
         about = (option.section.__doc__ or "").strip().partition("\n")[0]
-        title = f"{section}: {about.rstrip('.')}" if section else "options"
+        title = f"{about.rstrip('.')} (--{section})" if section else "options"
         groups.setdefault(title, []).append(option)
     return groups.items()
 
@@ -75,7 +75,12 @@ def usage_words(option: Option) -> str:
     if option.spelling.metavar:
         return option.spelling.metavar
     kinds = [kind for kind in option.kinds if kind is not NoneType]
-    choices = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    choices = [
+        word
+        for kind in kinds
+        if typing.get_origin(kind) is typing.Literal
+        for word in typing.get_args(kind)
+    ]
     if option.is_list:
         (several,) = {k for k in kinds if typing.get_origin(k) is tuple}
         inner = typing.get_args(several)[0]
@@ -93,7 +98,7 @@ def usage_words(option: Option) -> str:
 
 def _word(option: Option) -> str:
     text = usage_words(option) + " ..." * option.is_list
-    return text if option.field.is_required() and not option.is_list else f"[{text}]"
+    return text if option.field.is_required() else f"[{text}]"
 
 
 def _flag(option: Option) -> str:
@@ -107,7 +112,9 @@ def _row(head: str, option: Option, defaults: BaseModel | None, *, is_word: bool
     """Name and text of an option, the text below a long name."""
     text = " ".join((option.field.description or "").split()).removesuffix(".")
     value = _default(option, defaults)
-    if value and "(default:" not in text:
+    if is_word and option.spelling.also:
+        text += f"; or --{option.spelling.also[0].replace('_', '-')} {usage_words(option)}"
+    if value and "default:" not in text:
         text += f" (default: {value})"
     if is_word or len(head) <= _HEAD:
         return f"  {head:<{_HEAD}}  {text}"
@@ -116,13 +123,20 @@ def _row(head: str, option: Option, defaults: BaseModel | None, *, is_word: bool
 
 def _default(option: Option, defaults: BaseModel | None) -> str:
     value: Any = option.field.get_default(call_default_factory=True)
-    if defaults is not None:
+    has_other = defaults is not None and option.name.split(".")[0] in type(defaults).model_fields
+    if has_other:
         value = defaults
         for part in option.name.split("."):
             value = getattr(value, part)
-    if option.field.is_required() and defaults is None:
+    if option.field.is_required() and not has_other:
         return ""
     if value is None or value is False or value == () or value == "":
         return ""
     several = isinstance(value, tuple | list)
-    return " ".join(map(str, value)) if several else str(value).lower() if value is True else str(value)
+    return (
+        " ".join(map(str, value))
+        if several
+        else str(value).lower()
+        if value is True
+        else str(value)
+    )

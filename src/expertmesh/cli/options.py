@@ -9,8 +9,7 @@ from types import NoneType
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from expertmesh.config.base import Config
-from expertmesh.config.fields import Spelling
+from expertmesh.config.fields import Operation, Spelling
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,9 @@ def options_of(config: type[BaseModel], name: str = "", spelled: str = "") -> di
         spelled: prefix of the options on the command line, with a dot.
     """
     found: dict[str, Option] = {}
-    for field_name, field in config.model_fields.items():
+    own = config.__annotations__
+    for field_name in sorted(config.model_fields, key=lambda one: one not in own):
+        field = config.model_fields[field_name]
         kind, spelling = field.annotation, Spelling.of(field)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             inner = spelled if spelling.is_flat else f"{spelled}{field_name}."
@@ -109,8 +110,8 @@ def library_names(config: type[BaseModel]) -> Mapping[str, str]:
     return found
 
 
-def declared_by(module: str) -> list[type[Config]]:
-    """Verbs that a module declares."""
+def declared_by(module: str) -> list[type[Operation]]:
+    """Verbs that a module declares or continues."""
     values = vars(import_module(module)).values()
-    kinds = [one for one in values if isinstance(one, type) and issubclass(one, Config)]
-    return [kind for kind in kinds if kind.__module__ == module]
+    kinds = [one for one in values if isinstance(one, type) and issubclass(one, Operation)]
+    return [kind for kind in kinds if kind.__name__.endswith("Verb")]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help import help_of, name_of, usage_words
 from expertmesh.cli.options import Option, flag_name, library_names, options_of
 from expertmesh.cli.prog_name import Flags
@@ -58,17 +59,42 @@ def parsed(kind: type[_O], argv: Sequence[str]) -> _O:
         raise SystemExit(0)
     options = options_of(kind)
     split = split_words(argv, options, verb=name_of(kind))
+    values = split.values() | _values_of_words(kind, split)
+    for option in options.values():
+        if option.spelling.is_options and values.get(option.name) is not None:
+            path = values[option.name]
+            in_file = values_in_file(path, read_config_file(path)[0], options, name_of(kind))
+            values = in_file | values
+    return made(kind, values)
+
+
+def made(kind: type[_O], values: Mapping[str, Any]) -> _O:
+    """Operation with values by dotted name.
+
+    Raises:
+        ConfigError: a value is missing or breaks a rule.
+    """
+    for option in options_of(kind).values():
+        if option.field.is_required() and option.name not in values:
+            raise ConfigError(
+                f"{option.flag}: must be given; write {option.flag} {usage_words(option)}"
+                f" (see {command(f'{name_of(kind)} --help')})"
+            )
     try:
-        values = split.values() | _values_of_words(kind, split)
-        for option in options.values():
-            if option.field.is_required() and option.name not in values:
-                example = f"{option.flag} {usage_words(option)}"
-                raise ConfigError(
-                    f"{option.flag}: must be given; write {example} (see {command(f'{name_of(kind)} --help')})"
-                )
         return kind(**nested(values))
     except ConfigError as error:
         raise ConfigError(Flags(names=library_names(kind)).spell(error)) from None
+
+
+def values_in_file(
+    path: str, sections: Mapping[Any, Any], options: Mapping[str, Option], verb: str
+) -> dict[str, Any]:
+    """Values by dotted name from the contents of a file; texts are read as on the command line."""
+    read = flat_values(sections, list(options), path, verb=verb)
+    return {
+        options[name].name: value_of(options[name], [value]) if isinstance(value, str) else value
+        for name, value in read.items()
+    }
 
 
 def wants_help(argv: Sequence[str]) -> bool:
@@ -106,23 +132,31 @@ def split_words(
     cut = list(argv).index("--") if "--" in argv else len(argv)
     places = [option for option in options.values() if option.spelling.is_word]
     room = float("inf") if any(option.is_list for option in places) else len(places)
+    has_texts = any(option.spelling.is_free for option in places)
     also = {name: option for option in options.values() for name in option.spelling.also}
+    if verb not in ("train", "sweep"):  # other verbs have few options, and need no section
+        also |= {option.spelled.rpartition(".")[2]: option for option in options.values()}
     split = Split([], list(argv[cut + 1 :]), {})
     place = 0
     while place < cut:
         word = argv[place]
         place += 1
+        if word in ("-h", "--help"):
+            continue
         if not word.startswith("-") or word == "-":
             split.words.append(word)
             continue
         spelled, equals, text = word.partition("=")
-        option, negated = _find(spelled, {**options, **also}, verb)
+        option, negated = _find(spelled, {**also, **options}, verb)
         if equals:
             texts = [text]
         else:
             is_open = len(split.words) < room
             ends = () if split.words else known
-            texts = _texts_after(option, argv[place:cut], ends, is_open=is_open)
+            is_several = option.is_list and not option.spelling.is_each and not has_texts
+            texts = _texts_after(
+                option, argv[place:cut], ends, is_open=is_open, is_several=is_several
+            )
             place += len(texts)
         if option.is_bool and (negated or not texts):
             if negated and texts:
@@ -164,7 +198,12 @@ def _has_flag(option: Option) -> bool:
 
 
 def _texts_after(
-    option: Option, words: Sequence[str], ends: Collection[str], *, is_open: bool
+    option: Option,
+    words: Sequence[str],
+    ends: Collection[str],
+    *,
+    is_open: bool,
+    is_several: bool,
 ) -> list[str]:
     """Words that belong to an option: one; for a list all; for a switch true, false or none.
 
@@ -173,11 +212,15 @@ def _texts_after(
         words: all words after it.
         ends: words that end a list.
         is_open: whether bare words may follow, which a switch leaves.
+        is_several: whether all words up to the next option belong to it; beside prompts a list takes one.
     """
     following: list[str] = []
-    is_several = option.is_list and not option.spelling.is_each
     for word in words:
-        if word.startswith("--") or word == "-h" or (word == "-" and (is_several or option.is_bool)):
+        if (
+            word.startswith("--")
+            or word == "-h"
+            or (word == "-" and (is_several or option.is_bool))
+        ):
             break
         if option.is_bool and is_open and word.lower() not in _FALSE_OR_TRUE:
             break
@@ -205,17 +248,18 @@ def _values_of_words(kind: type[Operation], split: Split) -> dict[str, Any]:
         given = option.spelled in split.flags
         if option.is_list:
             own = value_of(*split.flags[option.spelled]) if given else ()
-            found[option.name] = (*words, *own)
-            words = []
-        elif given and words and len(places) == 1:
+            words, found[option.name] = [], (*words, *own)
+        if option.is_list and (found[option.name] or not option.field.is_required()):
+            continue
+        if given and words and len(places) == 1:
             what = what_of(option)
             one, other = words[0], split.flags[option.spelled][1][0]
             raise ConfigError(
                 f"two {what}s given, {one} and {other}; leave one out: {example_of(kind)}"
             )
-        elif not given and words:
+        if not given and words and not option.is_list:
             found[option.name] = words.pop(0)
-        elif not given and option.field.is_required():
+        elif option.is_list or (not given and option.field.is_required()):
             raise ConfigError(
                 f"no {what_of(option)} given; write one: {example_of(kind)} (see {command(f'{name_of(kind)} --help')})"
             )
@@ -284,11 +328,13 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
     """Value of an option for the configuration; numbers remain text, which the configuration converts and checks.
 
     Raises:
-        ConfigError: a list is empty.
+        ConfigError: a text or a list is empty.
     """
     if not option.is_list:
         if option.is_optional and texts[0].lower() == "none":
             return None
+        if str in option.kinds and not texts[0].strip() and not option.spelling.is_free:
+            raise ConfigError(f"{option.flag} {shown(texts[0])}: {'; '.join(EMPTY)}")
         return _whole(texts[0]) if option.is_whole else texts[0]
     blank = next((text for text in texts if not text.replace(",", " ").strip()), None)
     if blank is not None:

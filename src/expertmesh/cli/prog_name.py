@@ -11,6 +11,7 @@ from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.options import declared_by, flag_name, library_names
 from expertmesh.errors import Line
 
+
 def prog_name() -> str:
     """Program name: `expertmesh` if it is on the PATH (activated environment), else its path."""
     own = Path(sys.executable).with_name("expertmesh")

@@ -123,7 +123,7 @@ def prompts_of(options: Any) -> list[Prompt]:
     """
     prompts = _read(options)
     has_talk = options.chat or not all(isinstance(one.asked, str) for one in prompts)
-    if options.chat_template_kwargs and not has_talk:
+    if options.variables and not has_talk:
         raise ConfigError(
             "--chat-template-kwargs: has no effect on prompts that are no conversation; add --chat, or leave it out"
         )

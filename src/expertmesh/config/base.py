@@ -155,7 +155,8 @@ class Config(BaseModel):
         """Turns the text of a number into the number where the choices are numbers."""
         if not isinstance(value, str):
             return value
-        choices = get_args(cls.model_fields[str(info.field_name)].annotation)
+        kind = cls.model_fields[str(info.field_name)].annotation
+        choices = [one for part in (kind, *get_args(kind)) for one in get_args(part)]
         return next((n for n in choices if type(n) is int and str(n) == value), value)
 
     @model_validator(mode="after")
@@ -291,12 +292,12 @@ def nearest_name(name: str, names: list[str]) -> str | None:
     return None
 
 
-def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldError:
-    """The first of pydantic's errors as a one-line `FieldError`."""
+def first_error(error: ValidationError, config_type: type[BaseModel]) -> ConfigError:
+    """The first of pydantic's errors in one line; a `FieldError` where one field is wrong."""
     found = error.errors(include_url=False)[0]
     cause = found.get("ctx", {}).get("error")
-    if isinstance(cause, FieldError):
-        return cause.inside(found["loc"])
+    if isinstance(cause, ConfigError):
+        return cause.inside(found["loc"]) if isinstance(cause, FieldError) else cause
     if found["type"] in ("json_invalid", "json_type"):
         return FieldError(
             "configuration", found["input"], found["msg"], "restore the file from a copy"

@@ -27,6 +27,7 @@ class Spelling:
         is_flat: whether the options of a section are written without its name.
         is_read: whether it names files that are read.
         is_written: whether it names a file that is written.
+        is_options: whether it names a file with values of the other options.
         is_free: whether its text may be blank, as a prompt.
     """
 
@@ -38,6 +39,7 @@ class Spelling:
     is_flat: bool = False
     is_read: bool = False
     is_written: bool = False
+    is_options: bool = False
     is_free: bool = False
 
     @classmethod
@@ -79,6 +81,8 @@ Folder = Annotated[str, Spelling("DIR")]
 """Folder."""
 InputFile = Annotated[str, Spelling("FILE", is_read=True)]
 """File that is read."""
+OptionsFile = Annotated[str, Spelling("FILE", is_read=True, is_options=True)]
+"""YAML or JSON file with values of the other options, which win over it."""
 NewFile = Annotated[str, Spelling("FILE", is_written=True)]
 """File that is written: a regular one, in a folder that is there, and none that the same call reads."""
 Device = Annotated[str, Spelling("NAME")]
@@ -110,7 +114,9 @@ class Operation(Config):
         if launched_rank()[0] > 0:
             return self
         spelled = {name: Spelling.of(field) for name, field in type(self).model_fields.items()}
-        read = [one for name in spelled if spelled[name].is_read for one in _all(getattr(self, name))]
+        read = [
+            one for name in spelled if spelled[name].is_read for one in _all(getattr(self, name))
+        ]
         for name, spelling in spelled.items():
             if spelling.is_written:
                 for one in _all(getattr(self, name)):
