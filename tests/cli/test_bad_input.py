@@ -384,7 +384,7 @@ GENERATION = {
     ),
     "top-k zero": Mistake(generating("--top-k", "0", "def"), ["0", "at least 1", "leave it out"]),
     "text for top-k": Mistake(
-        generating("--top-k", "few", "def"), ["--top-k", "few", "expertmesh generate --help"]
+        generating("--top-k", "few", "def"), ["--top-k", "few", "whole number"]
     ),
     "unknown option of generate": Mistake(
         generating("--temprature", "1", "def"), ["--temprature", "did you mean --temperature?"]
@@ -399,7 +399,7 @@ REPORTS = {
     ),
     "report of no tokens": Mistake(
         lambda p: ["report", "--run", p.path("x"), "--tokens", "0"],
-        ["--tokens 0", "at least 1", "raise it"],
+        ["--tokens 0", "at least 1", "for example 100"],
     ),
     "report of damaged config": Mistake(
         run_with("config.json", lambda _: b"[", REPORT), ["config.json", "unreadable", "restore"]

@@ -301,7 +301,12 @@ TOLD = [  # an error or a line, as Python and as the command line of a verb prin
         "es_degree=3: no; use tp_degree=2",
         "--parallel.es-degree 3: no; use --parallel.tp-degree 2",
     ),
-    (ConfigError("es_degree", 3, "no"), "generate", "es_degree=3: no", "--parallel.es-degree 3: no"),
+    (
+        ConfigError("es_degree", 3, "no"),
+        "generate",
+        "es_degree=3: no",
+        "--parallel.es-degree 3: no",
+    ),
     (
         CheckpointError(f"lower {named('device', 'x')}"),
         "classify",

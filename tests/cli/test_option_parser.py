@@ -86,7 +86,11 @@ def test_the_run_is_the_first_word(words, run, prompts):
             GenerateVerb,
             "no run given; write one: P generate runs/demo PROMPT (see P generate --help)",
         ),
-        (["--greedy"], ExportVerb, "no run given; write one: P export runs/demo (see P export --help)"),
+        (
+            ["--greedy"],
+            ExportVerb,
+            "no run given; write one: P export runs/demo (see P export --help)",
+        ),
         (
             ["def main("],
             GenerateVerb,
@@ -105,9 +109,17 @@ def test_the_run_is_the_first_word(words, run, prompts):
                 " if it is a model of the hub, download it first: hf download org/model"
             ),
         ),
-        (["a", "--run", "b"], ExportVerb, "two runs given, a and b; leave one out: P export runs/demo"),
+        (
+            ["a", "--run", "b"],
+            ExportVerb,
+            "two runs given, a and b; leave one out: P export runs/demo",
+        ),
         *(
-            (words, GenerateVerb, "two runs given, model and runs; leave one out, or write -- before")
+            (
+                words,
+                GenerateVerb,
+                "two runs given, model and runs; leave one out, or write -- before",
+            )
             for words in (
                 ["model", "--run", "runs"],
                 ["model", "--run-dir", "runs", "a"],

@@ -32,7 +32,7 @@ def help_of(
 
     Args:
         kind: the verb.
-        options: all of its options; None: those of its fields.
+        options: all of its options; None: options of its fields.
         defaults: configuration whose values are shown as defaults; None: defaults of the fields.
         more: text between the words and the options.
     """
@@ -58,7 +58,7 @@ def help_of(
 
 
 def _groups(options: Iterable[Option]) -> Iterable[tuple[str, list[Option]]]:
-    """Titles and options: those of a section with a name on the command line stand under its docstring."""
+    """Titles and options; a section with a name on the command line has its docstring as title."""
     groups: dict[str, list[Option]] = {}
     for option in options:
         if option.spelling.is_word:
@@ -113,7 +113,7 @@ def _row(head: str, option: Option, defaults: BaseModel | None, *, is_word: bool
     text = " ".join((option.field.description or "").split()).removesuffix(".")
     value = _default(option, defaults)
     if is_word and option.spelling.also:
-        text += f"; or --{option.spelling.also[0].replace('_', '-')} {usage_words(option)}"
+        text += f"; or {option.flag} {usage_words(option)}"
     if value and "default:" not in text:
         text += f" (default: {value})"
     if is_word or len(head) <= _HEAD:

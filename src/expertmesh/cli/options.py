@@ -32,8 +32,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Option as it is typed."""
-        return flag_name(self.spelled)
+        """Option as it is typed; a bare word that no option stands for has its name alone."""
+        also, spelled = self.spelling.also, self.spelled
+        if self.spelling.is_word and not also:
+            return spelled.replace("_", "-")
+        return flag_name(also[0] if self.spelling.is_word else spelled)
 
     @property
     def kinds(self) -> tuple[object, ...]:
@@ -101,12 +104,12 @@ def options_of(config: type[BaseModel], name: str = "", spelled: str = "") -> di
 
 
 def library_names(config: type[BaseModel]) -> Mapping[str, str]:
-    """Spelling of each option by all names that the library has for it: dotted, without sections, and those it stands for."""
+    """Flag of each option by all names that the library has for it: dotted, without sections, and those it stands for."""
     found: dict[str, str] = {}
     for option in options_of(config).values():
         is_flat = option.name != option.spelled
         own = [option.name, *option.spelling.stands_for, *[option.spelled] * is_flat]
-        found |= dict.fromkeys(own, option.spelled)
+        found |= dict.fromkeys(own, option.flag)
     return found
 
 

@@ -4,6 +4,7 @@ Names, rules, defaults and help texts come from the fields of the operation, whi
 values, so the command line and Python give the same one-line errors (docs/decisions/002-command-line-flags.md).
 """
 
+import difflib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -187,9 +188,18 @@ def _find(spelled: str, options: Mapping[str, Option], verb: str) -> tuple[Optio
             f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}"
         )
     known = [name for name, option in options.items() if _has_flag(option)]
-    near = nearest_name(name, ["help", *known])
-    hint = f"did you mean {flag_name(near)}?" if near else f"see {command(f'{verb} --help')}"
+    near = _nearest(spelled, name, ["help", *known])
+    hint = f"did you mean {near}?" if near else f"see {command(f'{verb} --help')}"
     raise ConfigError(f"unknown option {spelled}; {hint}")
+
+
+def _nearest(spelled: str, name: str, known: list[str]) -> str | None:
+    """Option that a word was meant for: a similar name, or the only one that begins so."""
+    flags = [flag_name(one) for one in known]
+    near = nearest_name(name, known)
+    begun = [flag for flag in flags if flag.startswith(spelled.replace("_", "-"))]
+    alike = difflib.get_close_matches(spelled, flags, n=1, cutoff=0.75)
+    return flag_name(near) if near else begun[0] if len(begun) == 1 else next(iter(alike), None)
 
 
 def _has_flag(option: Option) -> bool:

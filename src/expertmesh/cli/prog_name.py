@@ -23,7 +23,7 @@ def prog_name() -> str:
 
 
 def _names_of(verb: str) -> dict[str, str]:
-    """Spelling of the options of a verb by the names that the library has for them."""
+    """Flags of a verb by the names that the library has for them."""
     module = f"expertmesh.cli.{verb.replace(' ', '_')}"
     if verb in FAMILY_VERBS.names:
         module = FAMILY_VERBS[verb].run.partition(":")[0]
@@ -37,7 +37,7 @@ class Flags:
 
     Args:
         verb: the current verb, whose options need no section.
-        names: spelling of its options by the names that the library has for them; None: as the verb declares.
+        names: flags of its options by the names that the library has for them; None: as the verb declares.
     """
 
     def __init__(self, verb: str = "", names: Mapping[str, str] | None = None) -> None:
@@ -50,10 +50,10 @@ class Flags:
         name = name.partition("[")[0]
         own = self._own.get(name)
         if own is None and name in ParallelConfig.model_fields:
-            own = self._own.get(f"parallel.{name}", f"parallel.{name}")
+            own = self._own.get(f"parallel.{name}", flag_name(f"parallel.{name}"))
         if own is None and "." not in name:
             return name if value is None else f"{name}={value}"
-        flag = flag_name(own or name)
+        flag = own or flag_name(name)
         return flag if not value else f"{flag} {value}"
 
     def command(self, words: str) -> str:

@@ -138,7 +138,7 @@ def _read(options: Any) -> list[Prompt]:
             if not prompts:
                 raise ConfigError(f"--input {path}: has no line; write a prompt on each")
             return prompts
-        texts = [read_standard_input()] if options.prompt == ["-"] else [*options.prompt]
+        texts = [read_standard_input()] if options.prompt == ("-",) else [*options.prompt]
         for text in texts:
             text.encode()
     except OSError as error:

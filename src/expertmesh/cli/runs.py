@@ -24,13 +24,13 @@ class RunsVerb(Operation):
       expertmesh runs runs/
       expertmesh runs runs/ --keep 1
 
-    --keep removes checkpoints: the newest N of each run stay, with the best one and those of its train.keep_every.
+    --keep removes checkpoints: the newest N of each run stay, with the best one and the checkpoints of its train.keep_every.
     """
 
     folder: Annotated[str, Spelling("DIR", also=("run", "run_dir"), is_word=True)]
     """folder that the runs are in, . for this one"""
     keep: Positive | None = None
-    """remove all checkpoints of each run but the newest N, the best, and those of train.keep_every"""
+    """remove all checkpoints of each run but the newest N, the best, and the checkpoints of train.keep_every"""
 
 
 def run(argv: list[str]) -> int:

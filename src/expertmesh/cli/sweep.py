@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SweepVerb(TrainVerb):
-    """Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best; started again it goes on where it stopped. All options are those of train, but for --optim.lr and --train.resume.
+    """Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best; started again it goes on where it stopped. It has all options of train but --optim.lr and --train.resume.
 
     examples:
       expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3
