@@ -344,6 +344,14 @@ MODEL = {
         lambda: em.generate(model(), words(), "a", max_tokens=2.5),
         ["max_tokens=2.5", "whole number", "give one"],
     ),
+    "several answers where one is returned": Mistake(
+        lambda: em.generate(model(), words(), "a", n=2),
+        ["n=2: asks for more than the text of one answer", "leave it out"],
+    ),
+    "an option that is mistyped": Mistake(
+        lambda: em.generate(model(), words(), "a", max_token=2),
+        ["max_token=2: unknown option", "did you mean max_tokens?"],
+    ),
     **{
         f"a text for {name}": Mistake(
             partial(SamplingParams, **{name: "1"}), [f"{name}='1'", "number", "give one"]

@@ -72,7 +72,7 @@ PARAMS = {
     "text": (generating([[1]], "greedy"), "params is a str"),
     "too many": (generating([[1]], [GREEDY] * 2), "2 for 1 prompts"),
     "one of another type": (generating([[1]], [{}]), "params is a dict"),
-    "unknown": (lambda _: SamplingParams(beams=3), "unexpected keyword argument 'beams'"),
+    "unknown": (lambda _: SamplingParams(beams=3), "beams=3: unknown option; known here: temp"),
     "no answer": (drawing(n=0), "n=0"),
     "a billion answers": (drawing(n=10**9), "at most 1024"),
     "no tokens": (drawing(max_tokens=0), "max_tokens"),
@@ -185,10 +185,9 @@ def test_it_is_said_in_a_line_and_harms_nobody(served, do, line):
     engine = Engine(model, num_blocks=12, block_size=4)
     engine.add(PROMPT, GREEDY, request_id="good")
     engine.step()
-    with pytest.raises((ConfigError, TypeError), match=line) as caught:
+    with pytest.raises(ConfigError, match=line) as caught:
         do(engine)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
-    assert isinstance(caught.value, ConfigError) or "keyword" in line
     assert engine.stats().num_running + engine.stats().num_waiting == 1, "nothing is left behind"
     outputs = {}
     while engine.has_work:

@@ -137,8 +137,8 @@ def print_train_help(
         rows = (f"  {name:<{width}}  {_first_line(function)}" for name, function in recipes.items())
         more = "\n".join(["recipes:", *rows])
     own = options_of(kind)
-    options = own | options_of(type(default)) | own
-    text = help_of(kind, options, defaults=default, more=more)
+    options = own | options_of(type(default), default=default) | own
+    text = help_of(kind, options, more=more)
     print(text if recipe is None else text.replace("[RECIPE]", recipe, 1))
 
 

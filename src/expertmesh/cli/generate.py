@@ -25,14 +25,13 @@ from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import DecodingConfig
 from expertmesh.config.fields import Flat, Folder, ModelFolder, NewFile, Positive, Spelling
 from expertmesh.config.run import ServingDegrees
+from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
 from expertmesh.errors import ConfigError, command, text_of
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
-    from expertmesh.engine.request import SamplingParams
     from expertmesh.runs.open import LoadedModel
 
-_TEMPERATURE = 0.8
 _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
     "not know how to answer"
@@ -75,18 +74,11 @@ class GenerateVerb(OnDevice):
     """variables of the model's chat template, for example '{"enable_thinking": false}' of Qwen3"""
     no_start: bool = False
     """put nothing before a prompt (what the tokenizer puts there; the end of text, of a run that was not converted)"""
-    max_tokens: Annotated[int | None, Spelling(also=("max_new_tokens",))] = None
-    """number of tokens to generate (default: as many as the model has room for)"""
     greedy: bool = False
-    """choose the most likely token; without it, tokens are sampled"""
-    temperature: float | None = None
-    """sampling temperature; 0: greedy (default: 0.8)"""
-    top_k: int | None = None
-    """sample from the K most likely tokens (default: all)"""
-    top_p: float | None = None
-    """sample from the most likely tokens with this cumulative probability (default: all)"""
-    seed: int = 0
-    """random seed"""
+    """greedy decoding: always the most likely token"""
+    sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(
+        **TEXT_DEFAULTS
+    )
     batch_size: Positive = 32
     """batch size in prompts"""
     adapter: Folder | None = None
@@ -122,11 +114,23 @@ class GenerateVerb(OnDevice):
             "is about processes that share a model by --parallel options",
             "start them with torchrun, or leave it out",
         )
-        for name in ("temperature", "top_k", "top_p"):
-            is_idle = self.greedy and getattr(self, name) is not None
-            self.require(not is_idle, name, "has no effect with --greedy", fix)
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            is_idle = "sampling" in self.model_fields_set and name in self.sampling.model_fields_set
+            self.require(
+                not (self.greedy and is_idle),
+                f"sampling.{name}",
+                "has no effect with --greedy",
+                fix,
+            )
         variables_of(self.chat_template_kwargs)
         return self
+
+    @property
+    def params(self) -> SamplingParams:
+        """Options of each request."""
+        given = self.sampling.model_dump(include=self.sampling.model_fields_set)
+        greedy = {"temperature": 0.0} if self.greedy else {}
+        return SamplingParams(**TEXT_DEFAULTS | given | greedy)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -229,7 +233,7 @@ def _generate(
     text = opened.text
     if options.chat and not text.can_chat:
         tell(f"note: run {options.run}: {_NO_TALK}")
-    params = _params(options)
+    params = options.params
     ids_of = _encoder(options, opened, params)
     engine, adapter = engine or _engine(options, opened), options.adapter
 
@@ -249,7 +253,7 @@ def _generate(
     def converse(turns: list[dict[str, str]], prompt: str) -> list[dict[str, str]]:
         limit = model.max_seq_len
         turns = [*turns, {"role": "user", "content": prompt}]
-        most = limit - (options.max_tokens or limit // _ROOM)
+        most = limit - (params.max_tokens or limit // _ROOM)
         variables = options.variables
         kept, ids = latest_turns(text.chat, turns, most=most, window=limit, variables=variables)
         if len(kept) < len(turns):
@@ -295,7 +299,7 @@ def _generate(
 
 
 def _encoder(
-    options: GenerateVerb, opened: "LoadedModel", params: "SamplingParams"
+    options: GenerateVerb, opened: "LoadedModel", params: SamplingParams
 ) -> Callable[[Prompt], list[int]]:
     """Function that encodes a prompt and checks its length; its errors name the prompt's place."""
     from expertmesh.engine.checks import check_prompts
@@ -342,20 +346,6 @@ def _write_all(path: Path, prompts: list[Asked], answers: Iterator[Any]) -> None
         progress = Progress("continued", total=len(prompts), unit="texts")
         for prompt, one in zip(prompts, progress.over(answers), strict=True):
             file.write(_line(prompt, one))
-
-
-def _params(options: GenerateVerb) -> "SamplingParams":
-    """Sampling parameters from the options."""
-    from expertmesh.engine.request import SamplingParams
-
-    temperature = _TEMPERATURE if options.temperature is None else options.temperature
-    return SamplingParams(
-        temperature=0.0 if options.greedy else temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        max_tokens=options.max_tokens,
-    )
 
 
 def _parse(argv: list[str]) -> GenerateVerb:

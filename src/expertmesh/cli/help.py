@@ -4,13 +4,11 @@ import inspect
 import re
 import typing
 from collections.abc import Iterable, Mapping
-from types import NoneType
-from typing import Any
 
 from pydantic import BaseModel
 
 from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.options import Option, options_of
+from expertmesh.cli.options import Option, entry_kind, options_of
 
 _HEAD = 26
 """Columns of the names of options."""
@@ -22,18 +20,13 @@ def name_of(kind: type[BaseModel]) -> str:
 
 
 def help_of(
-    kind: type[BaseModel],
-    options: Mapping[str, Option] | None = None,
-    *,
-    defaults: BaseModel | None = None,
-    more: str = "",
+    kind: type[BaseModel], options: Mapping[str, Option] | None = None, *, more: str = ""
 ) -> str:
     """Text of `expertmesh VERB --help`, wrapped to the terminal.
 
     Args:
         kind: the verb.
         options: all of its options; None: options of its fields.
-        defaults: configuration whose values are shown as defaults; None: defaults of the fields.
         more: text between the words and the options.
     """
     options = options_of(kind) if options is None else options
@@ -48,10 +41,10 @@ def help_of(
     ]
     parts = [" ".join(usage), " ".join(about.split())]
     if words:
-        parts.append("\n".join(_row(usage_words(o), o, None, is_word=True) for o in words))
+        parts.append("\n".join(_row(usage_words(o), o, is_word=True) for o in words))
     parts += [more] if more else []
     parts += [
-        "\n".join([f"{title}:", *(_row(_flag(one), one, defaults) for one in group)])
+        "\n".join([f"{title}:", *(_row(_flag(one), one) for one in group)])
         for title, group in _groups(options.values())
     ]
     return fitted("\n\n".join([*parts, *[examples] * bool(examples)]))
@@ -74,26 +67,12 @@ def usage_words(option: Option) -> str:
     """Placeholder of an option's value."""
     if option.spelling.metavar:
         return option.spelling.metavar
-    kinds = [kind for kind in option.kinds if kind is not NoneType]
-    choices = [
-        word
-        for kind in kinds
-        if typing.get_origin(kind) is typing.Literal
-        for word in typing.get_args(kind)
-    ]
-    if option.is_list:
-        (several,) = {k for k in kinds if typing.get_origin(k) is tuple}
-        inner = typing.get_args(several)[0]
-        inner = typing.get_args(inner)[0] if hasattr(inner, "__metadata__") else inner
-        choices = list(typing.get_args(inner)) if typing.get_origin(inner) is typing.Literal else []
-        kinds = [inner]
-    if choices:
-        text = ",".join(map(str, dict.fromkeys(choices)))
-        return "|".join(choices) if option.spelling.is_word else f"{{{text}}}"
-    for kind, name in ((bool, "BOOL"), (int, "N"), (float, "X")):
-        if kind in kinds:
-            return name
-    return "TEXT"
+    kind = entry_kind(option)
+    if typing.get_origin(kind) is typing.Literal:
+        choices = list(map(str, dict.fromkeys(typing.get_args(kind))))
+        return "|".join(choices) if option.spelling.is_word else f"{{{','.join(choices)}}}"
+    names = {bool: "BOOL", int: "N", float: "X", dict: "JSON"}
+    return names.get(kind, "TEXT") if isinstance(kind, type) else "TEXT"
 
 
 def _word(option: Option) -> str:
@@ -104,14 +83,16 @@ def _word(option: Option) -> str:
 def _flag(option: Option) -> str:
     if option.is_bool and option.field.default is not True:
         return option.flag
-    several = " ..." if option.is_list and not option.spelling.is_each else ""
+    several = " ..." if option.is_list and not option.is_each else ""
     return f"{option.flag} {usage_words(option)}{several}"
 
 
-def _row(head: str, option: Option, defaults: BaseModel | None, *, is_word: bool = False) -> str:
+def _row(head: str, option: Option, *, is_word: bool = False) -> str:
     """Name and text of an option, the text below a long name."""
-    text = " ".join((option.field.description or "").split()).removesuffix(".")
-    value = _default(option, defaults)
+    text = " ".join((option.field.description or "").partition("\n\n")[0].split()).removesuffix(".")
+    first = text.partition(" ")[0]
+    text = text if first[1:] != first[1:].lower() else text[:1].lower() + text[1:]
+    value = _default(option.default)
     if is_word and option.spelling.also:
         text += f"; or {option.flag} {usage_words(option)}"
     if value and "default:" not in text:
@@ -121,22 +102,10 @@ def _row(head: str, option: Option, defaults: BaseModel | None, *, is_word: bool
     return f"  {head}\n{' ' * (_HEAD + 4)}{text}"
 
 
-def _default(option: Option, defaults: BaseModel | None) -> str:
-    value: Any = option.field.get_default(call_default_factory=True)
-    has_other = defaults is not None and option.name.split(".")[0] in type(defaults).model_fields
-    if has_other:
-        value = defaults
-        for part in option.name.split("."):
-            value = getattr(value, part)
-    if option.field.is_required() and not has_other:
-        return ""
-    if value is None or value is False or value == () or value == "":
+def _default(value: object) -> str:
+    """Default of an option as it is typed; "" where it is off, or stands for something else."""
+    if value is None or value is False or value in ((), {}, ""):
         return ""
     several = isinstance(value, tuple | list)
-    return (
-        " ".join(map(str, value))
-        if several
-        else str(value).lower()
-        if value is True
-        else str(value)
-    )
+    text = " ".join(map(str, value)) if several else str(value)  # type: ignore[call-overload]
+    return text.lower() if value is True else text

@@ -4,7 +4,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import NoneType
+from types import NoneType, UnionType
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -22,6 +23,7 @@ class Option:
         field: field of the configuration.
         spelling: marks of the field.
         section: configuration class that has the field.
+        default: value if it is not given; None: it has none, or must be given.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Option:
     field: FieldInfo
     spelling: Spelling
     section: type[BaseModel]
+    default: object = None
 
     @property
     def flag(self) -> str:
@@ -42,8 +45,19 @@ class Option:
     def kinds(self) -> tuple[object, ...]:
         """Type of the field, and the members of a union."""
         kind = self.field.annotation
-        members = typing.get_args(kind) if typing.get_origin(kind) is not tuple else ()
+        is_union = typing.get_origin(kind) in (typing.Union, UnionType)
+        members = typing.get_args(kind) if is_union else ()
         return tuple(_bare(one) for one in (kind, *members))
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the configuration takes no text for a number."""
+        return bool(self.section.model_config.get("strict"))
+
+    @property
+    def is_each(self) -> bool:
+        """Whether the option stands before each of its values."""
+        return self.spelling.is_each or self.is_strict
 
     @property
     def is_bool(self) -> bool:
@@ -81,24 +95,34 @@ def flag_name(name: str) -> str:
     return "--" + name.partition("[")[0].replace("_", "-")
 
 
-def options_of(config: type[BaseModel], name: str = "", spelled: str = "") -> dict[str, Option]:
+def options_of(
+    config: type[BaseModel], name: str = "", spelled: str = "", default: BaseModel | None = None
+) -> dict[str, Option]:
     """Options of a configuration by their spelling, former and other names not among them.
 
     Args:
         config: the configuration class.
         name: prefix of the names in the whole configuration, with a dot.
         spelled: prefix of the options on the command line, with a dot.
+        default: configuration with the default values; None: defaults of the class.
     """
     found: dict[str, Option] = {}
     own = config.__annotations__
     for field_name in sorted(config.model_fields, key=lambda one: one not in own):
         field = config.model_fields[field_name]
         kind, spelling = field.annotation, Spelling.of(field)
+        usual: Any = None
+        if default is not None:
+            usual = getattr(default, field_name)
+        elif not field.is_required():
+            usual = field.get_default(call_default_factory=True)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             inner = spelled if spelling.is_flat else f"{spelled}{field_name}."
-            found |= options_of(kind, f"{name}{field_name}.", inner)
+            inside = options_of(kind, f"{name}{field_name}.", inner, usual)
+            hidden = {inner + one for one in spelling.hides}
+            found |= {one: option for one, option in inside.items() if one not in hidden}
         else:
-            option = Option(name + field_name, spelled + field_name, field, spelling, config)
+            option = Option(name + field_name, spelled + field_name, field, spelling, config, usual)
             found[option.spelled] = option
     return found
 
@@ -111,6 +135,17 @@ def library_names(config: type[BaseModel]) -> Mapping[str, str]:
         own = [option.name, *option.spelling.stands_for, *[option.spelled] * is_flat]
         found |= dict.fromkeys(own, option.flag)
     return found
+
+
+def entry_kind(option: Option) -> object:
+    """Type of an option's value, or of each of several."""
+    kinds = [kind for kind in option.kinds if kind not in (NoneType, option.field.annotation)]
+    kind = next(iter(kinds), _bare(option.field.annotation))
+    several = next((k for k in option.kinds if typing.get_origin(k) is tuple), None)
+    kind = _bare(typing.get_args(several)[0]) if several is not None else kind
+    origin = typing.get_origin(kind)
+    is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
+    return dict if is_mapping else kind
 
 
 def declared_by(module: str) -> list[type[Operation]]:

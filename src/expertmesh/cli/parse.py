@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help import help_of, name_of, usage_words
-from expertmesh.cli.options import Option, flag_name, library_names, options_of
+from expertmesh.cli.options import Option, entry_kind, flag_name, library_names, options_of
 from expertmesh.cli.prog_name import Flags
-from expertmesh.config.base import EMPTY, expanded, nearest_name, shown
+from expertmesh.config.base import EMPTY, expanded, nearest_name, parse_json, shown
 from expertmesh.config.fields import Operation
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.renamed import current_name
@@ -154,7 +154,7 @@ def split_words(
         else:
             is_open = len(split.words) < room
             ends = () if split.words else known
-            is_several = option.is_list and not option.spelling.is_each and not has_texts
+            is_several = option.is_list and not option.is_each and not has_texts
             texts = _texts_after(
                 option, argv[place:cut], ends, is_open=is_open, is_several=is_several
             )
@@ -340,9 +340,12 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
     Raises:
         ConfigError: a text or a list is empty.
     """
+    if option.is_optional and [text.lower() for text in texts] == ["none"]:
+        return None
+    if option.is_strict:
+        values = tuple(_said(text, entry_kind(option)) for text in texts)
+        return values if option.is_list else values[0]
     if not option.is_list:
-        if option.is_optional and texts[0].lower() == "none":
-            return None
         if str in option.kinds and not texts[0].strip() and not option.spelling.is_free:
             raise ConfigError(f"{option.flag} {shown(texts[0])}: {'; '.join(EMPTY)}")
         return _whole(texts[0]) if option.is_whole else texts[0]
@@ -352,10 +355,22 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
         raise ConfigError(
             f"{option.flag} {shown(blank)}: {rule}; {fix.replace(', or', ', or none, or')}"
         )
-    values = list(texts) if option.spelling.is_each else listed(texts)
+    values = tuple(texts) if option.is_each else tuple(listed(texts))
     if [value.lower() for value in values] == ["none"]:
         return None if option.is_optional else ()
-    return values[0] if len(values) == 1 and not option.may_be_empty else tuple(values)
+    return values[0] if len(values) == 1 and not option.may_be_empty else values
+
+
+def _said(text: str, kind: object) -> Any:
+    """Value that a text says, for a configuration that takes no text for it; else the text, which is refused there."""
+    try:
+        if kind is int:
+            return int(_whole(text))
+        if kind is bool:
+            return {"true": True, "false": False}.get(text.lower(), text)
+        return float(text) if kind is float else parse_json(text) if kind is dict else text
+    except ValueError:
+        return text
 
 
 def _whole(text: str) -> str:

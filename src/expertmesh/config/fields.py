@@ -22,6 +22,7 @@ class Spelling:
         metavar: placeholder of its value in help; "": by its type.
         also: other names of the option, which are read and not shown.
         stands_for: names under which functions of the library know it.
+        hides: options of a section that are not on the command line.
         is_word: whether it is given as a bare word, in the order of the fields.
         is_each: whether the option stands before each of several values, which may have blanks and commas.
         is_flat: whether the options of a section are written without its name.
@@ -34,6 +35,7 @@ class Spelling:
     metavar: str = ""
     also: tuple[str, ...] = ()
     stands_for: tuple[str, ...] = ()
+    hides: frozenset[str] = frozenset()
     is_word: bool = False
     is_each: bool = False
     is_flat: bool = False

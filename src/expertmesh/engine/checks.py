@@ -132,8 +132,9 @@ def params_for_each(given: Any, count: int) -> list[SamplingParams]:
     Raises:
         ConfigError: they are something else, or their number is not the number of prompts.
     """
-    each = [params_of(one) for one in one_for_each("params", given, count)]
-    return for_prompts(each) if isinstance(given, SamplingParams) else each
+    if isinstance(given, SamplingParams):
+        return for_prompts([given] * count)
+    return [params_of(one) for one in one_for_each("params", given, count)]
 
 
 def params_of(params: Any) -> SamplingParams:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
@@ -42,7 +43,7 @@ from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
 from expertmesh.engine.opening import open_served
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.parallel import EngineRanks, RankedRunner, as_parallel, share
-from expertmesh.engine.request import Request, SamplingParams, token_ids_of
+from expertmesh.engine.request import Request, token_ids_of
 from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, folders_by_name
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
