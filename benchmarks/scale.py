@@ -6,7 +6,7 @@ from benchmarks.planner.claims import claims
 import expertmesh as em
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.hardware import find_cluster
-from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.memory import GIB
 from expertmesh.errors import ConfigError
 from expertmesh.planner.table import layout_text
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from expertmesh.costs.communication import TokenLoad, travel_seconds
 from expertmesh.costs.hardware import find_cluster, network_of
 from expertmesh.costs.rank_layout import RankLayout, Workload
-from expertmesh.costs.sizes import LayerSizes, ModelSizes, sizes_of_hub
+from expertmesh.costs.sizes import LayerSizes, ModelSizes, sizes_of_hub, spec_of_layers
 from expertmesh.costs.step_time import Efficiency, raw_step, route_of, step_seconds
 
 OLD = Workload(
@@ -56,7 +56,7 @@ def layer(dim: int, hidden_dim: int, num_experts: int, top_k: int) -> ModelSizes
         dense_parameters=dim * num_experts,
         expert_parameters=2 * dim * hidden_dim,
     )
-    return ModelSizes(dim, 0, 0, (block,), dim * num_experts)
+    return ModelSizes(dim, 0, spec_of_layers(dim, 0, [block]), (block,))
 
 
 def layer_ratio(

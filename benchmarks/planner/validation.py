@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from expertmesh.costs.hardware import find_cluster
-from expertmesh.costs.peak_memory import GIB, peak_memory
+from expertmesh.costs.memory import GIB, peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.step_time import Efficiency, step_seconds
 from expertmesh.planner.fit import fit_with

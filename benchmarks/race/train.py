@@ -36,8 +36,8 @@ from benchmarks.trainer import NEAR_UNIFORM, Batch, describe, first_loss, make_m
 from torch import nn
 
 from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.costs import gpt_costs
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.gpt.memory import estimate_memory
 from expertmesh.models.gpt.recipes import RECIPES, dense_twin
 from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.models.gpt.task import GPTTask
@@ -398,13 +398,11 @@ def main(
         f"{parameters.total / 1e6:.0f} M parameters, {parameters.active / 1e6:.0f} M per token: {describe(config)}, "
         f"{tokens:,} tokens per step in micro-batches of {config.train.micro_batch_size or config.train.batch_size}."
     )
-    memory = estimate_memory(
-        config.model,
-        micro_batch_size=config.train.micro_batch_size or config.train.batch_size,
-        seq_len=config.data.seq_len,
-        dtype="bfloat16",
+    costs = gpt_costs(config, num_ranks=1, dtype="bfloat16", on_gpu=True)
+    print(
+        f"{record['model']} Memory expected: {costs.memory.device_bytes / 2**30:.0f} GiB.",
+        flush=True,
     )
-    print(f"{record['model']} Memory expected: {memory.total_bytes / 2**30:.0f} GiB.", flush=True)
     command = f"python -m benchmarks.race.train --parts {' '.join(parts)}"
 
     def save() -> None:

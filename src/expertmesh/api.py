@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.comm.world import World
-from expertmesh.config.base import expanded, shown
+from expertmesh.config.base import expanded
 from expertmesh.config.run import Dtype, RunConfig
 from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
+from expertmesh.config.values import check_type, shown, wrong_type
 from expertmesh.engine.texts import continue_prompts, prompt_ids
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM
@@ -244,17 +245,13 @@ def generate(
     """
     given = (("tokenizer", tokenizer, Tokenizer), ("model", model, CausalLM))
     for what, value, kind in given:
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{what} is a {type(value).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
-            )
+        needed = "a model that writes text, or its tokenizer: generate() needs both"
+        check_type(what, value, kind, needed, "give those of load()")
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
-        raise ConfigError(f"prompt is a {type(prompt).__name__}; give a text, or a list of texts")
+        raise wrong_type("prompt", prompt, "a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if wrong := [one for one in prompts if not isinstance(one, str)]:
-        raise ConfigError(
-            f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
-        )
+    for one in prompts:
+        check_type(f"prompt: {shown(one)}", one, str, "a text", "give texts")
     for name in OF_OUTPUTS & options.keys():
         fix = "leave it out, or use em.Engine"
         raise ConfigError(name, options[name], "asks for more than the text of one answer", fix)

@@ -4,6 +4,9 @@ Messages refer to options with `named` and to commands with `command`. They are 
 `train.resume=auto` in Python, `--train.resume auto` on the command line.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 _MARK, _BETWEEN = "\x02", "\x03"
@@ -78,6 +81,24 @@ class Line:
     def spelled(self, by: Speller) -> str:
         """Text in the spelling of `by`."""
         return "".join(_spelled(part, by) for part in self.text.split(_MARK))
+
+
+_speller: ContextVar[Speller] = ContextVar("speller", default=_Python())  # noqa: B039  it has no state
+
+
+@contextmanager
+def spelling(by: Speller) -> Iterator[None]:
+    """Context in which `printed` spells options and commands as `by` does; outside it is Python's spelling."""
+    token = _speller.set(by)
+    try:
+        yield
+    finally:
+        _speller.reset(token)
+
+
+def printed(text: str) -> str:
+    """Text with options from `named` and commands from `command` as they are spelled here; see `spelling`."""
+    return Line(text).spelled(_speller.get())
 
 
 def _spelled(part: str, by: Speller) -> str:

@@ -20,6 +20,10 @@ def test_each_imports_and_shows_its_help(name, capsys):
     try:
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(CLAIMS / f"{name}.py"), run_name="__main__")
+    except ModuleNotFoundError as error:
+        if error.name != "expertmesh_families":
+            raise
+        pytest.skip("about a family that is not here")
     finally:
         sys.argv = words
     assert stop.value.code == 0

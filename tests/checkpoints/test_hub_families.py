@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.packages import write_package
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.checkpoints.hub import families
@@ -43,11 +44,9 @@ def installed(tmp_path, monkeypatch):
 
     def install(name, value, text=FILE):
         stem = f"package_of_{name}"
-        info = tmp_path / f"{stem}-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {stem}\nVersion: 1\n")
-        (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{name} = {stem}:{value}\n")
-        (tmp_path / f"{stem}.py").write_text(text)
+        write_package(
+            tmp_path, stem, {f"{stem}.py": text}, {ENTRY_POINTS: {name: f"{stem}:{value}"}}
+        )
         monkeypatch.syspath_prepend(tmp_path)
 
     return install

@@ -58,7 +58,9 @@ def words():
 
 
 @pytest.mark.parametrize(
-    "call", [em.load, em.Engine, em.report, partial(em.save, None, None, "copy")], ids=str
+    "call",
+    [em.load, em.Engine, em.report, partial(em.save, None, None, "copy")],
+    ids=("load", "Engine", "report", "save"),
 )
 def test_a_folder_that_is_not_there_is_said_in_words_of_python(call, tmp_path):
     options = {"like": tmp_path / "nope"} if isinstance(call, partial) else {}
@@ -317,11 +319,11 @@ MODEL = {
     ),
     "no tokenizer": Mistake(
         lambda: em.generate(model(), None, "a"),
-        ["tokenizer is a NoneType", "writes text", "give both of load()"],
+        ["tokenizer is a NoneType", "writes text", "give those of load()"],
     ),
     "path for a model that writes": Mistake(
         lambda: em.generate("runs/x", Tokenizer(BPE()), "a"),
-        ["model is a str", "writes text", "give both of load()"],
+        ["model is a str", "writes text", "give those of load()"],
     ),
     **{
         f"path for a model, {name}": Mistake(
@@ -338,7 +340,7 @@ MODEL = {
     },
     "no token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=0),
-        ["max_tokens=0: must be at least 1", "ask for a token or more"],
+        ["max_tokens=0: must be a whole number of at least 1", "ask for a token or more"],
     ),
     "half a token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=2.5),
@@ -363,7 +365,7 @@ MODEL = {
         lambda: em.generate(model(), words(), "a", batch_size=0.5), ["batch_size=0.5", "whole"]
     ),
     "bytes for a prompt": Mistake(
-        lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "give a text"]
+        lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "it must be a text"]
     ),
     "half a character": Mistake(
         lambda: em.generate(model(), words(), "a\ud800"), [r"'a\ud800'", "UTF-8", "give text"]
@@ -379,11 +381,11 @@ MODEL = {
     ),
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
-        ["prompt: 1 is a int", "give a text"],
+        ["prompt: 1 is a int", "it must be a text"],
     ),
     "no prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), None),
-        ["prompt is a NoneType", "give a text"],
+        ["prompt is a NoneType", "it must be a text"],
     ),
     **known(
         {

@@ -5,11 +5,10 @@ import re
 import pytest
 
 from expertmesh.cli.train import describe, run
-from expertmesh.costs.memory import rank_memory
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.costs import gpt_costs
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.models.gpt.spec import gpt_spec
 
 DEGREES = ["--parallel.ep-degree", "4", "--parallel.dp-replicate-degree", "2"]
 
@@ -19,7 +18,7 @@ def memory_line(text):
 
 
 def test_one_process(capsys):
-    assert run(["gpt-moe-test", "--dry-run"]) == 0
+    assert run(["gpt-moe-test", "--train.dtype", "bfloat16", "--dry-run"]) == 0
     assert re.search(r"memory +[0-9.]+ MiB: weights .* compute copies", capsys.readouterr().out)
 
 
@@ -29,9 +28,9 @@ def test_degrees_say_how_many_ranks(capsys):
     config = RECIPES["gpt-moe-test"]().updated(
         {"parallel.ep_degree": 4, "parallel.dp_replicate_degree": 2}
     )
-    each = rank_memory(gpt_spec(config.model), config.parallel, num_ranks=8)
+    each = gpt_costs(config, num_ranks=8, dtype="float32").memory
     assert "of each of 8 ranks" in line
-    assert f"weights {each.parameters_bytes / 1024:.1f} KiB" in line
+    assert f"weights {each.weights_bytes / 1024:.1f} KiB" in line
     assert f"optimizer {each.optimizer_bytes / 1024:.1f} KiB" in line
 
 

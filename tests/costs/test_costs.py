@@ -10,10 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig
+from expertmesh.costs.memory import PeakMemory, peak_memory
+from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.gpt.memory import estimate_memory
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.gpt.spec import count_parameters, gpt_spec
 from expertmesh.models.token_losses import token_losses
 from expertmesh.training.optim import build_optimizer
@@ -194,15 +196,26 @@ def saved_bytes(cfg: ModelConfig, *, dtype: str) -> int:
     return sum(t.untyped_storage().nbytes() for t in kept.values()) + logits.nbytes
 
 
+def estimated(
+    cfg: ModelConfig, *, micro_batch: int = BATCH, checkpointing: Any = "none", **options: Any
+) -> PeakMemory:
+    layout = RankLayout(1, micro_batch=micro_batch, checkpointing=checkpointing)
+    work = Workload(SEQ, on_gpu=False, **({"precision": "float32"} | options))
+    return peak_memory(sizes_of(cfg), layout, work)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
     "name", ["plain", "dense", "dense-gelu", "every-other", "residual", "shared"]
 )
 def test_activation_estimate_is_near_what_autograd_saves(name: str, dtype: str) -> None:
     cfg = config(**VARIANTS[name], dim=64, num_layers=4)
-    estimate = estimate_memory(cfg, micro_batch_size=BATCH, seq_len=SEQ, dtype=dtype)
+    estimate = estimated(cfg, precision=dtype)
     measured = saved_bytes(cfg, dtype=dtype)
-    assert abs(estimate.activations_bytes - measured) <= ACTIVATION_TOLERANCE * measured
+    assert (
+        abs(estimate.activations_bytes + estimate.logits_bytes - measured)
+        <= ACTIVATION_TOLERANCE * measured
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -212,7 +225,7 @@ def test_memory_of_weights_gradients_and_optimizer_is_exact(name: Any) -> None:
     optimizer = build_optimizer(model, OptimConfig(name=name))
     model(torch.zeros(1, SEQ, dtype=torch.int64)).logits_BSV.sum().backward()
     optimizer.step()
-    estimate = estimate_memory(cfg, micro_batch_size=1, seq_len=SEQ, optimizer=name)
+    estimate = estimated(cfg, optimizer=name)
     parameters = list(model.parameters())
     moments = [
         value for p in parameters for key, value in optimizer.state[p].items() if key != "step"
@@ -220,19 +233,17 @@ def test_memory_of_weights_gradients_and_optimizer_is_exact(name: Any) -> None:
     assert estimate.weights_bytes == sum(p.nbytes for p in parameters)
     assert estimate.gradients_bytes == sum(p.grad.nbytes for p in parameters)
     assert estimate.optimizer_bytes == sum(m.nbytes for m in moments)
-    assert estimate.compute_copy_bytes == 0
+    assert estimate.copies_bytes == 0
 
 
 def test_memory_adds_up_and_follows_the_options() -> None:
     cfg = config()
-
-    def estimate(**options: Any) -> Any:
-        return estimate_memory(cfg, **({"micro_batch_size": 4, "seq_len": SEQ} | options))
-
-    base, low, double = estimate(), estimate(dtype="bfloat16"), estimate(dtype="float64")
-    assert base.total_bytes == 4 * base.weights_bytes + base.activations_bytes
-    assert low.compute_copy_bytes == low.weights_bytes // 2
+    base, low = estimated(cfg), estimated(cfg, precision="bfloat16")
+    double, full = estimated(cfg, precision="float64"), estimated(cfg, checkpointing="full")
+    kept = base.activations_bytes + base.logits_bytes
+    assert base.device_bytes == 4 * base.weights_bytes + kept
+    assert low.copies_bytes == low.weights_bytes / 2
     assert low.activations_bytes < base.activations_bytes < double.activations_bytes
     assert double.weights_bytes == 2 * base.weights_bytes
-    assert estimate(activation_checkpointing=True).activations_bytes < base.activations_bytes
-    assert estimate(micro_batch_size=8).activations_bytes == 2 * base.activations_bytes
+    assert full.activations_bytes < base.activations_bytes
+    assert estimated(cfg, micro_batch=2 * BATCH).activations_bytes == 2 * base.activations_bytes

@@ -268,14 +268,26 @@ def change(tensors, values):
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 WRONG = {
     "no folder": (lambda folder: [one.unlink() for one in folder.iterdir()], "no readable adapter"),
-    "no tensors": (lambda folder: (folder / WEIGHTS).unlink(), "missing or unreadable"),
-    "cut": (lambda folder: (folder / WEIGHTS).write_bytes(b"12345"), "missing or unreadable"),
+    "no tensors": (lambda folder: (folder / WEIGHTS).unlink(), "is missing; restore it"),
+    "cut": (lambda folder: (folder / WEIGHTS).write_bytes(b"12345"), "no safetensors file"),
+    "cut within a tensor": (
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-3]),
+        "cut short within base_model.* bytes of at least .*save the adapters again",
+    ),
+    "FP8": (change(lambda t: t | {Q: t[Q].to(torch.float8_e4m3fn)}, None), "q_proj.*type float8"),
+    "FP8 of gradients": (
+        change(lambda t: t | {Q: t[Q].to(torch.float8_e5m2)}, None),
+        "q_proj.*type F8_E5M2",
+    ),
     "DoRA": (change(None, {"use_dora": True}), "use_dora=True: is not served"),
     "bias": (change(None, {"bias": "all"}), "bias='all': is not served"),
     "PiSSA": (change(None, {"init_lora_weights": "pissa"}), "init_lora_weights='pissa'"),
     "kind": (change(None, {"peft_type": "IA3"}), "peft_type='IA3': only LORA"),
     "rank": (change(None, {"r": 4}), "has shape .* and must have .* by r=4 in adapter_config.json"),
-    "no rank": (change(None, {"r": 0}), "r=0 in adapter_config.json: must be a number above 0"),
+    "no rank": (
+        change(None, {"r": 0}),
+        "r=0 in adapter_config.json: must be a whole number above 0",
+    ),
     "scaling": (change(None, {"lora_alpha": "x"}), "lora_alpha='x'"),
     "router": (
         change(None, {"target_parameters": ["mlp.gate.weight"]}),

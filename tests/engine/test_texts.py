@@ -95,7 +95,7 @@ def test_many_texts_are_continued_a_few_at_a_time(gpt: GPT) -> None:
     )
     hook.remove()
     assert apart == together and max(sizes) == 3
-    with pytest.raises(ConfigError, match="batch_size=0: must be at least 1"):
+    with pytest.raises(ConfigError, match="batch_size=0: must be a whole number of at least 1"):
         continue_prompts(gpt, PROMPTS, params, batch_size=0)
 
 
@@ -207,7 +207,7 @@ def test_no_gradients_are_kept(gpt: GPT) -> None:
         ([[1], []], {}, "prompt='': is empty"),
         ([[300]], {}, "token id 300: must be from 0 to 299"),
         ([[-1]], {}, "token id -1"),
-        ([[1]], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0: must be a whole number of at least 1"),
         ([[1] * 48], {}, "prompt of 48 tokens: must be shorter than the model's max_seq_len=48"),
         ([[1] * 40], {"max_tokens": 9}, "max_tokens=9: .* ask for at most 8"),
     ],

@@ -1,6 +1,9 @@
 """Layers that choose how their tokens travel, by hand at random or by the tuner: the same losses as ones that do not."""
 
 import gc
+import json
+from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.ranks import world_of
 from torch.utils.checkpoint import checkpoint
 
+import expertmesh as em
 from expertmesh import lora
 from expertmesh.cli.bench import links, plot, run, table
 from expertmesh.comm.measure import fit, measure
@@ -18,8 +22,10 @@ from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts import tuning_cache as cache
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.exchange import Fixed
 from expertmesh.parallel.experts.load_record import Chosen, Repetitions
 from expertmesh.parallel.experts.tuner import Effort
+from expertmesh.parallel.ranks import Ranks
 
 NODES = (0, 0, 1, 1)
 D, T, STEPS = 8, 12, 8
@@ -64,14 +70,14 @@ def train(model, world, ways):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def spread(world):
+def spread(world, **options):
     model = Layers()
     for layer in (model.first, model.second):
-        spread_experts(layer, world, es_degree=1, nodes=NODES)
+        spread_experts(layer, world, es_degree=1, nodes=NODES, **options)
     return model
 
 
-def at_random():
+def at_random(exchanges, *all_to_all):
     """Everything switched in each step, against nothing."""
     world, draw = world_of(), torch.Generator().manual_seed(1)
 
@@ -82,17 +88,20 @@ def at_random():
         {
             "route_degree": one_of(1, 2, 4),
             "overlap_degree": one_of(1, 2, 3, 8),
-            "all_to_all": one_of("flat", "hierarchical", "auto"),
+            "all_to_all": one_of(*all_to_all),
             "replicated_experts": one_of(0, 1, 3, 8),
         }
         for _ in range(STEPS)
     ]
     fixed = train(spread(world), world, [{}] * STEPS)
-    return fixed, train(spread(world), world, ways)
+    return fixed, train(spread(world, exchanges=exchanges), world, ways)
 
 
-def test_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks):
-    for fixed, switched in four_ranks.run(at_random):
+@pytest.mark.parametrize(
+    "given", [(None, "flat", "hierarchical", "auto"), (partial(Fixed, bound=T), "flat")]
+)
+def test_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks, given):
+    for fixed, switched in four_ranks.run(at_random, *given):
         assert fixed.unique().numel() == STEPS
         assert relative_error(switched, fixed) <= FP64_RELATIVE
 
@@ -146,6 +155,44 @@ def test_the_tuner_chooses_alike_on_all_ranks_and_then_costs_nothing(four_ranks,
         assert {chosen.num_parts for chosen in ways if chosen.route_degree > 1} == {2}
         assert len(set(ways)) > 1
     assert len(list(tmp_path.glob("plans/cpu-2+2-*.json"))) == 2
+
+
+def kept_with_the_run(cache_dir, own):
+    """What tuners know at first: without a record, after its run, and once the cache says otherwise or nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "user_cache_dir", lambda: cache_dir)
+        patch.setattr(adaptive, "EFFORT", Effort(num_starts=3, num_ways=3, num_trials=1))
+        world, found = world_of(), []
+        config = ParallelConfig(ranks_per_node=2, adaptive=True)
+        for name in ("first", "first", "second"):
+            model = Layers()
+            parallelize(model, config, world=world, plans=own / f"{name}.json")
+            tuner = model.first.dispatcher.chooser.tuner
+            found.append(dict(tuner.settled))
+            while not tuner.settled:
+                y, aux_loss = model(inputs(0, world.position).requires_grad_())
+                ((y.square().sum() / T + aux_loss) / world.size).backward()
+            if len(found) == 1:
+                Ranks(world).on_rank0(lambda: other_plans(cache_dir))
+        return found
+
+
+def other_plans(cache_dir):
+    """Another run settles on other ways."""
+    (path,) = (cache_dir / "plans").iterdir()
+    values = json.loads(path.read_text())
+    one, two = (asdict(em.DispatchOptions(degree, 1, "flat", 0)) for degree in (1, 2))
+    values["plans"] = {key: two if way == one else one for key, way in values["plans"].items()}
+    path.write_text(json.dumps(values))
+
+
+def test_a_run_that_goes_on_takes_its_own_plans(four_ranks, tmp_path):
+    """Whatever other runs have put into the user's cache; a new run begins with that, and keeps it."""
+    for nothing, again, other in four_ranks.run(kept_with_the_run, tmp_path / "cache", tmp_path):
+        assert nothing == {} and again.keys() == other.keys() != set()
+        assert all(again[key] != other[key] for key in again)
+    kept = json.loads((tmp_path / "second.json").read_text())["plans"]
+    assert list(kept.values()) == [asdict(way) for way in other.values()]
 
 
 def with_given_parts(cache_dir):

@@ -1,6 +1,7 @@
 """Experts that are modules of the user's, spread over ranks: equal to one process, under global names."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import follow_optimizer, parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.exchange import Fixed
 
 
 class Expert(nn.Module):
@@ -90,7 +92,7 @@ def test_four_ranks(four_ranks, copies):
     cases = [SpreadCase(LAYER, spread), SpreadCase(LAYER, spread, tokens=(0, 1, 0, 0))]
     capacity = {"capacity_factor": 0.75, "min_capacity": 1, "drop_policy": "first"}
     cases.append(SpreadCase(LAYER | capacity, spread, group=8))
-    cases.append(SpreadCase(LAYER, spread | {"fixed_tokens": 9}))
+    cases.append(SpreadCase(LAYER, spread | {"exchanges": partial(Fixed, bound=9)}))
     four_ranks.run(compare_all, cases)
 
 

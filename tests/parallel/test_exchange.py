@@ -1,6 +1,7 @@
 """What an exchange promises: a start waits for nobody, in the forward and in the backward, and what is moved is exact."""
 
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.exchange import Alone, Fixed, Ragged
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
-KINDS = {Ragged: {}, Fixed: {"fixed_tokens": 4}, Alone: {"route_degree": 1}}
+KINDS = {Ragged: {}, Fixed: {"exchanges": partial(Fixed, bound=4)}, Alone: {"route_degree": 1}}
 
 
 def store():
@@ -118,7 +119,7 @@ def test_what_runs_beside_tokens_runs_beside_gradients_too(two_ranks):
 
 # ---- parts
 
-SPREADS = [{"es_degree": 2}, {"route_degree": 2}, {"fixed_tokens": 9}]
+SPREADS = [{"es_degree": 2}, {"route_degree": 2}, {"exchanges": partial(Fixed, bound=9)}]
 TOKENS = [(7, 4, 0, 9), (0, 0, 0, 0), (1, 0, 2, 0)]
 
 

@@ -12,7 +12,7 @@ from tests.parallel.test_fake_world import rank_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from expertmesh.config.run import ParallelConfig
-from expertmesh.costs.peak_memory import peak_memory
+from expertmesh.costs.memory import peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
@@ -112,6 +112,7 @@ def test_a_rank_holds_what_the_planner_says(model, num_ranks, name):
         num_ranks,
         tp_degree=parallel.tp_degree,
         route_degree=parallel.route_degree or W,
+        es_degree=parallel.es_degree,
         dp_replicate_degree=parallel.dp_replicate_degree,
         zero_stage=parallel.zero_stage,
         offload=parallel.offload,

@@ -11,16 +11,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.rank_memory import memory_of_rank
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from expertmesh.comm.world import World
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import ParallelConfig
-from expertmesh.costs.memory import rank_memory
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
-from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.exchange import Fixed
 
@@ -100,14 +99,14 @@ def spread(config, parallel, world, *, device):
 def test_parts_and_groups(num_ranks, num_experts, layout):
     """On the meta device: bytes of a rank are those of the formula, and groups are few."""
     parallel, config = ParallelConfig(**LAYOUTS[layout]), large(num_experts)
-    expected = rank_memory(gpt_spec(config), parallel, num_ranks=num_ranks)
+    expected = memory_of_rank(config, parallel, num_ranks)
     W = num_ranks // parallel.dp_replicate_degree
     f = parallel.es_degree or W // math.gcd(num_experts, W)
     for rank in (0, num_ranks // 2 + 1):
         with rank_of(num_ranks, rank) as (world, asked):
             model = spread(config, parallel, world, device="meta")
             held = sum(p.to_local().nbytes for p in model.parameters())
-            assert held == pytest.approx(expected.parameters_bytes, rel=TWO_PERCENT)
+            assert held == pytest.approx(expected.weights_bytes, rel=TWO_PERCENT)
             assert all(p.is_meta for p in model.parameters())
             for layer in (m for m in model.modules() if isinstance(m, MoELayer)):
                 w_in = layer.experts.w_in

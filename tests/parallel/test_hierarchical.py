@@ -107,9 +107,11 @@ def flat_where_nodes_change_nothing():
         layer = build(SpreadCase(), torch.float64)
         way = spread_experts(layer, world_of(False), all_to_all="hierarchical", nodes=nodes)
         assert type(way.exchange()) is Ragged
-    with pytest.raises(ConfigError, match="exchanges of fixed size are flat; leave one out"):
+    with pytest.raises(
+        ConfigError, match="all_to_all=hierarchical with exchanges: .*; leave one out"
+    ):
         layer = build(SpreadCase(), torch.float64)
-        spread_experts(layer, world_of(False), all_to_all="hierarchical", fixed_tokens=4)
+        spread_experts(layer, world_of(False), all_to_all="hierarchical", exchanges=Ragged)
 
 
 def test_flat_where_nodes_change_nothing(two_ranks):

@@ -1,15 +1,14 @@
-"""What a rank holds, between steps and at most, is what `expertmesh.costs.memory.rank_memory` says, in each form."""
+"""What a rank holds, between steps and at most, is what `expertmesh.costs.memory.peak_memory` says, in each form."""
 
 import pytest
 import torch
+from tests.support.rank_memory import memory_of_rank
 from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.comm.world import World
-from expertmesh.costs.memory import rank_memory
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.matrices import own_part
 from expertmesh.training.optim import build_optimizer
@@ -117,8 +116,8 @@ def gathered_experts(log, config, num_ranks):
 )
 def test_every_rank_holds_what_the_formula_says(four_ranks, form):
     config = RECIPES["gpt-moe-test"]().updated(MODEL | FORMS[form])
-    expected = rank_memory(gpt_spec(config.model), config.parallel, num_ranks=4)
-    at_rest = expected.parameters_bytes, expected.gradients_bytes, expected.optimizer_bytes
+    expected = memory_of_rank(config.model, config.parallel, 4)
+    at_rest = expected.weights_bytes, expected.gradients_bytes, expected.optimizer_bytes
     if form in ALL_IN_PARTS:  # parameters, gradients and two moments, whatever the stage
         whole = sum(p.nbytes for p in GPT(config.model, seed=0).parameters())
         copies = config.parallel.dp_replicate_degree

@@ -3,6 +3,7 @@
 import functools
 import io
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.exchange import Fixed
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.tensor import Whole
 from expertmesh.training.fits_ranks import check_ranks
@@ -158,7 +160,7 @@ def mistakes_of_a_layer():
     scaled = nn.Sequential(nn.ParameterDict({"temperature": nn.Parameter(torch.ones(()))}))
     unlike = nn.Linear(2, 2, dtype=torch.bfloat16)
     nn.init.constant_(unlike.weight, world.position)
-    spread_experts(spread, world, fixed_tokens=2)
+    spread_experts(spread, world, exchanges=partial(Fixed, bound=2))
     parallelize(other, ParallelConfig(), world=world)
     found = messages_of(
         lambda: spread_experts(layer(), world, num_replicas=3),
@@ -191,7 +193,7 @@ def test_a_layer(two_ranks):
             r"nodes=\(0, 0, 1, 1\): must name the node of each of the 2 ranks",
             "overlap_degree=0: must be at least 1; use 1",
             "route_degree=3: must divide the 2 ranks",
-            "3 tokens on this rank with fixed_tokens=2",
+            "3 tokens on this rank with bound=2; raise the bound of Fixed",
             "the experts of layer 0 are spread already; spread a layer",
             "config is a dict: must be a ParallelConfig; give",
             "model is wrapped in DistributedDataParallel, which would average",

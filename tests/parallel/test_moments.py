@@ -1,16 +1,14 @@
 """Moments in few bytes on ranks: a rank's bytes by the formula, and runs that go from one layout to another."""
 
 import pytest
-import torch
 from tests.parallel.test_checkpoint_ranks import STEPS, run_training
 from tests.parallel.test_fake_world import large, rank_of, spread
+from tests.support.rank_memory import memory_of_rank
 from tests.support.runs import RELATIVE, assert_same_lines, lines_of
 
 from expertmesh.config.run import OptimConfig, ParallelConfig
-from expertmesh.costs.memory import rank_memory
-from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.parallel.matrices import own_part
-from expertmesh.training.compact import new_state
+from expertmesh.training.low_bit_adamw import new_state
 from expertmesh.training.moment_types import code_of
 from expertmesh.training.optim import build_optimizer
 
@@ -39,9 +37,8 @@ def kept_bytes(optimizer):
 def test_every_rank_holds_what_the_formula_says(layout, state_dtype, name):
     """Of 64 ranks, on the meta device: moments as the optimizer lays them out."""
     parallel, config = ParallelConfig(**LAYOUTS[layout]), large(64)
-    options = {"optimizer": name, "state_dtype": state_dtype}
-    expected = rank_memory(gpt_spec(config), parallel, num_ranks=64, **options)
-    plain = rank_memory(gpt_spec(config), parallel, num_ranks=64, optimizer=name)
+    expected = memory_of_rank(config, parallel, 64, name=name, state_dtype=state_dtype)
+    plain = memory_of_rank(config, parallel, 64, name=name)
     with rank_of(64, 33) as (world, _):
         model = spread(config, parallel, world, device="meta")
         optimizer = build_optimizer(model, OptimConfig(name=name, state_dtype=state_dtype))
@@ -59,11 +56,7 @@ def lay_out(optimizer):
         keys = ("momentum_buffer",) if group.get("is_matrix") else ("exp_avg", "exp_avg_sq")
         for parameter in group["params"]:
             code = code_of(parameter, group["state_dtype"])
-            optimizer.state[parameter] = (
-                {key: torch.zeros_like(parameter) for key in keys}
-                if code is None
-                else new_state(parameter, code, *keys)
-            )
+            optimizer.state[parameter] = new_state(parameter, code, *keys)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.exchange import Fixed
 
 KINDS = ["int8", "float8_e4m3"]
 NODES = (0, 0, 1, 1)
@@ -192,10 +194,14 @@ def test_one_rank_is_told_that_nothing_travels():
 def refused():
     for options, said in (
         ({"dispatch_dtype": "int4"}, "must be same, int8, float8_e4m3; choose one"),
-        ({"dispatch_dtype": "int8", "fixed_tokens": 4}, "send tokens as they are; leave one out"),
+        (
+            {"dispatch_dtype": "int8", "exchanges": partial(Fixed, bound=4)},
+            "sends tokens as they are; leave one out",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
-            spread_experts(build(SpreadCase(), torch.float64), world_of(False), **options)
+            layer = build(SpreadCase(), torch.float64)
+            spread_experts(layer, world_of(False), **options).exchange()
 
     for options in ({"dispatch_dtype": "int8"}, {"adaptive": True}, {"route_degree": 1}):
         (name,) = options

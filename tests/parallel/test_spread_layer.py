@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.exchange import Fixed
 
 LAYERS = {
     "gated": {},
@@ -81,7 +83,9 @@ def test_other_precisions(four_ranks, dtype):
 
 
 def test_fixed_exchange(four_ranks):
-    spreads = [{"route_degree": r, "es_degree": 2, "fixed_tokens": 9} for r in (1, 2, 4)]
+    spreads = [
+        {"route_degree": r, "es_degree": 2, "exchanges": partial(Fixed, bound=9)} for r in (1, 2, 4)
+    ]
     four_ranks.run(compare_all, [SpreadCase(LAYERS["four_choices"], s) for s in spreads])
 
 

@@ -15,7 +15,7 @@ from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.step_time import efficiency_of, step_seconds
 from expertmesh.errors import ConfigError
 from expertmesh.models.registry import recipe
-from expertmesh.planner.configured import as_configured, layout_of
+from expertmesh.planner.configured import as_configured, configured_layout
 from expertmesh.planner.fit import fit_with
 from expertmesh.planner.own import own_points
 
@@ -131,8 +131,8 @@ def test_a_run_as_it_is_configured():
         micro_batch=2,
         accumulation=4,
     )
-    assert layout_of(config, 64) == expected
-    assert layout_of(config, 48) is None
+    assert configured_layout(config, 64) == expected
+    assert configured_layout(config, 48) is None
     found = em.plan(config, cluster="h100x64")
     own = as_configured(config, found.problem)
     assert own.layout == expected

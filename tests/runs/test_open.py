@@ -7,9 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 from tests.support.hub_text import byte_tokenizer, hub_folder
+from tests.support.serving import make_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import expertmesh as em
 from expertmesh.cli.main import main
+from expertmesh.cli.serve import precision_of
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
@@ -121,6 +124,56 @@ def test_a_folder_computes_in_the_type_of_its_files_on_any_processor(
         assert em.load(folder, dtype="float64").model.embedding.weight.dtype == torch.float64
     with pytest.raises(ConfigError, match="^dtype=float31: must be one of float32, bfloat16"):
         em.load(folders[0], dtype="float31")
+
+
+WAYS = {
+    "engine": lambda folder, n: em.Engine(folder).generate([PROMPT], em.SamplingParams(temperature=0, max_tokens=n))[0].text,
+    "generate": lambda folder, n: em.generate(*em.load(folder), PROMPT, max_tokens=n, temperature=0),
+    "verb": lambda folder, n: main(["generate", str(folder), PROMPT, "--greedy", "--max-tokens", str(n)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_text_of_an_fp32_folder_is_transformers(tmp_path, capsys, way):
+    """BF16 would differ after some tokens."""
+    folder = hub_folder(tmp_path / "hub")
+    theirs, tokenizer = (
+        one.from_pretrained(folder) for one in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    given = tokenizer(PROMPT, return_tensors="pt")
+    ids = theirs.generate(**given, do_sample=False, max_new_tokens=40)[
+        0, given.input_ids.shape[1] :
+    ]
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    found = WAYS[way](folder, 40)
+    found = capsys.readouterr().out if way == "verb" else found
+    assert found.strip("\n").removeprefix(PROMPT).strip() == expected.strip() != ""
+
+
+TRAINED = {
+    ("float32", None): "float32 on cpu (the type of its files)",
+    ("bfloat16", None): "float32 on cpu (the type of its files; its training computed in bfloat16, which --dtype bfloat16 would be)",
+    ("bfloat16", "bfloat16"): "bfloat16 on cpu (as asked for)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("trained", "asked"), TRAINED)
+def test_a_server_says_where_training_computed_in_another_type(tmp_path, trained, asked):
+    run = make_run(tmp_path / "run", **{"train.dtype": trained})
+    engine = em.Engine(
+        run, num_blocks=8, device="cpu", **({} if asked is None else {"dtype": asked})
+    )
+    assert precision_of(engine, str(run)).description == TRAINED[trained, asked]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_calibration_says_its_type(folders, tmp_path, capsys, calibrated):
+    (tmp_path / "text.txt").write_text("a few words of text " * 200)
+    words = ["quantize", str(folders[0]), "--to", str(tmp_path / "to"), "--format", "int8"]
+    assert (
+        main([*words, *(["--calibration", str(tmp_path / "text.txt")] if calibrated else [])]) == 0
+    )
+    assert ("computing in " in capsys.readouterr().err) == calibrated
 
 
 def said(folder, capsys, *words):

@@ -1,5 +1,6 @@
 """What /metrics says is what the engine counts, and what answers had."""
 
+import asyncio
 import re
 import urllib.request
 from pathlib import Path
@@ -11,7 +12,7 @@ from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.serve.metrics import Metrics
 from expertmesh.serve.request_metrics import RequestMetrics
-from expertmesh.serve.worker import Ticket
+from expertmesh.serve.worker import EngineWorker, Ticket
 
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 
@@ -73,6 +74,35 @@ def test_each_answer_counts_once_with_its_times_and_tokens(folder):
     assert value("request_params_max_tokens_sum") == 5 + 2 + 7
     assert value("request_success_total", finished_reason="length") == 5
     assert value("prompt_tokens_total") == 9 + 3 * 9 + 2
+
+
+@pytest.mark.parametrize(("answers", "most", "aborted"), [(1, 400, 1), (3, 400, 3), (1, 2, 0)])
+def test_answers_that_a_client_left_are_aborted_ones(folder, answers, most, aborted):
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, "tiny")
+
+    async def leave():
+        worker = EngineWorker(Engine(folder), left=metrics.left)
+        worker.start(asyncio.get_running_loop())
+        params = SamplingParams(max_tokens=most, n=answers, ignore_eos=True)
+        ticket = Ticket([[1, 2, 3]], [params])
+        watch = metrics.watch(ticket)
+        worker.submit(ticket)
+        async for news in ticket.changes():
+            watch(news)
+            if aborted:
+                break
+        worker.close(ticket)
+        await asyncio.to_thread(worker.stop)
+
+    asyncio.run(leave())
+    of = {
+        reason: registry.get_sample_value(
+            "expertmesh:request_success_total", {"model_name": "tiny", "finished_reason": reason}
+        )
+        for reason in ("abort", "length")
+    }
+    assert of == {"abort": aborted or None, "length": (answers - aborted) or None}
 
 
 def test_tokens_of_prompts_are_computed_or_found(folder):

@@ -1,11 +1,16 @@
 """What `--train.dtype auto` computes in: by instructions and sizes, whatever a clock says; kept with the run, followed when it goes on."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.runs import losses_of
+from tests.support.patience import PATIENCE_S
+from tests.support.runs import lines_of, losses_of
 
 import expertmesh
 from expertmesh.config.run import TrainConfig
@@ -48,27 +53,82 @@ def test_threads_grow_with_the_products(side, count):
     assert threads_for([Product(side, side, side)]) == count
 
 
+_REPORTED = "a time or a rate that is reported"
+_WAITS = "how long is waited for another process or thread"
+_SAID = "when a line is printed"
+
 WHO_MAY_TIME = {
-    # by design among ways of other bits, documented, its plans kept: the tuner of dispatch options
-    "parallel/experts/adaptive.py",
-    # measured numbers that are shown, and links that the cost model of that tuner begins with
-    *("comm/measure.py", "cli/machine.py"),
-    # rates, waits and times that are reported
-    *("training/loop.py", "training/stop.py", "training/ends.py", "training/pace.py"),
-    *("checkpoints/store.py", "comm/start.py", "cli/torchrun.py", "cli/terminal_progress.py"),
-    *("data/data_progress.py", "engine/engine.py", "engine/answers.py", "engine/timing.py"),
+    "parallel/experts/adaptive.py": "the dispatch options of parallel.adaptive, which its run keeps",
+    "comm/measure.py": "the links that the tuner of dispatch options begins with",
+    "training/ends.py": "after which step train.max_time ends a call",
+    "training/stop.py": "whether a second Ctrl-C ends a run at once",
+    "cli/torchrun.py": "which rank tells a mistake",
+    "cli/machine.py": _REPORTED,
+    "training/loop.py": _REPORTED,
+    "training/pace.py": _REPORTED,
+    "checkpoints/store.py": _WAITS,
+    "comm/start.py": _WAITS,
+    "cli/terminal_progress.py": _SAID,
+    "data/data_progress.py": _SAID,
+    "engine/engine.py": _REPORTED,
+    "engine/answers.py": _REPORTED,
+    "engine/timing.py": _REPORTED,
+    "serve/app.py": _REPORTED,
+    "serve/writing.py": _REPORTED,
+    "serve/worker.py": _REPORTED,
+    "serve/request_metrics.py": _REPORTED,
+    "serve/gate.py": _REPORTED,
+    "serve/metrics.py": _REPORTED,
+    "serve/load_client.py": "when a client sends its requests, and what it reports",
+    "serve/server.py": _WAITS,
 }
-"""Modules that look at a clock."""
+"""Modules that look at a clock, and all that it decides there."""
 
 
 def test_who_looks_at_a_clock():
-    clock = re.compile(r"time\.(perf_counter|thread_time|process_time|monotonic)\b|enable_timing")
+    clock = re.compile(
+        r"\btime\.(time|perf_counter|thread_time|process_time|monotonic)(_ns)?\b|enable_timing|getloadavg"
+        r"|loop\.time\(|\.now\(|\.today\(|from time import|timeit|do_bench|autotune\(|cudnn\.benchmark"
+    )
     found = {
         path.relative_to(SOURCE).as_posix()
-        for path in SOURCE.rglob("*.py")
+        for path in (*SOURCE.rglob("*.py"), *SOURCE.with_name("expertmesh_families").rglob("*.py"))
         if clock.search(path.read_text(encoding="utf-8"))
     }
-    assert {name for name in found if not name.startswith("serve/")} - WHO_MAY_TIME == set()
+    assert found == set(WHO_MAY_TIME)
+
+
+MISLEADING = """
+import random, time
+source = random.Random(1)
+for name in ("perf_counter", "process_time", "thread_time"):
+    right = getattr(time, name)
+    setattr(time, name, lambda right=right: right() + source.random() * 1e3)
+"""
+TRAINED = """
+import json, sys
+import expertmesh as em
+em.train(em.recipe("gpt-moe-test", json.loads(sys.argv[1])), quiet=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_by_a_misleading_clock_is_the_same(tiny_in, run_quietly, tmp_path):
+    """Type, library, threads and all losses, in a process whose clock leaps."""
+    config = tiny_in(tmp_path / "right", **{"train.dtype": "auto"})
+    run_quietly(config)
+    (tmp_path / "sitecustomize.py").write_text(MISLEADING)
+    left, right = tmp_path / "misled", RunDir(config.train.run_dir)
+    values = config.updated({"train.run_dir": str(left)}).model_dump(mode="json")
+    paths = [str(tmp_path), str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    subprocess.run(
+        [sys.executable, "-c", TRAINED, json.dumps(values)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    assert (left / "arithmetic.json").read_text() == right.arithmetic.read_text()
+    assert lines_of(left) == lines_of(right.path) != []
 
 
 @pytest.mark.parametrize("recipe", ["gpt-moe-demo", "gpt-dense-demo", "gpt-moe-test"])

@@ -6,12 +6,14 @@ import shutil
 
 import pytest
 import torch
+from tests.support.hub_text import hub_folder
 
 import expertmesh as em
 from expertmesh.checkpoints.manifest import described, find_damage
 from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.cli.main import main
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.integrations.hub import convert
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
 from expertmesh.runs.run_dir import RunDir, load_run
 from expertmesh.training.regroup import join, prune
@@ -62,7 +64,10 @@ CHANGES = {
     "weight_scale": edited("model.moe.weight_scale", 2.0),
 }
 
+TASK = "task: quiz\ndataset_path: json\ndataset_kwargs: {data_files: {test: quiz.jsonl}}\n"
+
 WAYS = {
+    "evaluate": lambda run, to: main(["evaluate", str(run), "--tasks", str(run / "task.yaml")]),
     "generate": lambda run, to: main(["generate", str(run), "alpha", "--max-tokens", "2"]),
     "report": lambda run, to: main(["report", str(run), "--samples", "0"]),
     "export": lambda run, to: main(["export", str(run), "--output", str(to)]),
@@ -73,14 +78,20 @@ WAYS = {
     "quantize": lambda run, to: main(["quantize", str(run), "--to", str(to), "--format", "int8"]),
     "plan": lambda run, to: main(["plan", str(run), "--cluster", "a100-80x8"]),
     "prune": lambda run, to: main(["experts", "prune", str(run), "--keep", "2", "--to", str(to)]),
+    "serve": lambda run, to: main(["serve", str(run), "--port", "0"]),
     "join": lambda run, to: main(["experts", "join", str(run), str(run), "--to", str(to)]),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_verb_refuses_what_is_not_its_own(run, trained, tmp_path, capsys, way, change):
+def test_every_verb_refuses_what_is_not_its_own(
+    run, trained, tmp_path, monkeypatch, capsys, way, change
+):
     text = CHANGES[change](run, trained)
+    (run / "task.yaml").write_text(TASK)
+    (tmp_path / "site" / "lm_eval").mkdir(parents=True)  # evaluate asks first whether it is there
+    monkeypatch.syspath_prepend(tmp_path / "site")
     assert WAYS[way](run, tmp_path / "to") in (1, 2)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert re.search(text, line), line
@@ -113,6 +124,81 @@ def test_python_refuses_it(run, trained, opened, change):
     text = CHANGES[change](run, trained)
     with pytest.raises(CheckpointError, match=text):
         opened(run)
+
+
+@pytest.fixture(scope="module")
+def of_the_hub(tmp_path_factory):
+    """A converted run, and files beside its tokenizer."""
+    at = tmp_path_factory.mktemp("bound_hub")
+    folder = hub_folder(at / "theirs", options={"chat_template": "{{ messages[0].content }}"})
+    return convert(folder, at / "run").path
+
+
+def changed(name):
+    def change(run):
+        (run / name).write_text((run / name).read_text() + "\n")
+        return rf"{name}: has the SHA-256 \w+\.\.\., and \S+step_00000000 was trained with"
+
+    return change
+
+
+def lost(name):
+    def change(run):
+        (run / name).unlink()
+        return rf"{name}: is missing, and \S+step_00000000 was trained with it; restore"
+
+    return change
+
+
+def more(name):
+    def change(run):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("{}")
+        return rf"{name}: is none of the files that \S+step_00000000 was trained with; remove it"
+
+    return change
+
+
+BESIDE = {
+    "template": changed("hub/tokenizer_config.json"),
+    "its config": changed("hub/config.json"),
+    "lost": lost("hub/tokenizer_config.json"),
+    "a template more": more("hub/chat_template.jinja"),
+    "templates more": more("hub/additional_chat_templates/tool_use.jinja"),
+    "added tokens": more("hub/added_tokens.json"),
+    "beside the run's own": more("special_tokens_map.json"),
+}
+
+
+@pytest.mark.parametrize("change", BESIDE)
+def test_files_beside_a_tokenizer_belong_to_the_run(of_the_hub, tmp_path, capsys, change):
+    run = shutil.copytree(of_the_hub, tmp_path / "known")
+    text = BESIDE[change](run)
+    for way in ("generate", "convert", "export", "quantize", "report"):
+        assert WAYS[way](run, tmp_path / "to") in (1, 2)
+        assert re.search(text, capsys.readouterr().err), way
+    for opened in (em.load, em.Engine):
+        with pytest.raises(CheckpointError, match=text):
+            opened(run)
+
+
+def test_a_run_that_begins_with_a_hub_folder_keeps_its_files_as_they_were(
+    of_the_hub, tiny, run_quietly, tmp_path
+):
+    """Also when the folder changes or goes afterwards."""
+    theirs = shutil.copytree(of_the_hub.parent / "theirs", tmp_path / "theirs")
+    changes = {"train.init_from": str(theirs), "train.run_dir": str(tmp_path / "run")}
+    changes |= {"train.resume": "auto", "data.seq_len": 16, "optim.warmup_steps": 1}
+    for steps, change in ((1, changed("tokenizer_config.json")), (2, None), (3, shutil.rmtree)):
+        run_quietly(tiny(**{"train.steps": steps}, **changes))
+        if change is not None:
+            change(theirs)
+    values = json.loads(
+        (load_run(tmp_path / "run").with_weights().checkpoint / "state.json").read_text()
+    )
+    assert {"tokenizer.json", "hub/tokenizer_config.json", "hub/config.json"} <= set(
+        values["files"]
+    )
 
 
 def test_what_may_differ_does(run, capsys):

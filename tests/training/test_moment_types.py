@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.oracle.numerics import TWO
+from tests.support.rank_memory import memory_of_rank
 from tests.support.runs import lines_of
 from torch import nn
 
 from expertmesh.checkpoints.store import list_checkpoints
-from expertmesh.config.run import OptimConfig
+from expertmesh.config.run import OptimConfig, ParallelConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.gpt.memory import estimate_memory
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.shard_place import Place
@@ -208,11 +208,9 @@ def test_bytes_are_those_of_the_formula(state_dtype, name):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = sum(t.nbytes for s in optimizer.state.values() for k, t in s.items() if k != "step")
-    expected = estimate_memory(
-        config, micro_batch_size=1, seq_len=64, optimizer=name, state_dtype=state_dtype
-    )
+    expected = memory_of_rank(config, ParallelConfig(), 1, name=name, state_dtype=state_dtype)
     assert kept == expected.optimizer_bytes
-    usual = estimate_memory(config, micro_batch_size=1, seq_len=64, optimizer=name)
+    usual = memory_of_rank(config, ParallelConfig(), 1, name=name)
     assert kept < usual.optimizer_bytes * (0.35 if state_dtype == "int8" else 0.55)
 
 

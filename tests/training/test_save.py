@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.oracle import numerics
 from tests.support.hub_models import tiny_model
+from tests.support.serving import make_run
 
 import expertmesh as em
 from expertmesh.errors import ConfigError
@@ -56,6 +57,36 @@ def test_a_model_with_more_tokens_is_a_run(hub_run, tmp_path, corpus_folder, cac
     assert result.step == 2
     trained, last = em.load(tmp_path / "on")
     assert trained.vocab_size == model.vocab_size and last.token_to_id(NEW[0]) == size
+
+
+OF_TINY = {"data.cache_dir": "CACHE", "data.path": "TEXTS", "train.steps": 2, "optim.warmup_steps": 1, "train.device": "cpu",
+           "train.tensorboard": False, "data.max_bytes": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.seq_len": 128}, None),
+        ({"data.seq_len": 256, "train.batch_size": 2}, None),
+        ({"data.seq_len": 257}, "data.seq_len=257: must be at most model.max_seq_len, 256"),
+        ({"parallel.ep_degree": (1, 1, 1)}, "parallel.ep_degree=.*one per MoE layer"),
+    ],
+)
+def test_options_of_the_other_run_hold_before_those_of_the_recipe(
+    tmp_path, corpus_folder, cache_folder, changes, words
+):
+    """The recipe has room for 64 positions, the run that is begun with for 256."""
+    run = make_run(tmp_path / "run", **{"model.max_seq_len": 256})
+    places = {"CACHE": str(cache_folder), "TEXTS": str(corpus_folder)}
+    given = {name: places.get(value, value) for name, value in OF_TINY.items()} | changes
+    given |= {"train.init_from": str(run), "train.run_dir": str(tmp_path / "on")}
+    if words is None:
+        assert em.train(em.recipe("gpt-moe-test", given), quiet=True).step == 2
+        assert em.load(tmp_path / "on").model.config.max_seq_len == 256
+        return
+    with pytest.raises(ConfigError, match=words):
+        em.train(em.recipe("gpt-moe-test", given), quiet=True)
+    assert not (tmp_path / "on").exists()
 
 
 def spoiled_tokenizer(model, tokenizer):

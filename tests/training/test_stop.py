@@ -88,6 +88,17 @@ def test_the_exit_code_names_the_signal(
         assert "SIGINT: stopping after this step" in errors and "Ctrl-C again" in errors
 
 
+@pytest.mark.parametrize(
+    ("changes", "number"), [({}, signal.SIGTERM), ({"train.max_time": 1e-9}, None)]
+)
+def test_a_caller_from_python_is_told_in_python(tiny, before_steps, changes, number):
+    said = io.StringIO()
+    before_steps(lambda model, step: step == 2 and number and os.kill(os.getpid(), number))
+    loop.train(tiny(**changes), console=Console(file=said))
+    assert "continue with train.resume=auto" in said.getvalue()
+    assert "--" not in said.getvalue()
+
+
 def test_a_hangup_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from expertmesh.runs.run_dir import RunDir
+from expertmesh.training.sweep import sweep
 
 
 def a_file(path):
@@ -44,6 +45,22 @@ def test_what_is_in_the_way_is_said_before_the_first_step(
     put(run / name)
     with pytest.raises((OSError, ValueError), match=re.escape(str(run))):
         run_quietly(tiny(**{"train.resume": resume}))
+    assert steps == []
+
+
+@pytest.mark.parametrize(
+    ("name", "put"),
+    [("lr-0.002", a_file), ("sweep.json", a_folder), ("lr-0.002/checkpoints", a_file)],
+)
+def test_a_sweep_tries_all_of_its_runs_first(tiny, before_steps, name, put):
+    steps = []
+    before_steps(lambda model, step: steps.append(step))
+    config = tiny()
+    place = RunDir(config.train.run_dir).path / name
+    place.parent.mkdir(parents=True)
+    put(place)
+    with pytest.raises((OSError, ValueError), match=re.escape(str(place))):
+        sweep(config, [1e-3, 2e-3])
     assert steps == []
 
 

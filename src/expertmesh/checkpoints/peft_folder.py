@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from expertmesh.checkpoints.hub.layout import pieces, spellings
+from expertmesh.checkpoints.safetensors import READABLE, read_header
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.input_folder import check_only_files
+from expertmesh.config.values import REAL, WHOLE, Number
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
@@ -113,22 +114,22 @@ def read_adapter_files(folder: str | Path) -> AdapterFiles:
             f"{folder}: rank_pattern or alpha_pattern in {CONFIG} has no patterns and numbers; save the adapters again"
         )
     for name, given, kind in (
-        ("r", [rank, *patterns[0].values()], int),
-        ("lora_alpha", [alpha, *patterns[1].values()], int | float),
+        ("r", [rank, *patterns[0].values()], WHOLE),
+        ("lora_alpha", [alpha, *patterns[1].values()], REAL),
     ):
         for value in given:
-            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+            above_0 = Number(0, types=kind, is_open=True)
+            if not above_0.holds(value):
                 raise ConfigError(
-                    f"{folder}: {name}={value!r} in {CONFIG}: must be a number above 0; save the adapters again"
+                    f"{folder}: {name}={value!r} in {CONFIG}: {above_0.rule}; save the adapters again"
                 )
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        raise CheckpointError(
-            f"{folder / WEIGHTS}: is missing or unreadable; restore it, or save the adapters again"
-        ) from None
+    entries, metadata = read_header(folder / WEIGHTS, fix="restore it, or save the adapters again")
+    for name, entry in entries.items():
+        if entry.dtype not in READABLE:
+            raise CheckpointError(
+                f"{folder}: {name} is of type {str(entry.dtype).removeprefix('torch.')}; save the adapters again in float32 or bfloat16"
+            )
+    tensors = {name: entry.mapped() for name, entry in entries.items()}
     return AdapterFiles(folder, values, tensors, metadata)
 
 
@@ -269,10 +270,8 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
             raise CheckpointError(
                 f"{files.folder}: has a tensor {key} that is no factor of an adapter; save the adapters again"
             )
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise CheckpointError(
-                f"{files.folder}: {key} is not finite or no real numbers; save the adapters again"
-            )
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{files.folder}: {key} is not finite; save the adapters again")
         of_module = found.setdefault(match["module"], {})
         if match["factor"] in of_module:
             raise CheckpointError(

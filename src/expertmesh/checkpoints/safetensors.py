@@ -1,6 +1,7 @@
 """Safetensors files, single or sharded with an index: read through memory maps, and written tensor by tensor.
 
-Sizes and shapes in headers are checked against the files before use.
+Sizes and shapes in headers are checked against the files before use. The library `safetensors` maps whole files as private
+writable memory, which the kernel refuses for a file larger than RAM; here each tensor is mapped by itself.
 """
 
 import json
@@ -67,6 +68,20 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     begin: int
 
+    def mapped(self, at: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, or a part of it, mapped from its file; not to be written to."""
+        path, dtype, shape, begin = self
+        assert isinstance(dtype, torch.dtype)
+        num_bytes = dtype.itemsize * math.prod(shape)
+        # maps this tensor alone, so that its pages are freed with it; copy on write, since torch wants writable memory
+        part = torch.from_numpy(
+            np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
+        )
+        if begin % dtype.itemsize:  # a header of an odd length
+            odd = part.view(*shape, dtype.itemsize)[at]
+            return odd.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
+        return part.view(dtype).view(shape)[at]
+
 
 class HubFiles:
     """The tensors of a folder by name.
@@ -100,7 +115,8 @@ class HubFiles:
             )
         found: dict[str, list[Entry]] = {}
         for file in files:
-            for name, entry in _header(folder / file).items():
+            entries, _ = read_header(folder / file, fix="restore it from the hub")
+            for name, entry in entries.items():
                 found.setdefault(name, []).append(entry)
         self.entries: dict[str, Entry] = renamed(
             {name: _chosen(name, entries, placed) for name, entries in found.items()}
@@ -154,11 +170,11 @@ class HubFiles:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor mapped from its file; not to be written to."""
-        return self.mapped(self.entries[name])
+        return self.entries[name].mapped()
 
     def part(self, name: str, at: tuple[slice, ...]) -> Tensor:
         """A part of a tensor, mapped from its file; not to be written to."""
-        return self.mapped(self.entries[name], at)
+        return self.entries[name].mapped(at)
 
     def copy(
         self, name: str, at: tuple[slice, ...], into: Tensor, *, dtype: torch.dtype, along: int = 0
@@ -183,21 +199,6 @@ class HubFiles:
                 there = (*at[:along], cut, *at[along + 1 :])
             part = self.part(name, there)
             some.copy_(part if into.dtype == dtype else part.to(dtype))
-
-    @staticmethod
-    def mapped(entry: Entry, at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor of an entry, or a part of it, mapped from its file."""
-        path, dtype, shape, begin = entry
-        assert isinstance(dtype, torch.dtype)
-        num_bytes = dtype.itemsize * math.prod(shape)
-        # maps this tensor alone, so that its pages are freed with it; copy on write, since torch wants writable memory
-        part = torch.from_numpy(
-            np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
-        )
-        if begin % dtype.itemsize:  # a header of an odd length
-            odd = part.view(*shape, dtype.itemsize)[at]
-            return odd.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
-        return part.view(dtype).view(shape)[at]
 
 
 def sub_slice(at: slice, cut: slice) -> slice:
@@ -327,7 +328,16 @@ def _counted(names: list[str]) -> str:
     return " and ".join([*names[:1], *([f"{len(names) - 1} more"] if len(names) > 1 else [])])
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """The entries of a safetensors file by name, and the texts of its metadata.
+
+    Args:
+        path: path of the file.
+        fix: the fix where the file is missing or damaged, for the message.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, or contradicts itself; names the tensor where it is of one.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -335,45 +345,31 @@ def _header(path: Path) -> dict[str, Entry]:
             if length > size:
                 raise ValueError
             values = parse_json(file.read(length), once=True)
-        return dict(_entries(values, path, start=8 + length, size=size))
+        texts = values.pop("__metadata__", None)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: is missing, and the index names it; restore it from the hub"
-        ) from None
-    except (ValueError, AttributeError, struct.error, OSError):
-        raise CheckpointError(
-            f"{path}: is no safetensors file, or cut short; restore it from the hub"
-        ) from None
-
-
-def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tuple[str, Entry]]:
-    """Names and entries of the tensors in a header, whose bytes begin at `start`.
-
-    Raises:
-        CheckpointError: the file ends before a tensor does, or a tensor's bytes and shape do not fit.
-    """
+        raise CheckpointError(f"{path}: is missing; {fix}") from None
+    except (ValueError, AttributeError, TypeError, struct.error, OSError):
+        raise CheckpointError(f"{path}: is no safetensors file, or cut short; {fix}") from None
+    start, found = 8 + length, {}
     for name, entry in values.items():
-        if name == "__metadata__":
-            continue
         try:
             begin, end = map(int, entry["data_offsets"])
             dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
             shape = tuple(map(int, entry["shape"]))
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(
-                f"{path}: says nothing usable of {name}; restore it from the hub"
-            ) from None
+            raise CheckpointError(f"{path}: says nothing usable of {name}; {fix}") from None
         num_bytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
         if start + end > size:
             raise CheckpointError(
-                f"{path}: is cut short within {name}: {size:,} bytes of at least {start + end:,}; restore it from the hub"
+                f"{path}: is cut short within {name}: {size:,} bytes of at least {start + end:,}; {fix}"
             )
         is_wrong = isinstance(dtype, torch.dtype) and end - begin != num_bytes
         if is_wrong or min(begin, end - begin, *shape) < 0:
             raise CheckpointError(
-                f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; restore it from the hub"
+                f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; {fix}"
             )
-        yield name, Entry(path, dtype, shape, start + begin)
+        found[name] = Entry(path, dtype, shape, start + begin)
+    return found, texts if isinstance(texts, dict) else {}
 
 
 class FileTensor(NamedTuple):

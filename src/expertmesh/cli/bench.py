@@ -8,9 +8,9 @@ from pydantic import Field
 
 from expertmesh.cli.parse import parsed
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import expanded
+from expertmesh.config.base import expanded, user_cache_dir
 from expertmesh.config.fields import NewFile, Operation, Positive, Word
-from expertmesh.config.output_file import write_whole
+from expertmesh.config.output_file import check_folder, write_whole
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def run(argv: list[str]) -> int:
             from expertmesh.costs.hardware import find_cluster
 
             find_cluster(options.cluster)
+        check_folder(user_cache_dir() / "comm")
     import torch
 
     from expertmesh.comm.measure import fit, measure

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from expertmesh.config.base import expanded, nearest_name, shown
+from expertmesh.config.base import expanded, nearest_name
 from expertmesh.config.renamed import current_name
+from expertmesh.config.values import shown
 from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError, command
 

@@ -38,7 +38,6 @@ PACKAGES = {
     "pydantic": "",
     "tyro": "",
     "rich": "",
-    "safetensors": "",
     "tokenizers": "",
     "triton": "GPU kernels; comes with GPU builds of torch",
     "tensorboard": "event files of training runs; extra 'train'",

@@ -9,9 +9,9 @@ from expertmesh.cli.config_file import read_config_file
 from expertmesh.cli.help import help_of, name_of
 from expertmesh.cli.options import options_of
 from expertmesh.cli.parse import made, split_words, value_of, values_in_file, wants_help
-from expertmesh.config.base import shown
 from expertmesh.config.fields import Operation, OptionsFile, Spelling, Word
 from expertmesh.config.run import RunConfig, with_fitting_warmup
+from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family, Recipes
 from expertmesh.models.registry import DEFAULT, absent_families, find_family, recipe_owners

@@ -15,7 +15,7 @@ from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.step_time import Efficiency, RawStep, efficiency_of, raw_step
 from expertmesh.models.registry import find_family, recipe
-from expertmesh.planner.configured import layout_of
+from expertmesh.planner.configured import configured_layout
 from expertmesh.planner.fit import Row, fit_rows
 from expertmesh.planner.planned_model import planned_model
 
@@ -246,7 +246,7 @@ def spread_models(
             "train.batch_size": sequences * num_ranks,
         }
         config = recipe("gpt-moe-test", {**changes, **sizes})
-        layout = layout_of(config, num_ranks)
+        layout = configured_layout(config, num_ranks)
         assert layout is not None, "whole sequences on each rank"
         work = Workload(length, precision="float32", stack="eager")
         raw = raw_step(planned_model(config).sizes, layout, work, cluster)

@@ -14,10 +14,11 @@ from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.help import help_of, name_of, usage_words
 from expertmesh.cli.options import Option, entry_kind, flag_name, library_names, options_of
 from expertmesh.cli.prog_name import Flags
-from expertmesh.config.base import EMPTY, expanded, nearest_name, parse_json, shown
+from expertmesh.config.base import EMPTY, expanded, nearest_name, parse_json
 from expertmesh.config.fields import Operation
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.renamed import current_name
+from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, command
 
 _POWER = re.compile(r"\d+(\.\d+)?[eE]\+?\d{1,2}")

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from expertmesh.cli.terminal_progress import tell
-from expertmesh.config.base import expanded, parse_json, shown
+from expertmesh.config.base import expanded, parse_json
+from expertmesh.config.values import shown
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import TextFile, lines_of
 from expertmesh.errors import ConfigError, text_of

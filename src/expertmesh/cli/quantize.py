@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from expertmesh.cli.decoding import say_precision
 from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.parse import parsed
 from expertmesh.config.fields import Folder, InputFile, ModelFolder, Operation, Spelling
@@ -56,6 +57,7 @@ def run(argv: list[str]) -> int:
             layers=options.layers,
             calibration=options.calibration,
             dtype=None if options.dtype is None else getattr(torch, options.dtype),
+            on_opened=say_precision,
         )
     share = made.report["bytes"] / made.report["bytes_before"]
     print(f"{made.path}: a {made.what}, {made.report['bytes']:,} bytes ({share:.0%} of before)")

@@ -24,6 +24,7 @@ from expertmesh.errors import ConfigError, named
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
+    from expertmesh.runs.precision import Precision
 
 _log = logging.getLogger("expertmesh.serve")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -91,7 +92,6 @@ def run(argv: list[str]) -> int:
         )
     with told_of_data(), loading():
         from expertmesh import __version__
-        from expertmesh.runs.precision import plain_precision
         from expertmesh.serve.app import ServerApp
         from expertmesh.serve.server import bind, serve
 
@@ -104,8 +104,7 @@ def run(argv: list[str]) -> int:
             for adapter, folder in server.adapters.items():
                 load_adapter(engine, adapter, folder, typed=f"{adapter}={folder}")
             num_threads = None if parallel is not None else num_threads_of(engine)
-            weight = engine.model.embedding.weight
-            say_precision(plain_precision(weight.dtype, weight.device))
+            say_precision(precision_of(engine, options.run))
         except BaseException:
             stack.close()
             place.close()
@@ -142,6 +141,28 @@ def _open_engine(
         engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine
+
+
+def precision_of(engine: "Engine", run: str) -> "Precision":
+    """Type in which an engine computes, and why: its weights' own, also where a run's training computed in another.
+
+    Args:
+        engine: the engine.
+        run: its folder.
+    """
+    from expertmesh.runs.open import find_model
+    from expertmesh.runs.precision import plain_precision, trained_precision
+
+    weight = engine.model.embedding.weight
+    if engine.config.dtype is not None:
+        return plain_precision(weight.dtype, weight.device, "as asked for")
+    reason = "the type of its files"
+    if engine.config.implementation != "transformers" and not (found := find_model(run)).is_hub:
+        known = trained_precision(found.arithmetic, found.config.train, weight.device)
+        if known is not None and known.compute_dtype != weight.dtype:
+            name = known.arithmetic.dtype
+            reason += f"; its training computed in {name}, which --dtype {name} would be"
+    return plain_precision(weight.dtype, weight.device, reason)
 
 
 def say_address(name: str, address: str) -> None:

@@ -6,10 +6,11 @@ from operator import attrgetter
 
 from expertmesh.cli.flags import ParsedRun, TrainVerb, parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
+from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError, named
+from expertmesh.errors import ConfigError, named, spelling
 
 
 def parse_and_begin(argv: Sequence[str], kind: type[TrainVerb] = TrainVerb) -> ParsedRun:
@@ -56,7 +57,7 @@ def ready_to_train(config: RunConfig, *, verbose: bool = False) -> Iterator[None
         ConfigError: the device does not exist.
         PeerError: on the other processes of a host, instead of it.
     """
-    with told_of_data(verbose=verbose):
+    with told_of_data(verbose=verbose), spelling(Flags("train")):
         with loading():
             import expertmesh.training.loop  # noqa: F401
             from expertmesh.runs.precision import resolve_device

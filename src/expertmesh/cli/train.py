@@ -13,7 +13,7 @@ from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.models.family import Family
 
 if TYPE_CHECKING:
-    from expertmesh.costs.run_costs import RunCosts
+    from expertmesh.costs.memory import PeakMemory
     from expertmesh.training.loop import TrainResult
 
 
@@ -85,13 +85,14 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
     )
     dtype = str(precision.compute_dtype).removeprefix("torch.")
     lines = [f"recipe      {recipe}", f"device      {precision.device}, computing in {dtype}"]
-    costs = family.costs_of(config, num_ranks=num_ranks, dtype=dtype)
+    on_gpu = precision.device.type != "cpu"
+    costs = family.costs_of(config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu)
     if costs is not None:
         item = family.items.removesuffix("s")
         lines += [
             f"parameters  {costs.parameters:,} in all, {costs.active:,} active per {item}",
             f"training    {costs.num_items:,} {family.items}, {costs.flops_per_item / 1e9:,.3f} GFLOP per {item}",
-            f"memory      {_memory(costs, num_ranks)}",
+            f"memory      {_memory(costs.memory, num_ranks, on_gpu=on_gpu)}",
         ]
     taught = teacher_bytes(
         config, family, num_ranks=num_ranks, compute_dtype=precision.compute_dtype
@@ -103,23 +104,15 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
     )
 
 
-def _memory(costs: "RunCosts", num_ranks: int) -> str:
-    """Memory of one process, or of each of several ranks, which have gathered weights instead of compute copies."""
-    alone, each = costs.alone, costs.each
-    if each is None:
-        return (
-            f"{_bytes(alone.total_bytes)}: weights {_bytes(alone.weights_bytes)}, "
-            f"compute copies {_bytes(alone.compute_copy_bytes)}, gradients {_bytes(alone.gradients_bytes)}, "
-            f"optimizer {_bytes(alone.optimizer_bytes)}, activations {_bytes(alone.activations_bytes)} (estimate)"
-        )
-    # Activations for a rank's own items; its experts may get more or fewer.
-    activations = alone.activations_bytes // num_ranks
-    return (
-        f"of each of {num_ranks} ranks {_bytes(each.peak_bytes + activations)}: weights {_bytes(each.parameters_bytes)}, "
-        f"gradients {_bytes(each.gradients_bytes)}, optimizer {_bytes(each.optimizer_bytes)}, gathered at most "
-        f"{_bytes(each.gathered_dense_bytes)} of dense layers and {_bytes(each.gathered_experts_bytes)} of experts, "
-        f"activations {_bytes(activations)} (estimate)"
+def _memory(memory: "PeakMemory", num_ranks: int, *, on_gpu: bool) -> str:
+    """Memory at the peak of a step, of the rank that has most, in all and by part; and what is not counted."""
+    of = "" if num_ranks == 1 else f"of each of {num_ranks} ranks "
+    parts = ", ".join(f"{words} {_bytes(size)}" for words, size in memory.parts)
+    host = f"; offloaded to the host {_bytes(memory.host_bytes)}" if memory.host_bytes else ""
+    left = (
+        "" if on_gpu else "; a GPU's context, buffers and fragments come on top (plan counts them)"
     )
+    return f"{of}{_bytes(memory.device_bytes)}: {parts} (activations are estimates){host}{left}"
 
 
 def summary(result: "TrainResult", family: Family) -> str:
@@ -146,10 +139,10 @@ def summary(result: "TrainResult", family: Family) -> str:
     return "\n".join(lines)
 
 
-def _bytes(number: int) -> str:
+def _bytes(number: float) -> str:
     size = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
+        if abs(size) < 1024:
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
+from expertmesh.config.values import choice_rule, shown
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
@@ -357,13 +358,6 @@ def _is_clean(text: str) -> bool:
     return "\0" not in text and text.encode(errors="replace").decode() == text
 
 
-def shown(value: object) -> str:
-    """A value for an error message: short, on one line."""
-    text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _reads_as_another(value: object) -> bool:
     """Whether a text without its quotes looks like a number, or like a word of Python's."""
     if not isinstance(value, str):
@@ -412,11 +406,7 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     kind, limits = found["type"], found.get("ctx", {})
     if kind == "literal_error":
         choices = [word.strip("'") for word in limits["expected"].replace(" or ", ", ").split(", ")]
-        near = difflib.get_close_matches(str(found["input"]), choices, n=1)
-        return (
-            f"must be one of {', '.join(choices)}",
-            f"did you mean {near[0]}?" if near else "choose one",
-        )
+        return choice_rule(found["input"], choices)
     is_scalar = kind in _SCALAR_TYPES and isinstance(found["input"], str | int | float)
     if is_scalar and other_value != _CHANGE:  # a text or a fraction, where only a number is one
         other_value = "give one"
@@ -454,12 +444,6 @@ def bare(annotation: Any) -> Any:
     """Type of an option without None and without rules."""
     kind = without_none(annotation)
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def plain(value: Any) -> Any:
-    """A number of NumPy or torch as Python's; else the value itself."""
-    is_scalar = hasattr(value, "item") and getattr(value, "ndim", 1) == 0
-    return value.item() if is_scalar else value
 
 
 def is_there(path: str | Path) -> bool:

@@ -5,9 +5,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config
+from expertmesh.errors import ConfigError
 
 GIB, GB, TERA = 2**30, 1e9, 1e12
-Precision = Literal["bfloat16", "float16", "float32", "float8"]
+Precision = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 
 
 class LinkSpeed(Config):
@@ -62,7 +63,14 @@ class Device(Config):
     """Sources of the numbers."""
 
     def flops_per_s(self, precision: Precision) -> float:
-        """Peak of dense products in one precision, per second; FP8 on a device without it counts as BF16."""
+        """Peak of dense products in one precision, per second; FP8 on a device without it counts as BF16.
+
+        Raises:
+            ConfigError: the precision is FP64, of which no rate is kept.
+        """
+        if precision == "float64":
+            fix = "use float32, bfloat16 or float16"
+            raise ConfigError("precision", precision, "has no known rate on any device", fix)
         found = {
             "float32": self.tf32_tflops,
             "float8": self.fp8_tflops or self.bf16_tflops,

@@ -38,8 +38,37 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
             raise ConfigError(
                 option, name, f"is the file {other}, which is read", "name another one"
             )
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(option, name, f"{folder} cannot be written", "choose another folder")
+    try:
+        check_folder(folder)
+    except OSError as error:
+        raise ConfigError(
+            option, name, f"{folder} cannot be written: {error.strerror}", "choose another folder"
+        ) from None
+    return path
+
+
+def new_folder(option: str, name: str | Path) -> Path:
+    """The path of a folder that work will make, checked: nothing is there, and it can be made.
+
+    Args:
+        option: name of the option, as "to".
+        name: path of the folder.
+
+    Raises:
+        ConfigError: something is there, or it lies below a file or in a folder that cannot be written.
+    """
+    path = expanded(name)
+    if os.path.lexists(path):
+        raise ConfigError(option, name, "exists already", "choose another folder")
+    above = next(one for one in path.absolute().parents if os.path.lexists(one))
+    if not above.is_dir():
+        raise ConfigError(option, name, f"is below the file {above}", "choose another folder")
+    try:
+        check_folder(path)
+    except OSError as error:
+        raise ConfigError(
+            option, name, f"cannot be made: {error.strerror}", "choose another folder"
+        ) from None
     return path
 
 

@@ -16,8 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from expertmesh.config.base import Config, FieldError, Fix, plain
+from expertmesh.config.base import Config, FieldError, Fix
 from expertmesh.config.fields import Spelling
+from expertmesh.config.values import plain
 from expertmesh.errors import named
 
 LONGEST_STOP = 1024

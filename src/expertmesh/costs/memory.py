@@ -1,282 +1,302 @@
-"""Memory of training: exact for weights, gradients and optimizer on any number of ranks, estimated for activations."""
+"""Memory of a rank in training, by part, at the peak of a step: what `plan` and `train --dry-run` print."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
-from expertmesh.config.run import Optimizer, ParallelConfig, StateDtype
+from expertmesh.costs.rank_layout import OURS, RankLayout, States, Workload
+from expertmesh.costs.sizes import Activations
 from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements
 from expertmesh.spec.moments import moment_bytes
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+GIB = 2**30
+CONTEXT_BYTES = 0.5 * GIB
+"""Bytes of a CUDA context and its kernels."""
+NCCL_BYTES = 0.37 * GIB
+"""Bytes of the buffers of one set of communicators (ai-dynamo/aiconfigurator: 342 to 392 MiB)."""
+FRAGMENTS = 0.05
+"""Fragmentation as a share of live bytes, with expandable segments; three times as much without (docs/planner.md)."""
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of training on one process, by purpose.
+class StateBytes:
+    """Bytes per parameter of another software.
 
     Attributes:
-        weights_bytes: the parameters as the optimizer keeps them: FP32, or FP64 in an FP64 run.
-        compute_copy_bytes: their copies in BF16 or FP16, where the run computes in one of these.
-        gradients_bytes: in the dtype of the weights.
-        optimizer_bytes: both AdamW moments; one for matrices that Muon updates.
-        activations_bytes: activations that one micro-batch keeps for the backward pass, estimated.
+        weight: bytes of the weight between steps.
+        gradient: bytes of its gradient.
+        optimizer: bytes of its moments, and of a master copy where the weight is rounded.
+        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: optimizer states alone.
     """
 
-    weights_bytes: int
-    compute_copy_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
+    weight: int
+    gradient: int
+    optimizer: int
+    shards_weights: bool = True
+
+
+OTHERS: dict[States, StateBytes] = {
+    "fsdp2": StateBytes(4, 4, 8),
+    "fairseq": StateBytes(2, 2, 4),
+    "megatron": StateBytes(2, 4, 12, shards_weights=False),
+    "deepspeed": StateBytes(2, 2, 12, shards_weights=False),
+}
+"""Bytes by software. fairseq: FP16 without a master copy; megatron, deepspeed: ZeRO-1."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of a rank at the peak of a step, on the device and on the host.
+
+    Attributes:
+        weights_bytes: parameters between steps.
+        gradients_bytes: their gradients.
+        optimizer_bytes: moments and master copies.
+        gathered_dense_bytes: whole dense weights beside the parts, and their whole gradients where a step keeps them.
+        gathered_experts_bytes: gathered expert weights.
+        copies_bytes: copies of weights in the compute dtype on a single rank, and of offloaded experts.
+        activations_bytes: activations kept for the backward.
+        dispatch_bytes: rows in dispatch, and masks of one-hot dispatch.
+        logits_bytes: logits with their gradient.
+        communication_bytes: a GPU's context and buffers of collectives.
+        allowance_bytes: a GPU's fragmentation.
+        reused_bytes: memory counted twice above: logits are freed before a layer is recomputed.
+        host_bytes: offloaded states of one rank.
+        checkpoint_bytes: a rank's part of a checkpoint, which one copy of the model writes.
+    """
+
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    gathered_dense_bytes: float
+    gathered_experts_bytes: float
+    copies_bytes: float
+    activations_bytes: float
+    dispatch_bytes: float
+    logits_bytes: float
+    communication_bytes: float
+    allowance_bytes: float
+    reused_bytes: float
+    host_bytes: float
+    checkpoint_bytes: float
 
     @property
-    def total_bytes(self) -> int:
-        """Sum of all parts."""
+    def live_bytes(self) -> float:
+        """Bytes of tensors, as `torch.cuda.max_memory_allocated` shows them."""
+        beside = {"communication", "allowance"}
         return (
-            self.weights_bytes
-            + self.compute_copy_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
+            sum(getattr(self, f"{name}_bytes") for name in _WORDS.keys() - beside)
+            - self.reused_bytes
         )
 
-
-def num_moments(parameter: Parameter, optimizer: Optimizer) -> int:
-    """Number of moments that an optimizer keeps of a parameter: 2 of AdamW, 1 for a matrix that Muon updates."""
-    return 1 if optimizer == "muon" and parameter.is_matrix else 2
-
-
-def optimizer_bytes(
-    parameter: Parameter,
-    part: Sequence[int],
-    *,
-    optimizer: Optimizer,
-    state_dtype: StateDtype,
-    master: int,
-) -> int:
-    """Bytes of an optimizer's moments of a part of a parameter.
-
-    Args:
-        parameter: the parameter.
-        part: sizes of the part.
-        optimizer: adamw or muon.
-        state_dtype: type of its moments.
-        master: bytes of an element of the parameter.
-    """
-    each = moment_bytes(parameter.shape, part, state_dtype, master=master)
-    return num_moments(parameter, optimizer) * each
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of parameters and their states on the rank of a training run that has most.
-
-    Attributes:
-        parameters_bytes: the rank's part of the parameters.
-        gradients_bytes: their gradients, of the same dtype and size.
-        optimizer_bytes: both AdamW moments; one for matrices that Muon updates.
-        gathered_dense_bytes: whole dense parameters beside the parts, at most at a time.
-        gathered_experts_bytes: gathered expert weights, at most at a time.
-    """
-
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    gathered_dense_bytes: int
-    gathered_experts_bytes: int
+    @property
+    def device_bytes(self) -> float:
+        """Bytes that the device must have in all."""
+        return self.live_bytes + self.communication_bytes + self.allowance_bytes
 
     @property
-    def rest_bytes(self) -> int:
-        """Parameters, gradients and optimizer state: what a rank holds between steps."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+    def states_bytes(self) -> float:
+        """Bytes held between steps: weights, gradients and optimizer states."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
-    def peak_bytes(self) -> int:
-        """Parameters, gradients, optimizer state and gathered weights."""
-        return self.rest_bytes + self.gathered_dense_bytes + self.gathered_experts_bytes
+    def parts(self) -> list[tuple[str, float]]:
+        """(words, bytes) of the device's parts without zeros; reused memory is negative."""
+        found = {words: getattr(self, f"{name}_bytes") for name, words in _WORDS.items()}
+        found["reused"] = -self.reused_bytes
+        return [(words, size) for words, size in found.items() if size]
 
 
-def rank_memory(
-    spec: ModelSpec,
-    parallel: ParallelConfig,
-    *,
-    num_ranks: int,
-    dtype: str = "float32",
-    optimizer: Optimizer = "adamw",
-    state_dtype: StateDtype = "float32",
-) -> RankMemory:
-    """Memory of parameters, gradients and optimizer state on each rank (docs/parallelism.md, "Memory").
+_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered_dense": "gathered dense weights",
+    "gathered_experts": "gathered experts",
+    "copies": "compute copies",
+    "activations": "activations",
+    "dispatch": "dispatch",
+    "logits": "logits",
+    "communication": "context, buffers",
+    "allowance": "fragments",
+}
 
-    With W = dp_shard x tp ranks that hold one copy, a rank holds between steps, four times (weights and gradients in the
-    parameters' dtype, and two moments in their own, see `spec/moments.py`):
 
-    * experts: 1 / W of all;
-    * dense parameters that tensor parallelism cuts: 1 / (tp dp_shard); the others 1 / dp_shard. The first axis that dp_shard
-      divides is cut; where there is none, the first axis, in pieces of ceil(size / dp_shard).
+class Trained(Protocol):
+    """A model to train: its parameters and its activations."""
 
-    Gathered beside that, at most:
+    @property
+    def spec(self) -> ModelSpec:
+        """Its parameters."""
 
-    * of dense parameters, 1 / tp of those outside the layers and of two neighbouring layers (one where dp_shard is 1, which
-      FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2; with tp > 1 the vocabulary's matrices whole;
-    * of experts, 1 / route_degree of two neighbouring MoE layers in the compute dtype, or of all where zero_stage is 1 or 2;
-      none where route_degree = W; and replicated_experts of each layer, from its forward to its backward.
+    def activations(self, layout: RankLayout, work: Workload) -> Activations:
+        """Its activations on a rank."""
+
+
+def peak_memory(model: Trained, layout: RankLayout, work: Workload) -> PeakMemory:
+    """Peak memory of the rank that has most.
 
     Args:
-        spec: the model's parameters.
-        parallel: degrees that fit the model and the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        optimizer: adamw or muon.
-        state_dtype: type of its moments.
-
-    Returns:
-        Bytes by purpose.
+        model: the model.
+        layout: layout of the run.
+        work: sequences, precision and software.
     """
-    compute = DTYPE_BYTES[dtype]
-    master, tp = max(compute, 4), parallel.tp_degree
-    dp_shard = parallel.dp_shard_degree or num_ranks // (parallel.dp_replicate_degree * tp)
-    W, kept = dp_shard * tp, parallel.zero_stage < 3
-    held, moments, outside = 0, 0, 0
-    dense, experts, num_experts = Counter[int](), Counter[int](), dict[int, int]()
-    for parameter in spec:
-        sizes = _largest_sizes(parameter, dp_shard=dp_shard, tp=tp)
-        if parameter.is_expert:
-            sizes = _sizes_of_experts(parameter, parallel, num_ranks=W)
-        held += math.prod(sizes)
-        moments += optimizer_bytes(
-            parameter, sizes, optimizer=optimizer, state_dtype=state_dtype, master=master
-        )
-        if parameter.is_expert:
-            assert parameter.layer is not None and parameter.expert_axis is not None
-            experts[parameter.layer] += parameter.num_elements
-            num_experts[parameter.layer] = parameter.shape[parameter.expert_axis]
-            continue
-        whole = parameter.num_elements // (tp if _tensor_axis(parameter, tp) is not None else 1)
-        if parameter.layer is None:
-            # Parameters outside the layers are cut for storage only: their user gathers them.
-            outside += whole + (parameter.num_elements if whole < parameter.num_elements else 0)
+    states, gathered = _weights(model.spec, _of_weights(layout), work)
+    flight, stages = 1.0, layout.pp_degree
+    if stages > 1:  # passes in flight, whose activations the first stage keeps
+        flight = min(stages, layout.accumulation) * (1 + (layout.virtual_stages > 1) / stages)
+    found = model.activations(layout, work)
+    held = dict.fromkeys(states._fields, 0.0) if layout.offload else states._asdict()
+    memory = PeakMemory(
+        **held,
+        **gathered._asdict(),
+        activations_bytes=found.kept * flight / stages + found.recomputed,
+        dispatch_bytes=found.dispatch,
+        logits_bytes=found.logits,
+        communication_bytes=0.0,
+        allowance_bytes=0.0,
+        reused_bytes=min(found.logits, found.recomputed + found.dispatch),
+        host_bytes=sum(states) if layout.offload else 0.0,
+        checkpoint_bytes=states.weights_bytes + states.optimizer_bytes,
+    )
+    if not work.on_gpu:
+        return memory
+    buffers = CONTEXT_BYTES + NCCL_BYTES * (1 + (layout.num_ranks > 1))
+    fragments = FRAGMENTS * memory.live_bytes
+    return replace(memory, communication_bytes=buffers, allowance_bytes=fragments)
+
+
+class _States(NamedTuple):
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+
+
+class _Gathered(NamedTuple):
+    gathered_dense_bytes: float = 0.0
+    gathered_experts_bytes: float = 0.0
+    copies_bytes: float = 0.0
+
+
+def _of_weights(layout: RankLayout) -> RankLayout:
+    """The layout without what weights and states do not depend on."""
+    usual = {"checkpointing": "none", "overlap_degree": 1, "all_to_all": "flat", "micro_batch": 1}
+    return replace(layout, **usual, accumulation=min(layout.accumulation, 2))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=8192)
+def _weights(spec: ModelSpec, layout: RankLayout, work: Workload) -> tuple[_States, _Gathered]:
+    """Bytes of the states of a rank, and of gathered weights; a search asks for many batches of each layout."""
+    return _states(spec, layout, work), _gathered(spec, layout, work)
+
+
+def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
+    """Bytes of the states, tensor by tensor; see docs/parallelism.md, "Memory"."""
+    W, tp, stages = (
+        layout.stage_ranks // layout.dp_replicate_degree,
+        layout.tp_degree,
+        layout.pp_degree,
+    )
+    found = [0.0, 0.0, 0.0]
+    for one, count in spec.alike:
+        part = whole = _part(one, W, layout.shard_degree, tp, layout.es_degree)
+        if (other := OTHERS.get(work.states)) is None:
+            sizes = work.master_bytes, work.master_bytes
+            moments = _moments_bytes(one, part, work)
         else:
-            dense[parameter.layer] += whole
-    layers = list(dense.values())
-    most = sum(layers) if kept else _most_at_once(layers, 2 if dp_shard > 1 else 1)
-    shares, hot = [], 0
-    for index, (layer, elements) in enumerate(experts.items()):
-        ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
-        slices = parallel.es_degree or W // math.gcd(num_experts[layer], W)
-        route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
-        hot += 0 if route == 1 else parallel.replicated_experts * elements // num_experts[layer]
-        shares.append(0 if route == W else elements // route)
-    return RankMemory(
-        parameters_bytes=held * master,
-        gradients_bytes=held * master,
-        optimizer_bytes=moments,
-        gathered_dense_bytes=(outside + most) * master,
-        gathered_experts_bytes=(hot + (sum(shares) if kept else _most_at_once(shares, 2)))
-        * compute,
+            sizes, moments = (other.weight, other.gradient), other.optimizer * math.prod(part)
+            if not other.shards_weights:
+                whole = _part(one, layout.route_degree, 1, tp, layout.es_degree)
+        each = *(size * math.prod(whole) for size in sizes), moments
+        found = [sum_ + count * size / stages for sum_, size in zip(found, each, strict=True)]
+    return _States(*found)
+
+
+def _moments_bytes(one: Parameter, part: Sequence[int], work: Workload) -> int:
+    """Bytes of the moments of a part of a parameter: two of AdamW, one of a matrix that Muon updates."""
+    number = 1 if work.optimizer == "muon" and one.is_matrix else 2
+    return number * moment_bytes(one.shape, part, OURS[work.states], master=work.master_bytes)
+
+
+def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
+    """Bytes of gathered weights: two layers at a time where each use gathers, all layers where a step keeps them."""
+    b, stages, other = work.element_bytes, layout.pp_degree, OTHERS.get(work.states)
+    if other is not None and not other.shards_weights:
+        return _Gathered()
+    if layout.stage_ranks == 1:  # autocast's copies
+        rounds = other is None and b < work.master_bytes
+        return _Gathered(copies_bytes=spec.num_parameters / stages * b * rounds)
+    outside, dense, experts = _whole(spec, layout.tp_degree)
+    W, keeps = layout.stage_ranks // layout.dp_replicate_degree, layout.zero_stage < 3
+    # FSDP2 copies a layer's weights even where nothing is sharded.
+    most = sum(dense) / stages if keeps else _most_at_once(dense, 1 + (layout.shard_degree > 1))
+    elements = sum(cut + (whole if cut < whole else 0) for cut, whole in outside) + most
+    dense_bytes = elements * work.gathered_bytes
+    if layout.zero_stage == 1 and layout.accumulation > 1 and layout.shard_degree > 1:
+        whole = sum(dense) / stages + sum(cut for cut, _ in outside)
+        dense_bytes += whole * work.master_bytes
+    routes = [layout.route_of(index) for index in range(len(experts))]
+    layers = list(zip(experts, routes, spec.num_experts, strict=True))
+    shares = [0.0 if route == W else size / route for size, route, _ in layers]
+    at_once = sum(shares) / stages if keeps else _most_at_once(shares, 2)
+    at_once += layout.replicated_experts * sum(
+        size / number for size, route, number in layers if route > 1
     )
+    copies = 0.0
+    if layout.offload:  # copies of two layers' own experts, and the gradient of one
+        own = [size / W for size, route, _ in layers if route == W]
+        copies = max(own, default=0.0) * (2 * b + work.master_bytes)
+    return _Gathered(dense_bytes, at_once * b, copies)
 
 
-def memory_by_size(
-    spec: ModelSpec,
-    *,
-    activation_elements: int,
-    parallel: ParallelConfig,
-    num_ranks: int,
-    dtype: str,
-    optimizer: Optimizer = "adamw",
-    state_dtype: StateDtype = "float32",
-) -> tuple[MemoryEstimate, RankMemory | None]:
-    """Memory of training a model, estimated from its parameters' sizes alone.
-
-    Args:
-        spec: the model's parameters.
-        activation_elements: elements that one micro-batch keeps for the backward pass.
-        parallel: degrees that fit the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        optimizer: adamw or muon.
-        state_dtype: type of its moments.
-
-    Returns:
-        Memory of one process that trains alone, and of each of several ranks; None for one rank.
-    """
-    compute = DTYPE_BYTES[dtype]
-    master = max(compute, 4)
-    weights = spec.num_parameters * master
-    alone = MemoryEstimate(
-        weights_bytes=weights,
-        compute_copy_bytes=spec.num_parameters * compute if compute < master else 0,
-        gradients_bytes=weights,
-        optimizer_bytes=sum(
-            optimizer_bytes(
-                one, one.shape, optimizer=optimizer, state_dtype=state_dtype, master=master
-            )
-            for one in spec
-        ),
-        activations_bytes=activation_elements * compute,
-    )
-    if num_ranks == 1:
-        return alone, None
-    parts = parallel.dp_shard_degree or num_ranks // parallel.dp_replicate_degree
-    part = weights // parts
-    layers = spec.dense_layers
-    most = _most_at_once(layers, 2) if parallel.zero_stage == 3 else sum(layers)
-    each = RankMemory(
-        parameters_bytes=part,
-        gradients_bytes=part,
-        optimizer_bytes=rank_memory(
-            spec,
-            parallel,
-            num_ranks=num_ranks,
-            dtype=dtype,
-            optimizer=optimizer,
-            state_dtype=state_dtype,
-        ).optimizer_bytes,
-        gathered_dense_bytes=(num_elements(spec.layers[None]) + most) * master,
-        gathered_experts_bytes=0,
-    )
-    return alone, each
+@lru_cache(maxsize=64)
+def _whole(spec: ModelSpec, tp: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """(elements of a rank, of all) of parameters outside the layers; a rank's dense elements by layer; experts' by MoE layer."""
+    outside, dense, experts = [], [], []
+    for layer, ones in spec.layers.items():
+        cut = [
+            (one.num_elements // (1 if _tensor_axis(one, tp) is None else tp), one.num_elements)
+            for one in ones
+            if not one.is_expert
+        ]
+        if layer is None:
+            outside = cut  # cut for storage only: their user gathers them
+            continue
+        dense.append(sum(elements for elements, _ in cut))
+        if routed := num_elements(one for one in ones if one.is_expert):
+            experts.append(routed)
+    return outside, dense, experts
 
 
-def _most_at_once(sizes: Sequence[int], number: int) -> int:
+def _most_at_once(sizes: Sequence[float], number: int) -> float:
     """Largest sum of `number` neighbouring sizes."""
     return max((sum(sizes[i : i + number]) for i in range(len(sizes))), default=0)
 
 
-def _tensor_axis(parameter: Parameter, tp: int) -> int | None:
-    axis = parameter.tensor_axis
-    return axis if axis is not None and tp > 1 and parameter.shape[axis] % tp == 0 else None
+def _tensor_axis(one: Parameter, tp: int) -> int | None:
+    axis = one.tensor_axis
+    return axis if axis is not None and tp > 1 and one.shape[axis] % tp == 0 else None
 
 
-def largest_part(parameter: Parameter, *, dp_shard: int, tp: int) -> int:
-    """Elements of a dense parameter on the rank that has most.
-
-    Args:
-        parameter: the parameter.
-        dp_shard: number of ranks over which it is sharded.
-        tp: ranks of tensor parallelism.
-    """
-    return math.prod(_largest_sizes(parameter, dp_shard=dp_shard, tp=tp))
-
-
-def _sizes_of_experts(
-    parameter: Parameter, parallel: ParallelConfig, *, num_ranks: int
+def _part(
+    one: Parameter, num_ranks: int, dp_shard: int, tp: int, es_degree: int | None
 ) -> list[int]:
-    """Sizes of a rank's part of an experts' parameter: E is cut; where ranks are left, F, or the last axis of one without F."""
-    assert parameter.expert_axis is not None
-    local, axis = list(parameter.shape), parameter.expert_axis
-    slices = parallel.es_degree or num_ranks // math.gcd(local[axis], num_ranks)
-    local[axis] //= num_ranks // slices
-    sliced = parameter.axes.index("hidden") if "hidden" in parameter.axes else len(local) - 1
-    local[sliced] //= slices
-    return local
+    """Sizes of a parameter's part on the rank that has most.
 
-
-def _largest_sizes(parameter: Parameter, *, dp_shard: int, tp: int) -> list[int]:
-    """Sizes of a dense parameter's part on the rank that has most."""
-    taken = _tensor_axis(parameter, tp)
-    local = [size // tp if axis == taken else size for axis, size in enumerate(parameter.shape)]
+    Of experts, which `num_ranks` share, E is cut; where ranks are left, F, or the last axis of one without F. Of others, the
+    first axis that dp_shard divides is cut; where there is none, the first axis, in pieces of ceil(size / dp_shard).
+    """
+    local = list(one.shape)
+    if one.expert_axis is not None:
+        slices = es_degree or RankLayout.slices(local[one.expert_axis], num_ranks)
+        local[one.expert_axis] //= num_ranks // slices
+        sliced = one.axes.index("hidden") if "hidden" in one.axes else len(local) - 1
+        local[sliced] //= slices
+        return local
+    if (taken := _tensor_axis(one, tp)) is not None:
+        local[taken] //= tp
     free = [axis for axis in range(len(local)) if axis != taken]
     cut = next((axis for axis in free if local[axis] % dp_shard == 0), 0)
     local[cut] = -(-local[cut] // dp_shard)

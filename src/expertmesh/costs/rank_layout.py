@@ -1,18 +1,40 @@
 """Layout of a training step over ranks, and the workload: the inputs of the models of time and memory."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from expertmesh.config.cluster import Precision
+from expertmesh.config.run import OptimConfig, Optimizer, RunConfig, StateDtype
 
 Checkpointing = Literal["none", "experts", "moe", "full"]
 Stack = Literal["2021", "eager", "graphs", "fused"]
 States = Literal[
-    "ours", "bf16_moments", "int8_moments", "fsdp2", "megatron", "deepspeed", "fairseq"
+    "ours",
+    "bf16_moments",
+    "int8_moments",
+    "fp16_scaled_moments",
+    "torchao_int8_moments",
+    "torchao_int4_moments",
+    "fsdp2",
+    "megatron",
+    "deepspeed",
+    "fairseq",
 ]
-OURS: dict[States, str] = {"ours": "float32", "bf16_moments": "bfloat16", "int8_moments": "int8"}
-"""States of this project, with their `optim.state_dtype`: dense weights are gathered in FP32, rows kept as here."""
+OURS: Mapping[States, StateDtype] = {
+    "ours": "float32",
+    "bf16_moments": "bfloat16",
+    "int8_moments": "int8",
+    "fp16_scaled_moments": "fp16-scaled",
+    "torchao_int8_moments": "torchao-int8",
+    "torchao_int4_moments": "torchao-int4",
+}
+"""States of this project by `optim.state_dtype`: dense weights are gathered in FP32, rows kept as here."""
+IMBALANCE = 1.15
+"""Rows of the fullest rank over the mean in natural routing: 1.1 to 1.25 (docs/planner.md)."""
+ONE_HOT_MASK_BYTES = 25
+"""Bytes that one-hot dispatch moves and keeps per token and row: Tutel's T5, three sizes."""
 Exchange = Literal["flat", "hierarchical"]
 
 
@@ -33,6 +55,8 @@ class RankLayout:
         offload: whether states lie in the host's memory.
         checkpointing: part that is recomputed in the backward: none, the hidden rows of experts, whole MoE
             layers with their all-to-all (moe), or whole layers (full).
+        layer_routes: route_degree of each MoE layer, where they differ; empty: all have the same.
+        replicated_experts: hot experts of a layer whose weights come to the tokens.
         micro_batch: sequences of a data-parallel rank in one pass.
         accumulation: passes in one step.
         overlap_degree: number of parts that tokens travel in.
@@ -50,6 +74,8 @@ class RankLayout:
     zero_stage: int = 3
     offload: bool = False
     checkpointing: Checkpointing = "none"
+    layer_routes: tuple[int, ...] = ()
+    replicated_experts: int = 0
     micro_batch: int = 1
     accumulation: int = 1
     overlap_degree: int = 1
@@ -62,7 +88,13 @@ class RankLayout:
 
     def slices_of(self, num_experts: int) -> int:
         """Number of slices of an expert among the ranks that tokens travel over."""
-        return self.es_degree or self.slices(num_experts, self.route_degree)
+        if self.es_degree is not None:
+            return math.gcd(self.es_degree, self.route_degree)
+        return self.slices(num_experts, self.route_degree)
+
+    def route_of(self, moe_layer: int) -> int:
+        """The route_degree of one MoE layer, counted from 0 among them."""
+        return self.layer_routes[moe_layer] if self.layer_routes else self.route_degree
 
     @property
     def stage_ranks(self) -> int:
@@ -93,6 +125,56 @@ class RankLayout:
         """Tokens of a step, on all ranks."""
         return self.dp_degree * self.micro_batch * self.accumulation * seq_len
 
+    def tokens_per_pass(self, seq_len: int) -> float:
+        """Tokens of a rank in one pass, T."""
+        return self.micro_batch * seq_len / (self.tp_degree * self.cp_degree)
+
+    def fullest(self, rows: float, work: "Workload") -> float:
+        """Rows per token of the rank with most, of their mean: where tokens stay, each rank has those of its own."""
+        return rows * work.capacity_factor * (work.imbalance if self.route_degree > 1 else 1)
+
+
+def layout_of(
+    config: RunConfig,
+    num_ranks: int,
+    *,
+    experts: Sequence[int] = (),
+    recomputes_h: bool = False,
+) -> RankLayout:
+    """Layout of a run on ranks that its degrees fit; where its batch does not, of the rank with most sequences.
+
+    Args:
+        config: configuration of the run.
+        num_ranks: number of ranks of the world.
+        experts: number of experts of each MoE layer.
+        recomputes_h: whether the experts' hidden rows are recomputed.
+    """
+    parallel, train = config.parallel, config.train
+    copies, tp = parallel.dp_replicate_degree, parallel.tp_degree
+    shard = parallel.dp_shard_degree or max(num_ranks // (copies * tp), 1)
+    W, routes = shard * tp, []
+    for index, num_experts in enumerate(experts):
+        ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
+        slices = parallel.es_degree or RankLayout.slices(num_experts, W)
+        routes.append(parallel.route_degree or W if ep_degree is None else ep_degree * slices)
+    recomputed: Checkpointing = "experts" if recomputes_h and experts else "none"
+    return RankLayout(
+        num_ranks,
+        tp_degree=tp,
+        route_degree=max(routes, default=1),
+        es_degree=parallel.es_degree,
+        dp_replicate_degree=copies,
+        zero_stage=parallel.zero_stage,
+        offload=parallel.offload,
+        checkpointing="full" if train.activation_checkpointing else recomputed,
+        layer_routes=tuple(routes) if len(set(routes)) > 1 else (),
+        replicated_experts=parallel.replicated_experts,
+        micro_batch=-(-train.samples_per_pass // max(num_ranks // tp, 1)),
+        accumulation=train.batch_size // train.samples_per_pass,
+        overlap_degree=parallel.overlap_degree,
+        all_to_all="hierarchical" if parallel.all_to_all == "hierarchical" else "flat",
+    )
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -103,32 +185,63 @@ class Workload:
         precision: precision of the products.
         stack: software of 2021; today's PyTorch with a launch per operation (eager); with CUDA graphs of parts of a layer
             (graphs); with these, fused operators and a fused dispatch (fused).
-        states: states kept of each parameter; see `peak_memory.STATES`.
+        states: states kept of each parameter: this project's by their moments (`OURS`), or another software's.
+        optimizer: optimizer of this project's states.
         imbalance: rows of the fullest rank over the mean; 1: forced balance.
         merges: whether a token with several experts on a rank is sent there once.
         one_hot: whether tokens are dispatched by products with one-hot matrices, as in stacks of 2021.
         capacity_factor: rows per expert over the mean, padded; 1: dropless, or nothing to pad.
         chunks_logits: whether logits are computed for a part of the tokens at a time.
         eight_bit_dispatch: whether tokens are dispatched in 8 bits.
+        on_gpu: whether the devices are GPUs, which also hold a context, buffers of collectives and fragments.
     """
 
     seq_len: int
     precision: Precision = "bfloat16"
     stack: Stack = "eager"
     states: States = "ours"
+    optimizer: Optimizer = "adamw"
     imbalance: float = 1.0
     merges: bool = True
     one_hot: bool = False
     capacity_factor: float = 1.0
     chunks_logits: bool = False
     eight_bit_dispatch: bool = False
+    on_gpu: bool = True
 
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of an activation."""
-        return 4 if self.precision == "float32" else 2
+        return {"float32": 4, "float64": 8}.get(self.precision, 2)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of an element of this project's weights, gradients and residual stream."""
+        return max(self.element_bytes, 4)
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of an element of a gathered dense weight."""
-        return 4 if self.states in OURS else self.element_bytes
+        return self.master_bytes if self.states in OURS else self.element_bytes
+
+
+def workload_of(
+    optim: OptimConfig, seq_len: int, precision: Precision, *, on_gpu: bool
+) -> Workload:
+    """Workload of a run with natural routing.
+
+    Args:
+        optim: optimizer of the run.
+        seq_len: tokens of a sequence.
+        precision: compute dtype.
+        on_gpu: see `Workload`.
+    """
+    states = next(name for name, dtype in OURS.items() if dtype == optim.state_dtype)
+    return Workload(
+        seq_len,
+        precision=precision,
+        states=states,
+        optimizer=optim.name,
+        imbalance=IMBALANCE,
+        on_gpu=on_gpu,
+    )

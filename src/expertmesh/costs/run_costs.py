@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-from expertmesh.costs.memory import MemoryEstimate, RankMemory
+from expertmesh.config.cluster import Precision
+from expertmesh.config.run import RunConfig
+from expertmesh.costs.memory import PeakMemory, Trained, peak_memory
+from expertmesh.costs.rank_layout import RankLayout, Workload, layout_of, workload_of
+from expertmesh.costs.sizes import Activations
+from expertmesh.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -14,13 +19,54 @@ class RunCosts:
         active: number of parameters that one item (a token, an image) uses.
         num_items: items of all steps.
         flops_per_item: operations of training on one item.
-        alone: memory of one process that trains alone.
-        each: memory of each of several ranks, activations left out; None for one.
+        memory: peak memory of the rank that has most.
     """
 
     parameters: int
     active: int
     num_items: int
     flops_per_item: int
-    alone: MemoryEstimate
-    each: RankMemory | None
+    memory: PeakMemory
+
+
+@dataclass(frozen=True)
+class SampleSizes:
+    """A model of which no more is known than its parameters and what a sample keeps.
+
+    Attributes:
+        spec: its parameters.
+        elements: elements that a sample keeps for the backward pass.
+    """
+
+    spec: ModelSpec
+    elements: int
+
+    def activations(self, layout: RankLayout, work: Workload) -> Activations:
+        """Activations of a rank; ranks of tensor parallelism share a sample."""
+        samples = layout.micro_batch / layout.tp_degree
+        return Activations(kept=samples * self.elements * work.element_bytes)
+
+
+def memory_of(
+    model: Trained,
+    config: RunConfig,
+    *,
+    num_ranks: int,
+    dtype: Precision,
+    on_gpu: bool,
+    seq_len: int = 1,
+    recomputes_h: bool = False,
+) -> PeakMemory:
+    """Peak memory of a run on ranks that its degrees fit.
+
+    Args:
+        model: its model.
+        config: the run.
+        num_ranks: number of ranks of the world.
+        dtype: compute dtype.
+        on_gpu: whether the ranks compute on GPUs.
+        seq_len: tokens of a sequence; 1: samples are none.
+        recomputes_h: whether the experts' hidden rows are recomputed.
+    """
+    layout = layout_of(config, num_ranks, experts=model.spec.num_experts, recomputes_h=recomputes_h)
+    return peak_memory(model, layout, workload_of(config.optim, seq_len, dtype, on_gpu=on_gpu))

@@ -2,14 +2,36 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from expertmesh.config.base import shown
+from expertmesh.config.values import shown
 from expertmesh.costs.hub_sizes import EXPERTS, TOP_K, check_hub_sizes, check_together
+from expertmesh.costs.rank_layout import ONE_HOT_MASK_BYTES, OURS, RankLayout, Workload
 from expertmesh.errors import ConfigError
-from expertmesh.spec.model_spec import Parameter
+from expertmesh.spec.model_spec import ModelSpec, Parameter, Role, num_elements, parameter
+
+LOGITS_CHUNKS = 8
+"""Number of parts in which logits are computed where they are never whole."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a rank's activations of one micro-batch.
+
+    Attributes:
+        kept: kept by all layers for the backward.
+        recomputed: of the layer that is recomputed.
+        dispatch: rows in dispatch, and masks of one-hot dispatch.
+        logits: logits with their gradient.
+    """
+
+    kept: float
+    recomputed: float = 0.0
+    dispatch: float = 0.0
+    logits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,22 @@ class LayerSizes:
             return (seq_len + 1) / 2
         return self.window - self.window * (self.window - 1) / (2 * seq_len)
 
+    def kept_bytes(self, dim: int, layout: RankLayout, work: Workload) -> float:
+        """Bytes per token: both norms' inputs and outputs, attention, pre-activations and product of the MLP."""
+        branches = self.num_matrices - 1
+        elements = (4 * dim if self.attention_elements else dim) + self.kept_width
+        elements += (branches + 1) * self.dense_hidden
+        # Ours keeps a token once and the pre-activations of its rows; others keep its rows and their product, too.
+        is_ours = work.states in OURS
+        wide = (branches + (not is_ours)) * self.hidden_dim
+        if layout.checkpointing in ("experts", "moe"):
+            wide = 0
+        arrived = dim if layout.route_degree > 1 or not is_ours else 0
+        if layout.checkpointing == "moe":
+            arrived = 0
+        rows = layout.fullest(self.rows_per_token, work)
+        return work.element_bytes * (elements + rows * (arrived + wide)) + 12 * self.num_experts
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -64,10 +102,8 @@ class ModelSizes:
     Attributes:
         dim: D.
         vocab_size: V.
-        outside_parameters: parameters of embedding, output and last norm.
+        spec: its parameters; of a model with unknown shapes those of `spec_of_layers`.
         blocks: its layers by kind.
-        two_layers_parameters: dense parameters of the two neighbouring layers that have most.
-        dense: (parameter, count) of parameters beside the routed experts, equal ones together; empty: shapes unknown.
         tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
         routing_group: number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts
             choose tokens.
@@ -80,12 +116,40 @@ class ModelSizes:
 
     dim: int
     vocab_size: int
-    outside_parameters: int
+    spec: ModelSpec
     blocks: tuple[LayerSizes, ...]
-    two_layers_parameters: int
-    dense: tuple[tuple[Parameter, int], ...] = ()
     tensor_divisor: int = 1
     routing_group: int = 1
+
+    @cached_property
+    def outside_parameters(self) -> int:
+        """Number of parameters of embedding, output and last norm."""
+        return num_elements(self.spec.layers[None])
+
+    def activations(self, layout: RankLayout, work: Workload) -> Activations:
+        """Activations of a rank, by the widths of its layers.
+
+        Args:
+            layout: layout of the run.
+            work: sequences, precision and software.
+        """
+        T, line = layout.tokens_per_pass(work.seq_len), self.dim * work.element_bytes
+        each = [block.kept_bytes(self.dim, layout, work) * T for block in self.blocks]
+        rows = [layout.fullest(block.rows_per_token, work) * T for block in self.blocks]
+        moves = layout.route_degree > 1
+        masks = [ONE_HOT_MASK_BYTES * T * r if work.one_hot else 0.0 for r in rows]
+        kept, again, masked = self.num_layers * line * T, max(each), max(masks)
+        if layout.checkpointing != "full":
+            layers = [(b.count, *of) for b, *of in zip(self.blocks, each, masks, strict=True)]
+            kept, again = sum(count * one for count, one, _ in layers), 0.0
+            masked = sum(count * mask for count, _, mask in layers)
+        logits = T * self.vocab_size * (work.element_bytes + 8)
+        return Activations(
+            kept=kept,
+            recomputed=again,
+            dispatch=masked + (max(rows) * line / layout.overlap_degree if moves else 0.0),
+            logits=logits / (LOGITS_CHUNKS if work.chunks_logits else 1),
+        )
 
     @property
     def num_layers(self) -> int:
@@ -123,6 +187,38 @@ class ModelSizes:
             products = b.attention_elements + b.dense_elements + experts + router + seen
             found += b.count * 2 * products
         return 3 * found
+
+
+def spec_of_layers(dim: int, num_rows: int, layers: Sequence[LayerSizes]) -> ModelSpec:
+    """Parameters of a model of known sizes and unknown shapes: of each layer its matrices as one, small ones, and experts.
+
+    Args:
+        dim: D.
+        num_rows: rows of embedding and output; 0: a part of a model, which has no last norm.
+        layers: sizes of each layer, in their order.
+    """
+    found = [_parameter(num_rows * dim, dim, "embedding", cut="model")]
+    found.append(_parameter(dim if num_rows else 0, dim, "norm"))
+    for index, b in enumerate(layers):
+        matrices = b.attention_elements + b.dense_elements
+        ones = [_parameter(matrices, dim, "matrix", cut="rows")]
+        ones.append(_parameter(b.dense_parameters - matrices, dim, "norm"))
+        if b.num_experts:
+            ones.append(_parameter(b.expert_parameters, dim, "matrix", expert=b.num_experts))
+        found += [one.inside("", layer=index) for one in ones]
+    return ModelSpec(tuple(found))
+
+
+def _parameter(
+    size: int, width: int, role: Role, cut: str | None = None, **experts: int
+) -> Parameter:
+    last = math.gcd(size, width) or 1
+    sizes: dict[str, Any] = {
+        **experts,
+        "rows" if not experts else "hidden": size // last,
+        "model": last,
+    }
+    return parameter("", role, "experts" if experts else "dense", cut=cut, **sizes)
 
 
 _Values = Mapping[str, Any]
@@ -174,7 +270,7 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
         limit = window if window and layer % every == 0 else None
         kinds[is_moe, limit] += 1
         order.append((is_moe, limit))
-    blocks, dense_of = [], {}
+    of_kind = {}
     for (is_moe, limit), count in sorted(kinds.items(), key=str):
         F = _first(v, "moe_intermediate_size", "intermediate_size") if is_moe else 0
         dense_hidden = _shared(v, F)
@@ -182,29 +278,26 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
             dense_hidden = _first(v, "intermediate_size_mlp") or v["intermediate_size"]
         dense = matrices * D * dense_hidden
         small = 2 * D + (D * experts if is_moe else 0)
-        blocks.append(
-            LayerSizes(
-                count=count,
-                **attention,
-                window=limit,
-                dense_hidden=dense_hidden,
-                dense_elements=dense,
-                num_experts=experts if is_moe else 0,
-                rows_per_token=_first(v, *TOP_K) if is_moe else 0,
-                hidden_dim=F,
-                num_matrices=matrices,
-                dense_parameters=attention["attention_elements"] + dense + small,
-                expert_parameters=matrices * D * F,
-            )
+        of_kind[is_moe, limit] = LayerSizes(
+            count=count,
+            **attention,
+            window=limit,
+            dense_hidden=dense_hidden,
+            dense_elements=dense,
+            num_experts=experts if is_moe else 0,
+            rows_per_token=_first(v, *TOP_K) if is_moe else 0,
+            hidden_dim=F,
+            num_matrices=matrices,
+            dense_parameters=attention["attention_elements"] + dense + small,
+            expert_parameters=matrices * D * F,
         )
-        dense_of[is_moe, limit] = blocks[-1].dense_parameters
+    blocks = tuple(of_kind.values())
     tied = v.get("tie_word_embeddings", False)
-    pair = max(sum(dense_of[kind] for kind in order[i : i + 2]) for i in range(L))
     heads = v["num_attention_heads"]
     keys = heads if "kv_lora_rank" in v else v.get("num_key_value_heads", heads)
     divisor = math.gcd(heads, keys, *(block.dense_hidden for block in blocks))
-    outside = (1 if tied else 2) * D * V + D
-    return ModelSizes(D, V, outside, tuple(blocks), pair, tensor_divisor=divisor)
+    spec = spec_of_layers(D, (1 if tied else 2) * V, [of_kind[kind] for kind in order])
+    return ModelSizes(D, V, spec, blocks, tensor_divisor=divisor)
 
 
 def _first(v: _Values, *names: str) -> Any:

@@ -13,15 +13,13 @@ from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.costs.communication import RouteShape, TokenLoad, ring_seconds
 from expertmesh.costs.hardware import network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time
-from expertmesh.costs.rank_layout import OURS, RankLayout, Workload
+from expertmesh.costs.rank_layout import ONE_HOT_MASK_BYTES, OURS, RankLayout, Workload
 from expertmesh.costs.sizes import LayerSizes, ModelSizes
 
 HBM = 0.8
 """Share of the memory's bandwidth that element-wise kernels reach (ai-dynamo/aiconfigurator)."""
 ATTENTION = 0.5
 """Share of the BF16 peak that causal attention reaches."""
-ONE_HOT_MASK_BYTES = 25
-"""Bytes that one-hot dispatch moves and keeps per token and row: Tutel's T5, three sizes."""
 FP8_SHARE = 0.75
 """Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention stay in BF16."""
 FP8_LAUNCHES = 2.0

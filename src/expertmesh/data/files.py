@@ -59,10 +59,11 @@ def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
     import zstandard
 
     def blocks() -> Iterator[bytes]:
-        frame = zstandard.ZstdDecompressor().decompressobj()
+        frame, has_begun = zstandard.ZstdDecompressor().decompressobj(), False
         with file:
             try:
                 while block := file.read(_BLOCK):
+                    has_begun = True  # an empty file is an empty text, as of every kind
                     while block:
                         if frame.eof:
                             frame = zstandard.ZstdDecompressor().decompressobj()
@@ -70,7 +71,7 @@ def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
                         block = frame.unused_data
             except zstandard.ZstdError as error:
                 raise EOFError(error) from None
-        if not frame.eof:
+        if has_begun and not frame.eof:
             raise EOFError("it is cut off")
 
     return cast("BinaryIO", io.BufferedReader(_ByteBlocks(blocks())))

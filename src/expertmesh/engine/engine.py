@@ -19,6 +19,7 @@ from torch import Tensor
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import check_type
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
@@ -113,8 +114,7 @@ class Engine:
             ("config", config, EngineConfig),
             ("tokenizer", tokenizer, Tokenizer),
         ):
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{what} is a {type(value).__name__}; give a {kind.__name__}")
+            check_type(what, value, (kind, type(None)), f"a {kind.__name__}")
         self.config = EngineConfig(**options) if config is None else config
         text = None
         self._ranks = parallel if isinstance(parallel, EngineRanks) else None
@@ -331,8 +331,7 @@ class Engine:
         if request_id is None:
             numbers = map(str, itertools.count(self._arrivals))
             request_id = next(name for name in numbers if not self._is_busy(name))
-        if not isinstance(request_id, str):
-            raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
+        check_type("request_id", request_id, str, "a string")
         if self._is_busy(request_id):
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
         request = Request(

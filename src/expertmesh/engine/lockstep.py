@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
 from expertmesh.engine.drawing import FILTERS, sampling_batch
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
-from expertmesh.engine.request import is_number
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, evaluating
@@ -52,10 +52,7 @@ class Lockstep:
         end_ids: Sequence[int] = (),
         batch_size: int = 32,
     ) -> None:
-        if not is_number(batch_size, int) or batch_size < 1:
-            raise ConfigError(
-                f"batch_size={batch_size!r}: must be at least 1, and whole; 32 is usual"
-            )
+        Number(1, fix="32 is usual", types=WHOLE).check("batch_size", batch_size)
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._end_ids = frozenset({*end_ids, *getattr(model, "end_ids", ())})
 

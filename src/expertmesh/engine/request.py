@@ -6,20 +6,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
-from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
-from expertmesh.config.base import plain
 from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import plain
 from expertmesh.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-def is_number(value: object, kind: type) -> bool:
-    """Whether a value is an integer (`kind` is int) or a real number, also of NumPy; bool is neither."""
-    abstract = Integral if kind is int else Real
-    return isinstance(value, abstract) and not isinstance(value, bool)
 
 
 def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
@@ -37,7 +30,7 @@ def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
         shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
         text = "a text, or " if what == "prompt" and not isinstance(given, str) else ""
         raise ConfigError(
-            f"{what} is a {type(given).__name__}{shape}; give {text}a list of token ids"
+            f"{what} is a {type(given).__name__}{shape}; it must be {text}a list of token ids; give one"
         )
     return [plain(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
 

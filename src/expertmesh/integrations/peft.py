@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +17,7 @@ from expertmesh.checkpoints.peft_folder import (
     AdapterFiles,
     read_adapter_files,
 )
+from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.config.base import expanded
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.model import GPT
@@ -70,7 +70,9 @@ def save_adapters(model: GPT, folder: str | Path) -> None:
     folder = expanded(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shared = all(one.shared for one in found.values())
-    save_file(tensors, folder / WEIGHTS, {"format": "pt", _SHARED: str(shared)})
+    files = [FileTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    texts = {"format": "pt", _SHARED: str(shared)}
+    write_file(folder / WEIGHTS, files, iter(tensors.values()), texts)
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

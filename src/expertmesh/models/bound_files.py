@@ -1,7 +1,7 @@
 """Files of a run that its weights mean nothing without: a checkpoint records them, and what opens it compares.
 
-The model's configuration and the files of the family (tokenizer.json, classes.json) lie beside the checkpoints, where
-anything can be copied over them. Options of training, data and device may differ.
+The model's configuration, the files of the family (tokenizer.json, classes.json) and those beside its tokenizer lie beside
+the checkpoints, where anything can be copied over them. Options of training, data and device may differ.
 """
 
 import hashlib
@@ -12,20 +12,22 @@ from typing import Any
 from expertmesh.config.base import dotted_values, parse_json, saved_run
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Family
+from expertmesh.text.tokenizer import EXTRAS
+from expertmesh.text.tokenizer_files import files_in, is_told
 
 RECORD = "files"
 """Name of the hashes in the values of a checkpoint; older ones have none."""
 _SHOWN = 12
 
 
-def hashes_of(files: Mapping[str, Path], family: Family) -> dict[str, str]:
-    """SHA-256 of the family's files.
+def hashes_in(run: Path, family: Family) -> dict[str, str]:
+    """SHA-256 of all files of a run that belong to its checkpoints, by their names in the run.
 
     Args:
-        files: files by their names in a run.
+        run: the run directory.
         family: family of the run.
     """
-    return {name: _sha256(files[name]) for name in family.files if name in files}
+    return _hashes(_bound_in(run, family), family)
 
 
 def check_files(
@@ -40,11 +42,17 @@ def check_files(
         where: path of the checkpoint, for errors.
 
     Raises:
-        CheckpointError: a file is another one.
+        CheckpointError: a file is another one, or was not there.
     """
     known = state.get(RECORD)
-    for name, found in hashes_of(files, family).items():
-        expected = known.get(name) if isinstance(known, Mapping) else None
+    if not isinstance(known, Mapping):
+        return
+    for name, found in _hashes(files, family).items():
+        expected = known.get(name)
+        if expected is None and name not in family.files:
+            raise CheckpointError(
+                f"{files[name]}: is none of the files that {where} was trained with; remove it"
+            )
         if isinstance(expected, str) and found != expected:
             raise CheckpointError(
                 f"{files[name]}: has the SHA-256 {found[:_SHOWN]}..., and {where} was trained with {expected[:_SHOWN]}...; restore"
@@ -69,15 +77,20 @@ def check_run(
     """
     saved = state.get("config")
     if isinstance(saved, Mapping) and saved.get("family", family.name) == family.name:
-        before, now = (_model_of(found, family, run) for found in (saved, values))
-        for name in [*before, *(name for name in now if name not in before)]:
+        before, now = (_model_of(found, family) for found in (saved, values))
+        for name in {**before, **now} if before and now else ():
             if name not in family.free and before.get(name) != now.get(name):
                 raise CheckpointError(
                     f"{run / 'config.json'}: has {name}={now.get(name)}, and {where} was trained with {before.get(name)};"
                     " restore the file of this run from a copy"
                 )
-    present = {name: run / name for name in family.files if (run / name).is_file()}
+    present = _bound_in(run, family)
     check_files(present, state, family, where=where)
+    for name in state.get(RECORD) or ():
+        if name not in present and name not in family.files:  # a run says itself that one is lost
+            raise CheckpointError(
+                f"{run / name}: is missing, and {where} was trained with it; restore the file of this run from a copy"
+            )
 
 
 def newest_state(run: Path) -> tuple[dict[str, Any], Path]:
@@ -92,14 +105,29 @@ def newest_state(run: Path) -> tuple[dict[str, Any], Path]:
     return {}, run
 
 
-def _model_of(values: Mapping[str, Any], family: Family, run: Path) -> dict[str, Any]:
-    """Options of the model by dotted name, those added since included."""
+def _model_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Options of the model by dotted name, those added since included; none if the values are not readable, which their readers say."""
     try:
         with saved_run():
             config = family.config.model_validate(dict(values))
-    except ConfigError as error:
-        raise CheckpointError(f"run {run}: its model is not readable: {error.line.text}") from None
+    except ConfigError:
+        return {}
     return dotted_values(config.model.model_dump(mode="json"), "model")
+
+
+def _bound_in(run: Path, family: Family) -> dict[str, Path]:
+    found = {name: run / name for name in family.files if (run / name).is_file()}
+    found |= files_in(run)
+    found |= {f"{EXTRAS}/{name}": path for name, path in files_in(run / EXTRAS).items()}
+    return {name: path for name, path in found.items() if _is_bound(name, family)}
+
+
+def _hashes(files: Mapping[str, Path], family: Family) -> dict[str, str]:
+    return {name: _sha256(path) for name, path in files.items() if _is_bound(name, family)}
+
+
+def _is_bound(name: str, family: Family) -> bool:
+    return name in family.files or name.startswith(f"{EXTRAS}/") or is_told(name)
 
 
 def _sha256(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,8 @@ class ModelBuilder(ABC):
     """Whether `build` makes a model without memory on "meta", whose `init_weights(seed)` then draws the weights."""
     bytes_beside: float = 0.0
     """Bytes per rank that a teacher's weights will take beside the model; set before `place`."""
+    plans: Path | None = None
+    """File of the run for plans of adaptive dispatch; set before `place`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -107,6 +110,7 @@ class ModelBuilder(ABC):
             world=world,
             blocks=self.blocks(model),
             bytes_beside=self.bytes_beside,
+            plans=self.plans,
         )
 
     def inherited(self, model: nn.Module, begin: RunConfig, data: Any) -> Mapping[str, Tensor]:

@@ -42,8 +42,8 @@ class Family:
         config: class of its run configurations.
         recipes: functions by name that return configurations, or "module:name" of such a mapping; None: a single recipe,
             "default", with the defaults of `config`.
-        costs: a function of (configuration, number of ranks, compute dtype) that returns `expertmesh.costs.run_costs.RunCosts`,
-            or "module:name" of one; None: unknown.
+        costs: a function of (configuration, number of ranks, compute dtype, whether on GPUs) that returns
+            `expertmesh.costs.run_costs.RunCosts`, or "module:name" of one; None: unknown.
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
             `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: default ones. train.dtype=auto
             and the number of threads depend on their sizes.
@@ -91,10 +91,14 @@ class Family:
         found: Recipes | None = self._resolved(self.recipes)
         return {"default": self.config} if found is None else found
 
-    def costs_of(self, config: RunConfig, *, num_ranks: int, dtype: str) -> Any:
+    def costs_of(
+        self, config: RunConfig, *, num_ranks: int, dtype: str, on_gpu: bool = False
+    ) -> Any:
         """Costs of a run, an `expertmesh.costs.run_costs.RunCosts`; None if the family does not know them."""
         count = self._resolved(self.costs)
-        return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
+        if count is None:
+            return None
+        return count(config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu)
 
     def begun_with(self, config: RunConfig, other: RunConfig, *, where: str) -> RunConfig:
         """The configuration of a run that starts with the weights of another run.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from expertmesh.config.values import other_choice
 from expertmesh.errors import ConfigError
 
 BACKENDS = ("auto", "triton", "torch", "reference")
@@ -84,9 +85,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         ConfigError: the backend is unknown or cannot be used here, or the operators do not take the dtype.
     """
     if backend not in BACKENDS:
-        raise ConfigError(
-            f"backend is {backend!r}; known are {', '.join(BACKENDS)}; use one of these"
-        )
+        raise other_choice("backend", backend, BACKENDS)
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             f"dtype is {dtype}; the operators take float64, float32, bfloat16 and float16; convert the input"

@@ -1,7 +1,8 @@
 """`parallelize`: shard a model over ranks, experts with `ExpertStorage`, dense parameters with FSDP2."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from expertmesh.comm.mesh import (
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.values import check_type
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.check_arguments import check_module
@@ -61,6 +63,7 @@ def parallelize(
     tensor_plan: TensorPlan | None = None,
     adaptive: bool = False,
     bytes_beside: float = 0.0,
+    plans: Path | None = None,
 ) -> World:
     """Shard a model over all ranks of a world, in place. Every rank must call.
 
@@ -81,6 +84,8 @@ def parallelize(
         adaptive: same as `config.adaptive`: each layer chooses its dispatch options by its load.
         bytes_beside: memory of a rank that is reserved for other long-lived allocations; adaptive dispatch does not use
             it.
+        plans: file in which adaptive dispatch keeps its plans beside the user's cache, and which it begins with if it is
+            there; read and written by rank 0. None: the cache alone.
 
     Returns:
         The world; it counts communicated bytes, and `World.close` ends its groups.
@@ -125,7 +130,7 @@ def parallelize(
         on_host = config.offload and world.device_type != "cpu"
         own = resting_bytes(model, num_parts=degrees.dp_shard)
         taken = 0.0 if on_host else own + bytes_beside
-        _adapt(moe_layers, config, world, topology, network, resting_bytes=taken)
+        _adapt(moe_layers, config, world, topology, network, resting_bytes=taken, own=plans)
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:
         tensor_mesh = dense_mesh(world, degrees)["tp"]
@@ -161,10 +166,8 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
     ParallelConfig.
     """
     check_module(model)
-    if not isinstance(config, ParallelConfig):
-        raise ConfigError(
-            f"config is a {type(config).__name__}: must be a ParallelConfig; give RunConfig(parallel={{...}}).parallel"
-        )
+    fix = "give RunConfig(parallel={...}).parallel"
+    check_type("config", config, ParallelConfig, "a ParallelConfig", fix)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ConfigError(
             "model is wrapped in DistributedDataParallel, which would average the gradients of different experts; give the"
@@ -354,9 +357,10 @@ def _adapt(
     network: Network,
     *,
     resting_bytes: float,
+    own: Path | None,
 ) -> None:
     """Let layers choose the dispatch options that the configuration leaves open, and save the plans that they settle
-    on.
+    on in the user's cache and in the run's `own` file.
     """
     ranks = Ranks(world)
     shapes = {(m.num_experts, m.dim, m.options.hidden_dim, m.options.activation) for m in layers}
@@ -369,15 +373,31 @@ def _adapt(
     model = f"{sorted(shapes, key=str)}, zero_stage {config.zero_stage}"
     if pinned != AS_USUAL:  # plans found among fewer options are stored apart
         model += f", {pinned}"
-    path = plans_path(topology, model)
+    usual = plans_path(topology, model)
+    record = (usual, model) if own is None else (own, f"{topology.name}: {model}")
+    keepers = [plan_keeper(*place) for place in {(usual, model), record}]
+
+    def known() -> Mapping[str, DispatchOptions]:
+        """Plans of the run, else of the cache, which become the run's."""
+        if record[0].exists():
+            return load_plans(*record)
+        found = load_plans(usual, model)
+        if own is not None:
+            plan_keeper(*record)(found)
+        return found
+
+    def keep(plans: Mapping[str, DispatchOptions]) -> None:
+        for keeper in keepers:
+            keeper(plans)
+
     adapt(
         layers,
         pinned,
         network,
         num_gathers=2 if config.zero_stage == 3 else 1,
         resting_bytes=resting_bytes,
-        known=ranks.on_rank0(lambda: load_plans(path, model)),
-        on_settled=plan_keeper(path, model) if ranks.is_leader else None,
+        known=ranks.on_rank0(known),
+        on_settled=keep if ranks.is_leader else None,
     )
 
 

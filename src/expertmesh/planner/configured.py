@@ -1,47 +1,31 @@
-"""Layout and costs of a run as its configuration stands, without a search."""
+"""The layout of a run as its configuration stands, with its costs, without a search."""
 
 from dataclasses import replace
 
-from expertmesh.config.cluster import Cluster
-from expertmesh.costs.rank_layout import RankLayout
+from expertmesh.costs.rank_layout import RankLayout, layout_of
 from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.planner.search import Candidate, Problem
 
 
-def layout_of(config: GPTRunConfig, num_ranks: int) -> RankLayout | None:
+def configured_layout(config: GPTRunConfig, num_ranks: int) -> RankLayout | None:
     """Layout of a run on `num_ranks`; None: its degrees or its batch do not fit them.
 
     Args:
         config: configuration of the run.
         num_ranks: number of ranks of the world.
     """
-    parallel, train = config.parallel, config.train
-    copies, tp = parallel.dp_replicate_degree, parallel.tp_degree
-    if num_ranks % (copies * tp):
-        return None
-    W, groups = num_ranks // copies, num_ranks // tp
-    if train.samples_per_pass % groups:
-        return None
-    slices = parallel.es_degree or 1
-    route = parallel.ep_degree[0] * slices if parallel.ep_degree else parallel.route_degree or W
-    if W % route:
-        return None
-    checkpointing = "full" if train.activation_checkpointing else "none"
-    if config.model.moe.recompute_h and checkpointing == "none":
-        checkpointing = "experts"
-    return RankLayout(
+    found = layout_of(
+        config,
         num_ranks,
-        tp_degree=tp,
-        route_degree=route,
-        dp_replicate_degree=copies,
-        zero_stage=parallel.zero_stage,
-        offload=parallel.offload,
-        checkpointing=checkpointing,  # type: ignore[arg-type]
-        micro_batch=train.samples_per_pass // groups,
-        accumulation=train.batch_size // train.samples_per_pass,
-        overlap_degree=parallel.overlap_degree,
-        all_to_all="hierarchical" if parallel.all_to_all == "hierarchical" else "flat",
+        experts=gpt_spec(config.model).num_experts,
+        recomputes_h=config.model.moe.recompute_h,
     )
+    W = found.shard_degree * found.tp_degree
+    fits = found.dp_replicate_degree * W == num_ranks
+    fits &= found.dp_degree * found.micro_batch == config.train.samples_per_pass
+    routes = found.layer_routes or (found.route_degree,)
+    return found if fits and not any(W % route for route in routes) else None
 
 
 def as_configured(config: GPTRunConfig, problem: Problem) -> Candidate | None:
@@ -51,8 +35,7 @@ def as_configured(config: GPTRunConfig, problem: Problem) -> Candidate | None:
         config: configuration of the run.
         problem: problem with the cluster; the run's batch and sequence length replace its own.
     """
-    cluster: Cluster = problem.cluster
-    layout = layout_of(config, cluster.num_gpus)
+    layout = configured_layout(config, problem.cluster.num_gpus)
     if layout is None:
         return None
     work = replace(problem.work, seq_len=config.data.seq_len)

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import get_args
 
 from expertmesh.config.cluster import Cluster, Precision
+from expertmesh.config.run import OptimConfig
+from expertmesh.config.values import check_choice
 from expertmesh.costs.hardware import find_cluster, known_devices
-from expertmesh.costs.peak_memory import GIB
-from expertmesh.costs.rank_layout import OURS, States, Workload
+from expertmesh.costs.memory import GIB
+from expertmesh.costs.rank_layout import IMBALANCE, States, workload_of
 from expertmesh.costs.step_time import efficiency_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -17,7 +19,6 @@ from expertmesh.planner.arguments import (
     MOST_TOKENS,
     cluster_of,
     number,
-    one_of,
     path_text,
     whole,
 )
@@ -39,8 +40,6 @@ from expertmesh.planner.search import (
 from expertmesh.planner.search_result import SearchResult
 from expertmesh.planner.table import plan_text
 
-IMBALANCE = 1.15
-"""Rows of the fullest rank over the mean in natural routing: 1.1 to 1.25 (docs/planner.md)."""
 _MOST_TIMES_MORE = 1024
 
 
@@ -99,7 +98,7 @@ def plan(
     """
     found = planned_model(model)
     where = cluster_of(cluster)
-    one_of("goal", goal, get_args(Goal))
+    check_choice("goal", goal, get_args(Goal))
     if tokens is not None:
         fix = "give the tokens of the training"
         tokens = number("tokens", tokens, most=MOST_TOKENS, fix=fix)
@@ -116,12 +115,6 @@ def plan(
     if not candidates:
         raise ConfigError(_nothing_fits(found, problem))
     return Plan(found, problem, goal, tuple(candidates), guesses)
-
-
-def _states(model: PlannedModel) -> States:
-    """The states of this project with a configuration's dtype of moments; "ours" if none have it."""
-    state_dtype = "float32" if model.config is None else model.config.optim.state_dtype
-    return next((name for name, dtype in OURS.items() if dtype == state_dtype), "ours")
 
 
 def _problem(
@@ -143,9 +136,8 @@ def _problem(
     if imbalance is not None:
         fix = "leave it out, or give the rows of the fullest rank over the mean"
         imbalance = number("imbalance", imbalance, most=MOST_IMBALANCE, fix=fix)
-    if states is None:
-        states = _states(model)
-    one_of("states", states, get_args(States))
+    if states is not None:
+        check_choice("states", states, get_args(States))
     pp, vpp = _stages(pp, vpp, cluster, model.sizes.num_layers)
     seq_len = model.seq_len if max_context is None else max_context
     if max_context is not None:
@@ -173,7 +165,9 @@ def _problem(
         guesses.append(f"products in {precision}")
     if imbalance is None:
         guesses.append(f"the fullest rank has {IMBALANCE:g} times the mean rows (imbalance)")
-    work = Workload(seq_len, precision=precision, states=states, imbalance=imbalance or IMBALANCE)
+    optim = OptimConfig() if model.config is None else model.config.optim
+    work = workload_of(optim, seq_len, precision, on_gpu=not is_cpu)
+    work = replace(work, states=states or work.states, imbalance=imbalance or IMBALANCE)
     guesses.append(
         "the network reaches its nominal bandwidth but for the fitted share (bench comm measures it)"
     )

@@ -6,11 +6,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from expertmesh.config.output_file import output_file, write_whole
-from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.memory import GIB
 from expertmesh.planner.scaling import Scaled, crossovers, scaling
 from expertmesh.planner.search_result import SearchResult
 from expertmesh.planner.svg import COLOURS, Axis, Dot, bars, plot
-from expertmesh.planner.table import how_sure, layout_text, memory_parts, plan_text, time_parts
+from expertmesh.planner.table import how_sure, layout_text, plan_text, time_parts
 
 BARS = 4
 """Number of layouts of the Pareto front that have bars."""
@@ -107,7 +107,9 @@ def _front(plan: SearchResult) -> str:
 def _parts(plan: SearchResult) -> str:
     shown = plan.front[:BARS]
     time = [(layout_text(c), [(n, 1e3 * v) for n, v in time_parts(c.seconds)]) for c in shown]
-    memory = [(layout_text(c), memory_parts(c.memory)) for c in shown]
+    memory = [
+        (layout_text(c), [(words, size / GIB) for words, size in c.memory.parts]) for c in shown
+    ]
     return _grid(
         _figure(bars(time, unit="ms", label="Time of a step by part"), "Time of a step"),
         _figure(bars(memory, unit="GiB", label="Memory of a device by part"), "Memory of a device"),

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints.hub.configs import model_config
-from expertmesh.config.base import expanded, is_there, parse_json, saved_run, shown
+from expertmesh.config.base import expanded, is_there, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.values import shown
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.errors import CheckpointError, ConfigError, text_of
 from expertmesh.models.bound_files import check_run, newest_state
@@ -17,7 +18,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.sizes import sizes_of
-from expertmesh.models.registry import recipe_owners
+from expertmesh.models.registry import FAMILIES, recipe, recipe_owners
 from expertmesh.planner.arguments import path_text
 from expertmesh.planner.published import published_models
 from expertmesh.planner.unread import unread
@@ -71,9 +72,10 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     if isinstance(target, GPTRunConfig):
         return _of_config("configuration", target)
     name = path_text("model", target, "a recipe's or model's name, a path or a GPTRunConfig")
-    if name in RECIPES:
-        return _of_config(name, RECIPES[name](), words=name)
     if name in recipe_owners():
+        config = recipe(name)
+        if isinstance(config, GPTRunConfig):
+            return _of_config(name, config, words=name)
         raise ConfigError(
             f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
         )
@@ -142,7 +144,8 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     """The model of a run's config.json, with what `runs.run_dir` and `quantize` write beside the configuration."""
     recipe = values.pop("recipe", None)
     family = values.get("family", GPT.name)
-    if family != GPT.name:
+    known = FAMILIES.get(family)
+    if known is None or not issubclass(known.config, GPTRunConfig):
         raise ConfigError(
             f"plan {name}: is of family {shown(family)}; plan a run of family {GPT.name}"
         )
@@ -154,7 +157,7 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     except CheckpointError as error:
         raise ConfigError(f"plan {name}: {text_of(error)}") from None
     with saved_run():
-        config = GPTRunConfig.model_validate(values)
+        config = known.config.model_validate(values)
     # the file has every option, so that any recipe will do; and its own folder holds a run already
     word = next((known for known in RECIPES if known == recipe), next(iter(RECIPES)))
     folder = shlex.quote(f"{config.train.run_dir}-planned")

@@ -18,8 +18,8 @@ from expertmesh.models.gpt.sizes import sizes_of
 _USUAL_SEQ = 4096
 RENAMED = {"tp": "tp_degree", "pp": "pp_degree", "vpp": "virtual_stages", "cp": "cp_degree"}
 RENAMED |= {"ep": "route_degree", "mbs": "micro_batch", "overlap": "overlap_degree"}
-OF_LAYOUT = set(RankLayout.__dataclass_fields__) - {"num_ranks", "accumulation"}
-OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len"}
+OF_LAYOUT = set(RankLayout.__dataclass_fields__) - {"num_ranks", "accumulation", "layer_routes"}
+OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len", "on_gpu"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from typing import Literal
 
 from expertmesh.config.cluster import Cluster, Precision
-from expertmesh.costs.peak_memory import GIB, PeakMemory, peak_memory
+from expertmesh.costs.memory import GIB, PeakMemory, peak_memory
 from expertmesh.costs.rank_layout import Checkpointing, Exchange, RankLayout, Workload
 from expertmesh.costs.sizes import ModelSizes
 from expertmesh.costs.step_time import Efficiency, StepSeconds, raw_step, step_seconds

@@ -96,7 +96,8 @@ def _switches(layout: RankLayout, usual: GPTRunConfig) -> list[str]:
             usual.train.activation_checkpointing,
         ),
         "model.moe.recompute-h": (
-            layout.checkpointing == "experts",
+            layout.checkpointing == "experts"
+            or (layout.checkpointing == "full" and usual.model.moe.recompute_h),
             usual.model.moe.recompute_h,
         ),
         "parallel.offload": (layout.offload, usual.parallel.offload),
@@ -122,6 +123,7 @@ def _degrees(layout: RankLayout, usual: ParallelConfig, *, has_experts: bool) ->
             "route-degree": (layout.route_degree, None),
             "overlap-degree": (layout.overlap_degree, usual.overlap_degree),
             "all-to-all": (layout.all_to_all, usual.all_to_all),
+            "replicated-experts": (layout.replicated_experts, usual.replicated_experts),
         }
         if layout.all_to_all == "flat" and not usual.adaptive:
             found["ranks-per-node"] = ("none", usual.ranks_per_node or "none")

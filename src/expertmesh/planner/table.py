@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from expertmesh.costs.peak_memory import GIB, PeakMemory
+from expertmesh.costs.memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
 from expertmesh.planner.configured import as_configured
 from expertmesh.planner.search import Candidate
@@ -30,18 +30,6 @@ def columns(rows: Sequence[Sequence[str]], *, right: str = "") -> list[str]:
     return lines
 
 
-_MEMORY_WORDS = {
-    "weights_bytes": "weights",
-    "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "gathered_bytes": "gathered weights",
-    "activations_bytes": "activations",
-    "dispatch_bytes": "dispatch",
-    "logits_bytes": "logits",
-    "communication_bytes": "context, buffers",
-    "allowance_bytes": "fragments",
-    "reused_bytes": "reused",
-}
 _SERVE_WORDS = {
     "weights_s": "weights",
     "cache_s": "keys and values",
@@ -182,16 +170,6 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f} s" if value >= 1 else f"{1e3 * value:,.1f} ms"
 
 
-def memory_parts(memory: PeakMemory) -> list[tuple[str, float]]:
-    """Parts of a device's memory in GiB, without zeros; reused memory is negative."""
-    found = []
-    for name, words in _MEMORY_WORDS.items():
-        value = getattr(memory, name) / GIB
-        if value:
-            found.append((words, -value if name == "reused_bytes" else value))
-    return found
-
-
 def time_parts(seconds: StepSeconds) -> list[tuple[str, float]]:
     """Parts of a step in seconds, without zeros."""
     found = [(words_of(f.name), getattr(seconds, f.name)) for f in fields(seconds)]
@@ -199,7 +177,7 @@ def time_parts(seconds: StepSeconds) -> list[tuple[str, float]]:
 
 
 def _memory_lines(memory: PeakMemory) -> list[tuple[str, str]]:
-    rows = [(words, f"{value:,.2f}") for words, value in memory_parts(memory)]
+    rows = [(words, f"{size / GIB:,.2f}") for words, size in memory.parts]
     return [("memory, GiB", ""), *rows, ("in all", f"{memory.device_bytes / GIB:,.2f}")]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.step_time import StepSeconds
 from expertmesh.planner.search import Candidate, can_cut, checkpointings, routes_over

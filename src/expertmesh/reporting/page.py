@@ -67,13 +67,14 @@ def write_page(
     find_plotly()
     from plotly.offline import get_plotlyjs
 
-    given = None if page is None else output_file("page", page)
+    target = expanded(runs[0]) / PAGE_NAME if page is None else expanded(page)
+    if page is not None or target.parent.is_dir():
+        output_file("page", target)
     found = [{**read_run(run), **_sampled(run, sample)} for run in runs]
     names = [run["name"] for run in found]
     for run, path in zip(found, runs, strict=True):
         if names.count(run["name"]) > 1:  # the path tells equal names apart
             run["name"] = os.fsencode(path).decode(errors="replace")
-    target = output_file("page", expanded(runs[0]) / PAGE_NAME) if given is None else given
     write_whole(target, _filled(found, get_plotlyjs()))
     return target
 

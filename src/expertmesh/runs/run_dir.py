@@ -39,7 +39,7 @@ from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
 """File name of a run's tokenizer."""
-_PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
+_PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers")
 
 
 class RunDir:
@@ -53,6 +53,7 @@ class RunDir:
         self.path = expanded(path)
         self.config = self.path / "config.json"
         self.arithmetic = self.path / "arithmetic.json"
+        self.plans = self.path / "dispatch_plans.json"
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
         self.experts = self.path / "experts.jsonl"
@@ -71,7 +72,7 @@ class RunDir:
         Raises:
             ConfigError: another process holds the lock, or the path is no folder that can be made.
         """
-        files = (self.lock, self.arithmetic, self.config, self.versions)
+        files = (self.lock, self.arithmetic, self.plans, self.config, self.versions)
         folders = (self.path, *self.path.parents)
         new_files, new_folders = ([p for p in ps if not p.exists()] for ps in (files, folders))
         with self._hold() as file:
@@ -121,9 +122,16 @@ class RunDir:
         """Try all that a run will write here, before its first step.
 
         Raises:
+            ConfigError: the path is a file or below one.
             OSError: something is in the way, or cannot be written; names it.
         """
-        for path in (self.config, self.arithmetic, self.versions, *self.records):
+        if not next(
+            one for one in (self.path, *self.path.absolute().parents) if one.exists()
+        ).is_dir():
+            raise ConfigError(
+                "train.run_dir", self.path, "is a file or below a file", "choose a folder"
+            )
+        for path in (self.config, self.arithmetic, self.plans, self.versions, *self.records):
             check_file(path)
         for path in (self.checkpoints, self.tensorboard):
             check_folder(path)

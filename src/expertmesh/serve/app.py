@@ -73,7 +73,12 @@ class ServerApp:
         self.engine, self.created = engine, int(time.time())
         self.reader = RequestReader(engine, config, model_name)
         self.metrics = Metrics(engine, model_name)
-        self.worker = EngineWorker(engine, self.metrics.stepped, num_threads=num_threads)
+        self.worker = EngineWorker(
+            engine,
+            self.metrics.stepped,
+            num_threads=num_threads,
+            left=self.metrics.requests.left,
+        )
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="reading")
         self._schemas = ThreadPoolExecutor(_SCHEMA_READERS, thread_name_prefix="schemas")
         self._num_schemas = 0

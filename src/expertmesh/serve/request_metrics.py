@@ -87,6 +87,11 @@ class RequestMetrics:
 
         return told
 
+    def left(self, count: int) -> None:
+        """Count answers whose client has gone, or that a stop ended; thread-safe."""
+        if count:
+            self._success.labels(self._name, "abort").inc(count)
+
     def _token(self, output: RequestOutput, before: _Seen | None, begin: float, now: float) -> None:
         if before is None:
             self._prompt.inc(len(output.prompt_ids))

@@ -96,6 +96,7 @@ class EngineWorker:
         observe: called in the event loop with tokens and seconds of each step, for metrics.
         writing_s: longest time in seconds that a step waits for the event loop to write the previous outputs.
         num_threads: number of CPU threads of the steps; None: torch's.
+        left: called in the thread with the number of unfinished answers of a closed ticket, for metrics.
 
     Attributes:
         engine: the engine.
@@ -111,8 +112,9 @@ class EngineWorker:
         *,
         writing_s: float = 0.1,
         num_threads: int | None = None,
+        left: Callable[[int], None] | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._left = engine, left
         self.error: str | None = None
         self.is_lost = False
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -188,8 +190,10 @@ class EngineWorker:
             if what == "add":
                 self._add(ticket)
             else:
+                answers = [one for name in ticket._names for one in self.engine.abort(name)]
+                if self._left is not None:
+                    self._left(sum(one.finish_reason == "abort" for one in answers))
                 for name in ticket._names:
-                    self.engine.abort(name)
                     self._tickets.pop(name, None)
 
     def _add(self, ticket: Ticket) -> None:

@@ -5,6 +5,7 @@ read their roles, tensor parallelism reads their cut, expert parallelism their a
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -203,15 +204,27 @@ class ModelSpec:
         return found
 
     @cached_property
-    def num_of_muon(self) -> int:
-        """Elements of the matrices, which Muon may update."""
-        return num_elements(one for one in self.parameters if one.is_matrix)
+    def num_experts(self) -> tuple[int, ...]:
+        """Number of routed experts of each layer that has some, in layer order."""
+        found = {
+            one.layer: one.shape[one.expert_axis] for one in self if one.expert_axis is not None
+        }
+        return tuple(found.values())
 
     @cached_property
-    def dense_layers(self) -> list[int]:
-        """Elements of each layer without its routed experts, in layer order."""
-        numbered = (ones for layer, ones in self.layers.items() if layer is not None)
-        return [num_elements(one for one in ones if not one.is_expert) for ones in numbered]
+    def alike(self) -> tuple[tuple[Parameter, int], ...]:
+        """(parameter, number) of parameters that differ in name and layer alone."""
+        return tuple(
+            Counter(replace(one, name="", layer=None, hub=()) for one in self.parameters).items()
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.parameters, self.experts_per_token))
+
+    def __hash__(self) -> int:
+        """Computed once: costs keep what they know of a model by its specification."""
+        return self._hash
 
     def count(self, *parts: str) -> int:
         """Elements of some parts of the model.

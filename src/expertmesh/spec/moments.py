@@ -6,7 +6,7 @@ part that is large and consists of whole blocks.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from expertmesh.config.run import StateDtype
@@ -16,19 +16,6 @@ FEWEST_ELEMENTS = 4096
 BLOCK = 64
 """Elements along the last axis that share a scale in int8; fewer where the axis is short."""
 _SMALLEST_BLOCK = 8
-_SCALE_BYTES = 4
-
-
-class _Theirs(NamedTuple):
-    block: int
-    bits: int
-
-
-THEIRS: Mapping[StateDtype, _Theirs] = {
-    "torchao-int8": _Theirs(256, 8),
-    "torchao-int4": _Theirs(128, 4),
-}
-"""Block size (elements contiguous in memory that share a scale) and bits per element of torchao's dtypes."""
 
 
 def block_size(width: int) -> int:
@@ -48,6 +35,31 @@ def block_size(width: int) -> int:
     return min(max(1 << (quarter.bit_length() - 1), _SMALLEST_BLOCK), BLOCK)
 
 
+class Format(NamedTuple):
+    """Storage of a moment.
+
+    Attributes:
+        bits: bits of an element.
+        num_floats: FP32 numbers beside the elements, such as scales, by the whole tensor's shape and the part's.
+        torchao_block: elements contiguous in memory that share a scale in torchao's formats; 0: the format is ours.
+    """
+
+    bits: int
+    num_floats: Callable[[Sequence[int], Sequence[int]], int] = lambda shape, part: 0
+    torchao_block: int = 0
+
+
+FORMATS: Mapping[StateDtype, Format] = {
+    "float32": Format(32),
+    "bfloat16": Format(16),
+    "int8": Format(8, lambda s, part: math.prod(part[:-1]) * -(-part[-1] // block_size(s[-1]))),
+    "fp16-scaled": Format(16, lambda shape, part: 1),
+    "torchao-int8": Format(8, lambda shape, part: math.prod(part) // 256 + 2**8, 256),
+    "torchao-int4": Format(4, lambda shape, part: math.prod(part) // 128 + 2**4, 128),
+}
+"""All formats; torchao's have a table of the value of each code, too."""
+
+
 def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype) -> bool:
     """Whether a tensor has its moments in the requested dtype.
 
@@ -56,8 +68,8 @@ def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtyp
         part: shape of one rank's part of it.
         state_dtype: the requested dtype.
     """
-    if theirs := THEIRS.get(state_dtype):
-        return math.prod(part) >= FEWEST_ELEMENTS and math.prod(part) % theirs.block == 0
+    if block := FORMATS[state_dtype].torchao_block:
+        return math.prod(part) >= FEWEST_ELEMENTS and math.prod(part) % block == 0
     if state_dtype == "float32" or len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return False
     is_cut = part[-1] != shape[-1]
@@ -83,10 +95,5 @@ def moment_bytes(
     elements = math.prod(part)
     if not is_compact(shape, part, state_dtype):
         return elements * master
-    if theirs := THEIRS.get(state_dtype):
-        table = 4 * 2**theirs.bits  # FP32 value of each code
-        return elements * theirs.bits // 8 + _SCALE_BYTES * elements // theirs.block + table
-    if state_dtype == "int8":
-        blocks = math.prod(part[:-1]) * -(-part[-1] // block_size(shape[-1]))
-        return elements + _SCALE_BYTES * blocks
-    return 2 * elements + (_SCALE_BYTES if state_dtype == "fp16-scaled" else 0)
+    form = FORMATS[state_dtype]
+    return elements * form.bits // 8 + 4 * form.num_floats(shape, part)

@@ -28,13 +28,11 @@ def check_run_memory(
         return
     on_host = device.type == "cpu" or config.parallel.offload
     memory = memory_of_process(device, on_host=on_host)
-    each = costs.alone if costs.each is None else costs.each
-    weights = each.weights_bytes if costs.each is None else each.parameters_bytes
     # while the dtype is not chosen yet, the smaller one
     dtype = torch.bfloat16 if config.train.dtype == "auto" else getattr(torch, config.train.dtype)
     taught = teacher_bytes(config, family, num_ranks=num_ranks, compute_dtype=dtype)
-    fixed = weights + each.gradients_bytes + each.optimizer_bytes + taught
-    whole = fixed + costs.alone.activations_bytes // num_ranks
+    fixed = costs.memory.states_bytes + costs.memory.host_bytes + taught
+    whole = costs.memory.live_bytes + costs.memory.host_bytes + taught
     rows = "micro_batch_size" if config.train.micro_batch_size else "batch_size"
     batch = (f"train.{rows}", getattr(config.train, rows))
     has_seq_len = hasattr(config.data, "seq_len")

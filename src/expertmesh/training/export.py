@@ -13,7 +13,7 @@ from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
-from expertmesh.config.output_file import complete, remove_leftovers
+from expertmesh.config.output_file import complete, output_file, remove_leftovers
 from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.runs.run_dir import find_run, load_run
 from expertmesh.training.state import read_run_state
@@ -96,8 +96,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
             "exists already",
             f"choose another file, or add {named('overwrite', True)}",
         )
-    if not output.parent.is_dir():
-        raise ConfigError("output", output, f"there is no folder {output.parent}", "make it first")
+    output_file("output", output)
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -12,10 +12,10 @@ from torch import nn
 from expertmesh.checkpoints.dcp import Make
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
-from expertmesh.config.output_file import naming
+from expertmesh.config.output_file import naming, new_folder
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.bound_files import RECORD, hashes_of
+from expertmesh.models.bound_files import RECORD, hashes_in
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.family import Family
 from expertmesh.models.registry import FAMILIES, find_family
@@ -167,8 +167,7 @@ def save_as_run(
         ConfigError: the run directory exists already.
     """
     run_dir = RunDir(config.train.run_dir)
-    if run_dir.path.exists():
-        raise ConfigError(f"{run_dir.path}: exists already; choose another folder")
+    new_folder("folder", run_dir.path)
     run_dir.path.mkdir(parents=True)
     try:
         with naming(run_dir.path):
@@ -200,7 +199,7 @@ def _write(
                 "config": config.model_dump(mode="json"),
                 "recipe": recipe,
                 "data_key": "",
-                RECORD: hashes_of(files, find_family(config.family)),
+                RECORD: hashes_in(run_dir.path, find_family(config.family)),
             },
             eval_loss=None,
             make=None if make is None else lambda name: make(name.removeprefix(_MODEL)),

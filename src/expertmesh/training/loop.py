@@ -11,17 +11,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from expertmesh.checkpoints.store import (
-    CheckpointStore,
-    list_checkpoints,
-    newest_good,
-    step_of,
-)
+from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
 from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
-from expertmesh.models.bound_files import check_files, check_run, hashes_of, newest_state
+from expertmesh.models.bound_files import check_files, check_run, hashes_in, newest_state
 from expertmesh.models.family import Family
 from expertmesh.models.registry import find_family
 from expertmesh.models.task import Batch, Data, Task
@@ -198,9 +193,7 @@ def train(
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume(leaves_from, begin)
-        ranks.on_rank0(
-            lambda: run_dir.write_description(config, recipe=recipe, files=kept_files(config, data))
-        )
+        ranks.on_rank0(trainer.describe)
         trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
 
@@ -255,6 +248,7 @@ class _Trainer:
         task.builder.bytes_beside = teacher_bytes(
             config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
         )
+        task.builder.plans = run_dir.plans
         model = task.builder.place(
             device=precision.device, dtype=precision.master_dtype, ranks=ranks
         )
@@ -273,7 +267,7 @@ class _Trainer:
             keep_every=config.train.keep_every,
             ranks=ranks,
         )
-        self.hashes = hashes_of(data.files, family)
+        self.hashes: dict[str, str] = {}
         self.trackers = AllTrackers((), ())
         self.saved_step: int | None = None
         self.evaluated: Evaluation | None = None
@@ -299,6 +293,13 @@ class _Trainer:
         if path != trunk:
             self.saved_step = self.state.progress.step
         return self.state.progress.step
+
+    def describe(self) -> None:
+        """Write what the run is, and note the files that belong to its checkpoints; on rank 0."""
+        goes_on = self.saved_step is not None
+        files = self.data.files if goes_on else kept_files(self.config, self.data)
+        self.run_dir.write_description(self.config, recipe=self.recipe, files=files)
+        self.hashes = hashes_in(self.run_dir.path, self.family)
 
     def run(
         self,
@@ -404,12 +405,12 @@ class _Trainer:
         if stop.signal is not None:
             report.last_word(
                 f"stopped by {stop.signal.name} after step {progress.step}, {saved};"
-                " continue with --train.resume auto"
+                f" continue with {named('train.resume', 'auto')}"
             )
         elif self.ended_early == "max_time":
             report.last_word(
                 f"stopped after step {progress.step}: {config.max_time:g} s of train.max_time are used up, {saved}; continue with"
-                " --train.resume auto"
+                f" {named('train.resume', 'auto')}"
             )
         elif self.ended_early == "patience":
             count = (

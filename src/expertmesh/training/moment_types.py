@@ -4,9 +4,9 @@
 never change if its updates are smaller than half a step of its type.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from expertmesh.config.run import StateDtype
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.shard_place import laid_out_as
-from expertmesh.spec.moments import THEIRS, block_size, is_compact
+from expertmesh.spec.moments import block_size, is_compact
 from expertmesh.training.stochastic_rounding import Words
 from expertmesh.training.workspace import Workspace
 
@@ -30,59 +30,69 @@ State = dict[str, Tensor]
 """Optimizer state of a parameter: each moment by name and, if its type has scales, its scales by NAME_scale."""
 
 
-class Code(ABC):
-    """Storage type of moments, for tensors with a given last axis.
+class Moment(NamedTuple):
+    """Rows of a stored moment.
+
+    Attributes:
+        codes: (R, C).
+        scales: scales of these rows, the scalar scale of a whole tensor, or None.
+        is_signed: whether values may be negative.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    is_signed: bool
+
+    @classmethod
+    def of(cls, state: State, key: str) -> "Moment":
+        """All rows of the local shard of a moment, sharing memory."""
+        scales = state.get(f"{key}_scale")
+        scales = scales if scales is None or not scales.ndim else rows(scales)
+        return cls(rows(state[key]), scales, is_signed(key))
+
+    def part(self, part: slice) -> "Moment":
+        """The rows of a slice."""
+        scales = self.scales if self.scales is None or not self.scales.ndim else self.scales[part]
+        return Moment(self.codes[part], scales, self.is_signed)
+
+
+class Code:
+    """Storage type of moments, for tensors with a given last axis; this one is the parameter's own dtype.
 
     Args:
         width: length of the whole last axis.
     """
 
-    name: StateDtype
-    dtypes: tuple[torch.dtype, torch.dtype]
-    """Dtypes of the codes of a signed moment, and of a non-negative one."""
-    is_stochastic = True
+    name: StateDtype = "float32"
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = None, None
+    """Dtypes of the codes of a signed moment, and of a non-negative one; None: the parameter's."""
+    is_stochastic = False
     """Whether rounding uses random words."""
+    block = 1
+    """Elements along the last axis that are decoded together."""
 
     def __init__(self, width: int) -> None:
         self.width = width
 
-    @abstractmethod
     def new_scales(self, parameter: Tensor) -> Tensor | None:
         """Scales of a zero moment; None: the type has no scales."""
+        return None
 
-    @abstractmethod
-    def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
-        """Decode rows of a moment into FP32 or FP64.
+    def read(self, moment: Moment, out: Tensor, space: Workspace) -> None:
+        """Decode rows of a moment into `out`, (R, C) in FP32 or FP64."""
+        out.copy_(moment.codes)
 
-        Args:
-            codes: (R, C).
-            scales: scales of these rows.
-            out: (R, C), set.
-            space: workspace.
-        """
-
-    @abstractmethod
-    def write(
-        self,
-        values: Tensor,
-        codes: Tensor,
-        scales: Tensor | None,
-        words: Tensor | None,
-        space: Workspace,
-        *,
-        signed: bool,
-    ) -> None:
+    def write(self, values: Tensor, moment: Moment, words: Tensor | None, space: Workspace) -> None:
         """Encode rows of a moment.
 
         Args:
             values: (R, C) FP32 or FP64, overwritten.
-            codes: (R, C), set.
-            scales: scales of these rows, set. A scale of the whole tensor is an input.
+            moment: these rows; codes and scales are set. A scale of the whole tensor is an input.
             words: (R, C) int32 random words, overwritten. A signed moment uses their lower halves, a non-negative one
                 their upper halves, so one word serves both. None: round to nearest.
             space: workspace.
-            signed: whether values may be negative.
         """
+        moment.codes.copy_(values)
 
     def new(self, parameter: Tensor, key: str) -> State:
         """Zero moment by name, with the layout of a parameter."""
@@ -95,39 +105,23 @@ class Code(ABC):
 class Bfloat16(Code):
     """Moments in bfloat16: the upper half of FP32's bits. Non-finite values become NaN."""
 
-    name: StateDtype = "bfloat16"
+    name = "bfloat16"
     dtypes = torch.bfloat16, torch.bfloat16
+    is_stochastic = True
 
-    def new_scales(self, parameter: Tensor) -> Tensor | None:
-        """Returns None: bfloat16 has no scales."""
-        return None
-
-    def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
-        """Decode rows; see `Code.read`."""
-        out.copy_(codes)
-
-    def write(
-        self,
-        values: Tensor,
-        codes: Tensor,
-        scales: Tensor | None,
-        words: Tensor | None,
-        space: Workspace,
-        *,
-        signed: bool,
-    ) -> None:
+    def write(self, values: Tensor, moment: Moment, words: Tensor | None, space: Workspace) -> None:
         """Encode rows; see `Code.write`."""
         if words is None:
-            codes.copy_(values)
+            moment.codes.copy_(values)
             return
         values = _in_fp32(values, space)
         rounded = space.table("rounded", values.shape, torch.int32)
-        if not signed:
+        if not moment.is_signed:
             words.bitwise_right_shift_(16)
         # upper half of FP32's bits; a carry from the lower half gives the next number
         torch.add(values.view(torch.int32), words.bitwise_and_(0xFFFF), out=rounded)
         found = rounded.bitwise_and_(-0x10000).view(torch.float32)
-        codes.copy_(found.add_(values.mul_(0)))
+        moment.codes.copy_(found.add_(values.mul_(0)))
 
 
 class Float16Scaled(Code):
@@ -139,31 +133,23 @@ class Float16Scaled(Code):
     next step divides by them.
     """
 
-    name: StateDtype = "fp16-scaled"
+    name = "fp16-scaled"
     dtypes = torch.float16, torch.float16
     largest = torch.finfo(torch.float16).max
-    is_stochastic = False
 
     def new_scales(self, parameter: Tensor) -> Tensor | None:
         """Scale of the tensor, a scalar."""
         return torch.zeros((), dtype=torch.float32, device=own_part(parameter).device)
 
-    def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
+    def read(self, moment: Moment, out: Tensor, space: Workspace) -> None:
         """Decode rows; see `Code.read`."""
+        codes, scales, _ = moment
         assert scales is not None
         out.copy_(codes).mul_(scales)
 
-    def write(
-        self,
-        values: Tensor,
-        codes: Tensor,
-        scales: Tensor | None,
-        words: Tensor | None,
-        space: Workspace,
-        *,
-        signed: bool,
-    ) -> None:
+    def write(self, values: Tensor, moment: Moment, words: Tensor | None, space: Workspace) -> None:
         """Encode rows; see `Code.write`."""
+        codes, scales, signed = moment
         assert scales is not None
         values.div_(scales)
         codes.copy_(values if signed else values.clamp_min_(_LEAST_FP16))
@@ -190,8 +176,9 @@ class Int8(Code):
     becomes NaN.
     """
 
-    name: StateDtype = "int8"
+    name = "int8"
     dtypes = torch.int8, torch.uint8
+    is_stochastic = True
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -208,8 +195,9 @@ class Int8(Code):
         part = torch.zeros(shape, dtype=torch.float32, device=own.device)
         return laid_out_as(parameter, part, last=self.num_blocks(self.width))
 
-    def read(self, codes: Tensor, scales: Tensor | None, out: Tensor, space: Workspace) -> None:
+    def read(self, moment: Moment, out: Tensor, space: Workspace) -> None:
         """Decode rows; see `Code.read`."""
+        codes, scales, _ = moment
         assert scales is not None
         is_even = codes.shape[1] % self.block == 0 and out.dtype == torch.float32
         x = out.copy_(codes).view(len(codes), -1, self.block) if is_even else None
@@ -224,17 +212,9 @@ class Int8(Code):
         if not is_even:
             out.copy_(x.view(len(codes), -1)[:, : codes.shape[1]])
 
-    def write(
-        self,
-        values: Tensor,
-        codes: Tensor,
-        scales: Tensor | None,
-        words: Tensor | None,
-        space: Workspace,
-        *,
-        signed: bool,
-    ) -> None:
+    def write(self, values: Tensor, moment: Moment, words: Tensor | None, space: Workspace) -> None:
         """Encode rows; see `Code.write`."""
+        codes, scales, signed = moment
         assert scales is not None
         powers, levels = (2, 127) if signed else (3, 255)
         is_even = values.shape[1] % self.block == 0 and values.dtype == torch.float32
@@ -290,8 +270,9 @@ def _in_fp32(values: Tensor, space: Workspace) -> Tensor:
 
 
 CODES: Mapping[StateDtype, type[Code]] = {
-    code.name: code for code in (Bfloat16, Int8, Float16Scaled)
+    code.name: code for code in (Code, Bfloat16, Int8, Float16Scaled)
 }
+"""Our types; torchao's have an optimizer of their own."""
 
 
 @cache
@@ -299,30 +280,29 @@ def _code(state_dtype: StateDtype, width: int) -> Code:
     return CODES[state_dtype](width)
 
 
-def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code | None:
-    """Storage type of a parameter's moments; None: the parameter's own dtype (`spec/moments.py` has the rule).
+def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code:
+    """Storage type of a parameter's moments among ours (`spec/moments.py` has the rule).
 
     Args:
         parameter: a plain tensor or a DTensor.
         state_dtype: requested type.
     """
-    if state_dtype in THEIRS:
-        return None
-    is_wide = parameter.dtype in (torch.float32, torch.float64)
     own = own_part(parameter)
-    if not is_wide or not own.is_contiguous():
-        return None
+    is_wide = parameter.dtype in (torch.float32, torch.float64) and own.is_contiguous()
+    if state_dtype not in CODES or not is_wide:
+        return _code("float32", 1)
     if not is_compact(parameter.shape, own.shape, state_dtype):
-        return None
+        return _code("float32", 1)
     return _code(state_dtype, parameter.shape[-1])
 
 
-def is_kept_as(parameter: Tensor, state_dtype: StateDtype) -> bool:
-    """Whether a parameter's moments are stored in the requested type, ours or torchao's."""
-    if state_dtype in THEIRS:
-        shape = parameter.shape
-        return parameter.is_contiguous() and is_compact(shape, shape, state_dtype)
-    return code_of(parameter, state_dtype) is not None
+def kept_as(parameter: Tensor, state_dtype: StateDtype) -> StateDtype:
+    """Type in which a parameter's moments are stored, ours or torchao's, where `state_dtype` is requested."""
+    if state_dtype in CODES:
+        return code_of(parameter, state_dtype).name
+    shape = parameter.shape
+    is_theirs = parameter.is_contiguous() and is_compact(shape, shape, state_dtype)
+    return state_dtype if is_theirs else "float32"
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -357,46 +337,25 @@ def read_moment(
         space: workspace.
         scale: scale of the whole tensor to use instead of the state's, which is already the next step's.
     """
-    codes, scales = rows(state[key]), scale_rows(state, key) if scale is None else scale
-    found = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for part in row_slices(codes):
-        code.read(codes[part], of_rows(scales, part), found[part], space)
+    moment = Moment.of(state, key)
+    moment = moment if scale is None else moment._replace(scales=scale)
+    found = torch.empty(moment.codes.shape, dtype=dtype, device=moment.codes.device)
+    for part in row_slices(found):
+        code.read(moment.part(part), found[part], space)
     return found
 
 
 def write_moment(
     code: Code, state: State, key: str, values: Tensor, words: Words | None, space: Workspace
 ) -> None:
-    """Encode the local shard of a moment.
-
-    Args:
-        code: storage type.
-        state: optimizer state of the parameter.
-        key: name of the moment.
-        values: (R, C), unchanged.
-        words: see `Code.write`.
-        space: workspace.
-    """
-    codes, scales = rows(state[key]), scale_rows(state, key)
-    for part in row_slices(codes):
+    """Encode the local shard of a moment; `values` (R, C) stay as they are, for `words` see `Code.write`."""
+    moment = Moment.of(state, key)
+    for part in row_slices(moment.codes):
         some = space.table("given", values[part].shape, values.dtype).copy_(values[part])
         drawn = None if words is None else words.of(part, space)
-        code.write(some, codes[part], of_rows(scales, part), drawn, space, signed=is_signed(key))
+        code.write(some, moment.part(part), drawn, space)
 
 
 def is_signed(key: str) -> bool:
     """Whether a moment may be negative, by its name."""
     return not key.endswith("_sq")
-
-
-def scale_rows(state: State, key: str) -> Tensor | None:
-    """Scales of a moment by row, the scalar scale of a whole tensor, or None."""
-    scales = state.get(f"{key}_scale")
-    if scales is None or not scales.ndim:
-        return scales
-    return rows(scales)
-
-
-def of_rows(scales: Tensor | None, part: slice) -> Tensor | None:
-    """Scales of a slice of rows; a scalar or None is returned as it is."""
-    return scales if scales is None or not scales.ndim else scales[part]

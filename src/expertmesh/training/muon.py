@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
-from expertmesh.training.compact import (
+from expertmesh.training.fused import Halves, on_halves, shape_of_one
+from expertmesh.training.low_bit_adamw import (
+    MUON_KEYS,
     Compact,
-    CompactAdamW,
+    LowBitAdamW,
     begin_step,
     fused_adamw,
     grow_scales,
@@ -19,7 +21,6 @@ from expertmesh.training.compact import (
     loss_of,
     words_of,
 )
-from expertmesh.training.fused import Halves, on_halves, shape_of_one
 from expertmesh.training.moment_types import read_moment, write_moment
 from expertmesh.training.stochastic_rounding import Words
 from expertmesh.training.workspace import Workspace, Workspaces
@@ -30,7 +31,7 @@ STEPS = 5
 """Number of iterations."""
 EPS = 1e-7
 """Lower bound of the norm that a matrix is divided by."""
-_MOMENT = "momentum_buffer"
+(_MOMENT,) = MUON_KEYS
 WIDE = 1.5
 """Ratio of width to height from which matrices are iterated by their Gram matrices."""
 
@@ -131,7 +132,7 @@ class Muon(torch.optim.Optimizer):
         others = [group for group in self.param_groups if not group["is_matrix"]]
         if all(group["state_dtype"] == "float32" for group in others):
             return fused_adamw(self, others)
-        return CompactAdamW(others).sharing(self.state)
+        return LowBitAdamW(others).sharing(self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copying and pickling."""

@@ -10,13 +10,13 @@ from torch import nn
 from expertmesh.config.run import Frozen, OptimConfig, StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
-from expertmesh.spec.moments import FEWEST_ELEMENTS, THEIRS
-from expertmesh.training.compact import CompactAdamW
+from expertmesh.spec.moments import FEWEST_ELEMENTS
 from expertmesh.training.fused import fused_halves
-from expertmesh.training.moment_types import is_kept_as
+from expertmesh.training.low_bit_adamw import LowBitAdamW
+from expertmesh.training.moment_types import CODES, kept_as
 from expertmesh.training.muon import Muon
 from expertmesh.training.param_groups import DECAYED, parameter_roles
-from expertmesh.training.theirs import TorchaoAdamW, check_theirs
+from expertmesh.training.torchao_adamw import TorchaoAdamW, check_torchao
 
 
 def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
@@ -62,8 +62,8 @@ def build_optimizer(
     Raises:
         ConfigError: `state_dtype` has no effect, or is torchao's and unavailable here.
     """
-    if config.state_dtype in THEIRS:
-        check_theirs(
+    if config.state_dtype not in CODES:
+        check_torchao(
             [p for p in model.parameters() if p.requires_grad],
             config.state_dtype,
             num_ranks=num_ranks,
@@ -75,8 +75,7 @@ def build_optimizer(
             # The fused update takes tensors of one mesh only.
             mesh = getattr(parameter, "device_mesh", None)
             is_matrix = config.name == "muon" and roles[name] == "matrix"
-            is_few = is_kept_as(parameter, config.state_dtype)
-            kept: StateDtype = config.state_dtype if is_few else "float32"
+            kept = kept_as(parameter, config.state_dtype)
             group = roles[name] in DECAYED, is_matrix, kept, mesh
             groups.setdefault(group, []).append((name, parameter))
     is_compact = config.state_dtype != "float32"
@@ -113,10 +112,10 @@ def build_optimizer(
             eps=config.eps,
             dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else None,
         )
-    if config.state_dtype in THEIRS:
+    if config.state_dtype not in CODES:
         return TorchaoAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
     if is_compact:
-        return CompactAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
+        return LowBitAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
     return torch.optim.AdamW(params, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 

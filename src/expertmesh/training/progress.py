@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from expertmesh.errors import printed
 from expertmesh.models.family import Family
 from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.metrics import StepMetrics
@@ -126,7 +127,8 @@ class ProgressReport:
         )
 
     def last_word(self, text: str) -> None:
-        """Print a line that must be seen: on standard error if standard output is lost."""
+        """Print a line that must be seen, with options as in `printed`: on standard error if standard output is lost."""
+        text = printed(text)
         self.message(text)
         if self._is_lost:
             _to_stderr(text)

@@ -5,7 +5,6 @@ new run, which can be used directly; a little more training (`train.init_from`) 
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from expertmesh.config.base import dotted_values, expanded
+from expertmesh.config.base import dotted_values
+from expertmesh.config.output_file import new_folder
 from expertmesh.config.run import RunConfig
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.task import Data, Task
@@ -128,10 +129,8 @@ def prune(
         CheckpointError: the run has no usable checkpoint.
     """
     for option, value in (("keep", keep), ("max_samples", max_samples)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(option, value, "must be a whole number, 1 or more", "give one")
-    target = expanded(target)
-    _check_new(target)
+        Number(1, fix="give one", types=WHOLE, optional=True).check(option, value)
+    target = new_folder("to", target)
     run = with_data(load_run(source), data_path)
     data_key = read_run_state(run.checkpoint)["data_key"]
     if not data_key:
@@ -196,8 +195,7 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
         ConfigError: the models differ, or have no experts.
         CheckpointError: a run has no usable checkpoint.
     """
-    target = expanded(target)
-    _check_new(target)
+    target = new_folder("to", target)
     run, other = load_run(first), load_run(second)
     _check_alike(run, other)
     trained, added = open_model(run), open_model(other)
@@ -217,30 +215,6 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
     recipe = f"the experts of {run.path.name} and {other.path.name}"
     _write(run, tensors, target, sizes, recipe=recipe)
     return Regrouped(target, sizes)
-
-
-def _check_new(target: Path) -> None:
-    """Check that a run directory can be created, before work that takes long.
-
-    Raises:
-        ConfigError: the path exists, or the folder cannot be created.
-    """
-    if target.exists():
-        raise ConfigError("to", target, "exists already", "choose another folder")
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise ConfigError("to", target, f"is below the file {above}", "choose another folder")
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
-    try:
-        target.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            "to", target, f"cannot be made: {error.strerror}", "choose another folder"
-        ) from None
-    finally:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
 
 
 def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:

@@ -20,7 +20,7 @@ from expertmesh.models.registry import DEFAULT
 from expertmesh.models.task import Data
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.moments_saved import MomentsReader
-from expertmesh.training.theirs import plain_tensors
+from expertmesh.training.torchao_adamw import plain_tensors
 
 _RUNS = ("distill.teacher", "train.init_from", "train.branch_from")
 """Options that name the folder of another run."""

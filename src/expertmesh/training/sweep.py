@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from expertmesh.config.base import dotted_values, expanded
-from expertmesh.config.output_file import write_whole
+from expertmesh.config.output_file import check_file, write_whole
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError, named
 from expertmesh.models.family import Family, Metric
@@ -106,6 +106,8 @@ def sweep(
     ]
     for run in runs:
         _check_same_options(run, family)
+        RunDir(run.train.run_dir).check_writable()
+    check_file(folder / TABLE_NAME)
     found: list[SweptRate] = []
     for one in _each(runs, recipe, family, console):
         found.append(one)

@@ -114,13 +114,12 @@ def teacher_bytes(
     run = find_teacher(config, family)
     if run.family.name != family.name:
         return 0
-    theirs = run.config.model_copy(update={"parallel": config.parallel})
+    parallel = config.parallel.model_copy(update={"offload": False})
+    theirs = run.config.model_copy(update={"parallel": parallel})
     costs = family.costs_of(theirs, num_ranks=num_ranks, dtype="float32")
     if costs is None:
         return 0
-    alone: int = costs.alone.weights_bytes
-    in_fp32: int = alone if costs.each is None else costs.each.parameters_bytes
-    return in_fp32 * teacher_dtype(compute_dtype).itemsize // 4
+    return int(costs.memory.weights_bytes) * teacher_dtype(compute_dtype).itemsize // 4
 
 
 def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, name: str) -> None:

@@ -6,6 +6,7 @@ cost of encoding the source is divided among the target tokens.
 
 from dataclasses import dataclass
 
+from expertmesh.config.cluster import Precision
 from expertmesh.costs.flops import (
     experts_flops,
     mlp_flops,
@@ -13,8 +14,7 @@ from expertmesh.costs.flops import (
     rows_per_token,
     shared_flops,
 )
-from expertmesh.costs.memory import memory_by_size
-from expertmesh.costs.run_costs import RunCosts
+from expertmesh.costs.run_costs import RunCosts, SampleSizes, memory_of
 from expertmesh_families.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig
 from expertmesh_families.seq2seq.spec import seq2seq_spec
 
@@ -65,35 +65,29 @@ def _feed_forward_flops(config: Seq2SeqConfig, num_experts: int) -> int:
     return routed + shared_flops(config)
 
 
-def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
+def seq2seq_costs(
+    config: Seq2SeqRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
+) -> RunCosts:
     """The costs of training an encoder-decoder.
 
     Args:
         config: the run; its degrees fit the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
+        on_gpu: whether the ranks compute on GPUs.
     """
     model, train = config.model, config.train
     S, T = model.max_source_len, model.max_seq_len
     spec = seq2seq_spec(model)
     samples = train.samples_per_pass
     flops = forward_flops(model, source_len=S, target_len=T, batch_size=samples)
-    alone, each = memory_by_size(
-        spec,
-        activation_elements=samples * _activation_elements(model),
-        parallel=config.parallel,
-        num_ranks=num_ranks,
-        dtype=dtype,
-        optimizer=config.optim.name,
-        state_dtype=config.optim.state_dtype,
-    )
+    sizes = SampleSizes(spec, _activation_elements(model))
     return RunCosts(
         parameters=spec.num_parameters,
         active=spec.num_active,
         num_items=train.steps * train.batch_size * T,
         flops_per_item=3 * (flops.target_flops + flops.source_flops * S // T),
-        alone=alone,
-        each=each,
+        memory=memory_of(sizes, config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu),
     )
 
 

@@ -1,7 +1,7 @@
 """Costs of training a Swin Transformer from its configuration alone: parameters, multiply-adds per image, memory."""
 
-from expertmesh.costs.memory import memory_by_size
-from expertmesh.costs.run_costs import RunCosts
+from expertmesh.config.cluster import Precision
+from expertmesh.costs.run_costs import RunCosts, SampleSizes, memory_of
 from expertmesh_families.swin.config import SwinConfig, SwinRunConfig
 from expertmesh_families.swin.spec import swin_spec
 
@@ -50,30 +50,23 @@ def _activation_elements(config: SwinConfig) -> int:
     return total
 
 
-def swin_costs(config: SwinRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
+def swin_costs(
+    config: SwinRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
+) -> RunCosts:
     """The costs of training a Swin Transformer.
 
     Args:
         config: the run; its degrees fit the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
+        on_gpu: whether the ranks compute on GPUs.
     """
     model, train, spec = config.model, config.train, swin_spec(config.model)
-    images = train.samples_per_pass
-    alone, each = memory_by_size(
-        spec,
-        activation_elements=images * _activation_elements(model),
-        parallel=config.parallel,
-        num_ranks=num_ranks,
-        dtype=dtype,
-        optimizer=config.optim.name,
-        state_dtype=config.optim.state_dtype,
-    )
+    sizes = SampleSizes(spec, _activation_elements(model))
     return RunCosts(
         parameters=spec.num_parameters,
         active=spec.num_active,
         num_items=train.steps * train.batch_size,
         flops_per_item=6 * count_multiply_adds(model),
-        alone=alone,
-        each=each,
+        memory=memory_of(sizes, config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu),
     )

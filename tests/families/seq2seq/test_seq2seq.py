@@ -218,18 +218,19 @@ def test_every_parameter_is_counted(moe):
     assert found == {name: tuple(p.shape) for name, p in model.named_parameters()}
     run = Seq2SeqRunConfig(model=cfg)
     alone = seq2seq_costs(run, num_ranks=1, dtype="float32")
-    assert alone.each is None and alone.parameters == sum(p.numel() for p in model.parameters())
+    assert alone.parameters == sum(p.numel() for p in model.parameters())
     of_muon = run.updated({"optim.name": "muon"})
     matrices = {n for n, role in parameter_roles(model).items() if role == "matrix"}
     saved = 4 * sum(p.numel() for n, p in model.named_parameters() if n in matrices)
     for one, parts in ((run, 1), (run, 2), (of_muon, 1), (of_muon, 2)):
         costs = seq2seq_costs(one, num_ranks=parts, dtype="float32")
-        memory = costs.each or costs.alone
-        whole = 2 * alone.alone.weights_bytes - (saved if one is of_muon else 0)
-        assert memory.gradients_bytes == alone.alone.weights_bytes // parts
+        memory, weights = costs.memory, alone.memory.weights_bytes
+        whole = 2 * weights - (saved if one is of_muon else 0)
         # a parameter that ranks cannot halve, a single scale, counts whole on one of them
         odd = 8 * sum(p.numel() % parts for p in model.parameters())
         assert whole // parts <= memory.optimizer_bytes <= whole // parts + odd
+        assert memory.gradients_bytes == memory.weights_bytes
+        assert weights // parts <= memory.weights_bytes <= weights // parts + odd // 2
 
 
 @pytest.mark.parametrize("positions", ["rotary", "untied"])
@@ -282,7 +283,7 @@ def test_untied_positions_keep_three_widths_more_for_the_backward_pass():
         model = Seq2Seq(cfg, seed=0)
         measured.append(saved_bytes(partial(model, ids, ids), parameters=model.parameters()))
         run = Seq2SeqRunConfig(model=cfg).updated({"train.batch_size": B})
-        alone = seq2seq_costs(run, num_ranks=1, dtype="float32").alone
+        alone = seq2seq_costs(run, num_ranks=1, dtype="float32").memory
         estimated.append(alone.activations_bytes)
     width = 4 * B * S * dim * (cfg.num_encoder_layers + cfg.num_decoder_layers)
     for rotary, untied in (measured, estimated):

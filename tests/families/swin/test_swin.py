@@ -325,7 +325,7 @@ def test_every_kind_of_block_computes_and_is_counted(options):
         one = run.updated({"optim.name": name})
         for parts in (1, 2):
             costs = swin_costs(one, num_ranks=parts, dtype="float32")
-            found, whole = (costs.each or costs.alone).optimizer_bytes, 8 * total - less
+            found, whole = costs.memory.optimizer_bytes, 8 * total - less
             # a parameter that ranks cannot halve counts whole on one of them
             odd = 8 * sum(p.numel() % parts for p in model.parameters())
             assert whole // parts <= found <= whole // parts + odd

@@ -77,8 +77,8 @@ class Fp8Files(HubFiles):
         """See `HubFiles.part`; the part of a matrix in FP8 is widened to FP32."""
         entry = self.entries[name]
         if entry not in self._scaled:
-            return self.mapped(entry, at)
-        matrix, scales = (self.mapped(one) for one in self._scaled[entry])
+            return entry.mapped(at)
+        matrix, scales = (one.mapped() for one in self._scaled[entry])
         return widened(matrix, scales, self._block_size, at)
 
 

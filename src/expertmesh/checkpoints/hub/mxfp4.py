@@ -56,7 +56,7 @@ class Mxfp4Files(HubFiles):
         experts, columns, rows = at
         first, last = columns.start // _BLOCK, -(-columns.stop // _BLOCK)
         groups = experts, rows, slice(first, last)
-        blocks, scales = (self.mapped(entry, groups) for entry in self._packed[name])
+        blocks, scales = (entry.mapped(groups) for entry in self._packed[name])
         within = slice(columns.start - first * _BLOCK, columns.stop - first * _BLOCK, columns.step)
         return widened(blocks, scales)[..., within].mT
 

@@ -17,6 +17,7 @@ from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
+from expertmesh.config.output_file import new_folder
 from expertmesh.errors import ConfigError, command
 from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -74,6 +75,7 @@ def convert(
             "convert makes a folder",
             f"for one file under the names of expertmesh use: {command(f'export {source} --output {target}')}",
         )
+    new_folder("to", target)
     if (source / "config.json").is_file() and "model_type" in read_config(source):
         return _from_hub(source, target, dtype)
     checkpoint = find_checkpoint(source)
@@ -93,8 +95,6 @@ def convert(
 
 
 def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converted:
-    if target.exists():
-        raise ConfigError("to", target, "exists already", "choose another folder")
     values = read_config(source)
     family, config = hub_family(values), hub_run_config(source, run_dir=target)
     if not (source / TOKENIZER).is_file():

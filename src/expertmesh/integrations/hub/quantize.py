@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_dtype, read
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded, parse_json
-from expertmesh.config.output_file import complete_folder
+from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, origin_of
 from expertmesh.integrations.hub.save import their_value, write_rest
@@ -29,6 +29,7 @@ from expertmesh.ops.quantized.rounding import FORMATS, GROUP_SIZES, Format, roun
 from expertmesh.runs.arithmetic import read_arithmetic
 from expertmesh.runs.calibration import MOST_BYTES, importance_of
 from expertmesh.runs.open import find_model, open_model
+from expertmesh.runs.precision import Precision
 from expertmesh.runs.quantized import REPORT
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
 from expertmesh.text.format import hub_files
@@ -94,6 +95,7 @@ def quantize(
     dtype: torch.dtype | None = None,
     calibration: str | Path | None = None,
     calibration_bytes: int = MOST_BYTES,
+    on_opened: Callable[[Precision], None] | None = None,
 ) -> Quantized:
     """Quantize a model.
 
@@ -109,6 +111,7 @@ def quantize(
             outputs for its tokens. None: scales minimise the error of the weights.
         calibration_bytes: memory for the statistics of that text; with less, later columns do not compensate the errors
             of earlier ones.
+        on_opened: function that is told in which type the model computes the text of `calibration`.
 
     Returns:
         Path, description and report of the new folder.
@@ -121,9 +124,7 @@ def quantize(
         >>> quantize("runs/gpt-moe-demo", "models/demo-int8", format="int8")
     """
     _check_options(format, group_size, layers, calibration)
-    source, target = expanded(source), expanded(target)
-    if target.exists():
-        raise ConfigError("target", target, "exists already", "choose another folder")
+    source, target = expanded(source), new_folder("target", target)
     run = find_model(source)
     if run.is_quantized:
         raise ConfigError("source", source, "is quantised already", "give what it was made of")
@@ -142,6 +143,8 @@ def quantize(
     plan = _planned(run, weights, scheme, layers, dtype)
     if calibration is not None:
         opened = open_model(run)
+        if on_opened is not None:
+            on_opened(opened.precision)
         with threads_of_calls(opened.model, opened.precision, num_rows=_ROWS):
             importance = importance_of(opened, expanded(calibration), most_bytes=calibration_bytes)
         plan = plan._replace(importance=importance)

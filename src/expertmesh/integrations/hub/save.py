@@ -17,8 +17,7 @@ from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
-from expertmesh.config.output_file import complete_folder
-from expertmesh.errors import ConfigError
+from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
@@ -59,8 +58,7 @@ def save_pretrained(
         ConfigError: an option has no counterpart in hub architectures, or the folder exists.
     """
     family = export_family(config.model, origin_of(run_dir))
-    if folder.exists():
-        raise ConfigError("to", folder, "exists already", "choose another folder")
+    new_folder("to", folder)
     with complete_folder(folder) as partial:
         written = dtype or _dtype_of(checkpoint)
         _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)

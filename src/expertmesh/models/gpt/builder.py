@@ -33,7 +33,13 @@ class GPTBuilder(ModelBuilder):
     def spread(self, model: nn.Module, world: World) -> None:
         """Spread a model over ranks, in place; a tp_degree also splits sequences and dense layers."""
         assert isinstance(model, GPT)
-        parallelize_gpt(model, self.config.parallel, world=world, bytes_beside=self.bytes_beside)
+        parallelize_gpt(
+            model,
+            self.config.parallel,
+            world=world,
+            bytes_beside=self.bytes_beside,
+            plans=self.plans,
+        )
 
     def decoder(self, model: nn.Module) -> CausalLM:
         """The model itself."""

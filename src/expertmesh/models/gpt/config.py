@@ -249,6 +249,16 @@ class GPTRunConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.train.init_from is None:  # else the model is still to come: `begun_with` checks
+            self.check_fits()
+        return self
+
+    def check_fits(self) -> None:
+        """Refuse options of the run that do not fit its model.
+
+        Raises:
+            FieldError: one does not.
+        """
         self.require(
             self.data.seq_len <= self.model.max_seq_len,
             "data.seq_len",
@@ -275,7 +285,6 @@ class GPTRunConfig(RunConfig):
             f"must have one entry, or one per MoE layer ({layers}), has {given}",
             "give one number for all layers",
         )
-        return self
 
 
 def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
@@ -287,4 +296,6 @@ def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     """
     where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
-    return config.updated(changes)
+    found = config.updated(changes)
+    found.check_fits()
+    return found

@@ -3,22 +3,25 @@
 from collections import Counter
 from dataclasses import replace
 
+from expertmesh.config.cluster import Precision
 from expertmesh.costs.matrix_products import Product
-from expertmesh.costs.memory import rank_memory
-from expertmesh.costs.run_costs import RunCosts
+from expertmesh.costs.run_costs import RunCosts, memory_of
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.gpt.memory import estimate_memory
+from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.gpt.spec import gpt_spec
 
 
-def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
+def gpt_costs(
+    config: GPTRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
+) -> RunCosts:
     """The costs of training a GPT.
 
     Args:
         config: the run; its degrees fit the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
+        on_gpu: whether the ranks compute on GPUs.
     """
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
@@ -30,24 +33,14 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
         flops_per_item=flops.training_flops(
             activation_checkpointing=train.activation_checkpointing
         ),
-        alone=estimate_memory(
-            config.model,
-            micro_batch_size=train.samples_per_pass,
-            seq_len=seq_len,
-            dtype=dtype,
-            activation_checkpointing=train.activation_checkpointing,
-            optimizer=config.optim.name,
-            state_dtype=config.optim.state_dtype,
-        ),
-        each=None
-        if num_ranks == 1
-        else rank_memory(
-            spec,
-            config.parallel,
+        memory=memory_of(
+            sizes_of(config.model),
+            config,
             num_ranks=num_ranks,
             dtype=dtype,
-            optimizer=config.optim.name,
-            state_dtype=config.optim.state_dtype,
+            on_gpu=on_gpu,
+            seq_len=seq_len,
+            recomputes_h=config.model.moe.recompute_h,
         ),
     )
 

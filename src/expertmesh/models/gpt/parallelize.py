@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import divisors
@@ -37,6 +38,7 @@ def parallelize_gpt(
     *,
     world: World | None = None,
     bytes_beside: float = 0.0,
+    plans: Path | None = None,
 ) -> World:
     """Spread a GPT over all ranks, in place; see `expertmesh.parallel.apply.parallelize`.
 
@@ -60,6 +62,7 @@ def parallelize_gpt(
         blocks=model.layers,
         tensor_plan=plan,
         bytes_beside=bytes_beside,
+        plans=plans,
     )
     if plan is not None:
         model.share_sequences(SharedSequences(group))

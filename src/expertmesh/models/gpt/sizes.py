@@ -2,53 +2,60 @@
 
 import math
 from collections import Counter
+from dataclasses import dataclass, field
 
 from expertmesh.costs.flops import rows_per_token
-from expertmesh.costs.sizes import LayerSizes, ModelSizes
+from expertmesh.costs.rank_layout import OURS, RankLayout, Workload
+from expertmesh.costs.sizes import Activations, LayerSizes, ModelSizes
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.kept_activations import gpt_activations
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.feed_forward import num_branches
 from expertmesh.spec.model_spec import Parameter, num_elements
 
 
-def sizes_of(config: ModelConfig) -> ModelSizes:
+@dataclass(frozen=True)
+class GPTSizes(ModelSizes):
+    """Sizes of a GPT with its activations layer by layer, unless another software trains it.
+
+    Attributes:
+        config: configuration of the model.
+    """
+
+    config: ModelConfig = field(kw_only=True)
+
+    def activations(self, layout: RankLayout, work: Workload) -> Activations:
+        """Activations of a rank."""
+        if work.states not in OURS:
+            return super().activations(layout, work)
+        return gpt_activations(self.config, layout, work)
+
+
+def sizes_of(config: ModelConfig) -> GPTSizes:
     """Sizes of a GPT, with parameters counted by `gpt_spec`.
 
     Args:
         config: configuration of the model.
     """
+    spec = gpt_spec(config)
     of_layers = list(
         zip(
             config.experts_per_layer(), map(config.window_of, range(config.num_layers)), strict=True
         )
     )
     kinds = Counter(of_layers)
-    layers = gpt_spec(config).layers
-    outside = num_elements(layers[None])
     blocks = tuple(
-        _block(config, kind[0], number, layers[of_layers.index(kind)], window=kind[1])
+        _block(config, kind[0], number, spec.layers[of_layers.index(kind)], window=kind[1])
         for kind, number in sorted(kinds.items(), key=lambda of: (of[0][0], of[0][1] or 0))
     )
-    dense = [
-        num_elements(p for p in layers[layer] if not p.is_expert)
-        for layer in range(config.num_layers)
-    ]
-    pair = max(sum(dense[i : i + 2]) for i in range(len(dense)))
-    alike = Counter(
-        Parameter("", p.shape, p.axes, p.role, p.part, cut=p.cut)
-        for ones in layers.values()
-        for p in ones
-        if not p.is_expert
-    )
-    return ModelSizes(
+    return GPTSizes(
         config.dim,
         config.vocab_size,
-        outside,
+        spec,
         blocks,
-        pair,
-        tuple(alike.items()),
         math.gcd(*tensor_sizes(config).values()),
         config.choosing_group,
+        config=config,
     )
 
 

@@ -27,6 +27,7 @@ from expertmesh.moe.phases import phase
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 from expertmesh.ops.permute import sum_rows
+from expertmesh.parallel.experts.exchange import added_over_ranks
 
 
 @dataclass
@@ -198,7 +199,7 @@ class CoordinatedRoundTrip:
             y_TD = self._home(y_RD)
             if way.groups.row.size > 1:
                 parts_LTD = all_gather(y_TD, way.groups.row, where=f"{way.layer}, gather")
-                y_TD = parts_LTD.flatten(0, 1) if way.is_split else _added(parts_LTD)
+                y_TD = parts_LTD.flatten(0, 1) if way.is_split else added_over_ranks(parts_LTD)
             y_TD = y_TD[: self._num_tokens * (self._top_k if way.is_exact else 1)]
             return (_in_slot_order(y_TD, self._top_k) if way.is_exact else y_TD).to(self._dtype)
 
@@ -231,7 +232,7 @@ class CoordinatedRoundTrip:
         where = f"{self._way.layer}, combine"
         rows, pending = start_all_to_all(y_RD, sizes, sizes, column, where=where)
         wait(pending)
-        return _added(rows.unflatten(0, (column.size, -1)))
+        return added_over_ranks(rows.unflatten(0, (column.size, -1)))
 
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
@@ -243,11 +244,6 @@ def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
     if is_dense and experts.w_in.dtype == dtype:
         return None
     return ExpertParameters(experts.weights().to(dtype))
-
-
-def _added(parts_PTD: Tensor) -> Tensor:
-    """(T, D): the ranks' sums for the same tokens, added in FP32 (FP64 for FP64) in rank order."""
-    return parts_PTD.to(accumulate_dtype(parts_PTD.dtype)).sum(0).to(parts_PTD.dtype)
 
 
 def _in_slot_order(y_ND: Tensor, top_k: int) -> Tensor:

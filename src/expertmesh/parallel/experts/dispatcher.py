@@ -33,7 +33,6 @@ from expertmesh.parallel.experts.exchange import (
     CombineHandle,
     DispatchHandle,
     Exchange,
-    Fixed,
     Ragged,
     Route,
 )
@@ -151,12 +150,10 @@ class ExpertDispatcher:
         num_experts: E.
         way: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat. Hierarchical
             equals flat where all ranks that share tokens are on one node, or each on its own node.
-        fixed_tokens: None: ragged exchanges, whose sizes the host waits for. A number: bound on the tokens of a rank
-            per call. Every rank sends that many to each rank and the host never waits: for decoding a few tokens at a
-            time.
         nodes: node of each rank of the world; None: from torchrun.
         network: links for the cost model of all_to_all="auto".
-        exchanges: factory of the exchange of a route; None: chosen among `Alone`, `Fixed`, `Hierarchical` and `Ragged`.
+        exchanges: factory of the exchange of a route, such as `partial(Fixed, bound=16)`, whose sizes the host never
+            waits for; None: chosen among `Alone`, `Hierarchical` and `Ragged`.
         dispatch_dtype: dtype of dispatched tokens: their own ("same"), or 8 bits with a scale per 128 elements ("int8",
             "float8_e4m3"). Outputs and gradients travel in their own dtype.
 
@@ -170,7 +167,6 @@ class ExpertDispatcher:
         *,
         num_experts: int,
         way: DispatchOptions = AS_USUAL,
-        fixed_tokens: int | None = None,
         nodes: Sequence[int] | None = None,
         network: Network = USUAL_NETWORK,
         exchanges: Callable[[Route], Exchange] | None = None,
@@ -178,16 +174,14 @@ class ExpertDispatcher:
     ) -> None:
         self.storage, self.num_experts, self.network = storage, num_experts, network
         self.dispatch_dtype: DispatchDtype = dispatch_dtype
-        self._fixed_tokens, self.exchanges = fixed_tokens, exchanges
+        self.exchanges = exchanges
         self._nodes = None if nodes is None else tuple(nodes)
         self._everyone = storage.world.all_ranks()
         self._exchanges: dict[tuple[int, bool], Exchange] = {}
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
         self.chooser: LayerChooser | None = None
         self._repetitions = Repetitions(storage.layer)
-        check_dispatch(
-            dispatch_dtype, nodes=nodes, fixed_tokens=fixed_tokens, num_ranks=storage.world.size
-        )
+        check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=storage.world.size)
         self._check(way)
         usual = DispatchOptions(
             make_split(storage.degrees, way.route_degree).route_degree,
@@ -224,8 +218,6 @@ class ExpertDispatcher:
     def _usual_exchange(self, route: Route, *, is_flat: bool) -> Exchange:
         if route.group.size == 1:
             return Alone(route)
-        if self._fixed_tokens is not None:
-            return Fixed(route, self._fixed_tokens)
         if not is_flat:
             nodes = self._nodes_of(route)
             if 1 < len(nodes.members) < route.group.size:
@@ -294,7 +286,7 @@ class ExpertDispatcher:
             way,
             num_experts=self.num_experts,
             stay=self.storage.stay,
-            fixed_tokens=self._fixed_tokens,
+            has_exchange=self.exchanges is not None,
         )
 
     @_never_compiled
@@ -303,7 +295,7 @@ class ExpertDispatcher:
 
         Raises:
             ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, there are fewer experts than
-                replicated_experts, or more tokens than `fixed_tokens`.
+                replicated_experts, or more tokens than the exchange takes.
             CollectiveError: a rank is gone or late.
         """
         chosen = self._choose(way, tokens)
@@ -391,7 +383,6 @@ def spread_experts(
     order: ExpertOrder = "slices_inner",
     route_degree: int | None = None,
     keep: Keep = "until_backward",
-    fixed_tokens: int | None = None,
     overlap_degree: int = 1,
     all_to_all: AllToAll = "flat",
     replicated_experts: int = 0,
@@ -417,7 +408,6 @@ def spread_experts(
         order: assignment of parts to ranks, see `ExpertDegrees`.
         route_degree: see `DispatchOptions`.
         keep: see `ExpertStorage`.
-        fixed_tokens: see `ExpertDispatcher`.
         overlap_degree: see `DispatchOptions`.
         all_to_all: see `DispatchOptions`.
         replicated_experts: see `DispatchOptions`.
@@ -446,7 +436,7 @@ def spread_experts(
         order=order,
         keep=keep,
         way=way,
-        fixed_tokens=fixed_tokens,
+        has_exchange=exchanges is not None,
         nodes=nodes,
         dispatch_dtype=dispatch_dtype,
         offload=offload,
@@ -474,7 +464,6 @@ def spread_experts(
         storage,
         num_experts=layer.num_experts,
         way=way,
-        fixed_tokens=fixed_tokens,
         nodes=nodes,
         network=network,
         exchanges=exchanges,

@@ -266,7 +266,7 @@ class _AllReduceDispatch(DispatchHandle):
 
     def start_home(self, y_RD: Tensor) -> CombineHandle:
         where = f"{self._route.layer}, combine"
-        return _Summed(async_all_gather(y_RD, self._route.group, where=where), _added)
+        return _Summed(async_all_gather(y_RD, self._route.group, where=where), added_over_ranks)
 
 
 class Fixed(Exchange):
@@ -275,10 +275,17 @@ class Fixed(Exchange):
     Args:
         route: ranks of the tokens.
         bound: maximum number of tokens of a rank per call.
+
+    Raises:
+        ConfigError: the route sends tokens in 8 bits.
     """
 
     def __init__(self, route: Route, bound: int) -> None:
         super().__init__(route)
+        if route.payload != "same":
+            raise ConfigError(
+                f"dispatch_dtype={route.payload} with Fixed: it sends tokens as they are; leave one out"
+            )
         self.bound = bound
 
     def start_parts(
@@ -292,7 +299,7 @@ class Fixed(Exchange):
         T, bound = len(tokens.x_TD), self.bound
         if bound < T:
             raise ConfigError(
-                f"{T} tokens on this rank with fixed_tokens={bound}; raise fixed_tokens, or leave it out"
+                f"{T} tokens on this rank with bound={bound}; raise the bound of Fixed, or use Ragged"
             )
         ends = [bound * i // num_parts for i in range(num_parts + 1)]
         bounds = [end - start for start, end in pairwise(ends)]
@@ -330,10 +337,12 @@ class _FixedDispatch(DispatchHandle):
         return _Summed(rows, self._add)
 
     def _add(self, home_RD: Tensor) -> Tensor:
-        return _added(home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens])
+        return added_over_ranks(
+            home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens]
+        )
 
 
-def _added(parts_PTD: Tensor) -> Tensor:
+def added_over_ranks(parts_PTD: Tensor) -> Tensor:
     """(T, D): the ranks' sums for the same tokens, added in FP32 (FP64 for FP64) in rank order."""
     return parts_PTD.to(accumulate_dtype(parts_PTD.dtype)).sum(0).to(parts_PTD.dtype)
 

@@ -1,11 +1,12 @@
 """Checks that the experts of a layer can be sharded with given options, before anything is changed."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from expertmesh.comm.mesh import ExpertDegrees, expert_degrees
 from expertmesh.config.dispatch_options import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
+from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
@@ -23,7 +24,7 @@ def check_spread(
     order: ExpertOrder = "slices_inner",
     keep: Keep = "until_backward",
     way: DispatchOptions = AS_USUAL,
-    fixed_tokens: int | None = None,
+    has_exchange: bool = False,
     nodes: Sequence[int] | None = None,
     dispatch_dtype: DispatchDtype = "same",
     offload: bool = False,
@@ -38,7 +39,7 @@ def check_spread(
         order: assignment of parts to ranks.
         keep: lifetime of gathered weights.
         way: dispatch options.
-        fixed_tokens: bound on the tokens of a call.
+        has_exchange: whether the exchange is given, and not chosen by `all_to_all`.
         nodes: node of each rank.
         dispatch_dtype: dtype of dispatched tokens.
         offload: whether parameters rest in host memory.
@@ -55,8 +56,8 @@ def check_spread(
         raise ConfigError(
             f"num_replicas={num_replicas}: must divide the {num_ranks} ranks; choose a divisor"
         )
-    check_word("order", order, ExpertOrder)
-    check_word("keep", keep, Keep)
+    check_choice("order", order, get_args(ExpertOrder))
+    check_choice("keep", keep, get_args(Keep))
     each = num_ranks // num_replicas
     if isinstance(experts, GroupedExperts):
         degrees = expert_degrees(
@@ -79,42 +80,33 @@ def check_spread(
         check_modules(experts, degrees)
         stay = MODULES_STAY
     make_split(degrees, way.route_degree)
-    check_dispatch(dispatch_dtype, nodes=nodes, fixed_tokens=fixed_tokens, num_ranks=num_ranks)
-    check_way(way, num_experts=layer.num_experts, stay=stay, fixed_tokens=fixed_tokens)
+    check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=num_ranks)
+    check_way(way, num_experts=layer.num_experts, stay=stay, has_exchange=has_exchange)
     return degrees
 
 
-def check_dispatch(
-    dispatch_dtype: str, *, nodes: Sequence[int] | None, fixed_tokens: int | None, num_ranks: int
-) -> None:
+def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_ranks: int) -> None:
     """Check options of a dispatcher; see `ExpertDispatcher`.
 
     Raises:
-        ConfigError: an option has no such value, or two options conflict.
+        ConfigError: an option has no such value.
     """
-    check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
+    check_choice("dispatch_dtype", dispatch_dtype, get_args(DispatchDtype))
     if nodes is not None and len(nodes) != num_ranks:
         raise ConfigError(
             f"nodes={tuple(nodes)}: must name the node of each of the {num_ranks} ranks; leave it out to have "
             "those of torchrun"
         )
-    if fixed_tokens is not None and dispatch_dtype != "same":
-        raise ConfigError(
-            f"dispatch_dtype={dispatch_dtype} with fixed_tokens={fixed_tokens}: exchanges of fixed size send tokens as "
-            "they are; leave one out"
-        )
 
 
-def check_way(
-    way: DispatchOptions, *, num_experts: int, stay: str, fixed_tokens: int | None
-) -> None:
+def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange: bool) -> None:
     """Check dispatch options.
 
     Args:
         way: options of a call, or the defaults of a dispatcher.
         num_experts: E.
         stay: see `ExpertShards.stay`.
-        fixed_tokens: bound on the tokens of a call; None: no bound.
+        has_exchange: see `check_spread`.
 
     Raises:
         ConfigError: an option has no such value, or two options conflict.
@@ -135,20 +127,8 @@ def check_way(
             f"replicated_experts={way.replicated_experts} with {stay}: they stay where they are; leave it out"
         )
     if way.all_to_all is not None:
-        check_word("all_to_all", way.all_to_all, AllToAll)
-    if fixed_tokens is not None and way.all_to_all not in (None, "flat"):
+        check_choice("all_to_all", way.all_to_all, get_args(AllToAll))
+    if has_exchange and way.all_to_all not in (None, "flat"):
         raise ConfigError(
-            f"all_to_all={way.all_to_all} with fixed_tokens={fixed_tokens}: exchanges of fixed size are flat; "
-            "leave one out"
+            f"all_to_all={way.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave one out"
         )
-    if fixed_tokens is not None and way.replicated_experts:
-        raise ConfigError(
-            f"replicated_experts={way.replicated_experts} with fixed_tokens={fixed_tokens}: the host reads which experts are "
-            "hot; leave one out"
-        )
-
-
-def check_word(name: str, value: str, words: Any) -> None:
-    """Raise ConfigError unless the value of an option is among the words of a `Literal`."""
-    if value not in get_args(words):
-        raise ConfigError(f"{name}={value!r}: must be {', '.join(get_args(words))}; choose one")

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from expertmesh.config.run import StateDtype
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.compiled_loops import compiler_problem
-from expertmesh.spec.moments import THEIRS
-from expertmesh.training.compact import fused_adamw, loss_of
+from expertmesh.spec.moments import FORMATS
+from expertmesh.training.low_bit_adamw import LowBitAdamW, loss_of
 
 _CLASSES: Mapping[StateDtype, str] = {
     "torchao-int8": "AdamW8bit",
@@ -22,7 +21,7 @@ _CLASSES: Mapping[StateDtype, str] = {
 }
 
 
-def check_theirs(
+def check_torchao(
     parameters: Iterable[nn.Parameter], state_dtype: StateDtype, *, num_ranks: int = 1
 ) -> ModuleType:
     """Module `torchao.optim`, after a check that its optimizers can take these parameters.
@@ -69,48 +68,26 @@ def check_theirs(
     return found
 
 
-class TorchaoAdamW(torch.optim.Optimizer):
+class TorchaoAdamW(LowBitAdamW):
     """AdamW of torchao for large tensors and of torch (fused) for the rest, with one state and one set of groups.
 
-    The first step compiles a loop for each shape, which takes some seconds each on a CPU.
-
-    Args:
-        groups: groups of named `params`, `weight_decay` and `state_dtype`; "float32" groups use torch's AdamW.
-        lr: learning rate of all groups.
-        betas: decays of the moments.
-        eps: added to the denominator.
+    The first step compiles a loop for each shape, which takes some seconds each on a CPU. For arguments see
+    `LowBitAdamW`.
 
     Raises:
-        ConfigError: see `check_theirs`.
+        ConfigError: see `check_torchao`.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "state_dtype": "float32"})
-        self._connect()
-
-    def _connect(self) -> None:
-        plain = [group for group in self.param_groups if group["state_dtype"] == "float32"]
-        self._plain = fused_adamw(self, plain)
+    def _for_plain(self) -> torch.optim.AdamW | None:
         self._groups = [g for g in self.param_groups if g["state_dtype"] != "float32"]
         (kind,) = {group["state_dtype"] for group in self._groups}
-        module = check_theirs([p for group in self._groups for p in group["params"]], kind)
+        module = check_torchao([p for group in self._groups for p in group["params"]], kind)
         keys = "params", "lr", "betas", "eps", "weight_decay"
         groups = [{key: group[key] for key in keys} for group in self._groups]
         self._theirs: torch.optim.Optimizer = getattr(module, _CLASSES[kind])(groups)
         self._theirs.state = self.state
         self._has_stepped = False
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; `load_state_dict` calls this with new groups and state."""
-        super().__setstate__(state)
-        self._connect()
+        return super()._for_plain()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -131,13 +108,13 @@ class TorchaoAdamW(torch.optim.Optimizer):
         return loss
 
 
-def their_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
+def torchao_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
     """Zero step and moments in torchao's format."""
     with _quiet():
         from torchao.optim.subclass_4bit import OptimState4bit
         from torchao.optim.subclass_8bit import OptimState8bit
     kind = OptimState8bit if state_dtype == "torchao-int8" else OptimState4bit
-    block, where = THEIRS[state_dtype].block, parameter.device
+    block, where = FORMATS[state_dtype].torchao_block, parameter.device
     moments = {
         key: kind.zeros(parameter.shape, key == "exp_avg", block, where, dtype=parameter.dtype)
         for key in ("exp_avg", "exp_avg_sq")

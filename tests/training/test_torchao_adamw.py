@@ -58,7 +58,7 @@ def compiled(request):
     ],
     indirect=["compiled"],
 )
-def test_theirs(state_dtype, compiled):
+def test_torchao(state_dtype, compiled):
     """The first step is FP32's, rates of the loop reach it and bytes are the formula's."""
     (model, optimizer), (plain, fp32) = built(state_dtype), built("float32")
     before = model.large.weight.detach().clone()

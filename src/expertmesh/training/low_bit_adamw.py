@@ -12,18 +12,18 @@ from expertmesh.parallel.shard_place import maxima_over_ranks, place_of
 from expertmesh.training.moment_types import (
     Code,
     Float16Scaled,
+    Moment,
     State,
     code_of,
     is_signed,
-    of_rows,
     row_slices,
     rows,
-    scale_rows,
 )
 from expertmesh.training.stochastic_rounding import Words, WordTables
 from expertmesh.training.workspace import Workspace, Workspaces
 
-_KEYS = "exp_avg", "exp_avg_sq"
+ADAMW_KEYS = "exp_avg", "exp_avg_sq"
+MUON_KEYS = ("momentum_buffer",)
 
 
 class Compact(NamedTuple):
@@ -67,7 +67,6 @@ def begin_step(
             if parameter.grad is None:
                 continue
             code, state = code_of(parameter, group["state_dtype"]), optimizer.state[parameter]
-            assert code is not None, f"{name} has no moments of {group['state_dtype']}"
             if not state:
                 state.update(new_state(parameter, code, *keys))
             state["step"] += 1
@@ -76,14 +75,17 @@ def begin_step(
 
 
 def new_state(parameter: Tensor, code: Code, *keys: str) -> State:
-    """Zero moments, and a step count on the CPU.
+    """Zero moments, and a step count: on the CPU, or where torch's fused AdamW has it; Muon in FP32 has none.
 
     Args:
         parameter: the parameter.
         code: storage type of the moments.
         *keys: names of the moments.
     """
-    state: State = {"step": torch.zeros((), dtype=torch.float32)}
+    is_plain = code.name == "float32"
+    where = parameter.device if is_plain else None
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device=where)}
+    state = {} if is_plain and keys == MUON_KEYS else state
     for key in keys:
         state |= code.new(parameter, key)
     return state
@@ -132,7 +134,7 @@ def _largest(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, float("inf")).to(torch.float32)
 
 
-class CompactAdamW(torch.optim.Optimizer):
+class LowBitAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with torch's fused update; moments are decoded and encoded some
     rows at a time.
 
@@ -157,7 +159,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def _for_plain(self) -> torch.optim.AdamW | None:
         return fused_adamw(self, [g for g in self.param_groups if g["state_dtype"] == "float32"])
 
-    def sharing(self, state: Any) -> "CompactAdamW":
+    def sharing(self, state: Any) -> "LowBitAdamW":
         """Switch this optimizer to the state of another optimizer that shares some groups, and return it."""
         self.state = state
         self._plain = self._for_plain()
@@ -182,7 +184,7 @@ class CompactAdamW(torch.optim.Optimizer):
         """
         loss = loss_of(closure)
         groups = [group for group in self.param_groups if group["state_dtype"] != "float32"]
-        found = begin_step(self, groups, *_KEYS)
+        found = begin_step(self, groups, *ADAMW_KEYS)
         grow_scales(
             found,
             {"exp_avg": lambda group: group["betas"][0], "exp_avg_sq": lambda g: g["betas"][1]},
@@ -204,14 +206,13 @@ def _update(one: Compact, words: Words | None, space: Workspace) -> None:
     gradient = own_part(gradient).reshape(weight.shape)
     step = torch.full((), one.step, dtype=torch.float32, device=weight.device)
     beta1, beta2 = group["betas"]
-    codes = [rows(state[key]) for key in _KEYS]
-    scales = [scale_rows(state, key) for key in _KEYS]
+    stored = [Moment.of(state, key) for key in ADAMW_KEYS]
     for part in row_slices(weight):
         some = weight[part]
-        moments = [space.table(key, some.shape, some.dtype) for key in _KEYS]
-        for index, moment in enumerate(moments):
-            scale = one.scales.get(_KEYS[index], of_rows(scales[index], part))
-            code.read(codes[index][part], scale, moment, space)
+        moments = [space.table(key, some.shape, some.dtype) for key in ADAMW_KEYS]
+        for key, kept, moment in zip(ADAMW_KEYS, stored, moments, strict=True):
+            now = kept._replace(scales=one.scales.get(key, kept.scales))
+            code.read(now.part(part), moment, space)
         torch._fused_adamw_(
             [some],
             [gradient[part]],
@@ -227,16 +228,9 @@ def _update(one: Compact, words: Words | None, space: Workspace) -> None:
             amsgrad=False,
             maximize=False,
         )
-        for index, moment in enumerate(moments):
+        for kept, moment in zip(stored, moments, strict=True):
             drawn = None if words is None else words.of(part, space)
-            code.write(
-                moment,
-                codes[index][part],
-                of_rows(scales[index], part),
-                drawn,
-                space,
-                signed=is_signed(_KEYS[index]),
-            )
+            code.write(moment, kept.part(part), drawn, space)
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
