@@ -371,7 +371,7 @@ GENERATION = {
         code=1,
     ),
     "weights not finite when generating": Mistake(generate_from_nan, ["not finite"], code=1),
-    "empty prompt": Mistake(generating(""), ["must not be empty", "give"]),
+    "empty prompt": Mistake(generating(""), ["prompt=''", "is empty", "give"]),
     "prompt too long": Mistake(
         generating("def " * 200), ["prompt of", "shorter than", "max_seq_len=64", "shorten"]
     ),

@@ -458,13 +458,14 @@ TERMINAL = {
     ),
     "heat of nothing": Mistake(
         generating("--temperature", "nan", "def"),
-        ["--temperature nan", "finite number", "leave it out"],
+        ["--temperature nan", "finite number", "use 0"],
     ),
     "a seed beyond 64 bits for a text": Mistake(
-        generating("--seed", str(2**65), "def"), [str(2**65), "below 2**63", "use a smaller one"]
+        generating("--seed", str(2**65), "def"),
+        [str(2**65), "must be less than 9.2", "leave it out"],
     ),
     "more tokens than 64 bits": Mistake(
-        generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "below 2**63", "use a smaller one"]
+        generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "ask for at most"]
     ),
     "both greedy and hot": Mistake(
         generating("--greedy", "--top-k", "3", "def"),

@@ -112,7 +112,7 @@ def run(argv: list[str]) -> int:
         path = network_path(topology)
         save_network(path, network, [asdict(point) for point in points])
         written = [f"kept in {path}"]
-        if cluster is not None:
+        if cluster is not None and options.cluster is not None:
             written.append(f"links in {write_cluster(cluster, options.cluster)}")
         if options.plot is not None:
             write_whole(expanded(options.plot), plot(points))

@@ -36,7 +36,6 @@ PACKAGES = {
     "torch": "",
     "numpy": "",
     "pydantic": "",
-    "tyro": "",
     "rich": "",
     "tokenizers": "",
     "triton": "GPU kernels; comes with GPU builds of torch",

@@ -71,6 +71,7 @@ def run(argv: list[str]) -> int:
             first, second = options.runs
             made = join(first, second, options.to)
         else:
+            assert options.keep is not None
             made = prune(
                 options.runs[0],
                 options.to,

@@ -252,7 +252,8 @@ def _values_of_words(kind: type[Operation], split: Split) -> dict[str, Any]:
     Raises:
         ConfigError: a word is missing, given twice, or one too many.
     """
-    words, found = [*split.words, *split.rest], {}
+    words = [*split.words, *split.rest]
+    found: dict[str, Any] = {}
     places = [option for option in options_of(kind).values() if option.spelling.is_word]
     is_run = bool(places) and "RUN" in places[0].spelling.metavar and not places[0].is_list
     for option in places:

@@ -113,6 +113,7 @@ def _serve(options: PlanVerb) -> int:
     from expertmesh.planner.serve import serve_plan
     from expertmesh.planner.table import serve_text
 
+    assert options.batch is not None and options.context is not None
     found = serve_plan(
         options.model, cluster=options.cluster, batch=options.batch, context=options.context
     )
