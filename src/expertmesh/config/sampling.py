@@ -33,7 +33,7 @@ _LARGEST = 3.0e38
 
 
 def must(rule: str, fix: str = "give one") -> WrapValidator:
-    """Rule and fix in the errors of a type: `Annotated[int, Field(ge=0), must("be a token id")]`; its entries keep theirs."""
+    """Rule and fix in the errors of a type: `Annotated[int, Field(ge=0), must("be a token id")]`; entries keep their own."""
 
     def checked(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:

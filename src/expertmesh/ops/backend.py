@@ -9,6 +9,7 @@ import torch
 
 from expertmesh.config.values import other_choice
 from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu.library import loaded
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 OLDEST_TRITON = (3, 6)
@@ -102,6 +103,7 @@ def explain_backends() -> list[BackendReport]:
     on_gpu = torch.cuda.is_available() and _runs_triton(torch.device("cuda", 0))
     return [
         _explain_triton(on_gpu),
+        _explain_native(),
         BackendReport(
             "torch",
             True,
@@ -109,6 +111,16 @@ def explain_backends() -> list[BackendReport]:
         ),
         BackendReport("reference", True, "plain autograd, the oracle of the tests; slow"),
     ]
+
+
+def _explain_native() -> BackendReport:
+    found = loaded()
+    if found.kernels is None:
+        return BackendReport("native", False, f"{found.problem}; auto uses torch on the CPU")
+    why = f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts in inference, and for batch-invariant products"
+    if not found.kernels.has_threads:
+        why += "; on one thread, as torch's OpenMP runtime is not found"
+    return BackendReport("native", True, f"{why}; {found.problem}" if found.problem else why)
 
 
 def _explain_triton(on_gpu: bool) -> BackendReport:

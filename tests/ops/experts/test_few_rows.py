@@ -18,7 +18,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def _all_processors_multiply_bf16(processor):
-    processor(has_bf16=True)
+    processor(has_bf16=True, has_native=False)
 
 
 @pytest.fixture

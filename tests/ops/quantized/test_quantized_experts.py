@@ -102,7 +102,10 @@ HAS_PRODUCTS = quantized_rows.has_products_of(torch.bfloat16)
         ("int4", {"bias": True}, quantized_rows.cpu_reads_blocks()),
     ],
 )
-def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(form, sizes, serves):
+def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(
+    processor, form, sizes, serves
+):
+    processor(has_native=False)
     made = experts(form, **sizes)
     made.arrange()
     c = call(made)
