@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from expertmesh import MoELayer
 from expertmesh.cli.flags import parse_run_config
-from expertmesh.cli.prog_name import Flags, flag_name
+from expertmesh.cli.options import flag_name
+from expertmesh.cli.prog_name import Flags
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, PeerError

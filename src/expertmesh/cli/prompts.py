@@ -124,7 +124,7 @@ def prompts_of(options: Any) -> list[Prompt]:
     """
     prompts = _read(options)
     has_talk = options.chat or not all(isinstance(one.asked, str) for one in prompts)
-    if options.chat_template_kwargs and not has_talk:
+    if options.variables and not has_talk:
         raise ConfigError(
             "--chat-template-kwargs: has no effect on prompts that are no conversation; add --chat, or leave it out"
         )
@@ -139,7 +139,7 @@ def _read(options: Any) -> list[Prompt]:
             if not prompts:
                 raise ConfigError(f"--input {path}: has no line; write a prompt on each")
             return prompts
-        texts = [read_standard_input()] if options.prompt == ["-"] else [*options.prompt]
+        texts = [read_standard_input()] if options.prompt == ("-",) else [*options.prompt]
         for text in texts:
             text.encode()
     except OSError as error:

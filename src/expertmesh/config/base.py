@@ -149,7 +149,8 @@ class Config(BaseModel):
             return () if is_several else None
         (one,) = values
         if isinstance(one, str):
-            one = next((n for n in arms if type(n) is int and str(n) == one), one)
+            choices = [n for arm in (annotation, *arms) for n in get_args(arm)]
+            one = next((n for n in choices if type(n) is int and str(n) == one), one)
         elif isinstance(one, Iterable):
             return one
         is_several |= str not in arms and any(get_origin(arm) is tuple for arm in arms)
@@ -165,16 +166,21 @@ class Config(BaseModel):
                     raise FieldError(
                         name, one, "must be a number of 64 bits, below 2**63", "use a smaller one"
                     )
-                if isinstance(one, str) and not one.strip() and one != usual:
-                    raise FieldError(name, one, *EMPTY)
-                if isinstance(one, str) and not _is_clean(one):
-                    raise FieldError(
-                        name,
-                        ascii(one)[1:-1],
-                        "must be text in UTF-8 without NUL",
-                        "rename the file, or name its folder",
-                    )
+                if isinstance(one, str) and one != usual:
+                    self._check_text(name, one)
         return self
+
+    def _check_text(self, name: str, text: str) -> None:
+        """Refuses a text that is blank, or that no file of a run can hold."""
+        if not text.strip():
+            raise FieldError(name, text, *EMPTY)
+        if not _is_clean(text):
+            raise FieldError(
+                name,
+                ascii(text)[1:-1],
+                "must be text in UTF-8 without NUL",
+                "rename the file, or name its folder",
+            )
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -283,13 +289,15 @@ def nearest_name(name: str, names: list[str]) -> str | None:
     return None
 
 
-def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldError:
-    """The first of pydantic's errors as a one-line `FieldError`."""
+def first_error(error: ValidationError, config_type: type[BaseModel]) -> ConfigError:
+    """The first of pydantic's errors in one line; a `FieldError` where one field is wrong."""
     found = error.errors(include_url=False)[0]
     cause = found.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         is_key = found["loc"][-1:] == ("[key]",)
         return cause.inside(found["loc"][:-2] if is_key else found["loc"])
+    if isinstance(cause, ConfigError):
+        return cause
     if found["type"] in ("json_invalid", "json_type"):
         return FieldError(
             "configuration", found["input"], found["msg"], "restore the file from a copy"

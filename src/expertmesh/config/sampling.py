@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from expertmesh.config.base import Config, FieldError, Fix
+from expertmesh.config.fields import Spelling
 from expertmesh.config.values import MOST_INT64, plain
 from expertmesh.errors import named
 
@@ -116,7 +117,9 @@ class SamplingParams(Config):
     Random numbers depend only on it, the answer's index and the position. If one call gives it to several prompts, all
     behind the first draw by a hash of it and their index.
     """
-    max_tokens: Annotated[int | None, Fix("ask for a token or more")] = Field(default=None, ge=1)
+    max_tokens: Annotated[
+        int | None, Fix("ask for a token or more"), Spelling(also=("max_new_tokens",))
+    ] = Field(default=None, ge=1)
     """Maximum number of tokens to generate; none: up to the model's maximum length."""
     min_tokens: int = Field(default=0, ge=0)
     """Minimum number of tokens before an end token or stop string can end the answer."""
