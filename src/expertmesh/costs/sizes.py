@@ -213,7 +213,11 @@ def _parameter(
     size: int, width: int, role: Role, cut: str | None = None, **experts: int
 ) -> Parameter:
     last = math.gcd(size, width) or 1
-    sizes = {**experts, "rows" if not experts else "hidden": size // last, "model": last}
+    sizes: dict[str, Any] = {
+        **experts,
+        "rows" if not experts else "hidden": size // last,
+        "model": last,
+    }
     return parameter("", role, "experts" if experts else "dense", cut=cut, **sizes)
 
 

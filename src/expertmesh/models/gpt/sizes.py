@@ -16,7 +16,7 @@ from expertmesh.spec.model_spec import Parameter, num_elements
 
 @dataclass(frozen=True)
 class GPTSizes(ModelSizes):
-    """Sizes of a GPT of ours, whose activations are those of its layers, unless another software trains it.
+    """Sizes of a GPT with its activations layer by layer, unless another software trains it.
 
     Attributes:
         config: configuration of the model.
