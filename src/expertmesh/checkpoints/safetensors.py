@@ -348,7 +348,7 @@ def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, An
         texts = values.pop("__metadata__", None)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing; {fix}") from None
-    except (ValueError, AttributeError, struct.error, OSError):
+    except (ValueError, AttributeError, TypeError, struct.error, OSError):
         raise CheckpointError(f"{path}: is no safetensors file, or cut short; {fix}") from None
     start, found = 8 + length, {}
     for name, entry in values.items():
