@@ -79,7 +79,7 @@ DATA = {
     ),
     "a file that nobody may read": Mistake(
         training("--data.path", "/proc/self/mem"),
-        ["/proc/self/mem", "cannot be read (Input/output error)", "permissions"],
+        ["/proc/self/mem", "cannot be read (Input/output error)", "check it"],
     ),
     "a folder of hidden files": Mistake(
         special(lambda path: (path.mkdir(), (path / ".hidden").write_text("x"))),

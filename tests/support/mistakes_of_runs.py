@@ -319,7 +319,7 @@ FILES = {
             lambda _: Tokenizer(WordLevel(LARGER, unk_token="<|endoftext|>")).to_str().encode(),
             REPORT,
         ),
-        ["tokens and the model 512", "of another run", "restore"],
+        ["tokenizer.json: has the SHA-256", "was trained with", "restore"],
         code=1,
         may_add=("run/report.html",),
     ),
@@ -486,16 +486,14 @@ PLACES = {
     ),
     "an export where no file can be": Mistake(
         with_run(lambda p: ["export", p.path("run"), "--output", "/proc/out"]),
-        ["/proc", ";"],
-        code=1,
+        ["/proc", "cannot be written", "choose another"],
     ),
     "a page where no file can be": Mistake(
-        reporting("--page", "/proc/page.html"), ["/proc", ";"], code=1
+        reporting("--page", "/proc/page.html"), ["/proc", "cannot be written", ";"]
     ),
     "a conversion where no folder can be": Mistake(
         with_run(lambda p: ["convert", "--from", p.path("run"), "--to", "/proc/out"]),
-        ["/proc", ";"],
-        code=1,
+        ["/proc", "cannot be made", "choose another"],
     ),
 }
 

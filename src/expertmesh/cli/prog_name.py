@@ -27,7 +27,7 @@ _ARGUMENTS = {
     *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
     *("cluster", "goal", "tokens_per_batch", "max_context", "tokens", "imbalance", "states"),
     *("pp", "vpp", "batch", "context", "measured"),
-    *("expert_slots", "group_size", "calibration"),
+    *("expert_slots", "group_size", "calibration", "overwrite"),
     *("device", "temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
 }
 """Function arguments that are options of verbs; other names without a section come from a file that was read."""

@@ -197,7 +197,6 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
             raise
         print(f"\nnot judged, and no samples: {error}")
         return 1 if options.check else 0
-    say_precision(opened.precision)
     found, task = opened.run, opened.task
     family, metrics = found.family, read_metrics(folder.metrics)
     print(curve_table(metrics, family))
@@ -225,11 +224,14 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
                 temperature=options.temperature,
                 seed=options.seed,
             )
+        say_precision(opened.precision)  # nothing is refused any more
         for number, sampled in enumerate(samples, 1):
             print(f"\n--- sample {number}, prompt {sampled.prompt!r}")
             print(sampled.prompt + sampled.text)
         if samples:
             print(f"\n{measure(samples, corpus)}")
+    else:
+        say_precision(opened.precision)
     return 1 if options.check and is_better is not True else 0
 
 

@@ -121,7 +121,7 @@ def run(argv: list[str]) -> int:
 
 
 def precision_of(engine: "Engine", run: str) -> "Precision":
-    """Type in which an engine computes, and why: that of its weights, also where a run's training computed in another.
+    """Type in which an engine computes, and why: its weights' own, also where a run's training computed in another.
 
     Args:
         engine: the engine.

@@ -136,9 +136,10 @@ def _parquet(path: Path, reading: Reading) -> list[Row]:
 
     try:
         with opened(path) as file:
-            if not file.peek(1):  # an empty file has no rows, as of every kind
-                return []
-            table = parquet.ParquetFile(io.BytesIO(file.read()) if is_packed(path) else path)
+            packed = file.read() if is_packed(path) else None
+        if not (path.stat().st_size if packed is None else packed):
+            return []  # an empty file has no rows, as of every kind
+        table = parquet.ParquetFile(path if packed is None else io.BytesIO(packed))
         names = table.schema_arrow.names
         _check_once(names, named("data.path", printable(str(path))), reading.column)
         batches = table.read([n for n in names if n in known_fields(reading.column)]).to_batches()

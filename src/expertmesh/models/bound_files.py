@@ -21,7 +21,7 @@ _SHOWN = 12
 
 
 def hashes_in(run: Path, family: Family) -> dict[str, str]:
-    """SHA-256 of those of a run's files that belong to its checkpoints, by their names in the run.
+    """SHA-256 of all files of a run that belong to its checkpoints, by their names in the run.
 
     Args:
         run: the run directory.
@@ -77,8 +77,8 @@ def check_run(
     """
     saved = state.get("config")
     if isinstance(saved, Mapping) and saved.get("family", family.name) == family.name:
-        before, now = (_model_of(found, family, run) for found in (saved, values))
-        for name in [*before, *(name for name in now if name not in before)]:
+        before, now = (_model_of(found, family) for found in (saved, values))
+        for name in {**before, **now} if before and now else ():
             if name not in family.free and before.get(name) != now.get(name):
                 raise CheckpointError(
                     f"{run / 'config.json'}: has {name}={now.get(name)}, and {where} was trained with {before.get(name)};"
@@ -105,13 +105,13 @@ def newest_state(run: Path) -> tuple[dict[str, Any], Path]:
     return {}, run
 
 
-def _model_of(values: Mapping[str, Any], family: Family, run: Path) -> dict[str, Any]:
-    """Options of the model by dotted name, those added since included."""
+def _model_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Options of the model by dotted name, those added since included; none if the values are not readable, which their readers say."""
     try:
         with saved_run():
             config = family.config.model_validate(dict(values))
-    except ConfigError as error:
-        raise CheckpointError(f"run {run}: its model is not readable: {error.line.text}") from None
+    except ConfigError:
+        return {}
     return dotted_values(config.model.model_dump(mode="json"), "model")
 
 

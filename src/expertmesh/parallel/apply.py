@@ -379,7 +379,7 @@ def _adapt(
     keepers = [plan_keeper(*place) for place in {(usual, model), record}]
 
     def known() -> Mapping[str, DispatchOptions]:
-        """Plans of the run, or those of the cache, which become the run's."""
+        """Plans of the run, else of the cache, which become the run's."""
         if record[0].exists():
             return load_plans(*record)
         found = load_plans(usual, model)

@@ -122,8 +122,15 @@ class RunDir:
         """Try all that a run will write here, before its first step.
 
         Raises:
+            ConfigError: the path is a file or below one.
             OSError: something is in the way, or cannot be written; names it.
         """
+        if not next(
+            one for one in (self.path, *self.path.absolute().parents) if one.exists()
+        ).is_dir():
+            raise ConfigError(
+                "train.run_dir", self.path, "is a file or below a file", "choose a folder"
+            )
         for path in (self.config, self.arithmetic, self.plans, self.versions, *self.records):
             check_file(path)
         for path in (self.checkpoints, self.tensorboard):

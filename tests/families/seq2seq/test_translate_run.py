@@ -1,6 +1,9 @@
 """An encoder-decoder in miniature: trained, killed, resumed, spread over two ranks, evaluated, translating."""
 
+import json
+import re
 import resource
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -254,6 +257,24 @@ def test_mistakes_are_one_line(learned, words, text, capsys):
     assert main(["translate", "--run", learned, *words]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tokenizer.json", r"tokenizer.json: has the SHA-256 \w+..., and \S+ was trained with"),
+        ("config.json", r"config.json: has model.moe.top_k=\d+, and \S+ was trained with"),
+    ],
+)
+def test_files_of_another_run_are_refused(learned, tmp_path, capsys, name, words):
+    run = shutil.copytree(learned, tmp_path / "run")
+    values = json.loads((run / name).read_text())
+    if name == "config.json":
+        values["model"]["moe"]["top_k"] = 3 - values["model"]["moe"]["top_k"]
+    (run / name).write_text(json.dumps(values, indent=3))
+    assert main(["translate", str(run), "--to", "xx", "a dog"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(words, error) and error.count("\n") == 1, error
 
 
 def test_other_verbs_answer(learned, capsys):

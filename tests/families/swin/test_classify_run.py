@@ -1,5 +1,7 @@
 """A Swin Transformer in miniature: trained, killed, resumed, spread over two ranks, evaluated, classifying."""
 
+import json
+import re
 import shutil
 from functools import partial
 
@@ -161,6 +163,24 @@ def test_an_image_of_another_size_is_fitted_as_asked(learned, tmp_path, capsys):
     assert main([*words, "exact"]) == 2
     assert "must be that; use --fit resize" in capsys.readouterr().err
     assert main([*words, "resize"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("classes.json", r"classes.json: has the SHA-256 \w+..., and \S+ was trained with"),
+        ("config.json", r"config.json: has model.moe.top_k=\d+, and \S+ was trained with"),
+    ],
+)
+def test_files_of_another_run_are_refused(learned, folder, tmp_path, capsys, name, words):
+    run = shutil.copytree(learned, tmp_path / "run")
+    values = json.loads((run / name).read_text())
+    if name == "config.json":
+        values["model"]["moe"]["top_k"] += 1
+    (run / name).write_text(json.dumps(values, indent=3))
+    assert main(["classify", str(run), f"{folder}/data/images-idx3-ubyte.gz@55"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(words, error) and error.count("\n") == 1, error
 
 
 def test_other_verbs_answer(learned, capsys):
