@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.transformers import decoder
 from expertmesh.integrations.transformers.decoder import TransformersDecoder
 from expertmesh.text.tokenizer import train_tokenizer
 
@@ -188,9 +187,9 @@ def test_lengths_of_other_configurations(name):
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_a_maximum_needs_one(monkeypatch):
-    monkeypatch.setattr(decoder, "_LENGTHS", ())
+def test_a_model_without_a_maximum_needs_one():
     model = tiny("qwen3")
+    model.config.max_position_embeddings = None
     with pytest.raises(ConfigError, match="give max_len"):
         TransformersDecoder(model)
     model.set_attn_implementation("eager")

@@ -35,8 +35,6 @@ _LEAST = 20
 """Minimum columns for rendering options."""
 _POWER = re.compile(r"\d+(\.\d+)?[eE]\+?\d{1,2}")
 """Number with a power of ten."""
-
-
 _SWITCHES = {"-h": "help", "--help": "help", "--dry-run": "dry-run", "--verbose": "verbose"}
 
 

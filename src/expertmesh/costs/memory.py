@@ -129,10 +129,10 @@ class Trained(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """Its parameters."""
+        """Parameters of the model."""
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
-        """Its activations on a rank."""
+        """Activations of the model on a rank."""
 
 
 def peak_memory(model: Trained, layout: RankLayout, work: Workload) -> PeakMemory:

@@ -130,7 +130,7 @@ class RankLayout:
         return self.micro_batch * seq_len / (self.tp_degree * self.cp_degree)
 
     def fullest(self, rows: float, work: "Workload") -> float:
-        """Rows per token of the rank with most, of their mean: where tokens stay, each rank has those of its own."""
+        """Rows per token of the rank with most, of their mean: where tokens stay, each rank has its own rows."""
         return rows * work.capacity_factor * (work.imbalance if self.route_degree > 1 else 1)
 
 

@@ -102,7 +102,7 @@ class ModelSizes:
     Attributes:
         dim: D.
         vocab_size: V.
-        spec: its parameters; of a model with unknown shapes those of `spec_of_layers`.
+        spec: its parameters; of a model with unknown shapes, what `spec_of_layers` makes.
         blocks: its layers by kind.
         tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
         routing_group: number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts
