@@ -515,7 +515,7 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     asked = found.prompt([{"role": "user", "content": "What?"}])
     assert tokenizer.decode(asked, skip_special_tokens=False) == expected
     words = ["generate", "--run", str(tmp_path / "run"), "--max-tokens", "1", "--chat"]
-    with calls_of(Engine.add) as calls:
+    with calls_of(Engine._add) as calls:
         assert main([*words, "What?"]) == 0
     ends = {tokenizer.token_to_id(token) for token in ("</s>", "<|im_end|>")}
     assert set(calls[0][0]["ends"]) == ends, "an answer ends where the template ends it"

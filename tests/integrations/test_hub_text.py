@@ -43,7 +43,7 @@ def test_every_generator_puts_before_a_prompt_what_transformers_does(
     text = theirs.decode(model.generate(torch.tensor([ids]), **how)[0, len(ids) :])
     convert(source, tmp_path / "run")
     loaded, tokenizer = em.load(tmp_path / "run")
-    with calls_of(Engine.add) as calls:
+    with calls_of(Engine._add) as calls:
         assert em.generate(loaded, tokenizer, PROMPT, max_tokens=8, temperature=0) == text
         plain = load_pretrained(source).eval()
         assert em.generate(plain, tokenizer, PROMPT, max_tokens=8, temperature=0) == text
@@ -84,7 +84,7 @@ def test_a_run_that_begins_with_a_converted_one_asks_as_it_does(tmp_path, capsys
         model, tokenizer = em.load(tmp_path / run)
         assert model.start_ids == ()
         assert text_format(tokenizer, model=model).prompt_ids("") == [256]
-        with calls_of(Engine.add) as calls:
+        with calls_of(Engine._add) as calls:
             em.generate(model, tokenizer, PROMPT, max_tokens=1)
             assert main(["report", str(tmp_path / run), "--samples", "1", "--tokens", "2"]) == 0
         byte_ids = tokenizer.encode(PROMPT).ids
@@ -123,7 +123,7 @@ def own(request, tmp_path_factory):
 
 def test_a_run_of_our_own_begins_with_the_end_of_text_unless_told(own, capsys):
     words = ["generate", "--run", str(own), "--max-tokens", "1"]
-    with calls_of(Engine.add) as calls:
+    with calls_of(Engine._add) as calls:
         assert main([*words, PROMPT]) == 0
         assert main([*words, "--no-start", PROMPT]) == 0
     first, second = (calls[at][0]["ids"] for at in (0, -1))
@@ -256,7 +256,7 @@ def test_variables_of_the_template_are_given_on_the_command_line(tmp_path, capsy
         ([*off, "--chat", "--interactive"], ids),
     ):
         typed(PROMPT)
-        with calls_of(Engine.add) as calls:
+        with calls_of(Engine._add) as calls:
             assert main([*words, *given]) == 0
         assert [call[0]["ids"] for call in calls] == [expected]
     capsys.readouterr()

@@ -10,7 +10,8 @@ def assert_bits_follow_no_neighbour_and_training_has_them(model, prompts, params
     """Drawn tokens and logprobs are the same alone, together and under other caches, and training computes these logprobs."""
 
     def drawn_by(prompts, **options):
-        found = Engine(model, deterministic=True, **options).generate(prompts, params)
+        each = [params] * len(prompts)  # which keep the seed, as a prompt alone does
+        found = Engine(model, deterministic=True, **options).generate(prompts, each)
         return found, [(o.prompt_ids, o.index, o.token_ids, o.logprobs) for o in found]
 
     together, expected = drawn_by(prompts)
