@@ -149,7 +149,8 @@ def test_answers_before_a_full_disk_are_kept(place, size_limit, capsys):
         before = sorted(place.folder.iterdir())
         size_limit(room)
         assert main(words) == 1
-        *notes, error = capsys.readouterr().err.splitlines()
+        computing, *notes, error = capsys.readouterr().err.splitlines()
+        assert computing.startswith("computing in float32")
         assert error.startswith(f"error: File too large ({answered}); files may not be so large")
         kept = [f"note: the first {count} of 6 texts are in {part}"] if count else []
         assert notes == kept
@@ -228,7 +229,7 @@ def test_a_checkpoint_whose_last_files_do_not_fit_is_named(tmp_path, size_limit)
 @pytest.mark.parametrize("disk", [1 << 20], indirect=True)
 def test_a_disk_that_cannot_be_written_is_said_before_the_work(disk):
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    with pytest.raises(ConfigError, match=f"{disk} cannot be written; choose another folder"):
+    with pytest.raises(ConfigError, match=f"{disk} cannot be written: Read-only file system"):
         output_file("output", disk / "new")
 
 

@@ -31,6 +31,7 @@ from expertmesh.text.format import text_format
 from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
 
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
+BF16_ROUNDING = 2.0**-5
 PROMPT = "def main("
 COMPUTING = "computing in float32 on cpu (as it was trained)"
 
@@ -309,7 +310,7 @@ def test_a_line_that_asks_nothing_is_named(
         ([PROMPT, PROMPT, ""], "prompt 3: prompt='': is empty"),
         (["--max-tokens", "999", PROMPT, PROMPT], "prompt 1: --max-tokens 999: with a prompt of"),
         (["x " * 200], "prompt of"),
-        ([""], "prompt='': is empty"),
+        ([""], "RUN '': must not be empty"),
     ],
 )
 def test_an_error_of_one_prompt_names_it_and_nothing_is_generated(
@@ -380,7 +381,9 @@ def test_experts_are_cast_once_and_not_for_every_token(run_dir: Path, tmp_path: 
     model, precision = opened.decoder, opened.precision
     plain = open_model(tmp_path / "run").model
     with torch.no_grad(), precision.autocast():
-        assert torch.equal(model(ids).logits_BSV, plain(ids).logits_BSV)
+        # native kernels serve weights that are BF16 already, with another order of sums
+        pair = model(ids).logits_BSV.double(), plain(ids).logits_BSV.double()
+        assert (pair[0] - pair[1]).norm() <= BF16_ROUNDING * pair[1].norm()
     kept = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.float32}
     assert kept and set(kept.values()) == {torch.bfloat16}
     assert all(".experts." in name for name in kept)

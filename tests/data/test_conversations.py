@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.calls import calls_of
+from tests.support.older_runs import as_older
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import expertmesh as em
@@ -531,6 +532,9 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     assert json.loads(out["generation_config.json"])["eos_token_id"] == ends
     assert json.loads(out["tokenizer_config.json"])["eos_token"] == "</s>"
     (tmp_path / "run" / "hub" / "chat_template.jinja").unlink()
+    assert main([*words, "What?"]) == 1
+    assert "chat_template.jinja: is missing" in capsys.readouterr().err
+    as_older(tmp_path / "run")
     assert main([*words, "What?"]) == 0
     assert "has no chat template and no tokens for roles" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from tests.support.calls import calls_of
 from tests.support.generation import written_ids
 from tests.support.hub_text import byte_tokenizer, hub_folder
+from tests.support.older_runs import as_older
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import expertmesh as em
@@ -64,6 +65,7 @@ def test_a_run_that_begins_with_a_converted_one_asks_as_it_does(tmp_path, capsys
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["model"].pop("start_ids") == []
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    as_older(tmp_path / "run")
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(f"{i} words of text. " * 9)
     changes = {
@@ -170,7 +172,7 @@ def test_folders_made_of_a_run_of_our_own_ask_as_it_does(own, tmp_path):
 def test_a_given_tokenizer_keeps_its_files_and_gets_the_start(own, tmp_path):
     """Also where transformers would make another start of these files."""
     run = tmp_path / "run"
-    shutil.copytree(own, run, ignore=shutil.ignore_patterns("lock"))
+    as_older(shutil.copytree(own, run, ignore=shutil.ignore_patterns("lock")))
     values = json.loads((run / "tokenizer.json").read_text())
     values["post_processor"] = {
         "type": "ByteLevel",

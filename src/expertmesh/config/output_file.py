@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, count
@@ -80,9 +81,9 @@ def check_folder(path: Path) -> None:
     """
     place = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
     with naming(path, place):
-        probe = place / f".{path.name}.partial-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        handle, probe = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=place)
+        os.close(handle)
+        os.unlink(probe)
 
 
 def check_file(path: Path) -> None:
