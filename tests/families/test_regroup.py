@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64
 from tests.support.calls import calls_of
+from tests.support.mistakes import reseal
 from tests.support.pictures import stripes, write_folder
 from tests.support.runs import train_quietly
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from expertmesh.cli.main import main
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.bound_files import hashes_in
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.expert_use import read_use
@@ -222,7 +224,10 @@ def test_what_was_made_is_trained_further(trained, tmp_path, capsys):
     "words, text",
     [
         (["prune", "first", "--keep", "4"], "--keep 4: must be below the 4 that there are"),
-        (["prune", "first", "--keep", "0"], "--keep 0: must be at least 1"),
+        (
+            ["prune", "first", "--keep", "0"],
+            "--keep 0: must be at least 1; raise it",
+        ),
         (["prune", "first"], "needs --keep K"),
         (["prune", "first", "second", "--keep", "2"], "got 2 runs; name one"),
         (["join", "first"], "got 1 runs; name two"),
@@ -270,9 +275,12 @@ def test_mistakes_are_found_before_the_data_are_read(trained, tmp_path, target, 
     assert list(tmp_path.iterdir()) == [run_dir], "what was made to see whether it can be is gone"
 
 
-def copied(source, target, **changes):
-    """A run with other options in its config.json, by their dotted names."""
+def copied(source, target, files=None, **changes):
+    """A run that was trained with other options, by their dotted names, and with further files."""
     shutil.copytree(source, target)
+    for name, text in (files or {}).items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(text)
     values = json.loads((target / "config.json").read_text())
     for name, value in changes.items():
         *sections, last = name.split(".")
@@ -282,6 +290,11 @@ def copied(source, target, **changes):
         assert place[last] != value
         place[last] = value
     (target / "config.json").write_text(json.dumps(values))
+    told = {"config": values, "files": hashes_in(target, SEQ2SEQ)}
+    for checkpoint in target.glob("checkpoints/step_*"):
+        state = json.loads((checkpoint / "state.json").read_text())
+        (checkpoint / "state.json").write_text(json.dumps({**state, **told}))
+        reseal(checkpoint)
     return target
 
 
@@ -309,9 +322,8 @@ def test_runs_join_whatever_differs_in_speed_and_training(trained, tmp_path):
 
 
 def test_what_belongs_to_the_tokenizer_goes_with_it(trained, tmp_path):
-    source = copied(trained / "first", tmp_path / "run", **{"train.eval_every": 2})
-    (source / "hub").mkdir()
-    (source / "hub" / "chat_template.jinja").write_text("{{ messages }}")
+    files = {"hub/chat_template.jinja": "{{ messages }}"}
+    source = copied(trained / "first", tmp_path / "run", files, **{"train.eval_every": 2})
     join(source, trained / "second", tmp_path / "made")
     assert (tmp_path / "made" / "hub" / "chat_template.jinja").read_text() == "{{ messages }}"
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from expertmesh.checkpoints.manifest import described, write_manifest
+from tests.support.mistakes import reseal
 
 
 def as_older(run: Path) -> Path:
@@ -11,9 +11,8 @@ def as_older(run: Path) -> Path:
     for folder in (run / "checkpoints").glob("step_*"):
         path = folder / "state.json"
         state = json.loads(path.read_text())
-        for name in ("files", "config"):
-            state.pop(name, None)
-        path.write_text(json.dumps(state))
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-        write_manifest(folder, files | {path.name: described(path)})
+        path.write_text(
+            json.dumps({k: v for k, v in state.items() if k not in ("files", "config")})
+        )
+        reseal(folder)
     return run
