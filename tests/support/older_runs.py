@@ -7,12 +7,12 @@ from tests.support.mistakes import reseal
 
 
 def as_older(run: Path) -> Path:
-    """Take the record of files and the configuration out of all checkpoints of a run; returns the run."""
+    """Let all checkpoints of a run have its config.json as it is now, and no record of files; returns the run."""
+    config = json.loads((run / "config.json").read_text())
     for folder in (run / "checkpoints").glob("step_*"):
         path = folder / "state.json"
-        state = json.loads(path.read_text())
-        path.write_text(
-            json.dumps({k: v for k, v in state.items() if k not in ("files", "config")})
-        )
+        state = {**json.loads(path.read_text()), "config": config}
+        state.pop("files", None)
+        path.write_text(json.dumps(state))
         reseal(folder)
     return run
