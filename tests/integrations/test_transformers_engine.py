@@ -189,7 +189,7 @@ def test_lengths_of_other_configurations(name):
 
 def test_a_model_without_a_maximum_needs_one():
     model = tiny("qwen3")
-    model.config.max_position_embeddings = None
+    model.config.max_position_embeddings = 0
     with pytest.raises(ConfigError, match="give max_len"):
         TransformersDecoder(model)
     model.set_attn_implementation("eager")
