@@ -135,7 +135,7 @@ def test_a_text_is_the_example_and_all_are_named_when_asked(tmp_path, caplog):
     assert sorted(text[-5:] for text in said) == ["a.jpg", "b.jpg", "c.txt", "d.txt"]
 
 
-NAMES = ["no-such", "base64", "rot13", " ", "undefined"]
+NAMES = ["no-such", "base64", "rot13", "undefined"]  # an empty one: tests/cli/test_empty_values.py
 NO_ENCODING = "encoding=.*: must be an encoding of text.*latin-1"
 
 

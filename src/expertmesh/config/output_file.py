@@ -83,7 +83,7 @@ def check_folder(path: Path) -> None:
     with naming(path, place):
         handle, probe = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=place)
         os.close(handle)
-        os.unlink(probe)
+        Path(probe).unlink()
 
 
 def check_file(path: Path) -> None:

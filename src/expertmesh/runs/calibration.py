@@ -5,7 +5,7 @@ errors weighted by E[x_k^2] (the idea of activation-aware quantisation, Lin et a
 weights). With memory for all E[x_k x_l], later columns compensate the errors of earlier ones.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.runs.open import LoadedModel
+from expertmesh.runs.precision import Precision
 
 TOKENS = 1 << 15
 """Largest number of tokens of the text."""
@@ -32,7 +33,11 @@ _FEW = 16
 
 
 def importance_of(
-    opened: LoadedModel, text: Path, *, most_bytes: int = MOST_BYTES
+    opened: LoadedModel,
+    text: Path,
+    *,
+    most_bytes: int = MOST_BYTES,
+    on_read: Callable[[Precision], None] | None = None,
 ) -> Mapping[str, Tensor]:
     """Mean squares of the inputs of each expert column, or mean products of all pairs of columns.
 
@@ -40,6 +45,7 @@ def importance_of(
         opened: the model.
         text: a text of the kind that the model will read, or a JSON file of texts; packed or not.
         most_bytes: limit of the bytes of all experts' mean products; beyond it, mean squares are returned.
+        on_read: function that is told in which type the model will compute, once the text is known to be long enough.
 
     Returns:
         (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.
@@ -72,6 +78,8 @@ def importance_of(
             f"has {len(ids)} tokens, and a sequence {length}",
             "name a longer one",
         )
+    if on_read is not None:
+        on_read(opened.precision)
     layers = {n: m for n, m in opened.model.named_modules() if isinstance(m, GroupedExperts)}
     sizes = [m.w_in.shape for m in layers.values()]
     pairs = sum(4 * E * (D * D + F * F) for E, _, F, D in sizes) <= most_bytes

@@ -143,10 +143,10 @@ def quantize(
     plan = _planned(run, weights, scheme, layers, dtype)
     if calibration is not None:
         opened = open_model(run)
-        if on_opened is not None:
-            on_opened(opened.precision)
         with threads_of_calls(opened.model, opened.precision, num_rows=_ROWS):
-            importance = importance_of(opened, expanded(calibration), most_bytes=calibration_bytes)
+            importance = importance_of(
+                opened, expanded(calibration), most_bytes=calibration_bytes, on_read=on_opened
+            )
         plan = plan._replace(importance=importance)
     with complete_folder(target) as partial:
         sizes = _write_weights(weights, plan, partial)
