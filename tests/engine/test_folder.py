@@ -44,7 +44,7 @@ def test_a_folder_can_be_served_deterministically(folder):
     engine = em.Engine(folder, deterministic=True)
     assert engine.model.config.batch_invariant
     params = em.SamplingParams(temperature=1.0, seed=3, max_tokens=8, logprobs=0)
-    together = engine.generate(PROMPTS, params)
+    together = engine.generate(PROMPTS, [params] * len(PROMPTS))  # each with the seed of one alone
     alone = [em.Engine(folder, deterministic=True).generate(p, params)[0] for p in PROMPTS]
     assert [(o.token_ids, o.logprobs) for o in together] == [
         (o.token_ids, o.logprobs) for o in alone

@@ -337,7 +337,7 @@ def test_a_mistake_is_one_line(words, said, capsys):
         ({"cluster": "a\0b"}, "must be text without NUL"),
         ({"model": 5}, "model=5: must be a recipe's"),
         ({"model": "x" * 5000}, "no recipe, run or config.json"),
-        ({"model": ""}, "plan '': no recipe"),
+        ({"model": ""}, "'': must not be empty"),
     ],
     ids=lambda of: next(iter(of)) if isinstance(of, dict) else "",
 )

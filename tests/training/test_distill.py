@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from tests.support.calls import calls_of
+from tests.support.older_runs import as_older
 from tests.support.runs import lines_of, train_quietly
 
 from expertmesh.cli.train import describe
@@ -233,6 +234,7 @@ def test_a_teacher_may_come_back_from_the_hub(tiny, tmp_path, teacher):
     made = with_start(back / "tokenizer.json", (0,))
     assert made is not None
     (back / "tokenizer.json").write_text(made)
+    as_older(back)
     taught = {"distill.teacher": str(back), "train.run_dir": str(tmp_path / "run")}
     assert len(run(tiny(**STUDENT | taught | {"train.steps": 2}))) == 2
     (back / "tokenizer.json").write_text("[]")

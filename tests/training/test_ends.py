@@ -78,7 +78,7 @@ def test_a_run_without_time_saves_and_goes_on_to_the_bit(tiny, run_quietly, tmp_
     config = tiny(**{"train.max_time": 1e-9})
     result, said = said_by(config)
     assert (result.step, result.stopped_by, result.ended_early) == (0, None, "max_time")
-    assert "1e-09 s of train.max_time are used up, saved in" in said and "resume auto" in said
+    assert "1e-09 s of train.max_time are used up, saved in" in said and "train.resume=auto" in said
     assert result.checkpoint.name == "step_00000000"
     again = config.updated({"train.max_time": 1e9, "train.resume": "auto"})
     result, _ = said_by(again)
