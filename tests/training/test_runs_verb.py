@@ -95,7 +95,10 @@ def test_a_damaged_run_is_listed(runs, capsys, spoil):
         (["runs", "{}/other"], "no run is below it"),
         (["runs", "{}", "--keep", "0"], "'0' must be a whole number of at least 1"),
         (["runs", "{}", "--keep", "two"], "'two' must be a whole number of at least 1"),
-        (["runs", "", "--keep", "1"], "DIR '': must not be empty"),  # as of a variable that is not set
+        (
+            ["runs", "", "--keep", "1"],
+            "DIR '': must not be empty",
+        ),  # as of a variable that is not set
     ],
 )
 def test_mistakes(runs, capsys, words, said):

@@ -11,7 +11,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.text.chat import ChatFormat, OwnFormat, TemplateFormat
 from expertmesh.text.limits import TextLimitError, TokenBound
@@ -30,6 +29,7 @@ from expertmesh.text.tokenizer_files import (
     TokenizerFiles,
     files_in,
     is_told,
+    json_object,
 )
 
 _MODEL = "config.json"
@@ -145,7 +145,7 @@ def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]
         CheckpointError: the tokenizer has no token for the end of a text.
     """
     extras = path.parent / EXTRAS
-    is_of_hub = "model_type" in _json(extras / _MODEL)
+    is_of_hub = "model_type" in json_object(extras / _MODEL, ConfigError)
     found = {}
     if _files(path).templates:
         found["end_ids"] = find_format(tokenizer, path).ends
@@ -212,22 +212,10 @@ def hub_files(folder: Path) -> dict[str, Path]:
     Raises:
         ConfigError: the folder's config.json is damaged.
     """
-    if "model_type" not in _json(folder / _MODEL):
+    if "model_type" not in json_object(folder / _MODEL, ConfigError):
         return {}
     return {
         f"{EXTRAS}/{name}": path
         for name, path in files_in(folder).items()
         if is_told(name) or name in _BESIDE or ("token" in path.name and path.parent == folder)
     }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = parse_json(path.read_bytes())
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: is no JSON object; restore it from the hub")
-    return values

@@ -69,11 +69,11 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     Raises:
         CheckpointError: one of the files is damaged.
     """
-    config, older, map_ = _object(folder / CONFIG), {}, {}
+    config, older, map_ = json_object(folder / CONFIG), {}, {}
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
-        listed, older = {}, _object(folder / "added_tokens.json")
-        map_ = _object(folder / "special_tokens_map.json")
+        listed, older = {}, json_object(folder / "added_tokens.json")
+        map_ = json_object(folder / "special_tokens_map.json")
     values, several = _named(config, map_)
     tokens = {name: text for name, value in values.items() if (text := token_content(value))}
     names = {text for one in (*values.values(), *several) if (text := token_content(one))}
@@ -172,8 +172,13 @@ def _text(path: Path) -> str:
         raise CheckpointError(f"{path}: is no UTF-8 text; restore it from the hub") from None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """Values of a JSON file; none if there is no such file."""
+def json_object(path: Path, error: type[Exception] = CheckpointError) -> dict[str, Any]:
+    """Values of a JSON file of the hub; none if there is no such file.
+
+    Args:
+        path: the file.
+        error: class of the error of a damaged file.
+    """
     if not path.is_file():
         return {}
     try:
@@ -181,5 +186,5 @@ def _object(path: Path) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: is no JSON object; restore it from the hub")
+        raise error(f"{path}: is no JSON object; restore it from the hub")
     return values
