@@ -3,17 +3,10 @@
 A compiler of schemas can be kept busy for minutes by one line, and cannot be interrupted; a process can.
 """
 
-import atexit
-import json
-import os
 import signal
-import subprocess
-import sys
-from threading import Lock
 from typing import Any
 
-from expertmesh.config.base import environment_of_child
-from expertmesh.errors import ConfigError
+from expertmesh.config.child_process import ChildEndedError, ChildProcess, answer_requests
 
 SECONDS = 5
 MOST_BYTES = 2**30
@@ -62,10 +55,7 @@ class SchemaTrial:
     """
 
     def __init__(self, module: str = _MODULE) -> None:
-        self._lock, self._module = Lock(), module
-        self._process: subprocess.Popen[str] | None = None
-        self._owner = 0
-        atexit.register(self.close)
+        self._child = ChildProcess(module, "json_schema: the process that tries schemas")
 
     def problem(self, text: str) -> str | None:
         """Reason why a schema cannot be kept; None: it can, with an ordinary amount of time and memory.
@@ -73,69 +63,14 @@ class SchemaTrial:
         Raises:
             ConfigError: the process cannot start.
         """
-        with self._lock:
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(json.dumps(text) + "\n")
-                process.stdin.flush()
-                said = process.stdout.readline()
-            except OSError:
-                said = ""
-            if said:
-                found: str | None = json.loads(said)
-                return found
-            self._end()
+        try:
+            return self._child.ask(text.encode()).decode() or None
+        except ChildEndedError:
             return f"it takes more than {SECONDS} s or {MOST_BYTES >> 30} GiB to compile; make it smaller"
 
     def close(self) -> None:
         """End the process; the next schema starts another one."""
-        with self._lock:
-            self._end()
-
-    def _running(self) -> "subprocess.Popen[str]":
-        """The process, started if there is none; a fork of this process starts its own."""
-        if self._owner != os.getpid():
-            self._process = None
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        if self._process is None:
-            self._owner = os.getpid()
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", self._module],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    env=environment_of_child(),
-                    start_new_session=True,  # Ctrl+C is not meant for it
-                )
-                assert self._process.stdout is not None
-                is_ready = bool(self._process.stdout.readline())
-            except OSError:
-                is_ready = False
-            if not is_ready:
-                self._end()
-                raise ConfigError(
-                    "json_schema: the process that tries schemas cannot start "
-                    f"({sys.executable} -m {self._module}); leave some memory and processes for it"
-                )
-        assert self._process is not None
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except OSError:  # what was left to write
-                continue
+        self._child.end()
 
 
 TRIAL = SchemaTrial()
@@ -143,7 +78,7 @@ TRIAL = SchemaTrial()
 
 
 def main() -> None:
-    """Try the schemas of standard input, each a JSON string in a line; the answers are JSON, too."""
+    """Try schemas; the answers are reasons, or empty."""
     import resource
 
     from llguidance import LLTokenizer
@@ -153,17 +88,14 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     tokenizer = LLTokenizer("byte")
-    _say("ready")
-    for line in sys.stdin:
+
+    def tried(text: bytes) -> bytes:
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
-        said = json.dumps(_tried(json.loads(line), tokenizer))
+        problem = _tried(text.decode(), tokenizer) or ""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _say(said)
+        return problem.encode(errors="replace")
 
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    answer_requests(tried)
 
 
 def _tried(text: str, tokenizer: Any) -> str | None:
