@@ -61,7 +61,7 @@ def new_folder(option: str, name: str | Path) -> Path:
     path = expanded(name)
     if os.path.lexists(path):
         raise ConfigError(option, name, "exists already", "choose another folder")
-    above = next(one for one in path.absolute().parents if os.path.lexists(one))
+    above = _nearest(path)
     if not above.is_dir():
         raise ConfigError(option, name, f"is below the file {above}", "choose another folder")
     try:
@@ -79,11 +79,16 @@ def check_folder(path: Path) -> None:
     Raises:
         OSError: it is a file, or cannot be written; names it.
     """
-    place = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    place = _nearest(path)
     with naming(path, place):
         handle, probe = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=place)
         os.close(handle)
         Path(probe).unlink()
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
 
 
 def check_file(path: Path) -> None:
