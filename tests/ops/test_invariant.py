@@ -1,5 +1,7 @@
 """The batch-invariant pieces: right, differentiable, and the same bits at every place of a tensor."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,10 +37,15 @@ def test_a_row_of_a_product_does_not_know_its_place(rows, columns, products, dty
     assert torch.equal(invariant.linear(x[place : place + 1], w, b), whole[place : place + 1])
 
 
+def forget_verdicts(monkeypatch, name):
+    """Verdicts are kept by rounded shape: other tests' must not reach a patched product, nor its verdicts others."""
+    monkeypatch.setattr(invariant, name, functools.cache(getattr(invariant, name).__wrapped__))
+
+
 def test_where_places_differ_rows_go_one_by_one(monkeypatch, processor):
     """The trial's verdict is obeyed: with a product that favours odd rows, calls have one row."""
     processor(has_native=False)
-    x, w = torch.randn(5, 56), torch.randn(24, 56)  # a shape that no other test tries
+    x, w = torch.randn(5, 56), torch.randn(24, 56)
     counts = []
 
     def counting(x, w, b, out):
@@ -48,6 +55,7 @@ def test_where_places_differ_rows_go_one_by_one(monkeypatch, processor):
         return out
 
     monkeypatch.setattr(invariant, "_product", counting)
+    forget_verdicts(monkeypatch, "_rows_of")
     whole = invariant.linear(x, w)
     counts.clear()
     assert torch.equal(invariant.linear(x, w)[3:4], invariant.linear(x[3:4], w))
@@ -109,8 +117,9 @@ def test_where_batches_differ_products_go_one_by_one(monkeypatch):
         y = bmm(x, w)
         return y * (1 + 1e-6) if len(x) == 64 else y
 
-    x, w = torch.randn(70, 3, 48), torch.randn(70, 48, 80)  # a shape that no other test tries
+    x, w = torch.randn(70, 3, 48), torch.randn(70, 48, 80)
     monkeypatch.setattr(torch, "bmm", favouring)
+    forget_verdicts(monkeypatch, "_batched_rows_of")
     whole = invariant.batched_product(x, w)
     assert torch.equal(whole[5:9], invariant.batched_product(x[5:9], w[5:9]))
     torch.testing.assert_close(whole, x @ w)

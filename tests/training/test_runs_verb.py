@@ -93,8 +93,8 @@ def test_a_damaged_run_is_listed(runs, capsys, spoil):
     [
         (["runs", "{}/nowhere"], "is no folder"),
         (["runs", "{}/other"], "no run is below it"),
-        (["runs", "{}", "--keep", "0"], "'0' must be a whole number of at least 1"),
-        (["runs", "{}", "--keep", "two"], "'two' must be a whole number of at least 1"),
+        (["runs", "{}", "--keep", "0"], "--keep 0: must be at least 1"),
+        (["runs", "{}", "--keep", "two"], "--keep two: must be a whole number"),
         (
             ["runs", "", "--keep", "1"],
             "DIR '': must not be empty",
