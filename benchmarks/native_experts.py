@@ -22,7 +22,7 @@ from torch import Tensor
 
 from expertmesh.kernels.cpu.build import built
 from expertmesh.kernels.cpu.instructions import INSTRUCTION_SETS
-from expertmesh.kernels.cpu.library import Kernels, Stored
+from expertmesh.kernels.cpu.library import ExpertMatrices, Kernels
 from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import ExpertWeights
@@ -89,14 +89,16 @@ def native(name: str, weights: list[tuple[Tensor, Tensor]], num_experts: int) ->
     return run
 
 
-def _stored(name: str, w: Tensor) -> Stored:
+def _stored(name: str, w: Tensor) -> ExpertMatrices:
     if name not in ("int8", "int4"):
-        return Stored(in_huge_pages(w))
+        return ExpertMatrices(in_huge_pages(w))
     most, size = (127, w.shape[-1]) if name == "int8" else (7, GROUP)
     parts = w.float().unflatten(-1, (-1, size))
     scales = (parts.abs().amax(-1, keepdim=True) / most).bfloat16()
     values = (parts / scales.float()).round().clamp(-most, most).to(torch.int8).flatten(-2)
-    return Stored(in_huge_pages(nibbles(values) if name == "int4" else values), scales[..., 0])
+    return ExpertMatrices(
+        in_huge_pages(nibbles(values) if name == "int4" else values), scales[..., 0]
+    )
 
 
 def of_torch(weights: list[tuple[Tensor, Tensor]], *, is_invariant: bool) -> Way:

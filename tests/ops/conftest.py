@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.ops.cpu import compiled_products, products
 from expertmesh.ops.cpu.compiled_products import loop_for
 from expertmesh.ops.experts import few_rows, native, torch_backward, torch_forward
@@ -28,11 +27,11 @@ def products_in_the_type_of_the_input(monkeypatch):
 def processor(monkeypatch):
     """A function that makes this processor another one."""
 
-    def become(*, mkl_holds_back=None, has_bf16=None, has_native=None):
+    def become(*, mkl_holds_back=None, has_bf16=None, loaded=None):
         own = {
             "mkl_holds_back": (mkl_holds_back, lambda: mkl_holds_back),
             "has_products_of": (has_bf16, lambda dtype: has_bf16),
-            "loaded": (has_native, lambda: Loaded(None)),
+            "loaded": (loaded, lambda: loaded),
         }
         for name, (value, answer) in own.items():
             for module in (products, compiled_products, few_rows, native, native_linear):

@@ -10,6 +10,7 @@ from tests.support.poison import poisoned_empty
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
+from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.ops.cpu import compiled_products
 from expertmesh.ops.experts import few_rows
 
@@ -18,7 +19,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def _all_processors_multiply_bf16(processor):
-    processor(has_bf16=True, has_native=False)
+    processor(has_bf16=True, loaded=Loaded(None))
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from expertmesh.kernels.cpu import library
 from expertmesh.kernels.cpu.build import built
 from expertmesh.kernels.cpu.instructions import flags_of_processor, sets_of
 from expertmesh.kernels.cpu.library import Kernels, Loaded
-from expertmesh.ops.experts import native
 from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute, moe_mlp
@@ -35,11 +34,11 @@ def kernels_of(name):
 
 
 @pytest.fixture(params=SETS, autouse=True)
-def instructions(request, monkeypatch):
+def instructions(request, processor):
     """Every test runs with every instruction set."""
     if library.loaded().kernels is None:
         pytest.skip("no C compiler")
-    monkeypatch.setattr(native, "loaded", lambda: Loaded(kernels_of(request.param)))
+    processor(loaded=Loaded(kernels_of(request.param)))
     return SETS[request.param]
 
 

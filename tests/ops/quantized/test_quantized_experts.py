@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
 
+from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.experts import quantized_rows
@@ -105,7 +106,7 @@ HAS_PRODUCTS = quantized_rows.has_products_of(torch.bfloat16)
 def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(
     processor, form, sizes, serves
 ):
-    processor(has_native=False)
+    processor(loaded=Loaded(None))
     made = experts(form, **sizes)
     made.arrange()
     c = call(made)

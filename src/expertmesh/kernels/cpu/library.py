@@ -22,7 +22,7 @@ INNER = {"silu": 0, "gelu": 1, "relu": 2, "relu2": 3, "clamped_silu": 4}
 
 
 @dataclass(frozen=True)
-class Stored:
+class ExpertMatrices:
     """Matrices of experts with their scales and biases.
 
     Attributes:
@@ -183,8 +183,8 @@ class Kernels:
         x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
-        w_in: Stored,
-        w_out: Stored,
+        w_in: ExpertMatrices,
+        w_out: ExpertMatrices,
         *,
         inner: str,
         num_experts: int,
@@ -220,7 +220,7 @@ class Kernels:
         """
         T, K = x_TK.shape
         y_TN = x_TK.new_empty(T, w_NK.shape[0])
-        w_out = Stored(w_NK[None, None], None, None if b_N is None else b_N[None, None])
+        w_out = ExpertMatrices(w_NK[None, None], None, None if b_N is None else b_N[None, None])
         ids_T1, ones_T1 = torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
         self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, ones_T1, 1, "relu")
         return y_TN

@@ -7,7 +7,7 @@ and pre-activations are FP32; only s * act(h) is rounded to the type of the prod
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.cpu.library import Kernels, Stored, loaded
+from expertmesh.kernels.cpu.library import ExpertMatrices, Kernels, loaded
 from expertmesh.ops.activation import inner_name
 from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype
 from expertmesh.ops.experts.call import ExpertsCall
@@ -156,8 +156,8 @@ def _computed(
         x_TD.contiguous(),
         ids_TK.to(torch.int64).contiguous(),
         c.weights_TK.to(torch.float32).contiguous(),
-        Stored(experts.w_in_EGFD, experts.scales_in, experts.b_in_EGF),
-        Stored(
+        ExpertMatrices(experts.w_in_EGFD, experts.scales_in, experts.b_in_EGF),
+        ExpertMatrices(
             experts.w_out_EDF[:, None],
             None if scales_out is None else scales_out[:, None],
             None if b_out_ED is None else b_out_ED[:, None],
