@@ -34,8 +34,9 @@ def python_number(value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value for an error message: short, on one line, text without quotes."""
+    """A value for an error message: short, on one line, text without quotes; halves of characters are escaped."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -103,7 +104,7 @@ def written(number: float) -> str:
     """A limit for an error message: every digit of a whole number."""
     if number in (MOST_INT64, -(2**63)):
         return "2^63 - 1" if number > 0 else "-2^63"
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.10g}"
 
 
 def choice_rule(value: object, known: Iterable[object]) -> tuple[str, str]:
@@ -122,8 +123,9 @@ def other_choice(name: str, value: object, known: Iterable[object]) -> ConfigErr
 
 
 def check_choice(name: str, value: object, known: Iterable[object]) -> None:
-    """Raise ConfigError unless an argument is one of the known values."""
-    if value not in tuple(known):
+    """Raise ConfigError unless an argument is one of the known values; 1 is not True."""
+    known = tuple(known)
+    if not any(type(value) is type(one) and value == one for one in known):
         raise other_choice(name, value, known)
 
 
