@@ -26,8 +26,8 @@ def plain(value: Any) -> Any:
 
 def python_number(value: Any) -> Any:
     """A number of NumPy as Python's; else the value itself, also a tensor, whose reading might wait for a device."""
-    if isinstance(value, bool | int | float):
-        return value
+    if value is None or isinstance(value, int | float):
+        return value  # before the abstract types, which are slow to ask
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
@@ -87,7 +87,7 @@ class Number(NamedTuple):
         """Whether a value keeps the rule."""
         if value is None:
             return self.optional
-        if not is_number(value, self.types):
+        if not isinstance(value, self.types) or isinstance(value, bool):
             return False
         # no sizes of a graph are compared with infinity
         if (Real in self.types and value == inf) or (self.most != inf and not value <= self.most):
