@@ -207,7 +207,7 @@ def _fits(shape: tuple[int, ...], wanted: list[Any], some: str) -> bool:
         return False
     for axis, one in enumerate(wanted, first):
         # not shape == wanted, which torch.compile cannot guard on where a size is a symbol
-        if shape[axis] < (one in some) if isinstance(one, str) else shape[axis] != one:
+        if (one in some and shape[axis] < 1) if isinstance(one, str) else shape[axis] != one:
             return False
     return True
 
