@@ -89,10 +89,11 @@ class Number(NamedTuple):
             return self.optional
         if not isinstance(value, self.types) or isinstance(value, bool):
             return False
+        number: Any = value
         # no sizes of a graph are compared with infinity
-        if (Real in self.types and value == inf) or (self.most != inf and not value <= self.most):
+        if (Real in self.types and number == inf) or (self.most != inf and not number <= self.most):
             return False
-        return bool(self.least < value if self.is_open else self.least <= value)
+        return bool(self.least < number if self.is_open else self.least <= number)
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError unless the argument `name` keeps the rule."""
