@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from expertmesh.api import train as train
     from expertmesh.config.dispatch_options import DispatchOptions as DispatchOptions
     from expertmesh.config.run import RunConfig as RunConfig
+    from expertmesh.config.sampling import SamplingParams as SamplingParams
     from expertmesh.engine.engine import Engine as Engine
     from expertmesh.engine.on_policy import token_logprobs as token_logprobs
     from expertmesh.engine.output import RequestOutput as RequestOutput
-    from expertmesh.engine.request import SamplingParams as SamplingParams
     from expertmesh.errors import CheckpointError as CheckpointError
     from expertmesh.errors import CollectiveError as CollectiveError
     from expertmesh.errors import ConfigError as ConfigError
@@ -79,7 +79,7 @@ _HOME = {
     "Routing": "moe.types",
     "RoutingStats": "moe.types",
     "RunConfig": "config.run",
-    "SamplingParams": "engine.request",
+    "SamplingParams": "config.sampling",
     "TrainingDivergedError": "errors",
     "add_tokens": "models.vocabulary",
     "generate": "api",

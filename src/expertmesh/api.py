@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.comm.world import World
-from expertmesh.config.base import expanded, shown
+from expertmesh.config.base import expanded
 from expertmesh.config.run import Dtype, RunConfig
-from expertmesh.engine.request import SamplingParams
+from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
+from expertmesh.config.values import check_type, shown, wrong_type
 from expertmesh.engine.texts import continue_prompts, prompt_ids
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM
@@ -215,12 +216,8 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str | Sequence[str],
     *,
-    max_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     batch_size: int = 32,
+    **options: Any,
 ) -> str | list[str]:
     """Continue a text, or several.
 
@@ -232,12 +229,9 @@ def generate(
         model: model from `load`.
         tokenizer: tokenizer from `load`.
         prompt: a text or several, none of them empty.
-        max_tokens: maximum number of new tokens of each; None: up to the model's maximum length.
-        temperature: below 1 favours likely tokens; 0 always takes the most likely one.
-        top_k: sample from the k most likely tokens; None: all.
-        top_p: sample from the smallest set of tokens with this total probability; None: all.
-        seed: seed of sampling.
         batch_size: texts that are continued together; it does not change their random numbers.
+        options: of `SamplingParams`, such as max_tokens, top_p and stop, but not those that ask for more than a text;
+            temperature is 0.8 and seed 0 if left out.
 
     Returns:
         The continuation without the prompt, or a list of them.
@@ -251,20 +245,17 @@ def generate(
     """
     given = (("tokenizer", tokenizer, Tokenizer), ("model", model, CausalLM))
     for what, value, kind in given:
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{what} is a {type(value).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
-            )
+        needed = "a model that writes text, or its tokenizer: generate() needs both"
+        check_type(what, value, kind, needed, "give those of load()")
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
-        raise ConfigError(f"prompt is a {type(prompt).__name__}; give a text, or a list of texts")
+        raise wrong_type("prompt", prompt, "a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if wrong := [one for one in prompts if not isinstance(one, str)]:
-        raise ConfigError(
-            f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
-        )
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
-    )
+    for one in prompts:
+        check_type(f"prompt: {shown(one)}", one, str, "a text", "give texts")
+    for name in OF_OUTPUTS & options.keys():
+        fix = "leave it out, or use em.Engine"
+        raise ConfigError(name, options[name], "asks for more than the text of one answer", fix)
+    params = SamplingParams(**TEXT_DEFAULTS | options)
     text = text_format(tokenizer, model=model)
     ids = [prompt_ids(text, one) for one in prompts]
     outputs = continue_prompts(model, ids, params, text=text, batch_size=batch_size)

@@ -12,19 +12,21 @@ Example:
     1
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from numbers import Real
 
 import torch
 from torch import nn
 
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
 from expertmesh.moe.expert_adapters import TARGETS, Adapter, ExpertAdapters
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
+
+_RANK = Number(1, fix="use 8, for example", types=WHOLE)
+_ALPHA = Number(0, fix="use twice the rank, for example", is_open=True)
 
 __all__ = ["adapters", "add", "merge", "remove"]
 
@@ -169,14 +171,8 @@ def _check(
         raise ConfigError(
             "this model has no layer with grouped experts; give one with a MoELayer whose experts are not modules of your own"
         )
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(
-            f"rank={rank!r}: must be a whole number of at least 1; use 8, for example"
-        )
-    if not isinstance(alpha, Real) or not 0 < alpha < math.inf:
-        raise ConfigError(
-            f"alpha={alpha!r}: must be finite and above 0; use twice the rank, for example"
-        )
+    _RANK.check("rank", rank)
+    _ALPHA.check("alpha", alpha)
     is_list = isinstance(targets, Sequence) and all(isinstance(one, str) for one in targets)
     if (
         isinstance(targets, str)

@@ -371,7 +371,7 @@ GENERATION = {
         code=1,
     ),
     "weights not finite when generating": Mistake(generate_from_nan, ["not finite"], code=1),
-    "empty prompt": Mistake(generating(""), ["must not be empty", "give"]),
+    "empty prompt": Mistake(generating(""), ["prompt=''", "is empty", "give"]),
     "prompt too long": Mistake(
         generating("def " * 200), ["prompt of", "shorter than", "max_seq_len=64", "shorten"]
     ),
@@ -389,7 +389,7 @@ GENERATION = {
     ),
     "top-k zero": Mistake(generating("--top-k", "0", "def"), ["0", "at least 1", "leave it out"]),
     "text for top-k": Mistake(
-        generating("--top-k", "few", "def"), ["--top-k", "few", "expertmesh generate --help"]
+        generating("--top-k", "few", "def"), ["--top-k", "few", "whole number"]
     ),
     "unknown option of generate": Mistake(
         generating("--temprature", "1", "def"), ["--temprature", "did you mean --temperature?"]
@@ -404,7 +404,7 @@ REPORTS = {
     ),
     "report of no tokens": Mistake(
         lambda p: ["report", "--run", p.path("x"), "--tokens", "0"],
-        ["--tokens 0", "at least 1", "raise it"],
+        ["--tokens 0", "at least 1", "for example 100"],
     ),
     "report of damaged config": Mistake(
         run_with("config.json", lambda _: b"[", REPORT), ["config.json", "unreadable", "restore"]

@@ -121,7 +121,8 @@ LAYER = {
         lambda: layer(backend="cuda"), ["backend=cuda", "must be one of auto", "choose one"]
     ),
     "integer parameters": Mistake(
-        lambda: layer(dtype=torch.int32), ["torch.int32", "must be float64", "choose"]
+        lambda: layer(dtype=torch.int32),
+        ["dtype=torch.int32", "must be one of torch.float64", "did you mean torch.float32?"],
     ),
     "groups that do not divide": Mistake(
         lambda: layer(num_expert_groups=3), ["num_expert_groups=3", "must divide", "divisor"]
@@ -145,7 +146,10 @@ LAYER = {
 }
 
 CALL = {
-    "wrong width": Mistake(lambda: layer()(tokens(7)), ["(5, 7)", "dim=8", "reshape x"]),
+    "wrong width": Mistake(
+        lambda: layer()(tokens(7)),
+        ["x has shape (5, 7)", "(..., 8)", "reshape it, or build the layer with dim"],
+    ),
     "integer input": Mistake(
         lambda: layer()(tokens(dtype=torch.int64)), ["torch.int64", "floating-point", "convert"]
     ),
@@ -159,10 +163,10 @@ CALL = {
     ),
     "counts in a list": Mistake(
         lambda: layer(bias_update_rate=0.1).update_expert_bias([1, 2, 3, 4]),
-        ["num_tokens_per_expert_E is a list", "shape (4,)", "pass"],
+        ["num_tokens_per_expert_E is a list", "shape (4,)", "convert it with torch.tensor"],
     ),
     "a word for a seed": Mistake(
-        lambda: layer().reset_parameters("a"), ["seed='a'", "integer", "for example 0"]
+        lambda: layer().reset_parameters("a"), ["seed='a'", "whole number from", "for example 0"]
     ),
     "negative deviation": Mistake(
         lambda: layer().reset_parameters(std=-1.0), ["std=-1.0", "at least 0", "leave it out"]
@@ -193,7 +197,7 @@ CALL = {
     ),
     "replay of unknown experts": Mistake(
         lambda: layer()(tokens(), routing=Routing(torch.full((T, 2), 9))),
-        ["holds 9", "num_experts=4", "same size"],
+        ["holds 9", "from 0 to 4 (num_experts,", "same size"],
     ),
 }
 
@@ -319,11 +323,11 @@ MODEL = {
     ),
     "no tokenizer": Mistake(
         lambda: em.generate(model(), None, "a"),
-        ["tokenizer is a NoneType", "writes text", "give both of load()"],
+        ["tokenizer is a NoneType", "writes text", "give those of load()"],
     ),
     "path for a model that writes": Mistake(
         lambda: em.generate("runs/x", Tokenizer(BPE()), "a"),
-        ["model is a str", "writes text", "give both of load()"],
+        ["model is a str", "writes text", "give those of load()"],
     ),
     **{
         f"path for a model, {name}": Mistake(
@@ -346,6 +350,14 @@ MODEL = {
         lambda: em.generate(model(), words(), "a", max_tokens=2.5),
         ["max_tokens=2.5", "whole number", "give one"],
     ),
+    "several answers where one is returned": Mistake(
+        lambda: em.generate(model(), words(), "a", n=2),
+        ["n=2: asks for more than the text of one answer", "leave it out"],
+    ),
+    "an option that is mistyped": Mistake(
+        lambda: em.generate(model(), words(), "a", max_token=2),
+        ["max_token=2: unknown option", "did you mean max_tokens?"],
+    ),
     **{
         f"a text for {name}": Mistake(
             partial(SamplingParams, **{name: "1"}), [f"{name}='1'", "number", "give one"]
@@ -357,7 +369,7 @@ MODEL = {
         lambda: em.generate(model(), words(), "a", batch_size=0.5), ["batch_size=0.5", "whole"]
     ),
     "bytes for a prompt": Mistake(
-        lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "give a text"]
+        lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "it must be a text"]
     ),
     "half a character": Mistake(
         lambda: em.generate(model(), words(), "a\ud800"), [r"'a\ud800'", "UTF-8", "give text"]
@@ -366,18 +378,19 @@ MODEL = {
         lambda: model()(torch.tensor([1, 2])), ["ids_BS", "(2,)", "(sequences, tokens)", "[None]"]
     ),
     "numbers for ids": Mistake(
-        lambda: model()(torch.zeros(1, 2)), ["ids_BS", "torch.float32", "integer ids"]
+        lambda: model()(torch.zeros(1, 2)),
+        ["ids_BS has dtype torch.float32", "must be int64 or int32", ".long()"],
     ),
     "the whole run for a model": Mistake(
         lambda: GPT(GPTRunConfig()), ["config is a GPTRunConfig", "ModelConfig", ".model"]
     ),
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
-        ["prompt: 1 is a int", "give a text"],
+        ["prompt: 1 is a int", "it must be a text"],
     ),
     "no prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), None),
-        ["prompt is a NoneType", "give a text"],
+        ["prompt is a NoneType", "it must be a text"],
     ),
     **known(
         {

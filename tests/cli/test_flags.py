@@ -7,8 +7,9 @@ from operator import attrgetter
 import pytest
 from tests.support.known_rows import known
 
-from expertmesh.cli.flags import OptionParser, parse_run_config, print_train_help
-from expertmesh.cli.prog_name import Flags, flag_name, prog_name
+from expertmesh.cli.flags import parse_run_config, print_train_help
+from expertmesh.cli.options import flag_name
+from expertmesh.cli.prog_name import Flags, prog_name
 from expertmesh.config.base import FieldError, option_names
 from expertmesh.errors import CheckpointError, ConfigError, Line, command, named
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -258,23 +259,6 @@ def test_help_of_a_recipe_shows_its_defaults(capsys):
     assert f"(default: {RECIPES['gpt-moe-test']().train.run_dir})" in text
 
 
-def test_option_parser_raises_in_one_line():
-    parser = OptionParser(prog="expertmesh report")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--top-k", type=int)
-    for words, message in [
-        ([], "the following arguments are required: --run; see expertmesh report --help"),
-        (["--run", "x", "--top-q", "3"], "unknown option --top-q; did you mean --top-k?"),
-        (
-            ["--run", "x", "--top-k", "a"],
-            "argument --top-k: invalid int value: 'a'; see expertmesh report --help",
-        ),
-    ]:
-        with pytest.raises(ConfigError) as caught:
-            parser.parse_args(words)
-        assert str(caught.value) == message
-
-
 TOLD = [  # an error or a line, as Python and as the command line of a verb print it
     (
         ConfigError(
@@ -317,7 +301,12 @@ TOLD = [  # an error or a line, as Python and as the command line of a verb prin
         "es_degree=3: no; use tp_degree=2",
         "--parallel.es-degree 3: no; use --parallel.tp-degree 2",
     ),
-    (ConfigError("es_degree", 3, "no"), "generate", "es_degree=3: no", "--es-degree 3: no"),
+    (
+        ConfigError("es_degree", 3, "no"),
+        "generate",
+        "es_degree=3: no",
+        "--parallel.es-degree 3: no",
+    ),
     (
         CheckpointError(f"lower {named('device', 'x')}"),
         "classify",
@@ -327,13 +316,13 @@ TOLD = [  # an error or a line, as Python and as the command line of a verb prin
     (ConfigError("num_beams", 0, "no"), "translate", "num_beams=0: no", "--beams 0: no"),
     (
         Line(f"{named('split_long', True)}, {named('train.tensorboard', False)}"),
-        "",
+        "translate",
         "split_long=True, train.tensorboard=False",
         "--split-long, --train.tensorboard false",
     ),
     (
         ConfigError("to", "a\x02b\x03c", "no", f"see {command('convert --help')}"),
-        "",
+        "convert",
         "to=a b c: no; see expertmesh convert --help",
         "--to a b c: no; see PROGRAM convert --help",
     ),
@@ -394,7 +383,6 @@ def test_help_fits_the_terminal_and_cuts_no_word(words, width, monkeypatch, caps
 
 
 def test_help_of_training_ends_in_one_column(monkeypatch, capsys):
-    """tyro, asked to wrap at one column, never does."""
     from expertmesh.cli.main import main
 
     monkeypatch.setenv("COLUMNS", "1")

@@ -83,7 +83,7 @@ def test_failures_are_one_line(error, code, message, monkeypatch, capsys):
 
 def test_a_verb_alone_says_what_it_needs(capsys):
     assert front.main(["generate"]) == 2
-    needed = f"no run given; write one: {prog_name()} generate runs/demo PROMPT ..."
+    needed = f'no run given; write one: {prog_name()} generate runs/gpt-moe-demo "def main("'
     assert f"{needed} (see {prog_name()} generate --help)\n" in capsys.readouterr().err
 
 

@@ -1,11 +1,15 @@
 """The words of the verbs that take a run: its folder is the first one, in any order with options."""
 
+from typing import Annotated
+
 import pytest
 from tests.support.known_rows import known
 
-from expertmesh.cli.flags import OptionParser, parse_run_config
+from expertmesh.cli import parse
+from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.main import main
 from expertmesh.cli.prog_name import Flags, prog_name
+from expertmesh.config.fields import ModelFolder, Operation, Spelling
 from expertmesh.errors import ConfigError
 
 
@@ -18,12 +22,32 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def parsed(words, others="prompt"):
-    parser = OptionParser(prog="expertmesh generate")
-    parser.add_run(others, **({"metavar": "PROMPT"} if others else {}))
-    parser.add_argument("--greedy", action="store_true")
-    parser.add_argument("--seed", type=int)
-    return parser.parse_args(words)
+class GenerateVerb(Operation):
+    """Continues a text.
+
+    examples:
+      expertmesh generate runs/demo PROMPT
+    """
+
+    run: ModelFolder
+    prompt: Annotated[tuple[str, ...], Spelling("PROMPT", is_word=True, is_free=True)] = ()
+    greedy: bool = False
+    seed: int = 0
+
+
+class ExportVerb(Operation):
+    """Exports a run.
+
+    examples:
+      expertmesh export runs/demo
+    """
+
+    run: ModelFolder
+    greedy: bool = False
+
+
+def parsed(words, kind=GenerateVerb):
+    return parse.parsed(kind, words)
 
 
 @pytest.mark.parametrize(
@@ -50,59 +74,71 @@ def parsed(words, others="prompt"):
 )
 def test_the_run_is_the_first_word(words, run, prompts):
     found = parsed(words.split())
-    assert (found.run, found.prompt) == (run, prompts)
+    assert (found.run, list(found.prompt)) == (run, prompts)
     assert found.greedy == ("--greedy" in words.partition("-- ")[0])
 
 
 @pytest.mark.parametrize(
-    ("words", "others", "says"),
+    ("words", "kind", "says"),
     [
         (
             [],
-            "prompt",
-            "no run given; write one: P generate runs/demo PROMPT ... (see P generate --help)",
+            GenerateVerb,
+            "no run given; write one: P generate runs/demo PROMPT (see P generate --help)",
         ),
-        (["--greedy"], "", "no run given; write one: P generate runs/demo (see P generate --help)"),
+        (
+            ["--greedy"],
+            ExportVerb,
+            "no run given; write one: P export runs/demo (see P export --help)",
+        ),
         (
             ["def main("],
-            "prompt",
-            "run def main(: does not exist, and the first word is the run: P generate runs/demo PROMPT ...; train one with: P train",
+            GenerateVerb,
+            "run def main(: does not exist, and the first word is the run: P generate runs/demo PROMPT; train one with: P train",
         ),
         (
             ["runs/file", "a"],
-            "prompt",
+            GenerateVerb,
             "run runs/file: is no folder, and the first word is the run: ",
         ),
         (
             ["org/model", "a"],
-            "prompt",
+            GenerateVerb,
             (
-                "run org/model: does not exist, and the first word is the run: P generate runs/demo PROMPT ...; train one with: P train;"
+                "run org/model: does not exist, and the first word is the run: P generate runs/demo PROMPT; train one with: P train;"
                 " if it is a model of the hub, download it first: hf download org/model"
             ),
         ),
-        (["a", "--run", "b"], "", "two runs given, a and b; write one: P generate runs/demo"),
+        (
+            ["a", "--run", "b"],
+            ExportVerb,
+            "two runs given, a and b; leave one out: P export runs/demo",
+        ),
         *(
-            (words, "prompt", "two runs given, model and runs; leave one out, or write -- before")
+            (
+                words,
+                GenerateVerb,
+                "two runs given, model and runs; leave one out, or write -- before",
+            )
             for words in (
                 ["model", "--run", "runs"],
                 ["model", "--run-dir", "runs", "a"],
                 ["--run", "runs", "a", "model"],
             )
         ),
-        (["runs", "a"], "", "unrecognized arguments: a; see P generate --help"),
-        (["runs", "a", "--sede", "3"], "prompt", "unknown option --sede; did you mean --seed?"),
+        (["runs", "a"], ExportVerb, "unexpected word 'a'; see P export --help"),
+        (["runs", "a", "--sede", "3"], GenerateVerb, "unknown option --sede; did you mean --seed?"),
         (
             ["runs", "--seed", "x"],
-            "prompt",
-            "argument --seed: invalid int value: 'x'; see P generate --help",
+            GenerateVerb,
+            "--seed x: must be a whole number; for example 0",
         ),
     ],
     ids=str,
 )
-def test_mistakes_about_the_run(words, others, says):
+def test_mistakes_about_the_run(words, kind, says):
     with pytest.raises(ConfigError) as caught:
-        parsed(words, others)
+        parsed(words, kind)
     assert Flags().spell(caught.value).replace(prog_name(), "P").startswith(says)
 
 
@@ -139,7 +175,7 @@ def test_every_verb_takes_its_run_first(words, capsys):
         ("runs runs", "runs: no run is below it"),
         ("runs --run runs", "runs: no run is below it"),
         ("runs --run runs model", "two folders given, model and runs; leave one out"),
-        ("runs", "no folder given; write for example runs/"),
+        ("runs", "no folder given; write one: "),
         ("convert runs --to new", "runs: has no config.json"),
         ("convert --from runs --to new", "runs: has no config.json"),
         ("convert model --from runs --to new", "two folders given, model and runs; leave one out"),
@@ -165,7 +201,7 @@ def test_whole_numbers_may_have_a_power_of_ten(text, number):
 
 @pytest.mark.parametrize("text", ["1.5e0", "1e-3", "e3", "1e999", "inf"])
 def test_other_numbers_are_not_whole(text):
-    with pytest.raises(ConfigError, match="invalid int value"):
+    with pytest.raises(ConfigError, match="must be a whole number"):
         parsed(["runs", "--seed", text])
     with pytest.raises(ConfigError, match="train.steps"):
         parse_run_config(["gpt-moe-test", "--train.steps", text])

@@ -44,15 +44,15 @@ def generating(prompts, params=None):
 PROMPTS = {
     "empty": (adding([]), "is empty"),
     "empty text": (adding(""), "has no tokenizer"),
-    "none": (adding(None), "prompt is a NoneType; give a text, or a list of token ids"),
+    "none": (adding(None), "prompt is a NoneType; it must be a text, or a list of token ids"),
     "a number": (adding(5), "prompt is a int"),
     "bytes": (adding(b"ab"), "prompt is a bytes"),
     "a dictionary": (adding({1: 2}), "prompt is a dict"),
     "a set": (adding({1, 2}), "prompt is a set"),
-    "a list of lists": (adding([[1]]), "must be from 0 to 63"),
+    "a list of lists": (adding([[1]]), "must be a whole number from 0 to 63"),
     "a matrix": (adding(torch.ones(2, 2, dtype=torch.int64)), r"Tensor of shape \(2, 2\)"),
-    "an array of fractions": (adding(np.ones(3)), "must be from 0 to 63"),
-    "a tensor of fractions": (adding(torch.ones(3)), "must be from 0 to 63"),
+    "an array of fractions": (adding(np.ones(3)), "must be a whole number from 0 to 63"),
+    "a tensor of fractions": (adding(torch.ones(3)), "must be a whole number from 0 to 63"),
     "true": (adding([True]), "token id True"),
     "text among ids": (adding([1, "2"]), "token id '2'"),
     "an id too large": (adding([VOCAB]), "token id 64"),
@@ -72,9 +72,9 @@ PARAMS = {
     "text": (generating([[1]], "greedy"), "params is a str"),
     "too many": (generating([[1]], [GREEDY] * 2), "2 for 1 prompts"),
     "one of another type": (generating([[1]], [{}]), "params is a dict"),
-    "unknown": (lambda _: SamplingParams(beams=3), "unexpected keyword argument 'beams'"),
+    "unknown": (lambda _: SamplingParams(beams=3), "beams=3: unknown option; known here: temp"),
     "no answer": (drawing(n=0), "n=0"),
-    "a billion answers": (drawing(n=10**9), "at most 1024"),
+    "a billion answers": (drawing(n=10**9), "must be at most 1,024; for example 1"),
     "no tokens": (drawing(max_tokens=0), "max_tokens"),
     "a negative budget": (drawing(max_tokens=-4), "max_tokens"),
     "a fraction of tokens": (drawing(max_tokens=3.5), "must be a whole number"),
@@ -89,7 +89,10 @@ PARAMS = {
     "min_p above 1": (drawing(min_p=1.5), "min_p"),
     "penalty": (drawing(presence_penalty=3), "presence_penalty"),
     "repetition penalty": (drawing(repetition_penalty=0), "repetition_penalty"),
-    "repetition penalty near 0": (drawing(repetition_penalty=1e-320), "must be at least 0.01"),
+    "repetition penalty near 0": (
+        drawing(repetition_penalty=1e-320),
+        "must be at least 0.01; for example",
+    ),
     "no token before min_tokens": (
         drawing(min_tokens=2, stop_token_ids=range(VOCAB)),
         "min_tokens=2: all 64 tokens of the model are end tokens",
@@ -119,23 +122,23 @@ WEIGHTS = {
     "unknown": (updating(lambda state: state | {"no.such": torch.zeros(1)}), "no such tensor"),
     "numbers of a quantised tensor": (
         updating(lambda state: state | {"final_norm.weight": torch.ones(24).to(torch.int8)}),
-        "has numbers of torch.int8, the model's are torch.float64",
+        "has dtype torch.int8; it must be torch.float64",
     ),
     "complex": (
         updating(lambda state: state | {"final_norm.weight": torch.ones(24) * 1j}),
-        "has numbers of torch.complex64",
+        "has dtype torch.complex64",
     ),
     "without numbers": (
         updating(lambda state: state | {"final_norm.weight": torch.ones(24, device="meta")}),
-        "is on the meta device; give a dense tensor",
+        "is on meta, without numbers; give a tensor",
     ),
     "sparse": (
         updating(lambda state: state | {"final_norm.weight": torch.ones(24).to_sparse()}),
-        "is of layout torch.sparse_coo",
+        "is a sparse_coo tensor; it must be a dense one",
     ),
     "another shape": (
         updating(lambda state: state | {"final_norm.weight": torch.zeros(5)}),
-        r"has shape \(5,\), the model's has \(24,\)",
+        r"has shape \(5,\); it must be \(24,\) as the model's",
     ),
 }
 ENGINES = {
@@ -150,7 +153,7 @@ ENGINES = {
     "config of another type": (making(config={"num_blocks": 3}), "config is a dict"),
     "tokenizer of another type": (making("tokenizer.json"), "tokenizer is a str"),
     "end of another model": (making(end_ids=[VOCAB]), "end_ids: token id 64"),
-    "one end": (making(end_ids=5), "end_ids is a int; give a list of token ids"),
+    "one end": (making(end_ids=5), "end_ids is a int; it must be a list of token ids"),
     "bits of a model without them": (making(deterministic=True), "batch_invariant=True"),
     "device of a model": (making(device="cpu"), "is for a folder"),
     "no model": (lambda _: Engine(None), "the engine serves a GPT"),
@@ -185,10 +188,9 @@ def test_it_is_said_in_a_line_and_harms_nobody(served, do, line):
     engine = Engine(model, num_blocks=12, block_size=4)
     engine.add(PROMPT, GREEDY, request_id="good")
     engine.step()
-    with pytest.raises((ConfigError, TypeError), match=line) as caught:
+    with pytest.raises(ConfigError, match=line) as caught:
         do(engine)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
-    assert isinstance(caught.value, ConfigError) or "keyword" in line
     assert engine.stats().num_running + engine.stats().num_waiting == 1, "nothing is left behind"
     outputs = {}
     while engine.has_work:

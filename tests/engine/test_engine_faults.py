@@ -1,7 +1,5 @@
 """Rows that break, steps that fail, iterators and new weights beside an answer: it is as without them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests.engine.test_engine import GREEDY, PROMPTS, VOCAB, gpt
@@ -42,7 +40,7 @@ def test_a_row_whose_changes_leave_no_maximum_ends_alone(how):
     params = SamplingParams(seed=1, max_tokens=4, logprobs=0, **how)
     (expected,) = Engine(model).generate([[5, 6]], params)
     bad, good = Engine(model).generate(
-        [list(range(40)), [5, 6]], [replace(params, repetition_penalty=0.01), params]
+        [list(range(40)), [5, 6]], [params.updated({"repetition_penalty": 0.01}), params]
     )
     assert bad.finish_reason == "error" and "no finite maximum" in bad.error
     assert (bad.token_ids, bad.logprobs) == ((), ())

@@ -284,7 +284,10 @@ WRONG = {
     "PiSSA": (change(None, {"init_lora_weights": "pissa"}), "init_lora_weights='pissa'"),
     "kind": (change(None, {"peft_type": "IA3"}), "peft_type='IA3': only LORA"),
     "rank": (change(None, {"r": 4}), "has shape .* and must have .* by r=4 in adapter_config.json"),
-    "no rank": (change(None, {"r": 0}), "r=0 in adapter_config.json: must be a number above 0"),
+    "no rank": (
+        change(None, {"r": 0}),
+        "r=0 in adapter_config.json: must be a whole number above 0",
+    ),
     "scaling": (change(None, {"lora_alpha": "x"}), "lora_alpha='x'"),
     "router": (
         change(None, {"target_parameters": ["mlp.gate.weight"]}),
@@ -425,7 +428,7 @@ def faults_over_ranks(folder, none):
 
 def test_what_fails_on_one_rank_is_said_and_the_others_go_on(folders, tmp_path, two_ranks):
     leader, follower = two_ranks.run(faults_over_ranks, folders["a"], tmp_path / "none")
-    expected = ("no readable adapter", "give folders by name", "cannot read .*, and say why")
+    expected = ("no readable adapter", "it must be folders by name", "cannot read .*, and say why")
     assert_said(leader[0], *expected, "the engine is closed")
     assert_said(follower[0], *["adapters go to rank 0; call follow"] * 2)
     assert leader[1] == follower[1] == ["a"]

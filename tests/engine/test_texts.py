@@ -95,7 +95,7 @@ def test_many_texts_are_continued_a_few_at_a_time(gpt: GPT) -> None:
     )
     hook.remove()
     assert apart == together and max(sizes) == 3
-    with pytest.raises(ConfigError, match="batch_size=0: must be at least 1"):
+    with pytest.raises(ConfigError, match="batch_size=0: must be a whole number of at least 1"):
         continue_prompts(gpt, PROMPTS, params, batch_size=0)
 
 
@@ -177,7 +177,7 @@ def test_parameters_are_one_for_each_prompt_in_lockstep() -> None:
     for wrong in ([], [one, one], [one] * 4):
         with pytest.raises(ConfigError, match=f"params: {len(wrong)} for 3 prompts; give one"):
             lockstep.as_they_end(PROMPTS, wrong)
-    with pytest.raises(ConfigError, match=r"params is a dict; give SamplingParams"):
+    with pytest.raises(ConfigError, match=r"params is a dict; it must be a SamplingParams; give"):
         lockstep.generate(PROMPTS, {"max_tokens": 1})
 
 
@@ -205,7 +205,7 @@ def test_no_gradients_are_kept(gpt: GPT) -> None:
         ([], {}, "nothing to continue"),
         ([[]], {}, "prompt='': is empty"),
         ([[1], []], {}, "prompt='': is empty"),
-        ([[300]], {}, "token id 300: must be from 0 to 299"),
+        ([[300]], {}, "token id 300: must be a whole number from 0 to 299"),
         ([[-1]], {}, "token id -1"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
         ([[1] * 48], {}, "prompt of 48 tokens: must be shorter than the model's max_seq_len=48"),

@@ -226,7 +226,7 @@ def test_what_was_made_is_trained_further(trained, tmp_path, capsys):
         (["prune", "first", "--keep", "4"], "--keep 4: must be below the 4 that there are"),
         (
             ["prune", "first", "--keep", "0"],
-            "--keep 0: must be at least 1; raise it",
+            "--keep 0: must be at least 1",
         ),
         (["prune", "first"], "needs --keep K"),
         (["prune", "first", "second", "--keep", "2"], "got 2 runs; name one"),
@@ -264,7 +264,7 @@ def test_models_without_such_experts_are_refused(trained, tmp_path):
     "target, changes, text",
     [
         ("made", {"keep": 2.0}, "keep=2.0: must be a whole number"),
-        ("made", {"max_samples": 0}, "max_samples=0: must be a whole number, 1 or more"),
+        ("made", {"max_samples": 0}, "max_samples=0: must be a whole number of at least 1"),
         ("/proc/none/made", {}, "to=/proc/none/made: cannot be made: "),
     ],
 )

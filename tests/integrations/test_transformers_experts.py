@@ -231,7 +231,7 @@ def test_a_dense_model_is_refused_in_one_line():
     )
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no module of experts"):
         apply(LlamaForCausalLM(config))
-    with pytest.raises(ConfigError, match="model is a str: must be a"):
+    with pytest.raises(ConfigError, match="model is a str; it must be a"):
         apply("meta-llama/Llama-3.1-8B")
 
 

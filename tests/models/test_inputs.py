@@ -39,7 +39,7 @@ def cache_of(rows=2, max_len=8, model=None, **options):
 
 GPT_CALLS = {
     "ids are a list": ([[1, 2]], {}, "ids_BS is a list"),
-    "ids of one axis": (IDS[0], {}, r"ids_BS has shape \(4,\) and dtype"),
+    "ids of one axis": (IDS[0], {}, r"ids_BS has shape \(4,\); it must be \(B, S\)"),
     "ids of three axes": (IDS[None], {}, r"shape \(1, 2, 4\)"),
     "ids of floats": (IDS.float(), {}, "dtype torch.float32"),
     "ids of bools": (MASK, {}, "dtype torch.bool"),
@@ -65,7 +65,7 @@ GPT_CALLS = {
     "indices of rows": (IDS, {"token_index": torch.arange(2)}, r"token_index has shape \(2,\)"),
     "indices of floats": (IDS, {"token_index": torch.ones(8)}, "token_index has dtype"),
     "indices as a range": (IDS, {"token_index": range(8)}, "token_index is a range"),
-    "no logits": (IDS, {"num_logits": 0}, "num_logits=0: must be whole and at least 1"),
+    "no logits": (IDS, {"num_logits": 0}, "num_logits=0: must be a whole number of at least 1"),
     "fewer than no logits": (IDS, {"num_logits": -1}, "num_logits=-1"),
     "half a logit": (IDS, {"num_logits": 1.5}, "num_logits=1.5"),
     "true logits": (IDS, {"num_logits": True}, "num_logits=True"),
@@ -75,7 +75,7 @@ GPT_CALLS = {
     "rows of bytes": (IDS, {"logit_rows_R": torch.zeros(2, dtype=torch.uint8)}, "logit_rows_R has dtype torch.uint8"),
     "a row that is none": (IDS, {"logit_rows_R": torch.tensor([8])}, "logit_rows_R holds 8"),
     "rows and a number": (IDS, {"logit_rows_R": IDS[0], "num_logits": 1}, "leave one of the two out"),
-    "no experts": (IDS, {"top_k": 0}, "top_k=0 must be an integer from 1 to"),
+    "no experts": (IDS, {"top_k": 0}, "top_k=0: must be a whole number from 1 to num_experts=3"),
     "too many experts": (IDS, {"top_k": 4}, "num_experts=3"),
     "a negative capacity": (IDS, {"capacity_factor": -1}, "capacity_factor=-1"),
     "a capacity of text": (IDS, {"capacity_factor": "2"}, "capacity_factor='2'"),
@@ -102,7 +102,7 @@ CACHES = {
     "another model": (IDS, lambda: cache_of(model=dense()), "cache has 1 layers of 2 heads of 8"),
     "another type": (IDS, lambda: cache_of(dtype=torch.float64), "cache has dtype torch.float64"),
     "elsewhere": (IDS, lambda: cache_of(device=META), "cache is on meta"),
-    "ids of floats": (IDS.float(), cache_of, "ids_BS has shape"),
+    "ids of floats": (IDS.float(), cache_of, "ids_BS has dtype"),
     "an id too large": (IDS + 296, cache_of, "ids_BS holds 300"),
 }
 
@@ -118,7 +118,7 @@ def test_a_cache_is_as_it_was_where_a_token_is_refused(name):
 
 
 ROWS = {
-    "a mask": (torch.tensor([True, False]), r"shape \(2,\) and dtype torch.bool"),
+    "a mask": (torch.tensor([True, False]), "rows_B has dtype torch.bool"),
     "of floats": (torch.ones(2), "dtype torch.float32"),
     "of two axes": (torch.tensor([[0, 1]]), r"shape \(1, 2\)"),
     "a list": ([0, 1], "rows_B is a list"),
@@ -145,7 +145,10 @@ def making(kind, config, **options):
 
 
 MADE = {
-    "fewer rows than none": (lambda: cache_of(-1), "batch_size=-1: must be whole and at least 0"),
+    "fewer rows than none": (
+        lambda: cache_of(-1),
+        "batch_size=-1: must be a whole number of at least 0",
+    ),
     "half a row": (lambda: cache_of(1.5), "batch_size=1.5"),
     "fewer tokens than none": (lambda: cache_of(max_len=-3), "max_len=-3"),
     "tokens in words": (lambda: cache_of(max_len="8"), "max_len='8'"),

@@ -205,9 +205,9 @@ def test_what_cannot_work_is_refused_in_one_line():
     layer = layer_of()
     for options, words in (
         ({"rank": 0}, "rank=0: must be a whole number of at least 1"),
-        ({"alpha": 0}, "alpha=0: must be finite and above 0"),
+        ({"alpha": 0}, "alpha=0: must be a finite number above 0"),
         ({"rank": True}, "rank=True: must be a whole number of at least 1"),
-        ({"alpha": "2"}, "alpha='2': must be finite and above 0"),
+        ({"alpha": "2"}, "alpha='2': must be a finite number above 0"),
         ({"targets": ("w_in", "w_up")}, "must be a list of w_in or w_out, or both"),
         ({"targets": "w_in"}, "targets='w_in': must be a list of w_in or w_out"),
     ):
@@ -270,8 +270,8 @@ def test_adapters_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"use_dora": True}, "use_dora=True"),
         ({"target_parameters": ["mlp.gate.weight"]}, "is on no experts"),
         ({"peft_type": "IA3"}, "peft_type='IA3'"),
-        ({"r": 0}, "r=0 in adapter_config.json: must be a number above 0"),
-        ({"lora_alpha": 0}, "lora_alpha=0 in adapter_config.json: must be a number above 0"),
+        ({"r": 0}, "r=0 in adapter_config.json: must be a whole number above 0"),
+        ({"lora_alpha": 0}, "lora_alpha=0 in adapter_config.json: must be a finite number above 0"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
         with pytest.raises(ConfigError, match=words):

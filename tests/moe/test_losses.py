@@ -67,8 +67,14 @@ MISFITS = {
     "a longer mask": (lambda s, n: switch_loss(s, n, token_mask_T=LONG), "token_mask has shape"),
     "a longer mask of logits": (lambda s, n: router_z_loss(s, token_mask_T=LONG), "token_mask has"),
     "a mask of numbers": (lambda s, n: router_z_loss(s, token_mask_T=LONG[1:].long()), "int64"),
-    "an id too large": (lambda s, n: count_choices(n + E + 1, E, 1), "expert_ids holds values"),
-    "a negative id": (lambda s, n: count_choices(n - E * T, E, None), "expert_ids holds values"),
+    "an id too large": (
+        lambda s, n: count_choices(n + E + 1, E, 1),
+        "expert_ids holds .*; it must be from 0 to",
+    ),
+    "a negative id": (
+        lambda s, n: count_choices(n - E * T, E, None),
+        "expert_ids holds .*; it must be from 0 to",
+    ),
     "ids of floats": (lambda s, n: count_choices(s, E, None), "expert_ids has dtype"),
     "ids of one axis": (lambda s, n: count_choices(n[0], E, None), "expert_ids has shape"),
 }

@@ -5,7 +5,8 @@ import torch
 
 from expertmesh.ops.cpu import compiled_products, products
 from expertmesh.ops.cpu.compiled_products import loop_for
-from expertmesh.ops.experts import few_rows, torch_backward, torch_forward, weight_first
+from expertmesh.ops.experts import few_rows, native, torch_backward, torch_forward
+from expertmesh.ops.invariant import native_linear
 
 
 @pytest.fixture
@@ -26,14 +27,14 @@ def products_in_the_type_of_the_input(monkeypatch):
 def processor(monkeypatch):
     """A function that makes this processor another one."""
 
-    def become(*, mkl_holds_back=None, has_bf16=None, has_tiles=None):
+    def become(*, mkl_holds_back=None, has_bf16=None, loaded=None):
         own = {
             "mkl_holds_back": (mkl_holds_back, lambda: mkl_holds_back),
             "has_products_of": (has_bf16, lambda dtype: has_bf16),
-            "has_tiles": (has_tiles, lambda: has_tiles),
+            "loaded": (loaded, lambda: loaded),
         }
         for name, (value, answer) in own.items():
-            for module in (products, compiled_products, few_rows, weight_first):
+            for module in (products, compiled_products, few_rows, native, native_linear):
                 if value is not None and hasattr(module, name):
                     monkeypatch.setattr(module, name, answer)
 

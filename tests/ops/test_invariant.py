@@ -1,7 +1,5 @@
 """The batch-invariant pieces: right, differentiable, and the same bits at every place of a tensor."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.oracle.numerics import assert_close_fp64
 
+from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.ops.activation import activate, inner_name, num_branches
 from expertmesh.ops.attention.fixed_blocks import BLOCK_KEYS, attention, one_query_attention
 from expertmesh.ops.attention.scores import ScoreRule
@@ -37,13 +36,20 @@ def test_a_row_of_a_product_does_not_know_its_place(rows, columns, products, dty
     assert torch.equal(invariant.linear(x[place : place + 1], w, b), whole[place : place + 1])
 
 
-def forget_verdicts(monkeypatch, name):
+@pytest.fixture
+def no_verdicts():
     """Verdicts are kept by rounded shape: other tests' must not reach a patched product, nor its verdicts others."""
-    monkeypatch.setattr(invariant, name, functools.cache(getattr(invariant, name).__wrapped__))
+    for verdicts in (invariant._rows_of, invariant._batched_rows_of):
+        verdicts.cache_clear()
+    yield
+    for verdicts in (invariant._rows_of, invariant._batched_rows_of):
+        verdicts.cache_clear()
 
 
-def test_where_places_differ_rows_go_one_by_one(monkeypatch):
+@pytest.mark.usefixtures("no_verdicts")
+def test_where_places_differ_rows_go_one_by_one(monkeypatch, processor):
     """The trial's verdict is obeyed: with a product that favours odd rows, calls have one row."""
+    processor(loaded=Loaded(None))
     x, w = torch.randn(5, 56), torch.randn(24, 56)
     counts = []
 
@@ -54,7 +60,6 @@ def test_where_places_differ_rows_go_one_by_one(monkeypatch):
         return out
 
     monkeypatch.setattr(invariant, "_product", counting)
-    forget_verdicts(monkeypatch, "_rows_of")
     whole = invariant.linear(x, w)
     counts.clear()
     assert torch.equal(invariant.linear(x, w)[3:4], invariant.linear(x[3:4], w))
@@ -111,6 +116,7 @@ def test_the_trial_notices_another_order_of_sums_behind_the_rounding_to_bf16():
     assert tried(product, torch.bfloat16, 16, 64) == invariant.RowRange(2, 64)
 
 
+@pytest.mark.usefixtures("no_verdicts")
 def test_where_batches_differ_products_go_one_by_one(monkeypatch):
     def favouring(x, w, bmm=torch.bmm):
         y = bmm(x, w)
@@ -118,7 +124,6 @@ def test_where_batches_differ_products_go_one_by_one(monkeypatch):
 
     x, w = torch.randn(70, 3, 48), torch.randn(70, 48, 80)
     monkeypatch.setattr(torch, "bmm", favouring)
-    forget_verdicts(monkeypatch, "_batched_rows_of")
     whole = invariant.batched_product(x, w)
     assert torch.equal(whole[5:9], invariant.batched_product(x[5:9], w[5:9]))
     torch.testing.assert_close(whole, x @ w)

@@ -101,7 +101,7 @@ def test_opcheck():
         ({"num_limited_groups": 2}, "num_limited_groups 2"),
         (
             {"num_expert_groups": 4, "top_k": 3},
-            "top_k is 3; it must be at most the experts in num_limited_groups=1 groups, 2",
+            "top_k=3: must be at most the experts in num_limited_groups=1 groups, 2",
         ),
         ({"logits_TE": torch.randn(4, 8).double(), "backend": "triton"}, "float64"),
         ({"logits_TE": torch.randn(1, 2049), "backend": "triton"}, "2049 experts"),

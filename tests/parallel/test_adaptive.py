@@ -308,7 +308,10 @@ def refused():
         ({"replicated_experts": 9}, "replicated_experts=9: must be from 0 to the 8 experts"),
         ({"overlap_degree": 0}, "overlap_degree=0: must be at least 1"),
         ({"route_degree": 3}, "route_degree=3: must divide the 4 ranks"),
-        ({"all_to_all": "fast"}, "all_to_all='fast': must be flat, hierarchical, auto"),
+        (
+            {"all_to_all": "fast"},
+            "all_to_all=fast: must be one of flat, hierarchical, auto; did you",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             layer(torch.zeros(2, D, dtype=torch.float64), **way)

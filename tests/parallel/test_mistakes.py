@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from expertmesh import MoELayer
 from expertmesh.cli.flags import parse_run_config
-from expertmesh.cli.prog_name import Flags, flag_name
+from expertmesh.cli.options import flag_name
+from expertmesh.cli.prog_name import Flags
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, PeerError
@@ -187,14 +188,14 @@ def test_a_layer(two_ranks):
             messages,
             "num_replicas=3: must divide the 2 ranks",
             r"b_out of shape \(4, 7\) cannot be cut into 2 equal parts along axis 1",
-            "order='inner': must be slices_inner, experts_inner; choose one",
-            "keep='always': must be until_step, until_backward, regather; choose one",
+            "order=inner: must be one of slices_inner, experts_inner; choose one",
+            "keep=always: must be one of until_step, until_backward, regather; choose one",
             r"nodes=\(0, 0, 1, 1\): must name the node of each of the 2 ranks",
             "overlap_degree=0: must be at least 1; use 1",
             "route_degree=3: must divide the 2 ranks",
             "3 tokens on this rank with bound=2; raise the bound of Fixed",
             "the experts of layer 0 are spread already; spread a layer",
-            "config is a dict: must be a ParallelConfig; give",
+            "config is a dict; it must be a ParallelConfig; give",
             "model is wrapped in DistributedDataParallel, which would average",
             "model is a FSDPSequential, spread already; call parallelize once",
             "model: 0.temperature is a parameter without an axis, which cannot be cut",

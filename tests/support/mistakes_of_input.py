@@ -305,18 +305,18 @@ CONFIG_FILE = {
 
 OTHER_VERBS = {
     "unknown word of doctor": Mistake(plain("doctor", "--fast"), ["--fast", "--help"]),
-    "a bench of nothing": Mistake(plain("bench", "disk"), ["disk", "comm", "--help"]),
+    "a bench of nothing": Mistake(plain("bench", "disk"), ["disk", "comm", "must be one of"]),
     "a bench of one rank": Mistake(plain("bench", "comm"), ["one rank", "torchrun"]),
     "a bench of no bytes": Mistake(
         plain("bench", "comm", "--largest-mib", "0"),
-        ["--largest-mib 0.0", "from 0.000244141", "for example"],
+        ["--largest-mib 0", "at least 0.000244141", "for example"],
     ),
     "a conversion from nothing": Mistake(
         lambda p: ["convert", "--from", p.path("none"), "--to", p.path("out")], ["none", ";"]
     ),
     "a conversion to a type": Mistake(
         lambda p: ["convert", "--from", p.path("x"), "--to", p.path("y"), "--dtype", "int3"],
-        ["int3", "float32", "--help"],
+        ["int3", "float32", "must be one of"],
     ),
 }
 

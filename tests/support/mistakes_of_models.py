@@ -139,10 +139,11 @@ CLASSIFY = {
         ["pipe", "no regular file", "name a file"],
     ),
     "no images at a time": Mistake(
-        classifying("@a.png", "--batch-size", "-3"), ["--batch-size -3", "at least 1", "raise it"]
+        classifying("@a.png", "--batch-size", "-3"),
+        ["--batch-size -3", "at least 1", "for example 64"],
     ),
     "no class to show": Mistake(
-        classifying("@a.png", "--top", "0"), ["--top 0", "at least 1", "raise it"]
+        classifying("@a.png", "--top", "0"), ["--top 0", "at least 1", "change it"]
     ),
 }
 
@@ -188,11 +189,11 @@ TRANSLATED = {
     ),
     "a penalty that is no number": Mistake(
         translating("--to", "de", "--length-penalty", "nan", "x"),
-        ["--length-penalty nan", "at least 0", "finite number"],
+        ["--length-penalty nan", "finite number"],
     ),
     "a negative penalty": Mistake(
         translating("--to", "de", "--length-penalty", "-1", "x"),
-        ["--length-penalty -1", "at least 0", "raise it"],
+        ["--length-penalty -1", "at least 0", "for example 1"],
     ),
     "an endless penalty": Mistake(
         translating("--to", "de", "--length-penalty", "inf", "x"), ["inf", "finite number"]
@@ -226,13 +227,13 @@ def judging_alone(task: str, *words: str) -> Words:
 
 
 EVALUATE = {
-    "no task": Mistake(judging(), ["--tasks", "required", "--help"]),
+    "no task": Mistake(judging(), ["--tasks", "must be given", "--help"]),
     "no question": Mistake(
-        judging("--tasks", "a.yaml", "--limit", "0"), ["--limit 0", "at least 1", "raise it"]
+        judging("--tasks", "a.yaml", "--limit", "0"), ["--limit 0", "at least 1", "change it"]
     ),
     "fewer examples than none": Mistake(
         judging("--tasks", "a.yaml", "--num-fewshot", "-1"),
-        ["--num-fewshot -1", "at least 0", "raise it"],
+        ["--num-fewshot -1", "at least 0", "change it"],
     ),
     "results over their task": Mistake(
         lambda p: judging("--tasks", p.path("corpus.txt"), "--output", p.path("corpus.txt"))(p),
@@ -440,7 +441,7 @@ NEWEST_VERBS = {
         with_run(lambda p: experts(p, "join", "run", "none", to="new")), ["none", "does not exist"]
     ),
     "a sweep of rates that are no numbers": Mistake(
-        lambda p: ["sweep", *p.train("--rates", "1e-3,nan")[1:]], ["--optim.lr nan", "finite"]
+        lambda p: ["sweep", *p.train("--rates", "1e-3,nan")[1:]], ["--rates nan", "finite"]
     ),
     "a sweep with a rate of its own": Mistake(
         lambda p: ["sweep", *p.train("--rates", "1e-3", "--optim.lr", "1")[1:]],
@@ -460,10 +461,12 @@ NEWEST_VERBS = {
         plain("bench", "comm", "--plot", "/dev/null"), ["/dev/null", "no regular file"]
     ),
     "a bench of endless bytes": Mistake(
-        plain("bench", "comm", "--largest-mib", "inf"), ["--largest-mib inf", "4096", "example"]
+        plain("bench", "comm", "--largest-mib", "inf"),
+        ["--largest-mib inf", "finite number", "example"],
     ),
     "a bench of bytes that are no number": Mistake(
-        plain("bench", "comm", "--largest-mib", "nan"), ["--largest-mib nan", "4096", "example"]
+        plain("bench", "comm", "--largest-mib", "nan"),
+        ["--largest-mib nan", "finite number", "example"],
     ),
     "nodes of fewer ranks than none": Mistake(
         plain("bench", "comm", "--ranks-per-node", "-2"), ["--ranks-per-node -2", "at least 1"]

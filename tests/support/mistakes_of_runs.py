@@ -256,7 +256,7 @@ EXPORTS = {
     ),
     "export of two runs": Mistake(
         lambda p: ["export", p.path("run"), "--run", p.path("run"), "--output", p.path("out")],
-        ["two runs given", "write one"],
+        ["two runs given", "leave one out"],
     ),
     "export of a checkpoint that lacks a file": Mistake(
         lambda p: (
@@ -380,8 +380,10 @@ REPORTS = {
     "heat that is no number": Mistake(
         reporting("--temperature", "nan"), ["--temperature nan", "finite number"]
     ),
-    "negative heat": Mistake(reporting("--temperature", "-1"), ["--temperature -1", "raise it"]),
-    "words for tokens": Mistake(reporting("--tokens", "many"), ["--tokens", "many", "--help"]),
+    "negative heat": Mistake(reporting("--temperature", "-1"), ["--temperature -1", "at least 0"]),
+    "words for tokens": Mistake(
+        reporting("--tokens", "many"), ["--tokens", "many", "whole number"]
+    ),
     "a page that is a folder": Mistake(page("cache"), ["cache", "no regular file", "name a file"]),
     "a page in no folder": Mistake(
         page("no/page.html"), ["no/page.html", "no folder", "make it first"]
@@ -394,10 +396,10 @@ REPORTS = {
         ["prompt of", "shorter than", "shorten it"],
         may_add=("run/report.html",),
     ),
-    "a seed of words": Mistake(reporting("--seed", "x"), ["--seed", "x", "--help"]),
+    "a seed of words": Mistake(reporting("--seed", "x"), ["--seed", "x", "whole number"]),
     "a seed beyond 64 bits for samples": Mistake(
         reporting("--seed", str(2**65)),
-        [str(2**65), "2^63 - 1", "choose another"],
+        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
         may_add=("run/report.html",),
     ),
 }
@@ -455,10 +457,12 @@ TERMINAL = {
         ["--input", "directory", "name a file"],
     ),
     "heat of nothing": Mistake(
-        generating("--temperature", "nan", "def"), ["--temperature nan", "at least 0", "use 0"]
+        generating("--temperature", "nan", "def"),
+        ["--temperature nan", "finite number", "use 0"],
     ),
     "a seed beyond 64 bits for a text": Mistake(
-        generating("--seed", str(2**65), "def"), [str(2**65), "2^63 - 1", "choose another"]
+        generating("--seed", str(2**65), "def"),
+        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
     ),
     "more tokens than 64 bits": Mistake(
         generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "ask for at most"]
@@ -515,7 +519,7 @@ def translating(*words: str, lines: dict[str, bytes] | None = None) -> Words:
 
 
 TRANSLATE = {
-    "no language": Mistake(translating("a dog"), ["--to", "required", "--help"]),
+    "no language": Mistake(translating("a dog"), ["--to", "must be given", "--help"]),
     "nothing to translate": Mistake(translating("--to", "de"), ["no text", "give one of the two"]),
     "text twice": Mistake(
         translating("--to", "de", "--input", "@a", "a dog"), ["--input", "give one of the two"]
@@ -537,7 +541,7 @@ TRANSLATE = {
         plain("translate", "--run", "no/run", "--to", "de", "a dog"), ["no/run", "does not exist"]
     ),
     "beams of words": Mistake(
-        translating("--to", "de", "--beams", "many", "a dog"), ["--beams", "many", "--help"]
+        translating("--to", "de", "--beams", "many", "a dog"), ["--beams", "many", "whole number"]
     ),
 }
 

@@ -93,11 +93,11 @@ def test_a_damaged_run_is_listed(runs, capsys, spoil):
     [
         (["runs", "{}/nowhere"], "is no folder"),
         (["runs", "{}/other"], "no run is below it"),
-        (["runs", "{}", "--keep", "0"], "'0' must be a whole number of at least 1"),
-        (["runs", "{}", "--keep", "two"], "'two' must be a whole number of at least 1"),
+        (["runs", "{}", "--keep", "0"], "--keep 0: must be at least 1"),
+        (["runs", "{}", "--keep", "two"], "--keep two: must be a whole number"),
         (
             ["runs", "", "--keep", "1"],
-            "DIR '': must not be empty",
+            "--run '': must not be empty",
         ),  # as of a variable that is not set
     ],
 )

@@ -125,8 +125,8 @@ def test_a_sweep_always_goes_on(tiny):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["gpt-moe-test"], "no rates given; write for example --rates 1e-3"),
-        (["gpt-moe-test", "--rates", "1e-3,fast"], "--rates 1e-3,fast: must be numbers"),
+        (["gpt-moe-test"], "--rates: must be given; write --rates RATE"),
+        (["gpt-moe-test", "--rates", "1e-3,fast"], "--rates fast: must be a finite number"),
         (["gpt-moe-test", "--rates", "-1"], "optim.lr"),
         (["gpt-moe-test", "--rates", "1e-3", "--dry-run"], "--dry-run: is for one run"),
         (["gpt-moe-test", "--rates", "1", "--optim.lr=2"], "--optim.lr: has no effect in a"),

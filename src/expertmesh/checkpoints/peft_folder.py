@@ -20,6 +20,7 @@ from expertmesh.checkpoints.hub.layout import pieces, spellings
 from expertmesh.checkpoints.safetensors import READABLE, read_header
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.input_folder import check_only_files
+from expertmesh.config.values import REAL, WHOLE, Number
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
@@ -113,13 +114,14 @@ def read_adapter_files(folder: str | Path) -> AdapterFiles:
             f"{folder}: rank_pattern or alpha_pattern in {CONFIG} has no patterns and numbers; save the adapters again"
         )
     for name, given, kind in (
-        ("r", [rank, *patterns[0].values()], int),
-        ("lora_alpha", [alpha, *patterns[1].values()], int | float),
+        ("r", [rank, *patterns[0].values()], WHOLE),
+        ("lora_alpha", [alpha, *patterns[1].values()], REAL),
     ):
         for value in given:
-            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+            above_0 = Number(0, types=kind, is_open=True)
+            if not above_0.holds(value):
                 raise ConfigError(
-                    f"{folder}: {name}={value!r} in {CONFIG}: must be a number above 0; save the adapters again"
+                    f"{folder}: {name}={value!r} in {CONFIG}: {above_0.rule}; save the adapters again"
                 )
     entries, metadata = read_header(folder / WEIGHTS, fix="restore it, or save the adapters again")
     for name, entry in entries.items():

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from expertmesh.cli.flags import OptionParser, check_least
+from pydantic import Field
+
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import user_cache_dir
-from expertmesh.config.output_file import check_folder, output_file, write_whole
+from expertmesh.config.base import expanded, user_cache_dir
+from expertmesh.config.fields import NewFile, Operation, Positive, Word
+from expertmesh.config.output_file import check_folder, write_whole
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,11 +33,25 @@ COLORS = (
     "#aa0000",
 )
 
-_EXAMPLES = """\
-examples:
-  torchrun --nproc-per-node 4 -m expertmesh bench comm
-  torchrun --nproc-per-node 4 -m expertmesh bench comm --largest-mib 256 --plot bandwidth.svg --ranks-per-node 2
-"""
+
+class BenchVerb(Operation):
+    """Measures the links between the ranks that torchrun started; of a server: bench serve.
+
+    examples:
+      torchrun --nproc-per-node 4 -m expertmesh bench comm
+      torchrun --nproc-per-node 4 -m expertmesh bench comm --largest-mib 256 --plot bandwidth.svg --ranks-per-node 2
+    """
+
+    what: Annotated[Literal["comm", "serve"], Word]
+    """comm: bandwidth over message sizes; serve: see bench serve --help"""
+    largest_mib: Annotated[float, Field(ge=_LEAST_MIB, le=_MOST_MIB)] = 16.0
+    """largest message to each other rank, in MiB"""
+    plot: NewFile | None = None
+    """SVG picture of the bandwidths to write"""
+    cluster: NewFile | None = None
+    """cluster file of expertmesh doctor --cluster FILE, into which the links are put"""
+    ranks_per_node: Positive | None = None
+    """number of neighbouring ranks on one node (default: as torchrun started them)"""
 
 
 def run(argv: list[str]) -> int:
@@ -53,17 +70,10 @@ def run(argv: list[str]) -> int:
 
         return run_serve(argv[1:])
     with once_per_host():
-        options = _parser().parse_args(argv)
-        if not _LEAST_MIB <= options.largest_mib <= _MOST_MIB:
-            raise ConfigError(
-                f"--largest-mib {options.largest_mib}: must be from {_LEAST_MIB:g} to {_MOST_MIB}; for example 16"
-            )
-        check_least(options, ranks_per_node=1)
-        target = None if options.plot is None else output_file("plot", options.plot)
+        options = parsed(BenchVerb, argv)
         if options.cluster is not None:
             from expertmesh.costs.hardware import find_cluster
 
-            output_file("cluster", options.cluster)
             find_cluster(options.cluster)
         check_folder(user_cache_dir() / "comm")
     import torch
@@ -102,44 +112,14 @@ def run(argv: list[str]) -> int:
         path = network_path(topology)
         save_network(path, network, [asdict(point) for point in points])
         written = [f"kept in {path}"]
-        if cluster is not None:
+        if cluster is not None and options.cluster is not None:
             written.append(f"links in {write_cluster(cluster, options.cluster)}")
-        if target is not None:
-            write_whole(target, plot(points))
-            written.append(f"plot in {target}")
+        if options.plot is not None:
+            write_whole(expanded(options.plot), plot(points))
+            written.append(f"plot in {options.plot}")
         for text in (table(points), links(network), *written):
             print(text)
     return 0
-
-
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh bench",
-        description="Measures the links between the ranks that torchrun started.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_argument(
-        "what",
-        choices=["comm", "serve"],
-        help="comm: bandwidth over message sizes; serve: see bench serve --help",
-    )
-    parser.add_argument(
-        "--largest-mib",
-        type=float,
-        default=16.0,
-        metavar="N",
-        help="bytes for each other rank, at most",
-    )
-    parser.add_argument("--plot", metavar="FILE", help="write the bandwidths as an SVG picture")
-    parser.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="put the links into a cluster file, which expertmesh doctor --cluster FILE has written",
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="as --parallel.ranks-per-node"
-    )
-    return parser
 
 
 def links(network: "Network") -> str:

@@ -3,24 +3,36 @@
 import asyncio
 import json
 from http.client import HTTPException
-from typing import Any
+from typing import Annotated, Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from expertmesh.cli.config_file import read_config_file
-from expertmesh.cli.flags import OptionParser
-from expertmesh.cli.serve import add_options, keys_of, options_of
+from expertmesh.cli.parse import parsed
+from expertmesh.cli.serve import keys_of
+from expertmesh.config.fields import Flat, InputFile, Operation, OptionsFile, Spelling, Word
 from expertmesh.config.load import LoadConfig
 from expertmesh.errors import ConfigError
 
-_EXAMPLES = """\
-examples:
-  expertmesh bench serve http://127.0.0.1:8000
-  expertmesh bench serve http://127.0.0.1:8000 --num-requests 500 --rate 20 --prefix-tokens 64 --num-prefixes 4
-  expertmesh bench serve http://127.0.0.1:8000 --config evening.yaml  # the same options in a file
-"""
 _PATIENCE_S = 30.0
+
+
+class BenchServeVerb(Operation):
+    """Puts load on a server of `expertmesh serve`, and measures its answers.
+
+    examples:
+      expertmesh bench serve http://127.0.0.1:8000
+      expertmesh bench serve http://127.0.0.1:8000 --num-requests 500 --rate 20 --prefix-tokens 64 --num-prefixes 4
+      expertmesh bench serve http://127.0.0.1:8000 --config evening.yaml  # the same options in a file
+    """
+
+    address: Annotated[str, Spelling("ADDRESS"), Word]
+    """address of the server, http://HOST:PORT"""
+    config: OptionsFile | None = None
+    """YAML file with the options below"""
+    api_key_file: InputFile | None = None
+    """file whose first line is the key"""
+    load: Annotated[LoadConfig, Flat] = LoadConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -32,11 +44,10 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: a value breaks a rule, or the server does not answer.
     """
+    options = parsed(BenchServeVerb, argv)
     from expertmesh.serve.load_client import bodies, drive, table
 
-    options = _parser().parse_args(argv)
-    given = {} if options.config is None else read_config_file(options.config)[0]
-    load = LoadConfig(**{**given, **options_of(LoadConfig, options)})
+    load = options.load
     keys = keys_of(options.api_key_file)
     key = keys[0] if keys else None
     place = urlsplit(options.address)
@@ -53,19 +64,6 @@ def run(argv: list[str]) -> int:
     if failed:
         print(f"first failure: status {failed[0].status} {failed[0].error[:200]}")
     return 1 if failed else 0
-
-
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh bench serve",
-        description="Puts load on a server of `expertmesh serve`, and measures its answers.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_argument("address", metavar="ADDRESS", help="of the server, http://HOST:PORT")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the options below")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the key")
-    add_options(parser, LoadConfig)
-    return parser
 
 
 def _facts(address: str, key: str | None) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from expertmesh.config.base import expanded, nearest_name, shown
+from expertmesh.config.base import expanded, nearest_name
 from expertmesh.config.renamed import current_name
+from expertmesh.config.values import shown
 from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError, command
 
@@ -63,7 +64,12 @@ def _read_yaml(text: str) -> Any:
 
 
 def flat_values(
-    values: Mapping[Any, Any], names: Sequence[str], path: str, prefix: str = ""
+    values: Mapping[Any, Any],
+    names: Sequence[str],
+    path: str,
+    prefix: str = "",
+    *,
+    verb: str = "train",
 ) -> dict[str, Any]:
     """Values by dotted name, from nested or dotted sections.
 
@@ -72,6 +78,7 @@ def flat_values(
         names: dotted names of all options.
         path: path of the file, for messages.
         prefix: prefix of the names in the section, with a dot.
+        verb: name of the verb, for messages.
 
     Raises:
         ConfigError: a name is not an option; suggests the nearest one.
@@ -87,10 +94,10 @@ def flat_values(
         elif not inside:
             known = sections if isinstance(value, Mapping) else names
             near = nearest_name(name, sorted(known))
-            fix = f"did you mean {near}?" if near else f"see {command('train --help')}"
+            fix = f"did you mean {near}?" if near else f"see {command(f'{verb} --help')}"
             raise ConfigError(f"--config {path}: unknown option {name}; {fix}")
         elif isinstance(value, Mapping):
-            read = flat_values(value, names, path, f"{name}.")
+            read = flat_values(value, names, path, f"{name}.", verb=verb)
         elif value is not None:
             raise ConfigError(
                 f"--config {path}: {name} holds {shown(value)}, and is a section; name a field of it, for example {inside[0]}"

@@ -4,15 +4,15 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.exit_signals import ended_by_exit
-from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.terminal_progress import loading, tell
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import launched_rank
+from expertmesh.config.fields import Device, Operation, WeightDtype
 from expertmesh.config.output_file import Growing, growing
-from expertmesh.config.run import Dtype, ParallelConfig
+from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
 if TYPE_CHECKING:
@@ -23,21 +23,18 @@ if TYPE_CHECKING:
 _PATIENCE_S = 7 * 86_400.0
 """Timeout of collectives while a user may be typing a prompt: one week."""
 
-_SLOTS = "use 1 or more, at most the experts of a layer, or leave it out"
+
+class OnDevice(Operation):
+    """Verb that opens a model on a device."""
+
+    device: Device | None = None
+    """device: auto, cpu, cuda or cuda:N (default: as in training)"""
+    dtype: WeightDtype | None = None
+    """type of weights and products (default: as a run was trained, else as in the files)"""
 
 
-def add_device(parser: OptionParser) -> None:
-    """Add the options --device and --dtype, which `place_of` reads."""
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
-    parser.add_argument(
-        "--dtype",
-        choices=get_args(Dtype)[1:],
-        help="of weights and products (of a run as it was trained, else that of the files)",
-    )
-
-
-def place_of(options: Any) -> dict[str, Any]:
-    """Values of the options of `add_device`, as arguments of `open_model`; imports torch."""
+def place_of(options: OnDevice) -> dict[str, Any]:
+    """Device and type of a verb, as arguments of `open_model`; imports torch."""
     import torch
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -49,83 +46,15 @@ def say_precision(precision: "Precision") -> None:
     tell(f"computing in {precision.description}")
 
 
-def add_place(parser: OptionParser) -> None:
-    """Add the options --device, --dtype and --es-degree."""
-    add_device(parser)
-    parser.add_argument(
-        "--es-degree",
-        "--parallel.es-degree",
-        type=int,
-        metavar="N",
-        help="under torchrun: slices of each expert over the processes (as many as these, where they fit)",
-    )
-
-
-_HELP = {
-    "tp_degree": "under torchrun: neighbouring processes that share sequences, each with a part of heads, cache and dense layers (1)",
-    "ep_degree": "under torchrun: parts of the experts over the processes (as many as these, where they fit)",
-    "es_degree": "under torchrun: slices of each expert over the processes (what ep-degree leaves)",
-}
-
-
-def add_ranks(parser: OptionParser, *names: str) -> None:
-    """Add the options for sharing an engine's model over ranks.
-
-    Args:
-        parser: parser of the verb.
-        names: names of the degrees.
-    """
-    for name in names:
-        flag = f"--parallel.{name.replace('_', '-')}"
-        parser.add_argument(flag, dest=name, type=int, metavar="N", help=_HELP[name])
-    parser.add_argument(
-        "--parallel.timeout-s",
-        dest="timeout_s",
-        type=float,
-        metavar="X",
-        help="under torchrun: seconds after which a process that does not answer is lost (generate: that of the training; serve: 300)",
-    )
-
-
-def add_eplb(parser: OptionParser) -> None:
-    """Add the options for expert placement over ranks (EPLB); `serve` has them among the engine's options."""
-    parser.add_argument(
-        "--enable-eplb",
-        action="store_true",
-        default=None,
-        help="under torchrun with --parallel options: let experts lie where their counted load wants them",
-    )
-    for name, text in (
-        ("num-redundant-experts", "with --enable-eplb: copies of hot experts in each layer (0)"),
-        ("eplb-step-interval", "with --enable-eplb: steps between two looks at the load (3000)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-
-
-def eplb_of(options: Any) -> dict[str, Any]:
-    """Values of the options of `add_eplb`, as fields of `EngineConfig`."""
-    names = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
-    given = {name: getattr(options, name, None) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def shared_by(options: Any) -> dict[str, Any]:
-    """Values of the options of `add_ranks`, as fields of `ParallelConfig`."""
-    names = ("tp_degree", "ep_degree", "es_degree", "timeout_s")
-    given = {name: getattr(options, name, None) for name in names}
-    found = {name: value for name, value in given.items() if value is not None}
-    return found | ({"ep_degree": (found["ep_degree"],)} if "ep_degree" in found else {})
-
-
-def check_several(options: Any) -> None:
+def check_several(given: dict[str, Any]) -> None:
     """Raise ConfigError if an option for several processes is given to a single one.
 
     Args:
-        options: parsed options of the verb.
+        given: options of the section parallel that are given.
     """
     if launched_rank()[1] > 1:
         return
-    for name, value in shared_by(options).items():
+    for name, value in given.items():
         shown = value[0] if isinstance(value, tuple) else value
         raise ConfigError(
             f"parallel.{name}",
@@ -188,8 +117,7 @@ def open_decoder(
     """Model that generates text, on the ranks that torchrun started or in this process; only rank 0 prints.
 
     Args:
-        options: parsed options of the verb: run, device, dtype and es_degree, and where the verb has them tp_degree, ep_degree,
-            timeout_s, expert_slots and adapter.
+        options: options of the verb: run, device, dtype and parallel, and where the verb has them engine and adapter.
         num_rows: number of texts in a batch, for which the number of threads is chosen.
         is_asked: whether a user types prompts, which may take long.
 
@@ -198,11 +126,9 @@ def open_decoder(
         CheckpointError: the run has no usable checkpoint or tokenizer.
         PeerError: another rank failed, perhaps with the same error, and prints it.
     """
-    if getattr(options, "expert_slots", None) is not None and options.expert_slots < 1:
-        raise ConfigError("expert_slots", options.expert_slots, "must be at least 1", _SLOTS)
     is_alone = launched_rank()[1] == 1
-    check_several(options)
-    given = shared_by(options)
+    given = options.parallel.given()
+    check_several(given)
     with ExitStack() as stack:
         with loading():
             from expertmesh.parallel.ranks import Ranks, open_ranks
@@ -212,7 +138,7 @@ def open_decoder(
             with once_per_host():
                 found = find_model(options.run)
                 device = device_of(found, options.device)
-                count = getattr(options, "expert_slots", None)
+                count = getattr(getattr(options, "engine", None), "expert_slots", None)
                 # options that only an engine over ranks supports
                 adapter = getattr(options, "adapter", None)
                 is_engines = not is_alone and (
@@ -242,7 +168,7 @@ def open_decoder(
 
                 opened = open_shared(found, shares, **place)
             else:
-                opened = open_model(found, es_degree=options.es_degree, **place)
+                opened = open_model(found, es_degree=options.parallel.es_degree, **place)
             ranks.on_all(lambda: opened.decoder)  # raises for a family that generates no text
             if shares is None:
                 threads = threads_of_calls(

@@ -11,7 +11,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from pydantic import model_validator
 
 from expertmesh.cli.binding import (
     Binding,
@@ -20,21 +22,20 @@ from expertmesh.cli.binding import (
     own_binding,
     threads_verdict,
 )
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.comm.bind import numa_nodes, read_text
 from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
-from expertmesh.config.base import is_launched, launched_rank
-from expertmesh.config.output_file import output_file
-from expertmesh.errors import ConfigError, command
+from expertmesh.config.base import FieldError, is_launched, launched_rank
+from expertmesh.config.fields import NewFile, Operation
 from expertmesh.errors import Line as Text
+from expertmesh.errors import command
 
 PACKAGES = {
     "torch": "",
     "numpy": "",
     "pydantic": "",
-    "tyro": "",
     "rich": "",
     "tokenizers": "",
     "triton": "GPU kernels; comes with GPU builds of torch",
@@ -81,6 +82,27 @@ class Finding:
     detail: str
 
 
+class DoctorVerb(Operation):
+    """Says what this machine and this installation can do, and why not the rest.
+
+    examples:
+      expertmesh doctor
+      torchrun --nproc-per-node 4 -m expertmesh doctor --cluster mine.toml
+    """
+
+    topology: bool = False
+    """only what is known of links and plans, by topology"""
+    cluster: NewFile | None = None
+    """only measure, with all ranks that torchrun started, and write a cluster file for plan"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.topology and self.cluster is not None:
+            rule = "has no effect with --cluster, which only measures"
+            raise FieldError("topology", True, rule, "leave one of the two out")
+        return self
+
+
 def run(argv: list[str]) -> int:
     """Print the report and return 0, whatever is missing.
 
@@ -90,26 +112,8 @@ def run(argv: list[str]) -> int:
         ConfigError: an option is unknown.
         CollectiveError: a rank did not connect.
     """
-    parser = OptionParser(
-        prog="expertmesh doctor",
-        description="Says what this machine and this installation can do, and why not the rest.",
-    )
-    parser.add_argument(
-        "--topology", action="store_true", help="only what is known of links and plans, by topology"
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="only measure, with all ranks that torchrun started, and write a cluster file for plan",
-    )
     with once_per_host():
-        options = parser.parse_args(argv)
-        if options.cluster is not None:
-            if options.topology:
-                raise ConfigError(
-                    "--topology: has no effect with --cluster, which only measures; leave one of the two out"
-                )
-            output_file("cluster", options.cluster)
+        options = parsed(DoctorVerb, argv)
     if options.cluster is not None:
         return _write_cluster(options.cluster)
     only_topology = options.topology

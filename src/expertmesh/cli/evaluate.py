@@ -2,22 +2,40 @@
 
 import json
 from importlib.util import find_spec
+from typing import Annotated
 
-from expertmesh.cli.decoding import add_device, place_of, say_precision
-from expertmesh.cli.flags import OptionParser, check_least, listed
+from expertmesh.cli.decoding import OnDevice, place_of, say_precision
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.base import expanded
-from expertmesh.config.output_file import output_file, write_whole
+from expertmesh.config.fields import Count, ModelFolder, NewFile, Positive, Spelling
+from expertmesh.config.output_file import write_whole
 from expertmesh.errors import ConfigError
 
 _TOKENS = 64
 """Approximate tokens of a question with its answer, for which the number of threads is chosen."""
 
-_EXAMPLES = """\
-examples:
-  expertmesh evaluate runs/gpt-moe-demo --tasks tasks/quiz.yaml
-  expertmesh evaluate runs/qwen3 --tasks quiz.yaml text.yaml --num-fewshot 5 --output results.json
-"""
+
+class EvaluateVerb(OnDevice):
+    """Judges a run by tasks of lm-evaluation-harness, defined in local files, on local data.
+
+    examples:
+      expertmesh evaluate runs/gpt-moe-demo --tasks tasks/quiz.yaml
+      expertmesh evaluate runs/qwen3 --tasks quiz.yaml text.yaml --num-fewshot 5 --output results.json
+    """
+
+    run: ModelFolder
+    """run directory"""
+    tasks: Annotated[tuple[str, ...], Spelling("FILE", is_read=True)]
+    """YAML files of tasks, with blanks or commas between, or the option before each"""
+    num_fewshot: Count | None = None
+    """number of examples before a question (default: as the task says)"""
+    limit: Positive | None = None
+    """number of questions of each task, from its first (default: all)"""
+    batch_size: Positive = 8
+    """batch size in sequences"""
+    output: NewFile | None = None
+    """file for the results, as JSON"""
 
 
 def run(argv: list[str]) -> int:
@@ -31,12 +49,7 @@ def run(argv: list[str]) -> int:
             installed.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    options = _parser().parse_args(argv)
-    options.tasks = listed(options.tasks, are_paths=True)
-    check_least(options, batch_size=1, limit=1, num_fewshot=0)
-    output = None
-    if options.output is not None:
-        output = output_file("output", options.output, read=options.tasks)
+    options = parsed(EvaluateVerb, argv)
     with told_of_data(), loading():
         import torch
 
@@ -77,41 +90,12 @@ def run(argv: list[str]) -> int:
             num_fewshot=options.num_fewshot,
             limit=options.limit,
         )
-    if output is not None:
+    if options.output is not None:
         text = json.dumps({"run": options.run, "results": found["results"]}, indent=2, default=str)
-        write_whole(output, text + "\n")
+        write_whole(expanded(options.output), text + "\n")
     for task, values in found["results"].items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
             if isinstance(value, float) and not metric.endswith("_stderr"):
                 print(f"{task}  {metric}{'' if kind == 'none' else f' ({kind})'}  {value:.4f}")
     return 0
-
-
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh evaluate",
-        description="Judges a run by tasks of lm-evaluation-harness, defined in local files, on local data.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_run()
-    parser.add_argument(
-        "--tasks",
-        required=True,
-        action="extend",
-        nargs="+",
-        metavar="FILE",
-        help="YAML files of tasks, with blanks or commas between, or the option before each",
-    )
-    parser.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="examples before a question (as the task says)"
-    )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N questions of a task"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="sequences at a time (8)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="write the results there, as JSON")
-    add_device(parser)
-    return parser

@@ -1,21 +1,56 @@
 """`expertmesh experts prune|join`: a trained model with fewer experts, or with the experts of two models."""
 
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import model_validator
 
 from expertmesh.cli.exit_signals import ended_by_exit
-from expertmesh.cli.flags import OptionParser, add_data, check_least
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, told_of_data
+from expertmesh.config.fields import DataPlace, Folder, Operation, Positive, Spelling, Word
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertmesh.training.regroup import Regrouped
 
-_EXAMPLES = """\
-examples:
-  expertmesh experts prune runs/translate-multi30k --keep 4 --to runs/pruned
-  expertmesh experts join runs/with-german runs/with-french --to runs/both
-  expertmesh train translate-multi30k --train.init-from runs/pruned --train.run-dir runs/tuned
-"""
+
+class ExpertsVerb(Operation):
+    """prune: keeps the experts of each layer that the run's validation data use most. join: unites the experts of two runs of one model; all other weights are averaged.
+
+    examples:
+      expertmesh experts prune runs/translate-multi30k --keep 4 --to runs/pruned
+      expertmesh experts join runs/with-german runs/with-french --to runs/both
+      expertmesh train translate-multi30k --train.init-from runs/pruned --train.run-dir runs/tuned
+    """
+
+    action: Annotated[Literal["prune", "join"], Word]
+    """prune one run, or join two"""
+    runs: Annotated[
+        tuple[str, ...], Spelling("RUN", also=("run", "run_dir"), is_word=True, is_each=True)
+    ] = ()
+    """one run to prune, two to join"""
+    to: Folder
+    """new run"""
+    keep: Positive | None = None
+    """number of experts to keep in each layer (prune)"""
+    samples: Positive | None = None
+    """number of validation samples to count (prune; default: all)"""
+    data: DataPlace = DataPlace()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        is_pruning = self.action == "prune"
+        if len(self.runs) != (1 if is_pruning else 2):
+            raise ConfigError(
+                f"experts {self.action}: got {len(self.runs)} runs; name {'one' if is_pruning else 'two'}"
+            )
+        if is_pruning and self.keep is None:
+            raise ConfigError("experts prune: needs --keep K, for example --keep 4")
+        for name in ("keep", "samples", "data.path"):
+            is_idle = not is_pruning and attrgetter(name)(self) is not None
+            self.require(not is_idle, name, "has no effect with join", "leave it out")
+        return self
 
 
 def run(argv: list[str]) -> int:
@@ -28,7 +63,7 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule, or the runs do not fit.
         CheckpointError: a run has no usable checkpoint.
     """
-    options = _parse(argv)
+    options = parsed(ExpertsVerb, argv)
     with ended_by_exit(), told_of_data(), loading():
         from expertmesh.training.regroup import join, prune
 
@@ -36,56 +71,16 @@ def run(argv: list[str]) -> int:
             first, second = options.runs
             made = join(first, second, options.to)
         else:
+            assert options.keep is not None
             made = prune(
                 options.runs[0],
                 options.to,
                 keep=options.keep,
                 max_samples=options.samples,
-                data_path=options.data_path,
+                data_path=options.data.path,
             )
     print(_described(made))
     return 0
-
-
-def _parse(argv: list[str]) -> Any:
-    parser = OptionParser(
-        prog="expertmesh experts",
-        description="prune: keeps the experts of each layer that the run's validation data use most. join: unites the experts "
-        "of two runs of one model; all other weights are averaged.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_argument("action", choices=["prune", "join"], help="what to do")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="one run to prune, two to join")
-    parser.add_argument(
-        "--run",
-        "--run-dir",
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="the same, in its place",
-    )
-    parser.add_argument("--to", required=True, metavar="DIR", help="the new run")
-    parser.add_argument("--keep", type=int, metavar="K", help="experts of each layer (prune)")
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="validation samples to count (prune: all)"
-    )
-    add_data(parser)
-    options = parser.parse_args(argv)
-    options.runs = [*options.runs, *options.run]
-    is_pruning = options.action == "prune"
-    if len(options.runs) != (1 if is_pruning else 2):
-        raise ConfigError(
-            f"experts {options.action}: got {len(options.runs)} runs; name {'one' if is_pruning else 'two'}"
-        )
-    if is_pruning and options.keep is None:
-        raise ConfigError("experts prune: needs --keep K, for example --keep 4")
-    for name, flag in (("keep", "keep"), ("samples", "samples"), ("data_path", "data.path")):
-        if not is_pruning and getattr(options, name) is not None:
-            raise ConfigError(
-                f"--{flag} {getattr(options, name)}: has no effect with join; leave it out"
-            )
-    check_least(options, keep=1, samples=1)
-    return options
 
 
 def _described(made: "Regrouped") -> str:

@@ -1,7 +1,6 @@
 """Verbs that model families add to the command line."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 
 from expertmesh.config.plugins import Plugins
@@ -16,7 +15,6 @@ class Verb:
         text: its line of help.
         run: "module:name" of a function of the words after the verb that returns the exit code; imported when it is called.
         is_of_all_ranks: whether every process runs it under torchrun; False: rank 0 alone.
-        flags: options of the library that the verb has under another name, without dashes.
         memory_fix: what a user can do when memory runs out.
     """
 
@@ -24,7 +22,6 @@ class Verb:
     text: str
     run: str
     is_of_all_ranks: bool = False
-    flags: Mapping[str, str] = field(default_factory=dict)
     memory_fix: str = "use a smaller model"
 
     def __call__(self, argv: list[str]) -> int:

@@ -4,20 +4,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from expertmesh.cli.decoding import (
-    add_eplb,
-    add_place,
-    add_ranks,
-    eplb_of,
-    kept,
-    load_adapter,
-    open_decoder,
-    say_precision,
-    shared_by,
-)
-from expertmesh.cli.flags import OptionParser, check_least
+from pydantic import model_validator
+
+from expertmesh.cli.decoding import OnDevice, kept, load_adapter, open_decoder, say_precision
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.prompts import (
     Asked,
@@ -29,30 +21,17 @@ from expertmesh.cli.prompts import (
 )
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import launched_rank
-from expertmesh.config.output_file import output_file
+from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.engine import DecodingConfig
+from expertmesh.config.fields import Flat, Folder, ModelFolder, NewFile, Positive, Spelling
+from expertmesh.config.run import ServingDegrees
+from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
 from expertmesh.errors import ConfigError, command, text_of
 
 if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
-    from expertmesh.engine.request import SamplingParams
     from expertmesh.runs.open import LoadedModel
 
-_EXAMPLES = """\
-examples:
-  expertmesh generate runs/gpt-moe-demo "def main("
-  expertmesh generate runs/gpt-moe-demo --temperature 0.7 --top-p 0.95 --seed 3 "import os"
-  expertmesh generate runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
-  expertmesh generate runs/gpt-moe-demo --input prompts.txt   # a prompt on each line
-  expertmesh generate runs/chat --chat --input asked.jsonl --output answered.jsonl
-  expertmesh generate runs/gpt-moe-demo --interactive
-  expertmesh generate models/Qwen3-30B-A3B "import os"   # a folder as the hub has it
-  expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
-  torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts cut over 8 GPUs
-  torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   # attention, too
-"""
-
-_TEMPERATURE = 0.8
 _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
     "not know how to answer"
@@ -61,6 +40,108 @@ _ROOM = 4
 """Inverse share of the model's maximum length that a conversation leaves for the answer: 1 / 4."""
 _FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
 _NO_PROMPT = "no prompt; write it last, and -- before one that begins with -: generate RUN -- '-x'"
+
+
+class GenerateVerb(OnDevice):
+    """Continues a text with the newest checkpoint of a run, or with a model as the hub has it.
+
+    examples:
+      expertmesh generate runs/gpt-moe-demo "def main("
+      expertmesh generate runs/gpt-moe-demo --temperature 0.7 --top-p 0.95 --seed 3 "import os"
+      expertmesh generate runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
+      expertmesh generate runs/gpt-moe-demo --input prompts.txt   # a prompt on each line
+      expertmesh generate runs/chat --chat --input asked.jsonl --output answered.jsonl
+      expertmesh generate runs/gpt-moe-demo --interactive
+      expertmesh generate models/Qwen3-30B-A3B "import os"   # a folder as the hub has it
+      expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
+      torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts cut over 8 GPUs
+      torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   # attention, too
+    """
+
+    run: ModelFolder
+    """run directory, or a folder of the hub"""
+    prompt: Annotated[tuple[str, ...], Spelling("PROMPT", is_word=True, is_free=True)] = ()
+    """text to continue, or several; - alone reads it from standard input"""
+    input: Annotated[str | None, Spelling("FILE", also=("prompt_file",), is_read=True)] = None
+    """file with a prompt on each line; a .jsonl or .json file has objects with prompt, or with messages as for --chat"""
+    output: Annotated[NewFile | None, Spelling("FILE.jsonl")] = None
+    """file for an object with prompt, text and finish_reason of each prompt (default: standard output)"""
+    interactive: bool = False
+    """ask for prompts until the end of the input; with --chat as one conversation"""
+    chat: bool = False
+    """apply the chat template: each prompt is a user's message"""
+    chat_template_kwargs: Annotated[str | None, Spelling("JSON")] = None
+    """variables of the model's chat template, for example '{"enable_thinking": false}' of Qwen3"""
+    no_start: bool = False
+    """put nothing before a prompt (what the tokenizer puts there; the end of text, of a run that was not converted)"""
+    greedy: bool = False
+    """greedy decoding: always the most likely token"""
+    sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(
+        **TEXT_DEFAULTS
+    )
+    batch_size: Positive = 32
+    """batch size in prompts"""
+    adapter: Folder | None = None
+    """low-rank adapter to generate with, a folder as peft saves it"""
+    engine: Annotated[DecodingConfig, Flat] = DecodingConfig()
+    parallel: ServingDegrees = ServingDegrees()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ways = [bool(self.prompt), self.input is not None, self.interactive]
+        if not any(ways):
+            raise ConfigError(_NO_PROMPT)
+        if sum(ways) > 1:
+            raise ConfigError(
+                "prompts, --input and --interactive are three ways to say the same; use one of them"
+            )
+        fix = "leave one of them out"
+        self.require(
+            self.output is None or not self.interactive,
+            "output",
+            "has no effect with --interactive",
+            fix,
+        )
+        self.require(
+            not (self.chat and self.no_start),
+            "no_start",
+            "has no effect with --chat, where the chat format says what comes first",
+            fix,
+        )
+        self.require(
+            not self.eplb or self.parallel.given().keys() - {"es_degree"},
+            "engine.enable_eplb",
+            "is about processes that share a model by --parallel options",
+            "start them with torchrun, or leave it out",
+        )
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            is_idle = "sampling" in self.model_fields_set and name in self.sampling.model_fields_set
+            self.require(
+                not (self.greedy and is_idle),
+                f"sampling.{name}",
+                "has no effect with --greedy",
+                fix,
+            )
+        variables_of(self.chat_template_kwargs)
+        return self
+
+    @property
+    def params(self) -> SamplingParams:
+        """Options of each request."""
+        given = self.sampling.model_dump(include=self.sampling.model_fields_set)
+        greedy = {"temperature": 0.0} if self.greedy else {}
+        return SamplingParams(**TEXT_DEFAULTS | given | greedy)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return variables_of(self.chat_template_kwargs)
+
+    @property
+    def eplb(self) -> dict[str, Any]:
+        """Options of the placement of experts that were set, as fields of `EngineConfig`."""
+        names = {"enable_eplb", "num_redundant_experts", "eplb_step_interval"}
+        return self.engine.model_dump(include=self.engine.model_fields_set & names)
 
 
 def run(argv: list[str]) -> int:
@@ -76,9 +157,6 @@ def run(argv: list[str]) -> int:
     with once_per_host():
         options = _parse(argv)
     prompts = prompts_of(options) if launched_rank()[0] == 0 else []
-    if options.output is not None:
-        with once_per_host():
-            options.output = output_file("output", options.output, read=[options.input])
     num_rows = min(len(prompts) or 1, options.batch_size)
     with ExitStack() as stack:
         with told_of_data():
@@ -92,7 +170,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _generate_together(options: Any, prompts: list[Prompt], opened: "LoadedModel") -> None:
+def _generate_together(options: GenerateVerb, prompts: list[Prompt], opened: "LoadedModel") -> None:
     """Continue texts on ranks that share the model: rank 0 has the texts, the others follow it."""
     from expertmesh.engine.engine import Engine
 
@@ -103,9 +181,9 @@ def _generate_together(options: Any, prompts: list[Prompt], opened: "LoadedModel
             text.tokenizer,
             end_ids=text.end_ids,
             max_sequences=options.batch_size,
-            num_draft_tokens=options.num_draft_tokens,
+            num_draft_tokens=options.engine.num_draft_tokens,
             parallel=opened.shared,
-            **eplb_of(options),
+            **options.eplb,
         )
         if not engine.leads:
             engine.follow()
@@ -116,15 +194,15 @@ def _generate_together(options: Any, prompts: list[Prompt], opened: "LoadedModel
             _generate(options, prompts, opened, engine)
 
 
-def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
+def _engine(options: GenerateVerb, opened: "LoadedModel") -> "Engine | None":
     """Engine for options that need one (draft tokens, adapters); None: not needed."""
     from expertmesh.engine.checks import why_not
     from expertmesh.engine.engine import Engine
     from expertmesh.engine.texts import writer
 
-    if not options.num_draft_tokens and options.adapter is None:
+    if not options.engine.num_draft_tokens and options.adapter is None:
         return None
-    size, guesses = options.batch_size, options.num_draft_tokens
+    size, guesses = options.batch_size, options.engine.num_draft_tokens
     made = writer(opened.decoder, opened.text, batch_size=size, num_draft_tokens=guesses)
     if not isinstance(made, Engine):
         raise ConfigError(f"--adapter {options.adapter}: {why_not(opened.decoder)}; leave it out")
@@ -134,7 +212,10 @@ def _engine(options: Any, opened: "LoadedModel") -> "Engine | None":
 
 
 def _generate(
-    options: Any, prompts: list[Prompt], opened: "LoadedModel", engine: "Engine | None" = None
+    options: GenerateVerb,
+    prompts: list[Prompt],
+    opened: "LoadedModel",
+    engine: "Engine | None" = None,
 ) -> None:
     """Continue texts; either all ranks have the same texts, or rank 0 has an engine that the others follow."""
     model, ranks = opened.decoder, opened.ranks
@@ -152,7 +233,7 @@ def _generate(
     text = opened.text
     if options.chat and not text.can_chat:
         tell(f"note: run {options.run}: {_NO_TALK}")
-    params = _params(options)
+    params = options.params
     ids_of = _encoder(options, opened, params)
     engine, adapter = engine or _engine(options, opened), options.adapter
 
@@ -172,8 +253,8 @@ def _generate(
     def converse(turns: list[dict[str, str]], prompt: str) -> list[dict[str, str]]:
         limit = model.max_seq_len
         turns = [*turns, {"role": "user", "content": prompt}]
-        most = limit - (options.max_tokens or limit // _ROOM)
-        variables = options.chat_template_kwargs
+        most = limit - (params.max_tokens or limit // _ROOM)
+        variables = options.variables
         kept, ids = latest_turns(text.chat, turns, most=most, window=limit, variables=variables)
         if len(kept) < len(turns):
             tell(f"note: {_FORGETS.format(limit)}")
@@ -211,14 +292,14 @@ def _generate(
             if options.output is None:
                 _print_all([one.asked for one in prompts], answers, is_chat=options.chat)
             elif ranks.is_leader:
-                _write_all(options.output, [one.asked for one in prompts], answers)
+                _write_all(expanded(options.output), [one.asked for one in prompts], answers)
             else:
                 for _ in answers:
                     pass
 
 
 def _encoder(
-    options: Any, opened: "LoadedModel", params: "SamplingParams"
+    options: GenerateVerb, opened: "LoadedModel", params: SamplingParams
 ) -> Callable[[Prompt], list[int]]:
     """Function that encodes a prompt and checks its length; its errors name the prompt's place."""
     from expertmesh.engine.checks import check_prompts
@@ -226,7 +307,7 @@ def _encoder(
     from expertmesh.engine.texts import prompt_ids
     from expertmesh.text.chat import read_messages
 
-    model, text, variables = opened.decoder, opened.text, options.chat_template_kwargs
+    model, text, variables = opened.decoder, opened.text, options.variables
     check_variables_read(variables, text.chat)
 
     def encoded(asked: Asked) -> list[int]:
@@ -267,151 +348,14 @@ def _write_all(path: Path, prompts: list[Asked], answers: Iterator[Any]) -> None
             file.write(_line(prompt, one))
 
 
-def _params(options: Any) -> "SamplingParams":
-    """Sampling parameters from the options."""
-    from expertmesh.engine.request import SamplingParams
-
-    temperature = _TEMPERATURE if options.temperature is None else options.temperature
-    return SamplingParams(
-        temperature=0.0 if options.greedy else temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        max_tokens=options.max_tokens,
-    )
-
-
-def _parse(argv: list[str]) -> Any:
+def _parse(argv: list[str]) -> GenerateVerb:
     """Parsed options; suggests a fix if a prompt was taken for an option."""
     try:
-        options = _parser().parse_args(argv)
-        check_least(options, batch_size=1)
+        return parsed(GenerateVerb, argv)
     except ConfigError as error:
         if not argv or not str(error).startswith(f"unknown option {argv[-1]}; see"):
             raise
         raise ConfigError(_NO_PROMPT) from None
-    ways = [bool(options.prompt), options.input is not None, options.interactive]
-    if not any(ways):
-        raise ConfigError(_NO_PROMPT)
-    if sum(ways) > 1:
-        raise ConfigError(
-            "prompts, --input and --interactive are three ways to say the same; use one of them"
-        )
-    if options.output is not None and options.interactive:
-        raise ConfigError(
-            f"--output {options.output}: has no effect with --interactive; leave one of them out"
-        )
-    if options.chat and options.no_start:
-        raise ConfigError(
-            "--no-start: has no effect with --chat, where the chat format says what comes first; leave one of them out"
-        )
-    if eplb_of(options) and not shared_by(options).keys() - {"es_degree"}:
-        raise ConfigError(
-            "--enable-eplb: is about processes that share a model by --parallel options; start them with torchrun, or leave it out"
-        )
-    options.chat_template_kwargs = variables_of(options.chat_template_kwargs)
-    for name in ("temperature", "top_k", "top_p"):
-        value = getattr(options, name)
-        if options.greedy and value is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value}: has no effect with --greedy; leave one of them out"
-            )
-    return options
-
-
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh generate",
-        description="Continues a text with the newest checkpoint of a run, or with a model as the hub has it.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_run(
-        "prompt",
-        metavar="PROMPT",
-        help="text to continue, or several; - alone reads it from standard input",
-    )
-    parser.add_argument(
-        "--input",
-        "--prompt-file",
-        metavar="FILE",
-        help="a prompt on each line; of a .jsonl or .json file objects with prompt, or with messages as for --chat",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE.jsonl",
-        help="write an object with prompt, text and finish_reason for each prompt into a file, instead of printing",
-    )
-    parser.add_argument(
-        "--interactive",
-        action="store_true",
-        help="ask for prompts until the end of the input; with --chat as one conversation",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="a prompt is what a user says: the model answers as it learned from conversations",
-    )
-    parser.add_argument(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help="variables of the model's chat template, for example '{\"enable_thinking\": false}' of Qwen3",
-    )
-    parser.add_argument(
-        "--no-start",
-        action="store_true",
-        help="put nothing before a prompt (what the tokenizer puts there; the end of text, of a run that was not converted)",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help="most tokens to add (as many as the model's longest sequence has room for)",
-    )
-    parser.add_argument(
-        "--greedy",
-        action="store_true",
-        help="always the most likely token; without it, tokens are drawn",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="below 1: more likely tokens; 0: greedy (0.8)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="N", help="draw from the N most likely tokens (all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="X",
-        help="draw from the fewest tokens with X of the probability (all)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)"
-    )
-    add_place(parser)
-    add_ranks(parser, "tp_degree", "ep_degree")
-    add_eplb(parser)
-    parser.add_argument(
-        "--num-draft-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="guess so many next tokens from what the text said before, and verify them in one step; pays where text repeats (0)",
-    )
-    parser.add_argument(
-        "--expert-slots",
-        type=int,
-        metavar="N",
-        help="experts of each layer in memory at a time, for models larger than it; the others stay in the files (all)",
-    )
-    parser.add_argument(
-        "--adapter", metavar="FOLDER", help="answer with a low-rank adapter, as peft saves it"
-    )
-    return parser
 
 
 def _last(messages: list[dict[str, Any]]) -> str:

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_address_space(words)
         try:
             code = _run(words)
-        except SystemExit as stop:  # argparse after --help
+        except SystemExit as stop:  # after --help
             code = stop.code if isinstance(stop.code, int) else 0
         sys.stdout.flush()
         return code

@@ -4,33 +4,12 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
-from expertmesh.config.engine import EngineConfig
-from expertmesh.config.load import LoadConfig
-from expertmesh.config.run import ParallelConfig
-from expertmesh.config.server import ServerConfig
-from expertmesh.errors import Line
-
-_DECODING = {"parallel.es_degree": "es-degree"}
-_EPLB = ("enable_eplb", "num_redundant_experts", "eplb_step_interval")
-_OF_VERBS = {
-    "generate": _DECODING | {name: name for name in (*_EPLB, "num_draft_tokens")},
-    "evaluate": _DECODING,
-    "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},
-    "bench": {name: name for name in LoadConfig.model_fields},
-    "quantize": {"source": "run", "target": "to"},
-}
-"""Options of the library that a verb of the core has under another name."""
-_ARGUMENTS = {
-    *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
-    *("cluster", "goal", "tokens_per_batch", "max_context", "tokens", "imbalance", "states"),
-    *("pp", "vpp", "batch", "context", "measured"),
-    *("expert_slots", "group_size", "calibration", "overwrite"),
-    *("device", "temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
-}
-"""Function arguments that are options of verbs; other names without a section come from a file that was read."""
+from expertmesh.cli.options import declared_by, flag_name, library_names
+from expertmesh.errors import ConfigError, Line
 
 
 def prog_name() -> str:
@@ -43,31 +22,41 @@ def prog_name() -> str:
     return str(own) if near.startswith("..") else near
 
 
-def flag_name(name: str) -> str:
-    """Option as it is typed: `model.moe.top_k` as `--model.moe.top-k`; list indices are dropped."""
-    return "--" + name.partition("[")[0].replace("_", "-")
+def _names_of(verb: str) -> dict[str, str]:
+    """Flags of a verb by the names that the library has for them."""
+    module = f"expertmesh.cli.{verb.replace(' ', '_')}"
+    if verb in FAMILY_VERBS.names:
+        try:
+            module = FAMILY_VERBS[verb].run.partition(":")[0]
+        except ConfigError:  # its package cannot be imported, which is the error that is written
+            return {}
+    elif not verb or find_spec(module) is None:
+        return {}
+    return {k: v for kind in declared_by(module) for k, v in library_names(kind).items()}
 
 
 class Flags:
     """Command-line spelling of options and commands in errors and notes.
 
     Args:
-        verb: the current verb, which may have other names for options.
+        verb: the current verb, whose options need no section.
+        names: flags of its options by the names that the library has for them; None: as the verb declares.
     """
 
-    def __init__(self, verb: str = "") -> None:
-        self._own: Mapping[str, str] = _OF_VERBS.get(verb, {})
-        if verb and verb not in _OF_VERBS and verb in FAMILY_VERBS:
-            self._own = FAMILY_VERBS[verb].flags
+    def __init__(self, verb: str = "", names: Mapping[str, str] | None = None) -> None:
+        self._own = _names_of(verb) if names is None else names
 
     def option(self, name: str, value: str | None) -> str:
         """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its section."""
-        if name in ParallelConfig.model_fields:
-            name = f"parallel.{name}"
-        own = self._own.get(name, name)
-        if name not in self._own and "." not in name and name not in _ARGUMENTS:
+        from expertmesh.config.run import ParallelConfig
+
+        name = name.partition("[")[0]
+        own = self._own.get(name)
+        if own is None and name in ParallelConfig.model_fields:
+            own = self._own.get(f"parallel.{name}", flag_name(f"parallel.{name}"))
+        if own is None and "." not in name:
             return name if value is None else f"{name}={value}"
-        flag = flag_name(own)
+        flag = own or flag_name(name)
         return flag if not value else f"{flag} {value}"
 
     def command(self, words: str) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from expertmesh.cli.terminal_progress import tell
-from expertmesh.config.base import expanded, parse_json, shown
+from expertmesh.config.base import expanded, parse_json
+from expertmesh.config.values import shown
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import TextFile, lines_of
 from expertmesh.errors import ConfigError, text_of
@@ -123,7 +124,7 @@ def prompts_of(options: Any) -> list[Prompt]:
     """
     prompts = _read(options)
     has_talk = options.chat or not all(isinstance(one.asked, str) for one in prompts)
-    if options.chat_template_kwargs and not has_talk:
+    if options.variables and not has_talk:
         raise ConfigError(
             "--chat-template-kwargs: has no effect on prompts that are no conversation; add --chat, or leave it out"
         )
@@ -138,7 +139,7 @@ def _read(options: Any) -> list[Prompt]:
             if not prompts:
                 raise ConfigError(f"--input {path}: has no line; write a prompt on each")
             return prompts
-        texts = [read_standard_input()] if options.prompt == ["-"] else [*options.prompt]
+        texts = [read_standard_input()] if options.prompt == ("-",) else [*options.prompt]
         for text in texts:
             text.encode()
     except OSError as error:

@@ -1,16 +1,17 @@
 """`expertmesh report RUN`: learning curve of a run, its metric against a baseline, and samples of models that generate text."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from expertmesh.cli.decoding import add_device, place_of, say_precision
-from expertmesh.cli.flags import OptionParser, add_data, check_least, listed
+from expertmesh.cli.decoding import OnDevice, place_of, say_precision
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.quantized_report import is_quantized, report_quantized
 from expertmesh.cli.report_samples import measure, prompts_of, sample, shortened
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.base import expanded
+from expertmesh.config.fields import Count, DataPlace, Each, Positive, Ratio, Spelling
 from expertmesh.data.data_progress import notes_known
-from expertmesh.errors import CheckpointError, ConfigError, command
+from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Family
 from expertmesh.models.registry import DEFAULT
 
@@ -41,7 +42,7 @@ class _Runs:
         self,
         family: str | None,
         place: dict[str, Any],
-        data_path: list[str] | None,
+        data_path: tuple[str, ...] | None,
         *,
         keeps_models: bool,
     ) -> None:
@@ -89,6 +90,37 @@ class _Runs:
         return found
 
 
+class ReportVerb(OnDevice):
+    """Summarises a run: its learning curve, its measure beside a simple baseline, and samples.
+
+    examples:
+      expertmesh report runs/gpt-moe-demo
+      expertmesh report runs/one runs/two --page compared.html
+
+    exit code: 0; 1 with --check unless the model is better than the baseline; 2 for a mistake
+    """
+
+    run: Annotated[tuple[str, ...], Spelling("RUN", also=("run", "run_dir"), is_word=True)]
+    """run directory; several are compared"""
+    page: Annotated[str | None, Spelling("FILE")] = None
+    """HTML page to write (default: report.html in the first run's directory)"""
+    family: str | None = None
+    """model family of your own, as module:name"""
+    samples: Count = 8
+    """number of continuations to sample"""
+    prompt: Annotated[tuple[str, ...], Each] = ()
+    """prompt to sample from; may be repeated (default: openings of validation texts)"""
+    tokens: Positive = 100
+    """number of tokens of each sample"""
+    temperature: Ratio = 0.7
+    """sampling temperature; 0: greedy"""
+    seed: int = 0
+    """random seed"""
+    check: bool = False
+    """exit code 1 unless the model is better than the baseline"""
+    data: DataPlace = DataPlace()
+
+
 def run(argv: list[str]) -> int:
     """Run the verb.
 
@@ -102,48 +134,10 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule.
         CheckpointError: the run has damaged checkpoints only, or neither a checkpoint nor a step.
     """
-    parser = OptionParser(
-        prog="expertmesh report",
-        description="Summarises a run: its learning curve, its measure beside a simple baseline, and samples.",
-        epilog="exit code: 0; 1 with --check unless the model is better than the baseline; 2 for a mistake",
-    )
-    parser.add_argument(
-        "folders", nargs="*", metavar="RUN", help="run directory; several are compared"
-    )
-    parser.add_argument(
-        "--run",
-        "--run-dir",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="the same, as a list",
-    )
-    parser.add_argument(
-        "--page", metavar="FILE", help="the HTML page (report.html in the first run's directory)"
-    )
-    parser.add_argument("--family", help="of a run of your own family: module:name")
-    parser.add_argument("--samples", type=int, default=8, help="continuations to sample (8)")
-    parser.add_argument(
-        "--prompt", action="append", help="of the samples; repeatable (beginnings of such texts)"
-    )
-    parser.add_argument("--tokens", type=int, default=100, help="tokens for each (100)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (0.7)")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
-    parser.add_argument(
-        "--check", action="store_true", help="exit code 1 unless better than the baseline"
-    )
-    add_device(parser)
-    add_data(parser)
-    options = parser.parse_args(argv)
-    check_least(options, samples=0, tokens=1, temperature=0)
-    options.run = [*options.folders, *listed(options.run, are_paths=True)]
-    if not options.run:
-        raise ConfigError(
-            f"no run given; write one: {command('report runs/demo')} (see {command('report --help')})"
-        )
+    options = parsed(ReportVerb, argv)
     quantized = [name for name in options.run if is_quantized(name)]
-    options.run = [name for name in options.run if name not in quantized]
+    others = tuple(name for name in options.run if name not in quantized)
+    options = options.model_copy(update={"run": others})
     with told_of_data():
         for name in quantized:
             report_quantized(expanded(name))
@@ -153,7 +147,7 @@ def run(argv: list[str]) -> int:
             runs = _Runs(
                 options.family,
                 place_of(options),
-                options.data_path,
+                options.data.path,
                 keeps_models=len(options.run) == 1,
             )
             told = _write_page(
@@ -163,7 +157,7 @@ def run(argv: list[str]) -> int:
         return max([_report(options, runs, run) for run in options.run])
 
 
-def _write_page(options: Any, runs: _Runs) -> str:
+def _write_page(options: ReportVerb, runs: _Runs) -> str:
     """Write the page; returns a line with its path, or with the reason why there is none."""
     from expertmesh.reporting.page import find_plotly, write_page
 
@@ -176,7 +170,7 @@ def _write_page(options: Any, runs: _Runs) -> str:
     return f"page: {write_page(options.run, options.page, sample=runs.sample)}"
 
 
-def _report(options: Any, runs: _Runs, run: str) -> int:
+def _report(options: ReportVerb, runs: _Runs, run: str) -> int:
     from expertmesh.checkpoints.store import list_checkpoints
     from expertmesh.runs.run_dir import RunDir
     from expertmesh.training.metrics import read_metrics

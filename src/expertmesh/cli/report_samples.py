@@ -95,8 +95,8 @@ def sample(
         temperature: 0: always the most likely token.
         seed: seed of sampling.
     """
+    from expertmesh.config.sampling import SamplingParams
     from expertmesh.data.data_progress import Progress
-    from expertmesh.engine.request import SamplingParams
     from expertmesh.engine.texts import continued
     from expertmesh.errors import ConfigError
 

@@ -1,13 +1,13 @@
 """`expertmesh runs DIR`: list the runs below a folder, and remove old checkpoints."""
 
-import argparse
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from expertmesh.cli.flags import OptionParser, either
+from expertmesh.cli.parse import parsed
 from expertmesh.config.base import expanded
+from expertmesh.config.fields import Operation, Positive, Spelling
 from expertmesh.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -15,13 +15,22 @@ if TYPE_CHECKING:
 
 _WIDTH = 1000
 """Columns of the table without a terminal, if COLUMNS is not set."""
-_EXAMPLES = """\
-examples:
-  expertmesh runs runs/
-  expertmesh runs runs/ --keep 1
 
---keep removes checkpoints: the newest N of each run stay, with the best one and those of its train.keep_every.
-"""
+
+class RunsVerb(Operation):
+    """Lists the runs below a folder with their steps, losses and sizes, and removes old checkpoints if asked to.
+
+    examples:
+      expertmesh runs runs/
+      expertmesh runs runs/ --keep 1
+
+    --keep removes checkpoints: the newest N of each run stay, with the best one and the checkpoints of its train.keep_every.
+    """
+
+    folder: Annotated[str, Spelling("DIR", also=("run", "run_dir"), is_word=True)]
+    """folder that the runs are in, . for this one"""
+    keep: Positive | None = None
+    """remove all checkpoints of each run but the newest N, the best, and the checkpoints of train.keep_every"""
 
 
 def run(argv: list[str]) -> int:
@@ -33,19 +42,17 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: the path is not a folder, or has no runs.
     """
+    options = parsed(RunsVerb, argv)
     from expertmesh.training.runs import find_runs, look_at, remove_old
 
-    options = _parser().parse_args(argv)
-    name = either(options.folder, options.run) or ""
-    if not name.strip():
-        raise ConfigError("no folder given; write for example runs/, or . for this one")
-    folder = expanded(name)
+    folder = expanded(options.folder)
     paths = find_runs(folder)
     if not paths:
         raise ConfigError(f"{folder}: no run is below it; give the folder that runs are in")
     left = []
     freed = 0
     for path in paths if options.keep is not None else ():
+        assert options.keep is not None
         try:
             freed += remove_old(path, keep=options.keep)
         except (ConfigError, CheckpointError) as error:
@@ -112,28 +119,3 @@ def _number(value: float | None) -> str:
 
 def _size(number: int) -> str:
     return f"{number / 1e6:,.1f} MB"
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a whole number of at least 1, so that every run can go on"
-        )
-    return int(text)
-
-
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh runs",
-        description="Lists the runs below a folder with their steps, losses and sizes, and removes old checkpoints if asked to.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder that runs are in")
-    parser.add_argument("--run", "--run-dir", metavar="DIR", help="the same, in its place")
-    parser.add_argument(
-        "--keep",
-        type=_positive,
-        metavar="N",
-        help="remove all checkpoints of each run but the newest N, the best, and those of train.keep_every",
-    )
-    return parser

@@ -8,24 +8,16 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel
-
-from expertmesh.cli.decoding import (
-    add_ranks,
-    check_several,
-    load_adapter,
-    say_precision,
-    shared_by,
-)
-from expertmesh.cli.flags import OptionParser, listed
+from expertmesh.cli.decoding import check_several, load_adapter, say_precision
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.engine import EngineConfig
-from expertmesh.config.run import ParallelConfig
+from expertmesh.config.fields import Flat, ModelFolder, Operation
+from expertmesh.config.run import ParallelConfig, ServingDegrees
 from expertmesh.config.server import ServerConfig
 from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.errors import ConfigError, named
@@ -34,15 +26,6 @@ if TYPE_CHECKING:
     from expertmesh.engine.engine import Engine
     from expertmesh.runs.precision import Precision
 
-_EXAMPLES = """\
-examples:
-  expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
-  expertmesh serve models/Qwen3-30B-A3B --port 8001 --dtype bfloat16 --max-sequences 128
-  expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
-  expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems code=adapters/code   # "model": "poems" in a request
-  torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
-  curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
-"""
 _log = logging.getLogger("expertmesh.serve")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _ROWS = 8
@@ -50,6 +33,25 @@ _ROWS = 8
 MOST_KEY_BYTES = 2**20
 _SWITCH_S = 0.001
 """Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every event)."""
+
+
+class ServeVerb(Operation):
+    """Serves a model by OpenAI's interface: /v1/completions, /v1/chat/completions; a page at /.
+
+    examples:
+      expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
+      expertmesh serve models/Qwen3-30B-A3B --port 8001 --dtype bfloat16 --max-sequences 128
+      expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
+      expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems code=adapters/code   # "model": "poems" in a request
+      torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
+      curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
+    """
+
+    run: ModelFolder
+    """run directory, or a folder of the hub"""
+    server: Annotated[ServerConfig, Flat] = ServerConfig()
+    engine: Annotated[EngineConfig, Flat] = EngineConfig()
+    parallel: ServingDegrees = ServingDegrees()
 
 
 def run(argv: list[str]) -> int:
@@ -63,11 +65,10 @@ def run(argv: list[str]) -> int:
         CheckpointError: the folder has no usable weights or tokenizer.
     """
     with once_per_host():
-        options = _parser().parse_args(argv)
-        server = ServerConfig(**options_of(ServerConfig, options))
-        engine_config = EngineConfig(**options_of(EngineConfig, options))
-        check_several(options)
-        parallel = ParallelConfig(**shared_by(options)) if launched_rank()[1] > 1 else None
+        options = parsed(ServeVerb, argv)
+        server, engine_config, given = options.server, options.engine, options.parallel.given()
+        check_several(given)
+        parallel = ParallelConfig(**given) if launched_rank()[1] > 1 else None
         if any(find_spec(name) is None for name in _NEEDED):
             raise ConfigError(
                 "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
@@ -120,28 +121,6 @@ def run(argv: list[str]) -> int:
     return code
 
 
-def precision_of(engine: "Engine", run: str) -> "Precision":
-    """Type in which an engine computes, and why: its weights' own, also where a run's training computed in another.
-
-    Args:
-        engine: the engine.
-        run: its folder.
-    """
-    from expertmesh.runs.open import find_model
-    from expertmesh.runs.precision import plain_precision, trained_precision
-
-    weight = engine.model.embedding.weight
-    if engine.config.dtype is not None:
-        return plain_precision(weight.dtype, weight.device, "as asked for")
-    reason = "the type of its files"
-    if engine.config.implementation != "transformers" and not (found := find_model(run)).is_hub:
-        known = trained_precision(found.arithmetic, found.config.train, weight.device)
-        if known is not None and known.compute_dtype != weight.dtype:
-            name = known.arithmetic.dtype
-            reason += f"; its training computed in {name}, which --dtype {name} would be"
-    return plain_precision(weight.dtype, weight.device, reason)
-
-
 @contextmanager
 def _open_engine(
     run: str, config: EngineConfig, parallel: ParallelConfig | None
@@ -162,6 +141,28 @@ def _open_engine(
         engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine
+
+
+def precision_of(engine: "Engine", run: str) -> "Precision":
+    """Type in which an engine computes, and why: its weights' own, also where a run's training computed in another.
+
+    Args:
+        engine: the engine.
+        run: its folder.
+    """
+    from expertmesh.runs.open import find_model
+    from expertmesh.runs.precision import plain_precision, trained_precision
+
+    weight = engine.model.embedding.weight
+    if engine.config.dtype is not None:
+        return plain_precision(weight.dtype, weight.device, "as asked for")
+    reason = "the type of its files"
+    if engine.config.implementation != "transformers" and not (found := find_model(run)).is_hub:
+        known = trained_precision(found.arithmetic, found.config.train, weight.device)
+        if known is not None and known.compute_dtype != weight.dtype:
+            name = known.arithmetic.dtype
+            reason += f"; its training computed in {name}, which --dtype {name} would be"
+    return plain_precision(weight.dtype, weight.device, reason)
 
 
 def say_address(name: str, address: str) -> None:
@@ -205,52 +206,6 @@ def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:
             signal.signal(number, signal.SIG_IGN)
         engine.follow()
     return 0
-
-
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh serve",
-        description="Serves a model by OpenAI's interface: /v1/completions, /v1/chat/completions; a page at /.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_run(what="run directory, or a folder of the hub")
-    for config in (ServerConfig, EngineConfig):
-        add_options(parser, config)
-    add_ranks(parser, "tp_degree", "ep_degree", "es_degree")
-    return parser
-
-
-def add_options(parser: OptionParser, config: type[BaseModel]) -> None:
-    """Add an option for each field of a config class, with its help."""
-    for name, field in config.model_fields.items():
-        kind, default = field.annotation, field.default
-        text = (field.description or "").rstrip(".")
-        flag = f"--{name.replace('_', '-')}"
-        if kind is bool:
-            spelled = f"--no-{flag[2:]}" if default else flag
-            action = "store_false" if default else "store_true"
-            shown = f"not: {text}" if default else text
-            parser.add_argument(spelled, dest=name, default=None, help=shown, action=action)
-        elif get_origin(kind) is tuple:
-            parser.add_argument(
-                flag, dest=name, nargs="+", action="extend", metavar="TEXT", help=text
-            )
-        else:
-            types = [one for one in (get_args(kind) or (kind,)) if one is not NoneType]
-            metavar = {int: "N", float: "X"}.get(types[0], "TEXT")
-            shown = "" if default is None else f" ({default})"
-            parser.add_argument(
-                flag, dest=name, metavar=metavar, help=text.replace("%", "%%") + shown
-            )
-
-
-def options_of(kind: type[BaseModel], options: Any) -> dict[str, Any]:
-    """Fields of a config class that were given."""
-    given = {name: getattr(options, name) for name in kind.model_fields}
-    values = {name: value for name, value in given.items() if value is not None}
-    return {
-        n: tuple(listed(v, are_paths=True)) if isinstance(v, list) else v for n, v in values.items()
-    }
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-from expertmesh.cli.flags import ParsedRun, parse_run_config
+from expertmesh.cli.flags import ParsedRun, TrainVerb, parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import loading, told_of_data
@@ -13,11 +13,12 @@ from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named, spelling
 
 
-def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
+def parse_and_begin(argv: Sequence[str], kind: type[TrainVerb] = TrainVerb) -> ParsedRun:
     """Parse the words of a verb that trains; with `train.init_from` the other run's model options are applied.
 
     Args:
         argv: see `parse_run_config`.
+        kind: the verb.
 
     Raises:
         ConfigError: a word or an option breaks a rule.
@@ -26,7 +27,7 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
         SystemExit: with code 0 after `--help`.
     """
     with once_per_host():
-        parsed = parse_run_config(argv)
+        parsed = parse_run_config(argv, kind=kind)
         if parsed.config.train.init_from is None:
             return parsed
         from expertmesh.training.init_from import with_init_from

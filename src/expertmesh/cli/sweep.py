@@ -1,27 +1,32 @@
 """`expertmesh sweep RECIPE --rates 1e-3,2e-3`: train at several learning rates, and compare the results in a table."""
 
 import signal
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from expertmesh.cli.flags import listed
-from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.prog_name import flag_name
+from expertmesh.cli.flags import TrainVerb
+from expertmesh.cli.options import flag_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.config.base import launched_rank
+from expertmesh.config.fields import Spelling
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 
 if TYPE_CHECKING:
     from expertmesh.training.sweep import SweptRate
 
-_HELP = """\
-usage: expertmesh sweep RECIPE --rates RATE RATE ... [options of train]
 
-Trains the recipe once for each learning rate (with blanks or commas between, or --rates before each), in folders lr-RATE of --train.run-dir, and says which ends best. Started again it
-goes on where it stopped. All other options are those of `expertmesh train RECIPE --help`, but for --optim.lr and --train.resume.
-"""
+class SweepVerb(TrainVerb):
+    """Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best; started again it goes on where it stopped. It has all options of train but --optim.lr and --train.resume.
+
+    examples:
+      expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3
+      expertmesh sweep gpt-moe-demo --rates 1e-3 2e-3 --train.run-dir runs/rates --train.steps 200
+    """
+
+    rates: Annotated[tuple[float, ...], Spelling("RATE")]
+    """learning rates, with blanks or commas between, or the option before each"""
 
 
 def run(argv: list[str]) -> int:
@@ -36,12 +41,9 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: a word or an option breaks a rule.
     """
-    if "--help" in argv or "-h" in argv:
-        print(fitted(_HELP), end="")
-        return 0
-    rates, words = _rates(argv)
-    _check_its_own(words)
-    parsed = parse_and_begin(words)
+    parsed = parse_and_begin(argv, SweepVerb)
+    assert isinstance(parsed.options, SweepVerb)
+    _check_its_own(parsed.from_words)
     if launched_rank()[1] > 1:
         raise ConfigError(
             "sweep under torchrun: it starts one run after the other; use one process"
@@ -54,11 +56,13 @@ def run(argv: list[str]) -> int:
         tell(
             f"note: --optim.lr {parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates"
         )
-    with ready_to_train(parsed.config, verbose=parsed.verbose):
+    with ready_to_train(parsed.config, verbose=parsed.options.verbose):
         from expertmesh.training.stop import NOBODY_READS
         from expertmesh.training.sweep import best_rate, sweep
 
-        found = sweep(parsed.config, rates, recipe=parsed.recipe, family=parsed.family)
+        found = sweep(
+            parsed.config, parsed.options.rates, recipe=parsed.recipe, family=parsed.family
+        )
     stopped = None if found[-1].stopped_by is None else signal.Signals[found[-1].stopped_by]
     if stopped in NOBODY_READS:
         silence_output()
@@ -74,48 +78,14 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _check_its_own(words: Sequence[str]) -> None:
+def _check_its_own(names: Collection[str]) -> None:
     """Raise ConfigError for options that a sweep sets itself."""
-    for word in words:
-        option = word.partition("=")[0].replace("_", "-")
-        for name, fix in (
-            ("optim.lr", "has no effect in a sweep, whose rates --rates gives; leave it out"),
-            ("train.resume", "a sweep always goes on where it stopped; leave it out"),
-        ):
-            if option == flag_name(name):
-                raise ConfigError(f"{option}: {fix}")
-
-
-def _rates(argv: Sequence[str]) -> tuple[list[float], list[str]]:
-    """Learning rates, and the other words."""
-    texts: list[str] = []
-    others: list[str] = []
-    place = 0
-    while place < len(argv):
-        name, equals, text = argv[place].partition("=")
-        place += 1
-        if name != "--rates":
-            others.append(argv[place - 1])
-            continue
-        mine = [text] if equals else []
-        while not equals and place < len(argv) and (not mine or _is_rates(argv[place])):
-            mine.append(argv[place])
-            place += 1
-        texts += mine or [""]
-    if not texts:
-        raise ConfigError("no rates given; write for example --rates 1e-3,2e-3,4e-3")
-    if not all(map(_is_rates, texts)):
-        raise ConfigError(
-            f"--rates {' '.join(texts)}: must be numbers with blanks or commas between; write for example 1e-3,2e-3"
-        )
-    return [float(rate) for rate in listed(texts)], others
-
-
-def _is_rates(text: str) -> bool:
-    try:
-        return bool([float(rate) for rate in text.split(",") if rate])
-    except ValueError:
-        return False
+    for name, fix in (
+        ("optim.lr", "has no effect in a sweep, whose rates --rates gives; leave it out"),
+        ("train.resume", "a sweep always goes on where it stopped; leave it out"),
+    ):
+        if name in names:
+            raise ConfigError(f"{flag_name(name)}: {fix}")
 
 
 def table(runs: Sequence["SweptRate"], family: Family) -> str:

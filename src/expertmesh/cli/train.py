@@ -4,6 +4,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
+from expertmesh.cli.flags import TrainVerb
 from expertmesh.cli.prog_name import prog_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
@@ -29,7 +30,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: a word or an option breaks a rule.
     """
-    parsed = parse_and_begin(argv)
+    parsed = parse_and_begin(argv, TrainVerb)
     if parsed.dry_run:
         rank, num_ranks = launched_rank()
         num_ranks = max(num_ranks, fewest_ranks(parsed.config.parallel) if num_ranks == 1 else 1)
@@ -37,7 +38,7 @@ def run(argv: list[str]) -> int:
             family = parsed.family
             print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
-    with ready_to_train(parsed.config, verbose=parsed.verbose):
+    with ready_to_train(parsed.config, verbose=parsed.options.verbose):
         from expertmesh.training.loop import train
         from expertmesh.training.stop import NOBODY_READS
 

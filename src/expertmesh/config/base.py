@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self, get_args, get_origin
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -22,10 +23,13 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
+from expertmesh.config.values import choice_rule, shown, written
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
 _TOO_LARGE = 2**63
+_SCALAR_TYPES = ("int_type", "float_type", "bool_type")
+_CHANGE = "change it"  # fix for a value that must be given
 UNKNOWN = "unknown option"
 EMPTY = ("must not be empty", "give a value, or leave it out")
 """Rule and fix of an empty or blank text, as from an unset variable of a shell: it is no value of any option."""
@@ -69,6 +73,12 @@ class FieldError(ConfigError):
         """A copy of the error whose location begins with `outer`, where a larger configuration holds this one."""
         near = None if self._near is None else dotted((*outer, self._near))
         return FieldError((*outer, *self.location), self.value, self.rule, self.fix, near)
+
+
+class Fix(NamedTuple):
+    """Fix in the errors of a field; stands in its declaration: `count: Annotated[int, Fix("use 1")]`."""
+
+    text: str
 
 
 _is_saved: ContextVar[bool] = ContextVar("_is_saved", default=False)
@@ -120,43 +130,31 @@ class Config(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_truth(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses booleans where a number is wanted: Python takes True for 1."""
-        several = isinstance(value, list | tuple)
-        for place, one in enumerate(_listed(value)):
-            if not isinstance(one, bool):
-                continue
-            wanted = _types_in(cls.model_fields[str(info.field_name)].annotation)
-            if bool not in wanted and wanted & {int, float}:
-                rule = "must be a number" if float in wanted else "must be a whole number"
-                raise FieldError((place,) if several else (), one, rule, "write one")
-        return value
-
-    @field_validator("*", mode="before")
-    @classmethod
     def _as_python_writes_it(cls, value: Any, info: ValidationInfo) -> Any:
-        """Turns paths into texts; for an option with several values, one value into a list of one and None into an empty tuple."""
-        has_paths = any(isinstance(v, os.PathLike) for v in _listed(value))
-        texts = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in _listed(value)]
-        if isinstance(value, list | tuple):
-            return texts if has_paths else value
-        kind = cls.model_fields[str(info.field_name)].annotation
-        is_several = get_origin(kind) is tuple
-        if is_several and value is None:
-            return ()
-        arms = get_args(kind)
+        """Turns paths into texts, one value of several into a list, None into an empty tuple, and the text of a number into a choice."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        arms, is_several = get_args(annotation), get_origin(annotation) is tuple
+        is_list = isinstance(value, list | tuple)
+        values = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in _listed(value)]
+        for place, one in enumerate(values):
+            if isinstance(one, bool):  # Python takes True for 1
+                wanted = _types_in(annotation)
+                if bool not in wanted and wanted & {int, float}:
+                    what = "a number" if float in wanted else "a whole number"
+                    where = (place,) if is_list else ()
+                    raise FieldError(where, one, f"must be {what}", "write one")
+        if is_list:
+            return tuple(values) if isinstance(value, tuple) else values
+        if value is None:
+            return () if is_several else None
+        (one,) = values
+        if isinstance(one, str):
+            choices = [n for arm in (annotation, *arms) for n in get_args(arm)]
+            one = next((n for n in choices if type(n) is int and str(n) == one), one)
+        elif isinstance(one, Iterable):
+            return one
         is_several |= str not in arms and any(get_origin(arm) is tuple for arm in arms)
-        is_one = isinstance(texts[0], str) or not isinstance(value, Iterable)
-        return texts if is_several and is_one and value is not None else texts[0]
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _read_choice(cls, value: Any, info: ValidationInfo) -> Any:
-        """Turns the text of a number into the number where the choices are numbers."""
-        if not isinstance(value, str):
-            return value
-        choices = get_args(cls.model_fields[str(info.field_name)].annotation)
-        return next((n for n in choices if type(n) is int and str(n) == value), value)
+        return [one] if is_several else one
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -165,19 +163,23 @@ class Config(BaseModel):
             value, usual = getattr(self, name), type(self).model_fields[name].default
             for one in _listed(value):
                 if isinstance(one, int) and not -_TOO_LARGE <= one < _TOO_LARGE:
-                    raise FieldError(
-                        name, one, "must be a number of 64 bits, below 2**63", "use a smaller one"
-                    )
-                if isinstance(one, str) and not one.strip() and one != usual:
-                    raise FieldError(name, one, *EMPTY)
-                if isinstance(one, str) and not _is_clean(one):
-                    raise FieldError(
-                        name,
-                        ascii(one)[1:-1],
-                        "must be text in UTF-8 without NUL",
-                        "rename the file, or name its folder",
-                    )
+                    rule = "must be at most 2^63 - 1" if one > 0 else "must be at least -2^63"
+                    raise FieldError(name, one, rule, "change it or leave it out")
+                if isinstance(one, str) and one != usual:
+                    self._check_text(name, one)
         return self
+
+    def _check_text(self, name: str, text: str) -> None:
+        """Refuses a text that is blank, or that no file of a run can hold."""
+        if not text.strip():
+            raise FieldError(name, text, *EMPTY)
+        if not _is_clean(text):
+            raise FieldError(
+                name,
+                ascii(text)[1:-1],
+                "must be text in UTF-8 without NUL",
+                "rename the file, or name its folder",
+            )
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -286,12 +288,15 @@ def nearest_name(name: str, names: list[str]) -> str | None:
     return None
 
 
-def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldError:
-    """The first of pydantic's errors as a one-line `FieldError`."""
+def first_error(error: ValidationError, config_type: type[BaseModel]) -> ConfigError:
+    """The first of pydantic's errors in one line; a `FieldError` where one field is wrong."""
     found = error.errors(include_url=False)[0]
     cause = found.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
-        return cause.inside(found["loc"])
+        is_key = found["loc"][-1:] == ("[key]",)
+        return cause.inside(found["loc"][:-2] if is_key else found["loc"])
+    if isinstance(cause, ConfigError):
+        return cause
     if found["type"] in ("json_invalid", "json_type"):
         return FieldError(
             "configuration", found["input"], found["msg"], "restore the file from a copy"
@@ -352,12 +357,6 @@ def _is_clean(text: str) -> bool:
     return "\0" not in text and text.encode(errors="replace").decode() == text
 
 
-def shown(value: object) -> str:
-    """A value for an error message: short, on one line."""
-    text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _reads_as_another(value: object) -> bool:
     """Whether a text without its quotes looks like a number, or like a word of Python's."""
     if not isinstance(value, str):
@@ -371,7 +370,9 @@ def _reads_as_another(value: object) -> bool:
 
 def _unknown(location: Location, value: object, names: list[str]) -> FieldError:
     near = nearest_name(dotted(location), names)
-    return FieldError(location, value, UNKNOWN, f"known here: {', '.join(names)}", near)
+    known = ", ".join(names)
+    known = known if len(known) <= 200 else known[:197] + "..."
+    return FieldError(location, value, UNKNOWN, f"known here: {known}", near)
 
 
 def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]:
@@ -388,7 +389,10 @@ def _other_value(config_type: type[BaseModel], location: Location) -> str:
     names = [part for part in location if isinstance(part, str)]
     field = _holder(config_type, tuple(names)).model_fields.get(names[-1]) if names else None
     if field is not None and field.is_required():
-        return "change it"
+        return _CHANGE
+    for said in () if field is None else field.metadata:
+        if isinstance(said, Fix):
+            return said.text
     default = None if field is None else field.get_default(call_default_factory=True)
     if isinstance(default, tuple) and isinstance(location[-1], int):  # one entry is wrong
         default = default[0] if default else None
@@ -401,11 +405,10 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     kind, limits = found["type"], found.get("ctx", {})
     if kind == "literal_error":
         choices = [word.strip("'") for word in limits["expected"].replace(" or ", ", ").split(", ")]
-        near = difflib.get_close_matches(str(found["input"]), choices, n=1)
-        return (
-            f"must be one of {', '.join(choices)}",
-            f"did you mean {near[0]}?" if near else "choose one",
-        )
+        return choice_rule(found["input"], choices)
+    is_scalar = kind in _SCALAR_TYPES and isinstance(found["input"], str | int | float)
+    if is_scalar and other_value != _CHANGE and not other_value.startswith("for example"):
+        other_value = "give one"  # a text or a fraction, where only a number is one
     comparisons = {
         "greater_than": ("greater than", "gt"),
         "greater_than_equal": ("at least", "ge"),
@@ -414,9 +417,11 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     }
     if kind in comparisons:
         words, key = comparisons[kind]
-        rule = f"must be {words} {limits[key]:g}"
+        rule = f"must be {words} {written(limits[key])}"
         if key == "le" and other_value == "for example 0":  # 0 is off, and more was wanted
             other_value = f"for example {limits[key]:g}"
+    elif kind == "too_long":
+        rule, other_value = f"must have at most {limits['max_length']} entries", "give fewer"
     elif kind.startswith("int_"):
         rule = "must be a whole number"
     elif kind in ("finite_number", "float_parsing", "float_type"):
@@ -426,6 +431,18 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     else:
         rule = found["msg"][:1].lower() + found["msg"][1:]
     return rule, other_value
+
+
+def without_none(annotation: Any) -> Any:
+    """Type of an option that may be none, without None; any other type as it is."""
+    arms = [arm for arm in get_args(annotation) if arm is not NoneType]
+    return arms[0] if NoneType in get_args(annotation) else annotation
+
+
+def bare(annotation: Any) -> Any:
+    """Type of an option without None and without rules."""
+    kind = without_none(annotation)
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def is_there(path: str | Path) -> bool:

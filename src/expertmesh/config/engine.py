@@ -10,7 +10,34 @@ from expertmesh.errors import named
 _THEIRS = named("implementation", "transformers")
 
 
-class EngineConfig(Config):
+class DecodingConfig(Config):
+    """Drafts and placement of experts, which `expertmesh generate` has as well."""
+
+    num_draft_tokens: int = Field(default=0, ge=0, le=64)
+    """Draft tokens per step, from earlier text of the same sequence (n-gram speculative decoding): the same answers, sooner where they
+    repeat something; 0: none."""
+    expert_slots: int | None = Field(default=None, gt=0)
+    """Experts of each layer on the device at a time, for a model opened from a folder; the others stay in the files; none: all experts."""
+    enable_eplb: bool = False
+    """Whether experts move between ranks while serving, as their counted load asks (DeepSeek's EPLB)."""
+    num_redundant_experts: int = Field(default=0, ge=0)
+    """Extra copies of hot experts in each layer, beside one of each expert, with enable_eplb."""
+    eplb_step_interval: int = Field(default=3000, gt=0)
+    """Steps between two placements of the experts, with enable_eplb."""
+
+    @model_validator(mode="after")
+    def _check_eplb(self) -> Self:
+        if not self.enable_eplb:
+            for name in ("num_redundant_experts", "eplb_step_interval"):
+                self.refuse_idle(
+                    name,
+                    f"has no effect without {named('enable_eplb')}",
+                    f"leave it out, or add {named('enable_eplb', True)}",
+                )
+        return self
+
+
+class EngineConfig(DecodingConfig):
     """Device, cache, batch and expert options of the engine; every field is a keyword of `Engine`."""
 
     device: str | None = None
@@ -33,33 +60,15 @@ class EngineConfig(Config):
     """Sequences that are computed in one step, at most."""
     prefix_caching: bool = True
     """Whether requests reuse cache blocks of earlier requests that begin with the same tokens."""
-    num_draft_tokens: int = Field(default=0, ge=0, le=64)
-    """Draft tokens per step, from earlier text of the same sequence (n-gram speculative decoding): the same answers, sooner where they
-    repeat something; 0: none."""
     deterministic: bool = False
     """Whether tokens and logprobs have the same bits alone and in any batch; a model that is given must have batch_invariant in its config."""
     compile: bool | None = None
     """Whether steps on a CPU are compiled, in the background; none: for a large model, with a C++ compiler, not in deterministic mode."""
-    expert_slots: int | None = Field(default=None, gt=0)
-    """Experts of each layer on the device at a time, for a model opened from a folder; the others stay in the files; none: all experts."""
     expert_fetch_ahead: bool | None = None
     """Whether the experts that the next layer may choose are copied while this layer computes, with expert_slots; none: not on a CPU."""
-    enable_eplb: bool = False
-    """Whether experts move between ranks while serving, as their counted load asks (DeepSeek's EPLB)."""
-    num_redundant_experts: int = Field(default=0, ge=0)
-    """Extra copies of hot experts in each layer, beside one of each expert, with enable_eplb."""
-    eplb_step_interval: int = Field(default=3000, gt=0)
-    """Steps between two placements of the experts, with enable_eplb."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.enable_eplb:
-            for name in ("num_redundant_experts", "eplb_step_interval"):
-                self.refuse_idle(
-                    name,
-                    f"has no effect without {named('enable_eplb')}",
-                    f"leave it out, or add {named('enable_eplb', True)}",
-                )
         self.require(
             not (self.deterministic and self.compile),
             "compile",

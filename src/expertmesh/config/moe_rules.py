@@ -4,7 +4,6 @@ A rule about one option is its type. Rules about several options are the checks 
 """
 
 import math
-import numbers
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from expertmesh.config.base import Config, FieldError
+from expertmesh.config.values import MOST_INT64, python_number
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu", "clamped_swiglu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
@@ -263,7 +263,7 @@ class LayerOptions(LayerChoices):
     """Activation of the experts, the shared experts and the residual MLP."""
     residual_hidden_dim: int | None = Field(default=None, gt=0)
     """Hidden size of the residual MLP; none: hidden_dim."""
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(default=None, ge=-(2**63), le=MOST_INT64)
     """Seed of the initial weights and the hash."""
     layer_index: int = Field(default=0, ge=0)
     """Index of the layer in its model."""
@@ -315,7 +315,7 @@ class LayerOptions(LayerChoices):
     @model_validator(mode="before")
     @classmethod
     def _plain_numbers(cls, values: dict[str, Any]) -> dict[str, Any]:
-        plain = {name: _plain_number(value) for name, value in values.items()}
+        plain = {name: python_number(value) for name, value in values.items()}
         return plain | {name: None for name in _FACTORS if plain.get(name) == math.inf}
 
     def check_invariant(self) -> None:
@@ -329,15 +329,6 @@ class LayerOptions(LayerChoices):
                     f"leave {name} out, or batch_invariant",
                 )
         super().check_invariant()
-
-
-def _plain_number(value: Any) -> Any:
-    """Numbers of NumPy as Python's; anything else as it is."""
-    if isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
 
 
 @dataclass(frozen=True)

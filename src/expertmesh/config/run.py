@@ -228,7 +228,29 @@ class TrainConfig(Config):
         return self.micro_batch_size or self.batch_size // (self.gradient_accumulation_steps or 1)
 
 
-class ParallelConfig(Config):
+class SlicesConfig(Config):
+    """Slices of experts over several ranks, which torchrun starts."""
+
+    es_degree: int | None = Field(default=None, gt=0)
+    """Slices of each expert's hidden size; none: as few as the ranks allow."""
+
+    def given(self) -> dict[str, Any]:
+        """Options that were set."""
+        return self.model_dump(include=self.model_fields_set)
+
+
+class ServingDegrees(SlicesConfig):
+    """Ranks that share a model which generates text; torchrun starts them."""
+
+    tp_degree: int = Field(default=1, gt=0)
+    """Neighbouring ranks that share sequences: each has a part of their tokens and of the dense layers' matrices."""
+    ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    """Expert shards that tokens are routed over, one number or one per MoE layer: route_degree = ep_degree x es_degree; none: as route_degree says."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds after which a collective that some rank does not join fails."""
+
+
+class ParallelConfig(ServingDegrees):
     """Threads, ranks and their degrees of parallelism; degrees matter with several ranks, which torchrun starts."""
 
     num_threads: int | None = Field(default=None, gt=0)
@@ -237,12 +259,6 @@ class ParallelConfig(Config):
     """Copies of the model; each is spread over the other ranks."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
     """Ranks over which one copy's parameters are spread; none: all that dp_replicate_degree leaves."""
-    tp_degree: int = Field(default=1, gt=0)
-    """Neighbouring ranks that share sequences: each has a part of their tokens and of the dense layers' matrices."""
-    ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Expert shards that tokens are routed over, one number or one per MoE layer: route_degree = ep_degree x es_degree; none: as route_degree says."""
-    es_degree: int | None = Field(default=None, gt=0)
-    """Slices of each expert's hidden size; none: as few as the ranks allow."""
     route_degree: int | None = Field(default=None, gt=0)
     """Ranks that a token may travel over; the rest of the experts' weights is gathered. 1: tokens stay; none: all."""
     overlap_degree: int = Field(default=1, gt=0)
@@ -265,8 +281,6 @@ class ParallelConfig(Config):
     """3: weights are gathered for each use; 2: kept through a step; 1: dense gradients, too, are reduced once per step."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; weights are copied to the device for each use."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds after which a collective that some rank does not join fails."""
 
     def ep_degree_of(self, moe_layer: int, *, num_moe_layers: int) -> int | None:
         """The ep_degree of one MoE layer, counted from 0 among them; None where route_degree decides.

@@ -8,8 +8,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from expertmesh.config.base import FieldError, expanded, is_there, shown
+from expertmesh.config.base import FieldError, expanded, is_there
 from expertmesh.config.cluster import Cluster, Device, HostLink, LinkSpeed
+from expertmesh.config.values import shown
 from expertmesh.costs.communication import Link, Network
 from expertmesh.errors import ConfigError, named
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from expertmesh.config.base import shown
+from expertmesh.config.values import WHOLE, Number, shown
 from expertmesh.errors import ConfigError
 
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -38,9 +38,9 @@ def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None
     for name, smallest in least.items():
         value = values.get(name)
         most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
-        if value is None or (type(value) is int and smallest <= value <= most):
-            continue
-        raise _wrong(name, value, f"must be a whole number from {smallest} to {most:,}")
+        size = Number(smallest, most, types=WHOLE, optional=True)
+        if not size.holds(value):
+            raise _wrong(name, value, size.rule)
 
 
 def check_together(values: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from expertmesh.config.base import shown
+from expertmesh.config.values import shown
 from expertmesh.costs.hub_sizes import EXPERTS, TOP_K, check_hub_sizes, check_together
 from expertmesh.costs.rank_layout import ONE_HOT_MASK_BYTES, OURS, RankLayout, Workload
 from expertmesh.errors import ConfigError

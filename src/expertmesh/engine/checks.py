@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.engine.request import SamplingParams, for_prompts, is_number, plain, token_ids_of
+from expertmesh.config.values import WHOLE, Number, check_type, is_number, plain, quoted, wrong_type
+from expertmesh.engine.request import SamplingParams, for_prompts, token_ids_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import EncoderDecoder
+from expertmesh.ops.check import check_dense, wrong_dtype, wrong_shape
 
 
 def why_not(model: Any) -> str | None:
@@ -86,11 +88,10 @@ def prompts_of(prompts: Any) -> list[Any]:
     # an array or a tensor of no dimension is an Iterable, too
     is_scalar = getattr(prompts, "ndim", 1) == 0
     if is_scalar or not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
-        raise ConfigError(
-            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
-        )
+        what = "a text, a list of token ids, or a list of these"
+        raise wrong_type("prompts", prompts, what, "give that")
     many = list(prompts)
-    return [many] if many and all(is_number(plain(one), int) for one in many) else many
+    return [many] if many and all(is_number(plain(one), WHOLE) for one in many) else many
 
 
 def ids_of_prompts(given: Any, vocab_size: int, *, what: str = "prompt") -> list[list[int]]:
@@ -132,8 +133,9 @@ def params_for_each(given: Any, count: int) -> list[SamplingParams]:
     Raises:
         ConfigError: they are something else, or their number is not the number of prompts.
     """
-    each = [params_of(one) for one in one_for_each("params", given, count)]
-    return for_prompts(each) if isinstance(given, SamplingParams) else each
+    if isinstance(given, SamplingParams):
+        return for_prompts([given] * count)
+    return [params_of(one) for one in one_for_each("params", given, count)]
 
 
 def params_of(params: Any) -> SamplingParams:
@@ -143,20 +145,17 @@ def params_of(params: Any) -> SamplingParams:
         ConfigError: they are something else.
     """
     params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
+    check_type("params", params, SamplingParams, "a SamplingParams", "give SamplingParams(...)")
     return params
 
 
 def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
     """Raise ConfigError unless all are token ids of the model; `what` is their name in the message."""
+    fix = "give ids of this model's tokenizer"
+    token_id = Number(0, vocab_size - 1, fix, types=WHOLE)
     for i in ids:
-        if not is_number(i, int) or not 0 <= i < vocab_size:
-            shown = repr(i) if len(repr(i)) < 60 else f"a {type(i).__name__}"
-            raise ConfigError(
-                f"{what}: token id {shown}: must be from 0 to {vocab_size - 1}; "
-                "give ids of this model's tokenizer"
-            )
+        if not token_id.holds(i):
+            raise ConfigError(f"{what}: token id {quoted(i)}: {token_id.rule}; {fix}")
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: str) -> None:
@@ -264,28 +263,21 @@ def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError: they do not fit.
     """
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            f"state is a {type(state).__name__}; give tensors by name, as model.state_dict() has them"
-        )
+    check_type("state", state, Mapping, "tensors by name", "give model.state_dict()")
     for name, tensor in state.items():
         if name not in own:
             raise ConfigError(
                 f"{name}: the model has no such tensor; give those of its state_dict()"
             )
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(f"{name}: is a {type(tensor).__name__}; give a tensor")
+        check_type(name, tensor, Tensor, "a tensor", "give a tensor")
         if hasattr(tensor, "full_tensor"):  # a DTensor
             raise ConfigError(f"{name}: is sharded; give tensor.full_tensor()")
-        if tensor.is_meta or tensor.layout != torch.strided:
-            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-            raise ConfigError(f"{name}: is {kind}; give a dense tensor with numbers")
+        check_dense(name, tensor)
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on meta, without numbers; give a tensor on a device")
         if not _is_like(tensor.dtype, own[name].dtype):
-            raise ConfigError(
-                f"{name}: has numbers of {tensor.dtype}, the model's are {own[name].dtype}; give them in that type, and "
-                "quantise new weights into a folder (expertmesh quantize) for another engine"
-            )
+            fix = "convert it, and quantise new weights into a folder (expertmesh quantize) for another engine"
+            raise wrong_dtype(name, tensor, f"{own[name].dtype} as the model's", fix)
         if own[name].shape != tensor.shape:
-            raise ConfigError(
-                f"{name}: has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; give weights of this model"
-            )
+            rule = f"{tuple(own[name].shape)} as the model's"
+            raise wrong_shape(name, tensor, rule, "give weights of this model")

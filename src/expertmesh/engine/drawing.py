@@ -1,12 +1,21 @@
 """Conversion of sampling parameters of several requests to one `SamplingBatch`."""
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertmesh.engine.request import SamplingParams
-from expertmesh.ops.sampling import SamplingBatch
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.ops.sampling import KEEPS_ALL, SamplingBatch
+
+FILTERS = {
+    name: SamplingParams.model_fields[name].default
+    for name in (field.name.removesuffix("_R") for field in fields(SamplingBatch))
+    if name in SamplingParams.model_fields and name not in ("temperature", "seed")
+}
+"""Defaults of the options of a request that remove tokens before one is drawn."""
 
 
 def sampling_batch(
@@ -15,7 +24,6 @@ def sampling_batch(
     seeds: Sequence[int],
     answers: Sequence[int],
     positions: Sequence[int],
-    vocab_size: int,
     device: torch.device,
 ) -> SamplingBatch:
     """Sampling parameters of the next token of each row.
@@ -25,24 +33,27 @@ def sampling_batch(
         seeds: seed of each row.
         answers: index of each row's answer within its request.
         positions: position of each sampled token.
-        vocab_size: V.
         device: device of the logits.
     """
 
-    def reals(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)
+    def tensor(values: Sequence[float]) -> Tensor:
+        is_real = len(values) > 0 and isinstance(values[0], float)
+        dtype = torch.float64 if is_real else torch.int64
+        return torch.tensor(values, dtype=dtype, device=device)
 
-    def whole(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    temperatures = [0.0 if one.is_greedy else one.temperature for one in params]
+    filters: dict[str, Any] = {}
+    none_filters = True
+    for name, default in FILTERS.items():
+        values = [getattr(one, name) for one in params]
+        none_filters &= values.count(default) == len(values)
+        filters[f"{name}_R"] = tensor([KEEPS_ALL[name] if v is None else v for v in values])
     return SamplingBatch(
-        temperature_R=reals([0.0 if p.is_greedy else p.temperature for p in params]),
-        top_k_R=whole([vocab_size if p.top_k is None else p.top_k for p in params]),
-        top_p_R=reals([1.0 if p.top_p is None else p.top_p for p in params]),
-        min_p_R=reals([p.min_p for p in params]),
-        seed_R=whole(seeds),
-        answer_R=whole(answers),
-        position_R=whole(positions),
-        all_greedy=all(p.is_greedy for p in params),
-        none_filters=all(p.top_k is None and p.top_p is None and not p.min_p for p in params),
+        temperature_R=tensor(temperatures),
+        **filters,
+        seed_R=tensor(seeds),
+        answer_R=tensor(answers),
+        position_R=tensor(positions),
+        all_greedy=not any(temperatures),
+        none_filters=none_filters,
     )

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import check_type
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
@@ -42,7 +44,7 @@ from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
 from expertmesh.engine.opening import open_served
 from expertmesh.engine.output import RequestOutput
 from expertmesh.engine.parallel import EngineRanks, RankedRunner, as_parallel, share
-from expertmesh.engine.request import Request, SamplingParams, token_ids_of
+from expertmesh.engine.request import Request, token_ids_of
 from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, folders_by_name
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
@@ -112,8 +114,7 @@ class Engine:
             ("config", config, EngineConfig),
             ("tokenizer", tokenizer, Tokenizer),
         ):
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{what} is a {type(value).__name__}; give a {kind.__name__}")
+            check_type(what, value, (kind, type(None)), f"a {kind.__name__}")
         self.config = EngineConfig(**options) if config is None else config
         text = None
         self._ranks = parallel if isinstance(parallel, EngineRanks) else None
@@ -330,8 +331,7 @@ class Engine:
         if request_id is None:
             numbers = map(str, itertools.count(self._arrivals))
             request_id = next(name for name in numbers if not self._is_busy(name))
-        if not isinstance(request_id, str):
-            raise ConfigError(f"request_id is a {type(request_id).__name__}; give a string")
+        check_type("request_id", request_id, str, "a string")
         if self._is_busy(request_id):
             raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
         request = Request(

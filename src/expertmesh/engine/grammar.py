@@ -4,7 +4,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.checks import params_of
-from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.schema_check import SchemaCheck
 from expertmesh.engine.schema_reading import MOST_CHARACTERS, read_schema
 from expertmesh.engine.schema_trial import TOO_LARGE, TRIAL, is_given_up, matcher_of
@@ -172,7 +171,7 @@ class JsonRules:
         schema = params.json_schema
         if schema is None or (isinstance(schema, CompiledSchema) and schema.owner is self):
             return params
-        return replace(params, json_schema=self.compiled(schema))
+        return params.model_copy(update={"json_schema": self.compiled(schema)})
 
     def known(self, schema: Mapping[str, Any]) -> CompiledSchema | None:
         """The compiled schema, if it was compiled lately; never waits for one that is being compiled.

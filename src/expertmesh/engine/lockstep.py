@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
-from expertmesh.engine.drawing import sampling_batch
+from expertmesh.engine.drawing import FILTERS, sampling_batch
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
-from expertmesh.engine.request import SamplingParams, is_number
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, evaluating
@@ -25,8 +26,8 @@ from expertmesh.ops.sampling import draw
 from expertmesh.parallel.inference import broadcast_from_rank0
 
 _SERVED = {
-    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
-    "ignore_eos",
+    *FILTERS,
+    *("temperature", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
 }
 
 
@@ -51,10 +52,7 @@ class Lockstep:
         end_ids: Sequence[int] = (),
         batch_size: int = 32,
     ) -> None:
-        if not is_number(batch_size, int) or batch_size < 1:
-            raise ConfigError(
-                f"batch_size={batch_size!r}: must be at least 1, and whole; 32 is usual"
-            )
+        Number(1, fix="32 is usual", types=WHOLE).check("batch_size", batch_size)
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._end_ids = frozenset({*end_ids, *getattr(model, "end_ids", ())})
 
@@ -129,7 +127,7 @@ class Lockstep:
     ) -> list[int]:
         """Checked maximum number of tokens of each answer."""
         for one in params:
-            for name in one.__dataclass_fields__:
+            for name in SamplingParams.model_fields:
                 if name not in _SERVED and getattr(one, name) != getattr(SamplingParams(), name):
                     raise ConfigError(
                         name,
@@ -209,7 +207,6 @@ class Lockstep:
             seeds=[draw_seed() if one.seed is None else one.seed for one in params],
             answers=[0] * len(params),
             positions=[0] * len(params),
-            vocab_size=model.vocab_size,
             device=device,
         )
         from_rank0 = broadcast_from_rank0(model)

@@ -26,6 +26,7 @@ from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.values import check_type
 from expertmesh.engine.groups import JointStep
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.request import Sequence, State
@@ -141,11 +142,8 @@ def as_parallel(value: Any) -> ParallelConfig:
     """
     if isinstance(value, ParallelConfig):
         return value
-    if isinstance(value, Mapping):
-        return ParallelConfig(**value)
-    raise ConfigError(
-        f"parallel is a {type(value).__name__}; give a ParallelConfig, or its options as a dictionary"
-    )
+    check_type("parallel", value, Mapping, "a ParallelConfig, or its options as a dictionary")
+    return ParallelConfig(**value)
 
 
 @dataclass(frozen=True)

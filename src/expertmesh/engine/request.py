@@ -1,36 +1,18 @@
-"""Inputs of the engine: sampling parameters, requests, and the sequences that answer them. Torch-free."""
+"""Inputs of the engine: requests, and the sequences that answer them. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
-from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import plain
 from expertmesh.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-LONGEST_STOP = 1024
-"""Maximum characters of a stop string; this much text may be held back while a stop string is possible."""
-MOST_STOPS = 64
-MOST_LOGPROBS = 100
-COLDEST = 1e-6
-"""Temperature below which sampling is greedy, because logits divided by it exceed FP32."""
-
-
-def is_number(value: object, kind: type) -> bool:
-    """Whether a value is an integer (`kind` is int) or a real number, also of NumPy; bool is neither."""
-    abstract = Integral if kind is int else Real
-    return isinstance(value, abstract) and not isinstance(value, bool)
-
-
-def plain(value: Any) -> Any:
-    """A number of NumPy or torch as Python's; else the value itself."""
-    is_scalar = hasattr(value, "item") and getattr(value, "ndim", 1) == 0
-    return value.item() if is_scalar else value
 
 
 def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
@@ -48,138 +30,9 @@ def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
         shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
         text = "a text, or " if what == "prompt" and not isinstance(given, str) else ""
         raise ConfigError(
-            f"{what} is a {type(given).__name__}{shape}; give {text}a list of token ids"
+            f"{what} is a {type(given).__name__}{shape}; it must be {text}a list of token ids; give one"
         )
     return [plain(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters and end conditions of a request.
-
-    Logits are processed in this order: penalties, logit_bias, temperature, top_k, top_p, min_p. Logprobs are the
-    log-softmax of the raw logits, before any of these.
-
-    Attributes:
-        temperature: divisor of the logits; 0: the most likely token, the smaller id on a tie.
-        top_k: keeps only the k most likely tokens; None: all.
-        top_p: of those, keeps the smallest set of most likely tokens whose probabilities sum to at least p (Holtzman et
-            al. 2020); None: all.
-        min_p: removes tokens less likely than min_p times the most likely one; 0: none.
-        presence_penalty: subtracted from the logit of each token that was generated; in [-2, 2].
-        frequency_penalty: subtracted once for each time that it was generated; in [-2, 2].
-        repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
-            (Keskar et al. 2019); at least 0.01, 1: off.
-        logit_bias: added to the logits of these token ids; each in [-100, 100].
-        n: number of answers to the prompt, sampled independently.
-        seed: seed of the random numbers, which depend only on it, the answer's index and the position; None: a fresh
-            one. If one call gives it to several prompts, all behind the first draw by a hash of it and their index.
-        max_tokens: maximum number of tokens of an answer; None: up to the model's maximum length.
-        min_tokens: minimum number of tokens before an end token or stop string can end the answer.
-        stop: stop string or strings; an answer ends before them.
-        stop_token_ids: end tokens in addition to the model's.
-        ignore_eos: whether the model's end tokens are ignored.
-        logprobs: number of most likely tokens whose logprobs are returned with the chosen token's; None: no logprobs.
-        prompt_logprobs: number of most likely tokens whose logprobs are returned at each prompt token; None: no
-            logprobs.
-        return_routed_experts: whether the experts of every token are returned.
-        json_schema: JSON schema of the answer, {} for any JSON; max_tokens or a stop may cut the answer. Where nothing
-            else may follow, the model's end tokens are allowed despite `ignore_eos` and `min_tokens`. Needs the extra
-            `json`. None: any text.
-
-    Raises:
-        ConfigError: a value breaks its rule.
-
-    Example:
-        >>> em.SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64, stop="\\n").stop
-        ('\\n',)
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    n: int = 1
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_routed_experts: bool = False
-    json_schema: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values, and convert single strings and lists to tuples."""
-        for name, rule in _RULES.items():
-            rule.check(name, getattr(self, name))
-        for name in ("ignore_eos", "return_routed_experts"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    name, _shown(getattr(self, name)), "must be True or False", "give one"
-                )
-        for name, kind, what in _SEVERAL:
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bytes):
-                raise ConfigError(name, _shown(value), f"must be {what}", "give that")
-        ends: Any = self.stop_token_ids
-        ends = sorted(ends) if isinstance(ends, AbstractSet) else ends  # a set's order says nothing
-        ends = token_ids_of(ends, what="stop_token_ids")
-        object.__setattr__(self, "stop_token_ids", tuple(ends))
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stops)
-        biases = {plain(one): plain(value) for one, value in self.logit_bias.items()}
-        if len(biases) < len(self.logit_bias):
-            raise ConfigError("logit_bias: has two numbers for one token id; give one for each")
-        object.__setattr__(self, "logit_bias", biases)
-        if self.json_schema is not None and not isinstance(self.json_schema, Mapping):
-            shown = f"a {type(self.json_schema).__name__}"
-            raise ConfigError("json_schema", shown, "must be a JSON schema", "give a mapping")
-        if len(stops) > MOST_STOPS:
-            raise ConfigError(
-                "stop", f"{len(stops)} strings", f"at most {MOST_STOPS}", "give fewer"
-            )
-        for text in stops:
-            if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
-                shown = (
-                    f"{len(text)} characters" if isinstance(text, str) and text else _shown(text)
-                )
-                rule_text = f"each is a string of 1 to {LONGEST_STOP} characters"
-                raise ConfigError("stop", shown, rule_text, "give others")
-        for token_id in (*self.stop_token_ids, *self.logit_bias):
-            if not is_number(token_id, int) or token_id < 0:
-                raise ConfigError(
-                    "stop_token_ids and logit_bias",
-                    _shown(token_id),
-                    "must be a token id",
-                    "give one",
-                )
-        for value in self.logit_bias.values():
-            _Rule(float, -100.0, 100.0).check("logit_bias", value)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                "min_tokens",
-                self.min_tokens,
-                f"must be at most max_tokens={self.max_tokens}",
-                "ask for fewer",
-            )
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature < COLDEST
-
-
-def _shown(value: object) -> str:
-    """A value on one short line."""
-    text = repr(value)
-    return text if len(text) < 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
@@ -187,7 +40,10 @@ def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
 
     The first keeps the seed. Prompt i draws by a hash of seed and i, which is no other seed plus a number.
     """
-    return [replace(one, seed=_seed_of(one.seed, place)) for place, one in enumerate(params)]
+    return [
+        one.model_copy(update={"seed": _seed_of(one.seed, place)})
+        for place, one in enumerate(params)
+    ]
 
 
 def _seed_of(seed: int | None, place: int) -> int | None:
@@ -195,58 +51,6 @@ def _seed_of(seed: int | None, place: int) -> int | None:
         return seed
     digest = blake2b(f"{int(seed)}/prompt/{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-@dataclass(frozen=True)
-class _Rule:
-    kind: type
-    lowest: float
-    highest: float
-    optional: bool = False
-    is_open: bool = False  # whether `lowest` itself is refused
-    fix: str = "choose another"
-
-    def check(self, name: str, value: object) -> None:
-        """Raise ConfigError unless the value is of the kind and within the range."""
-        if value is None and self.optional:
-            return
-        what = "a whole number" if self.kind is int else "a number"
-        if not is_number(value, self.kind):
-            raise ConfigError(name, _shown(value), f"must be {what}", "give one")
-        # integers are not converted: 2^63 - 1 as a float is 2^63
-        known: Any = value
-        number = int(known) if self.kind is int else float(known)
-        inside = self.lowest < number if self.is_open else self.lowest <= number
-        if not (inside and number <= self.highest):  # NaN is in no range
-            low = f"{'above' if self.is_open else 'at least'} {self.lowest:g}"
-            most = "2^63 - 1" if self.highest == _LARGEST else f"{self.highest:g}"
-            high = "" if self.highest == float("inf") else f" and at most {most}"
-            raise ConfigError(name, repr(value), f"must be {low}{high}", self.fix)
-
-
-_SEVERAL: tuple[tuple[str, type, str], ...] = (
-    ("stop", Iterable, "a string, or several"),
-    ("stop_token_ids", Iterable, "a list of token ids"),
-    ("logit_bias", Mapping, "numbers by token id"),
-)
-_MOST = 3.0e38
-_LARGEST = 2**63 - 1
-_ALL = "leave it out to keep all tokens"
-_RULES = {
-    "temperature": _Rule(float, 0.0, _MOST, fix="use 0 for the most likely token"),
-    "top_k": _Rule(int, 1, _LARGEST, optional=True, fix=_ALL),
-    "top_p": _Rule(float, 0.0, 1.0, optional=True, is_open=True, fix=_ALL),
-    "min_p": _Rule(float, 0.0, 1.0),
-    "presence_penalty": _Rule(float, -2.0, 2.0),
-    "frequency_penalty": _Rule(float, -2.0, 2.0),
-    "repetition_penalty": _Rule(float, 0.01, _MOST),
-    "n": _Rule(int, 1, 1024),
-    "seed": _Rule(int, 0, _LARGEST, optional=True),
-    "max_tokens": _Rule(int, 1, float("inf"), optional=True, fix="ask for a token or more"),
-    "min_tokens": _Rule(int, 0, float("inf")),
-    "logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),
-    "prompt_logprobs": _Rule(int, 0, MOST_LOGPROBS, optional=True),
-}
 
 
 class Rule(Protocol):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from expertmesh.checkpoints.peft_folder import Factors, read_adapter_files, read_factors
 from expertmesh.config.engine import EngineConfig
+from expertmesh.config.values import check_type, quoted
 from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dense_parts import Linear
@@ -42,11 +43,9 @@ def folders_by_name(adapters: Any) -> Mapping[str, Any]:
     Raises:
         ConfigError: the argument is not a mapping.
     """
-    if adapters is None or isinstance(adapters, Mapping):
-        return adapters or {}
-    raise ConfigError(
-        f"adapters is a {type(adapters).__name__}; give folders by name, as in {{'name': 'folder'}}"
-    )
+    adapters = {} if adapters is None else adapters
+    check_type("adapters", adapters, Mapping, "folders by name", "give {'name': 'folder'}")
+    return adapters
 
 
 def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -> None:
@@ -134,10 +133,12 @@ class Adapters:
         """
         if isinstance(name, str) and name in self._known:
             return self._known[name]
-        shown = repr(name) if len(repr(name)) < 60 else f"a {type(name).__name__}"
         known = ", ".join(map(repr, self._known)) or "none"
         raise ConfigError(
-            "adapter", shown, f"there is no such adapter (there are: {known})", "load it first"
+            "adapter",
+            quoted(name),
+            f"there is no such adapter (there are: {known})",
+            "load it first",
         )
 
     def load(self, name: Any, folder: str | Path, *, root: int | None = None) -> LoadedAdapter:
@@ -156,10 +157,8 @@ class Adapters:
             raise ConfigError("adapter", repr(name), "must be a name", "give a string")
         if name in self._known:
             raise ConfigError("adapter", repr(name), "is there already", "unload it first")
-        if not isinstance(folder, str | Path):
-            raise ConfigError(
-                f"adapter {name!r}: folder is a {type(folder).__name__}; give a path of peft's save_pretrained"
-            )
+        what, fix = "a path", "give that of peft's save_pretrained"
+        check_type(f"adapter {name!r}: folder", folder, (str, Path), what, fix)
         files = read_adapter_files(folder)
         found = read_factors(files, self._model.config, multiple=_RANK)
         of_module: dict[str, dict[str, LowRank]] = {}

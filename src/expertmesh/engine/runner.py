@@ -249,7 +249,7 @@ class Runner:
             own_RV = logits_RV if len(drawn) == len(rows) else logits_RV[self._tensor(drawn)]
             is_finite_R = are_finite(own_RV)
             changed_RV = self._changed(own_RV, drawing)
-            drawn_R = draw(changed_RV, self._batch(drawing, own_RV.shape[-1]))
+            drawn_R = draw(changed_RV, self._batch(drawing))
             has_most_R = is_finite_R
             if changed_RV is not own_RV:
                 has_most_R = changed_RV.amax(-1).isfinite()
@@ -333,13 +333,12 @@ class Runner:
             logits_RV = logits_RV.index_put(index, logits_RV.new_full((), -torch.inf))
         return logits_RV
 
-    def _batch(self, sequences: list[Sequence], vocab_size: int) -> SamplingBatch:
+    def _batch(self, sequences: list[Sequence]) -> SamplingBatch:
         return sampling_batch(
             [sequence.request.params for sequence in sequences],
             seeds=[sequence.request.seed for sequence in sequences],
             answers=[sequence.index for sequence in sequences],
             positions=[len(sequence.token_ids) for sequence in sequences],
-            vocab_size=vocab_size,
             device=self.device,
         )
 

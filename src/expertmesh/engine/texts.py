@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.awaited import AnswerIterator
 from expertmesh.engine.checks import check_text, ids_of_prompts, why_not
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.lockstep import Lockstep
 from expertmesh.engine.output import RequestOutput
-from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import evaluating
 from expertmesh.text.format import TextFormat

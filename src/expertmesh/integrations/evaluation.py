@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from expertmesh.config.evaluation_task import check_task
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.lockstep import pad_right
-from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import continue_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating

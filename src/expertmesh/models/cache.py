@@ -5,9 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.config.values import Number
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import DenseContext
-from expertmesh.ops.plain_call import can_look_at
+from expertmesh.ops.check import IDS, WHOLE, Arg, check_device, check_tensor
+
+_SIZE = Number(0, fix="give a number of rows, and of tokens", types=WHOLE)
+_ROWS = Arg(
+    "B",
+    IDS,
+    "the old index of each new row",
+    below="old",
+    fix="give such indices, as mask.nonzero()[:, 0] has them",
+)
 
 
 class KVCache:
@@ -43,11 +53,7 @@ class KVCache:
         """Allocate the cache."""
         max_len = config.max_seq_len if max_len is None else max_len
         for name, size in (("batch_size", batch_size), ("max_len", max_len)):
-            is_whole = isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool)
-            if not is_whole or size < 0:
-                raise ConfigError(
-                    f"{name}={size!r}: must be whole and at least 0; give a number of rows, and of tokens"
-                )
+            _SIZE.check(name, size)
         if max_len > config.max_seq_len:
             raise ConfigError(
                 f"max_len={max_len}: a cache longer than the model's max_seq_len={config.max_seq_len};"
@@ -93,10 +99,8 @@ class KVCache:
                 f"cache holds {self.batch_size} sequences and ids_BS has {B}; they must be as many; make another one with "
                 f"new_cache(batch_size={B}, ...)"
             )
-        if self.device != ids_BS.device:
-            raise ConfigError(
-                f"cache is on {self.device} and ids_BS on {ids_BS.device}; make one where the model is, with its new_cache()"
-            )
+        fix = "make one where the model is, with its new_cache()"
+        check_device("cache", self, ids_BS.device, of="ids_BS", fix=fix)
         if self.length + S > self.max_len:
             raise ConfigError(
                 f"{self.length + S} tokens: the cache holds {self.max_len}; make a longer cache or ask for fewer tokens"
@@ -112,7 +116,7 @@ class KVCache:
             ConfigError: it has another shape or type, or (on CPUs only) a row is out of range; the cache is left
                 unchanged.
         """
-        self._check_old_rows(rows_B)
+        check_tensor("rows_B", rows_B, _ROWS, {"old": self.batch_size})
         seen = self.length
         shape = (self._k.shape[0], len(rows_B), *self._k.shape[2:])
         is_smaller_or_larger = len(rows_B) != self.batch_size
@@ -127,22 +131,6 @@ class KVCache:
         self._v = self._k if is_one else selected(self._v)
         if self._is_token_BS is not None:
             self._is_token_BS = self._is_token_BS[rows_B]
-
-    def _check_old_rows(self, rows_B: Any) -> None:
-        fix = "give the old index of each new row, such as mask.nonzero()[:, 0]"
-        is_tensor = isinstance(rows_B, Tensor)
-        if not is_tensor or rows_B.ndim != 1 or rows_B.dtype != torch.int64:
-            what = f"a {type(rows_B).__name__}"
-            if is_tensor:
-                what = f"of shape {tuple(rows_B.shape)} and dtype {rows_B.dtype}"
-            raise ConfigError(f"rows_B is {what}; it must be a tensor (rows,) of int64; {fix}")
-        if not can_look_at(rows_B):
-            return
-        low, high = (int(row) for row in rows_B.aminmax())
-        if low < 0 or high >= self.batch_size:
-            raise ConfigError(
-                f"rows_B holds {low if low < 0 else high}; it must be from 0 to {self.batch_size - 1}; {fix}"
-            )
 
     def begin(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, counts_padding: bool = True

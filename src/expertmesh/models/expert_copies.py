@@ -1,14 +1,15 @@
 """Experts initialised as copies of a dense feed-forward block, whole or cut into slices, optionally with noise or redrawn units."""
 
-import math
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.moe.router import LinearRouter
+
+_WHOLE = Number(fix="for example 2", types=WHOLE)
 
 
 def check_whole(**numbers: object) -> None:
@@ -18,8 +19,7 @@ def check_whole(**numbers: object) -> None:
         ConfigError: one is not an integer.
     """
     for name, value in numbers.items():
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: must be a whole number; for example 2")
+        _WHOLE.check(name, value)
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,8 @@ class ExpertCopies:
         """Check types and ranges."""
         whole = {"num_experts": self.num_copies, "top_k": self.top_k}
         check_whole(**whole, granularity=self.granularity, seed=self.seed)
-        for name, most in (("noise_std", math.inf), ("redraw", 1.0)):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= most or value == math.inf:
-                rule = "from 0 to 1" if name == "redraw" else "a finite number that is not negative"
-                raise ConfigError(f"{name}={value!r}: must be {rule}; use 0 for none")
+        Number(0, fix="use 0 for none").check("noise_std", self.noise_std)
+        Number(0, 1, "use 0 for none").check("redraw", self.redraw)
 
     def hidden_dim(self, whole: int) -> int:
         """Hidden size of an expert, made from a block with hidden size `whole`.

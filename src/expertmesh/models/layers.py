@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.moe import MoEConfig
-from expertmesh.errors import ConfigError
+from expertmesh.config.values import check_type
 from expertmesh.moe.check_arguments import check_dtype
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import init_normal_
@@ -23,10 +23,7 @@ from expertmesh.spec.model_spec import ModelSpec
 
 def check_model_arguments(config: Any, kind: type, dtype: Any) -> None:
     """Raise ConfigError unless a model's configuration is of its kind, and its dtype None or a floating-point type."""
-    if not isinstance(config, kind):
-        raise ConfigError(
-            f"config is a {type(config).__name__}; it must be a {kind.__name__}; give recipe(...).model"
-        )
+    check_type("config", config, kind, f"a {kind.__name__}", "give recipe(...).model")
     check_dtype(dtype)
 
 

@@ -11,9 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from expertmesh.config.base import flat_changes, nearest_name, shown
+from expertmesh.config.base import flat_changes, nearest_name
 from expertmesh.config.plugins import Plugins
 from expertmesh.config.run import RunConfig, with_fitting_warmup
+from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, command
 from expertmesh.models.family import Family
 from expertmesh.models.gpt.family import GPT

@@ -7,7 +7,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 
-from expertmesh.config.base import shown
+from expertmesh.config.values import WHOLE, Number, check_type, shown, wrong_type
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.init import draw_seed, init_normal_
@@ -42,14 +42,10 @@ def add_tokens(
         >>> model.config.vocab_size >= tokenizer.get_vocab_size()
         True
     """
-    if not isinstance(tokenizer, Tokenizer):
-        raise ConfigError(
-            f"tokenizer is a {type(tokenizer).__name__}; it must be a tokenizers.Tokenizer; give that of expertmesh.load()"
-        )
+    fix = "give that of expertmesh.load()"
+    check_type("tokenizer", tokenizer, Tokenizer, "a tokenizers.Tokenizer", fix)
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        raise ConfigError(
-            f"tokens is a {type(tokens).__name__}; it must be a list of texts; give [...]"
-        )
+        raise wrong_type("tokens", tokens, "a list of texts", "give [...]")
     for token in tokens:
         if not isinstance(token, str) or not token.strip():
             raise ConfigError(f"tokens: {shown(token)} is no text, or empty; leave it out")
@@ -74,9 +70,7 @@ def resize_vocabulary(model: nn.Module, vocab_size: int, *, from_mean: bool = Tr
         ConfigError: the size breaks a rule, or the model is no language model, spread over ranks, or wrapped.
     """
     found = _resizable(model)
-    is_whole = isinstance(vocab_size, int) and not isinstance(vocab_size, bool)
-    if not is_whole or vocab_size < 1:
-        raise ConfigError(f"vocab_size={vocab_size!r}: must be whole and at least 1; give a number")
+    Number(1, fix="give a number", types=WHOLE).check("vocab_size", vocab_size)
     if vocab_size == found.vocab_size:
         return
     config = found.config.updated({"vocab_size": vocab_size})
@@ -105,11 +99,9 @@ def _tables(model: LanguageModel) -> dict[str, Any]:
 
 def _resizable(model: Any) -> LanguageModel:
     """The model, checked to be one of ours, not spread over ranks and not wrapped."""
-    if not isinstance(model, LanguageModel):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; it must be a GPT or an encoder-decoder of expertmesh; for transformers' models use "
-            "resize_token_embeddings"
-        )
+    what = "a GPT or an encoder-decoder of expertmesh"
+    fix = "for transformers' models use resize_token_embeddings"
+    check_type("model", model, LanguageModel, what, fix)
     for name, module in _tables(model).items():
         weight = module._parameters.get("weight")
         if weight is None or hasattr(module, "_hf_hook"):

@@ -11,11 +11,12 @@ from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.routing_noise import STREAM_RANDOM_DROP, random_bits
 from expertmesh.moe.types import Routing
 from expertmesh.ops.backend import resolve_backend
-from expertmesh.ops.plain_call import can_look_at, runs_plainly
+from expertmesh.ops.check import check_range
+from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.route_metadata import (
     MOST_TRITON_EXPERTS,
+    NO_EXPERT,
     check_expert_ids,
-    check_range,
     route_metadata,
 )
 
@@ -135,9 +136,9 @@ def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | Non
         [[2, 1]]
     """
     check_expert_ids(expert_ids_TK)
-    if can_look_at(expert_ids_TK):  # an id out of range would count in the next group
-        least, most = (int(id) for id in expert_ids_TK.aminmax())
-        check_range(least, most, num_experts)
+    # an id out of range would count in the next group
+    fix = "check the router"
+    check_range("expert_ids", expert_ids_TK, most=num_experts, fix=fix, note=NO_EXPERT)
     T = expert_ids_TK.shape[0]
     num_groups, size = group_sizes(T, group_size)
     segment_TK = expert_ids_TK

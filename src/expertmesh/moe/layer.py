@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from expertmesh.config.dispatch_options import DispatchOptions
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import LayerOptions, RouterKind
-from expertmesh.errors import ConfigError
 from expertmesh.moe.build import (
     make_experts,
     make_residual,
@@ -37,8 +36,11 @@ from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import route
 from expertmesh.moe.types import Routing, RoutingStats
+from expertmesh.ops.check import Arg, check_tensor
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.op_set import select_op_set
+
+_COUNTS = Arg("E", None, "RoutingStats.num_tokens_per_expert_E, summed over calls")
 
 
 class MoELayer(ConstantBuffers):
@@ -264,16 +266,8 @@ class MoELayer(ConstantBuffers):
         """
         if self.expert_bias_E is None:
             return
-        if getattr(num_tokens_per_expert_E, "shape", None) != (self.num_experts,):
-            found = (
-                f"has shape {tuple(num_tokens_per_expert_E.shape)}"
-                if isinstance(num_tokens_per_expert_E, Tensor)
-                else f"is a {type(num_tokens_per_expert_E).__name__}"
-            )
-            raise ConfigError(
-                f"num_tokens_per_expert_E {found}; it must be a tensor of shape ({self.num_experts},); pass"
-                " RoutingStats.num_tokens_per_expert_E, summed over calls"
-            )
+        name, sizes = "num_tokens_per_expert_E", {"E": self.num_experts}
+        check_tensor(name, num_tokens_per_expert_E, _COUNTS, sizes)
         load_E = num_tokens_per_expert_E.to(self.expert_bias_E)
         self.expert_bias_E.add_(
             (load_E.mean() - load_E).sign(), alpha=self.options.bias_update_rate

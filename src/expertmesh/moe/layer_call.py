@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.config.values import python_number
 from expertmesh.moe.capacity import Ratio, assign, drop_factor, drop_policy
 from expertmesh.moe.check_arguments import (
+    TOKENS,
     check_call_factor,
     check_input,
     check_routing,
     check_top_k,
-    flat_argument,
-    python_number,
 )
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
@@ -27,6 +27,7 @@ from expertmesh.moe.routing_noise import (
     uniform,
 )
 from expertmesh.moe.types import Routing, RoutingStats
+from expertmesh.ops.check import check_tensors
 from expertmesh.ops.op_set import OpSet
 from expertmesh.ops.transforms import refuse_transforms
 
@@ -173,16 +174,14 @@ def make_layer_call(
         # replayed choices were limited by the groups of their own router
         num_groups = options.num_expert_groups if routing is None else 1
         check_top_k(top_k, E, num_groups=num_groups, num_limited_groups=options.num_limited_groups)
+    tokens = {"token_mask": token_mask, "token_ids": token_ids, "token_index": token_index}
+    x_TD = x.reshape(-1, layer.dim)
+    sizes = {"*": x.shape[:-1], "T": x_TD.shape[0]}
+    check_tensors(TOKENS, tokens, sizes, device=x.device)
     mask_T, ids_T, index_T = (
-        None if value is None else flat_argument(name, value, x, boolean=name == "token_mask")
-        for name, value in (
-            ("token_mask", token_mask),
-            ("token_ids", token_ids),
-            ("token_index", token_index),
-        )
+        None if value is None else value.reshape(-1) for value in tokens.values()
     )
     index_T = None if index_T is None else index_T.to(torch.int64)
-    x_TD = x.reshape(-1, layer.dim)
     if mask_T is not None:
         x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
     if isinstance(routing, RoutingStats):

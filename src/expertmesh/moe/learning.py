@@ -4,7 +4,7 @@ from typing import Literal, TypeVar, get_args
 
 from torch import nn
 
-from expertmesh.errors import ConfigError
+from expertmesh.config.values import check_choice
 
 Role = Literal["table", "edge", "matrix"]
 """Role of a parameter. "table": looked up, added, or a scale. "edge": a matrix at the model's input or output, or a
@@ -29,8 +29,7 @@ def learn_as(module: M, role: Role) -> M:
     Raises:
         ConfigError: the role is unknown.
     """
-    if role not in get_args(Role):
-        raise ConfigError(f"role={role!r}: must be one of {', '.join(get_args(Role))}; use one")
+    check_choice("role", role, get_args(Role))
     setattr(module, _NAME, role)
     return module
 

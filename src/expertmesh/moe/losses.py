@@ -15,6 +15,7 @@ from expertmesh.moe.capacity import (
 )
 from expertmesh.moe.layer_call import LayerCall
 from expertmesh.moe.types import Routing
+from expertmesh.ops.check import BOOL, Arg, check_tensor
 from expertmesh.ops.dtypes import without_autocast
 
 SumOverProcesses = Callable[[Tensor], Tensor]
@@ -109,15 +110,12 @@ def _sums(
     return padded.view(num_groups, size, E).sum(1)
 
 
+_TOKEN_MASK = Arg("T", BOOL, "one per token", reshape="flatten it")
+
+
 def _check_mask(values_TE: Tensor, token_mask_T: Tensor | None) -> None:
-    if token_mask_T is None:
-        return
-    T = values_TE.shape[0]
-    if token_mask_T.ndim != 1 or token_mask_T.shape[0] != T or token_mask_T.dtype != torch.bool:
-        raise ConfigError(
-            f"token_mask has shape {tuple(token_mask_T.shape)} and dtype {token_mask_T.dtype}; it must be ({T},) of bools, one per token; "
-            "flatten it, or convert it with .bool()"
-        )
+    if token_mask_T is not None:
+        check_tensor("token_mask", token_mask_T, _TOKEN_MASK, {"T": values_TE.shape[0]})
 
 
 def _valid(

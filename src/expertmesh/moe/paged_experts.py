@@ -19,7 +19,7 @@ from expertmesh.moe.experts import ExpertParameters, GroupedExperts, call_of_mod
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
-from expertmesh.ops.route_metadata import check_range
+from expertmesh.ops.route_metadata import check_range_of_ids
 
 Read = Callable[[str, int, Tensor], None]
 """Function (name, expert, into) that copies one expert's part of a tensor, by its name in the state dict of the experts."""
@@ -94,7 +94,7 @@ class PagedExperts(nn.Module):
         E = self.num_experts
         found: list[int] = expert_ids_TK.unique().tolist()  # the only synchronisation
         if found:
-            check_range(found[0], found[-1], E)
+            check_range_of_ids(found[0], found[-1], E)
         needed = [e for e in found if e < E]
         self.counts.useful += len(coming.intersection(needed))
         if len(needed) > self.num_slots:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts, call_of_module
-from expertmesh.ops.experts import quantized_rows
+from expertmesh.ops.experts import native, quantized_rows
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.op_set import OpSet
@@ -89,6 +89,8 @@ class QuantizedExperts(nn.Module):
     def arrange(self) -> None:
         """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the matrices."""
         w_in, w_out = self.w_in, self.w_out
+        if native.is_loaded():  # they read numbers as they are stored
+            return
         if self.format != "int4" or w_in.device.type != "cpu" or w_in.numel() == 0:
             return
         _, G, F, half = w_in.shape

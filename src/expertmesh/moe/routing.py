@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.moe.capacity import choice_factor
-from expertmesh.moe.check_arguments import check_ids
 from expertmesh.moe.layer_call import LayerCall
 from expertmesh.moe.routing_noise import (
     STREAM_INPUT_DROPOUT,
@@ -29,7 +28,9 @@ from expertmesh.moe.selection import (
     weights_at,
 )
 from expertmesh.moe.types import RouterOutput, Routing
+from expertmesh.ops.check import check_range
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
+from expertmesh.ops.route_metadata import NO_EXPERT
 
 _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")
 
@@ -89,7 +90,8 @@ def _check_output(output: RouterOutput, num_tokens: int, num_experts: int) -> No
             f"the router returned ids {tuple(ids.shape)} of {ids.dtype} and weights {tuple(weights.shape)}; both must "
             f"be ({num_tokens}, K), the ids int64; fix its forward"
         )
-    check_ids(ids, num_experts, what="what the router returned", fix="fix its forward")
+    what, fix = "what the router returned", "fix its forward"
+    check_range(what, ids, most=num_experts, fix=fix, note=NO_EXPERT)
     if scores is not None and tuple(scores.shape) != (num_tokens, num_experts):
         raise ConfigError(
             f"the router returned scores of shape {tuple(scores.shape)}; it must be ({num_tokens}, {num_experts}); "

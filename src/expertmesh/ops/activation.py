@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
-from expertmesh.errors import ConfigError
+from expertmesh.config.values import other_choice
 
 _INNER = {
     "swiglu": "silu",
@@ -32,9 +32,7 @@ def num_branches(activation: str) -> int:
         ConfigError: the activation is unknown.
     """
     if activation not in _INNER:
-        raise ConfigError(
-            f"activation is {activation!r}; known are {', '.join(_INNER)}; use one of these"
-        )
+        raise other_choice("activation", activation, _INNER)
     return 2 if activation in _GATED else 1
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from expertmesh.config.values import other_choice
 from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu.library import loaded
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 OLDEST_TRITON = (3, 6)
@@ -84,9 +86,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         ConfigError: the backend is unknown or cannot be used here, or the operators do not take the dtype.
     """
     if backend not in BACKENDS:
-        raise ConfigError(
-            f"backend is {backend!r}; known are {', '.join(BACKENDS)}; use one of these"
-        )
+        raise other_choice("backend", backend, BACKENDS)
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             f"dtype is {dtype}; the operators take float64, float32, bfloat16 and float16; convert the input"
@@ -103,6 +103,7 @@ def explain_backends() -> list[BackendReport]:
     on_gpu = torch.cuda.is_available() and _runs_triton(torch.device("cuda", 0))
     return [
         _explain_triton(on_gpu),
+        _explain_native(),
         BackendReport(
             "torch",
             True,
@@ -110,6 +111,16 @@ def explain_backends() -> list[BackendReport]:
         ),
         BackendReport("reference", True, "plain autograd, the oracle of the tests; slow"),
     ]
+
+
+def _explain_native() -> BackendReport:
+    found = loaded()
+    if found.kernels is None:
+        return BackendReport("native", False, f"{found.problem}; auto uses torch on the CPU")
+    why = f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts in inference, and for batch-invariant products"
+    if not found.kernels.has_threads:
+        why += "; on one thread, as torch's OpenMP runtime is not found"
+    return BackendReport("native", True, f"{why}; {found.problem}" if found.problem else why)
 
 
 def _explain_triton(on_gpu: bool) -> BackendReport:

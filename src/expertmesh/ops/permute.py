@@ -106,6 +106,14 @@ def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int)
         return y_RD.new_zeros(num_tokens, y_RD.shape[1])
     if y_RD.device.type == "cpu":
         return _sum_rows_in_bags(y_RD, int(offsets_E[-1]), row_of_slot_N, top_k)
+    return sum_rows_in_order(y_RD, offsets_E, row_of_slot_N, top_k)
+
+
+def sum_rows_in_order(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int) -> Tensor:
+    """Compute `sum_rows` by additions that are rounded to even at the end, as every implementation can do it to the bit."""
+    num_tokens = row_of_slot_N.shape[0] // top_k
+    if y_RD.shape[0] == 0 or num_tokens == 0:
+        return y_RD.new_zeros(num_tokens, y_RD.shape[1])
     index_TK = row_of_slot_N.view(num_tokens, top_k)
     live_TK = index_TK < offsets_E[-1]
     index_TK = torch.where(live_TK, index_TK, 0)

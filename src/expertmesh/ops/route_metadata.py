@@ -5,13 +5,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.check import INTEGERS, Arg, check_bounds, check_tensor
 from expertmesh.ops.plain_call import can_look_at, runs_plainly
 
 MOST_TRITON_EXPERTS = 2047
 """Maximum number of experts of the Triton kernels, which hold one value per expert in one program; `kernels.route_metadata.MAX_EXPERTS`."""
+
+NO_EXPERT = " (num_experts, which means no expert)"
+_NUM_EXPERTS = Number(1, 65535, types=WHOLE)
+_IDS = Arg("TK", INTEGERS, "experts of each token")
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,7 @@ def route_metadata(
         ([0, 1, 3], [0, 0, 1])
     """
     check_expert_ids(expert_ids_TK)
-    if num_experts < 1 or num_experts > 65535:
-        raise ConfigError(f"num_experts is {num_experts}; it must be in 1..65535; choose another")
+    _NUM_EXPERTS.check("num_experts", num_experts)
     ids = expert_ids_TK.detach()
     name = resolve_backend(backend, ids.device, torch.float32)
     if name == "reference":
@@ -92,23 +97,15 @@ def _num_rows(num_slots: int, max_rows: int | None) -> int:
 
 def check_expert_ids(expert_ids_TK: Tensor) -> None:
     """Raise ConfigError unless expert ids are (tokens, top_k) integers."""
-    if expert_ids_TK.dim() != 2:
-        raise ConfigError(
-            f"expert_ids has shape {tuple(expert_ids_TK.shape)}; it must be (tokens, top_k); reshape it"
-        )
-    if expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool:
-        raise ConfigError(
-            f"expert_ids has dtype {expert_ids_TK.dtype}; it must be an integer type; convert it"
-        )
+    # every layer asks twice: the words are looked for only where they are needed
+    if expert_ids_TK.dim() != 2 or expert_ids_TK.dtype not in INTEGERS.dtypes:
+        check_tensor("expert_ids", expert_ids_TK, _IDS, {})
 
 
-def check_range(least: int, most: int, num_experts: int) -> None:
+def check_range_of_ids(least: int, most: int, num_experts: int) -> None:
     """Raise ConfigError unless the smallest and the largest expert id are in 0..num_experts."""
-    if not 0 <= least <= most <= num_experts:
-        raise ConfigError(
-            f"expert_ids holds values from {least} to {most}; they must be in 0..{num_experts} (the last means no "
-            "expert); check the router"
-        )
+    fix = "check the router"
+    check_bounds("expert_ids", least, most, most=num_experts, fix=fix, note=NO_EXPERT)
 
 
 def check_tokens(x_TD: Tensor, metadata: RouteMetadata) -> None:
@@ -153,7 +150,7 @@ def _sorted(
     num_rows = _num_rows(num_slots, max_rows)
     if ids_N.device.type == "cpu" and num_slots:
         least, most = map(int, torch.aminmax(ids_N))
-        check_range(least, most, num_experts)
+        check_range_of_ids(least, most, num_experts)
     # PyTorch's CPU build sorts int32 keys by radix sort, which is linear in the number of slots.
     sorted_N, slot_of_row_N = torch.sort(ids_N.to(torch.int32), stable=True)
     bounds_E = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_N.device)

@@ -11,18 +11,18 @@ from expertmesh.ops.philox import philox4x32
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Sampling parameters of R rows.
+    """Sampling parameters of R rows; a tensor that is named as an option of a request has its values.
 
     Attributes:
         temperature_R: FP64 temperatures; 0: greedy.
-        top_k_R: int64 number of tokens kept; V: all.
+        top_k_R: int64 number of tokens kept; V or more: all.
         top_p_R: FP64 probability mass kept; 1: all.
         min_p_R: FP64 smallest probability relative to the largest; 0: all.
         seed_R: int64 seeds.
         answer_R: int64 index of the row's answer among its prompt's answers.
         position_R: int64 position of the token to sample.
         all_greedy: whether all rows are greedy; known on the host.
-        none_filters: whether no row uses top_k, top_p or min_p.
+        none_filters: whether no row has a filter: top_k, top_p, min_p.
     """
 
     temperature_R: Tensor
@@ -34,6 +34,10 @@ class SamplingBatch:
     position_R: Tensor
     all_greedy: bool
     none_filters: bool
+
+
+KEEPS_ALL = {"top_k": 2**63 - 1, "top_p": 1.0}
+"""Values of the filters that keep all tokens, for requests that leave them out."""
 
 
 def uniform_of(seed_R: Tensor, answer_R: Tensor, position_R: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.moe_rules import GROUP_SCORES
+from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.check import check_like
 from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "softmax_after_topk")
@@ -72,19 +74,14 @@ def choose_experts(
             f"logits have shape {tuple(logits_TE.shape)} and top_k is {top_k}; they must be (tokens, experts) and at "
             "most the number of experts; check both"
         )
-    if score_function not in SCORE_FUNCTIONS:
-        raise ConfigError(
-            f"score_function is {score_function!r}; known are {', '.join(SCORE_FUNCTIONS)}; use one of these"
-        )
+    check_choice("score_function", score_function, SCORE_FUNCTIONS)
     _check_groups(top_k, num_experts, num_expert_groups, num_limited_groups, group_score)
     for what, tensor, shape in (
         ("noise", noise_TE, logits_TE.shape),
         ("bias", bias_E, (num_experts,)),
     ):
-        if tensor is not None and tensor.shape != shape:
-            raise ConfigError(
-                f"{what} has shape {tuple(tensor.shape)}; it must be {tuple(shape)} here; check the inputs"
-            )
+        if tensor is not None:
+            check_like(what, tensor, tuple(shape))
     name = resolve_backend(backend, logits_TE.device, logits_TE.dtype)
     if name == "triton":
         problem = _triton_problem(logits_TE)
@@ -125,15 +122,21 @@ def _check_groups(
             f"num_expert_groups is {num_expert_groups}, num_limited_groups {num_limited_groups}; the first must divide "
             f"the number of experts, {num_experts}, and not be below the second; change them"
         )
+    check_reachable(top_k, num_experts, num_expert_groups, num_limited_groups)
+    check_choice("group_score", group_score, GROUP_SCORES)
+
+
+def check_reachable(
+    top_k: int, num_experts: int, num_expert_groups: int, num_limited_groups: int
+) -> None:
+    """Raise ConfigError if a token would choose more experts than the groups hold that it may choose in."""
     reachable = num_limited_groups * (num_experts // num_expert_groups)
     if num_expert_groups > 1 and top_k > reachable:
         raise ConfigError(
-            f"top_k is {top_k}; it must be at most the experts in num_limited_groups={num_limited_groups} groups, "
-            f"{reachable}; lower it or raise num_limited_groups"
-        )
-    if group_score not in GROUP_SCORES:
-        raise ConfigError(
-            f"group_score is {group_score!r}; known are {', '.join(GROUP_SCORES)}; use one of these"
+            "top_k",
+            top_k,
+            f"must be at most the experts in num_limited_groups={num_limited_groups} groups, {reachable}",
+            "lower it or raise num_limited_groups",
         )
 
 

@@ -22,6 +22,7 @@ from expertmesh.comm.mesh import (
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.values import check_type
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.check_arguments import check_module
@@ -165,10 +166,8 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
     ParallelConfig.
     """
     check_module(model)
-    if not isinstance(config, ParallelConfig):
-        raise ConfigError(
-            f"config is a {type(config).__name__}: must be a ParallelConfig; give RunConfig(parallel={{...}}).parallel"
-        )
+    fix = "give RunConfig(parallel={...}).parallel"
+    check_type("config", config, ParallelConfig, "a ParallelConfig", fix)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ConfigError(
             "model is wrapped in DistributedDataParallel, which would average the gradients of different experts; give the"

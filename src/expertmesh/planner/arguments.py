@@ -1,11 +1,10 @@
 """Checks of the arguments of `plan` and `serve_plan`: type and range, an error of one line each."""
 
 import os
-from numbers import Integral, Real
 from typing import Any
 
-from expertmesh.config.base import shown
 from expertmesh.config.cluster import Cluster
+from expertmesh.config.values import WHOLE, Number, quoted
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.errors import ConfigError
 
@@ -17,54 +16,24 @@ MOST_IMBALANCE = 2**20
 """Largest imbalance: all rows on one of as many devices as a cluster can have."""
 
 
-def whole(name: str, value: object, *, most: int, fix: str) -> int:
-    """A whole number of at least 1 as an int; NumPy's are taken, too.
-
-    Args:
-        name: name of the argument.
-        value: its value.
-        most: largest allowed number.
-        fix: fix for another value.
+def whole(name: str, value: Any, *, most: int, fix: str) -> int:
+    """A whole number from 1 to `most` as an int; NumPy's are taken, too.
 
     Raises:
         ConfigError: the value is no whole number, or out of range.
     """
-    return int(_from_one(name, value, Integral, "a whole number", most=most, fix=fix))
+    Number(1, most, fix, types=WHOLE).check(name, value)
+    return int(value)
 
 
-def number(name: str, value: object, *, most: int, fix: str) -> float:
-    """A finite number of at least 1 as a float; NumPy's are taken, too.
-
-    Args:
-        name: name of the argument.
-        value: its value.
-        most: largest allowed number.
-        fix: fix for another value.
+def number(name: str, value: Any, *, most: int, fix: str) -> float:
+    """A finite number from 1 to `most` as a float; NumPy's are taken, too.
 
     Raises:
         ConfigError: the value is no number, or out of range.
     """
-    return float(_from_one(name, value, Real, "a number", most=most, fix=fix))
-
-
-def _from_one(name: str, value: Any, kind: Any, what: str, *, most: int, fix: str) -> Any:
-    """The value, if it is of a kind of numbers and from 1 to a bound; else raise ConfigError."""
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
-    if not (is_number and 1 <= value <= most):  # NaN is in no range
-        said = str(value) if is_number else repr(value)
-        raise ConfigError(name, shown(said), f"must be {what} from 1 to {most:,}", fix)
-    return value
-
-
-def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse another value than the known words.
-
-    Raises:
-        ConfigError: the value is none of them.
-    """
-    if value not in known:
-        said = value if isinstance(value, str) else repr(value)
-        raise ConfigError(name, shown(said), f"must be one of {', '.join(known)}", "choose one")
+    Number(1, most, fix).check(name, value)
+    return float(value)
 
 
 def path_text(name: str, value: object, what: str) -> str:
@@ -79,7 +48,7 @@ def path_text(name: str, value: object, what: str) -> str:
         ConfigError: the value is neither text nor a path, or text that is no path.
     """
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(name, shown(repr(value)), f"must be {what}", "give one")
+        raise ConfigError(name, quoted(value), f"must be {what}", "give one")
     text = os.fspath(value)
     if not isinstance(text, str) or "\0" in text:
         raise ConfigError(name, ascii(text)[:60], "must be text without NUL", "correct it")

@@ -5,7 +5,8 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
-from expertmesh.config.base import expanded, shown
+from expertmesh.config.base import expanded
+from expertmesh.config.values import shown
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.errors import ConfigError, text_of

@@ -6,6 +6,7 @@ from typing import get_args
 
 from expertmesh.config.cluster import Cluster, Precision
 from expertmesh.config.run import OptimConfig
+from expertmesh.config.values import check_choice
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.memory import GIB
 from expertmesh.costs.rank_layout import IMBALANCE, States, workload_of
@@ -18,7 +19,6 @@ from expertmesh.planner.arguments import (
     MOST_TOKENS,
     cluster_of,
     number,
-    one_of,
     path_text,
     whole,
 )
@@ -98,7 +98,7 @@ def plan(
     """
     found = planned_model(model)
     where = cluster_of(cluster)
-    one_of("goal", goal, get_args(Goal))
+    check_choice("goal", goal, get_args(Goal))
     if tokens is not None:
         fix = "give the tokens of the training"
         tokens = number("tokens", tokens, most=MOST_TOKENS, fix=fix)
@@ -137,7 +137,7 @@ def _problem(
         fix = "leave it out, or give the rows of the fullest rank over the mean"
         imbalance = number("imbalance", imbalance, most=MOST_IMBALANCE, fix=fix)
     if states is not None:
-        one_of("states", states, get_args(States))
+        check_choice("states", states, get_args(States))
     pp, vpp = _stages(pp, vpp, cluster, model.sizes.num_layers)
     seq_len = model.seq_len if max_context is None else max_context
     if max_context is not None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints.hub.configs import model_config
-from expertmesh.config.base import expanded, is_there, parse_json, saved_run, shown
+from expertmesh.config.base import expanded, is_there, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.values import shown
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.errors import CheckpointError, ConfigError, text_of
 from expertmesh.models.bound_files import check_run, newest_state

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-from expertmesh.config.base import shown
 from expertmesh.config.cluster import Cluster
+from expertmesh.config.values import check_choice
 from expertmesh.costs.communication import Network, TokenLoad, travel_time
 from expertmesh.costs.hardware import network_of
 from expertmesh.costs.memory import GIB
@@ -287,8 +287,7 @@ def serve_plan(
     """
     batch = whole("batch", batch, most=MOST_AT_ONCE, fix="choose another")
     context = whole("context", context, most=MOST_AT_ONCE, fix="choose another")
-    if not isinstance(fused, bool):
-        raise ConfigError("fused", shown(repr(fused)), "must be True or False", "choose one")
+    check_choice("fused", fused, (True, False))
     found, where = planned_model(model), cluster_of(cluster)
     weight_bytes = 4.0 if where.device.bf16_tflops < 10 else 2.0
     ways = [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.engine.request import SamplingParams
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.texts import continue_prompts
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer

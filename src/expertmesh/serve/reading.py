@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from expertmesh.config.base import FieldError
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.chat import conversation_ids
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.request import SamplingParams, for_prompts
+from expertmesh.engine.request import for_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.json_mode import JSON_FIELDS, json_schema
@@ -18,6 +20,7 @@ from expertmesh.serve.schema import (
     INSTEAD,
     REFUSED_OF_MESSAGES,
     RENAMED,
+    SPELLED,
     ChatPrompt,
     ChatRequest,
     CompletionRequest,
@@ -37,8 +40,6 @@ _MOST_NAME = 80
 """Maximum characters of a field's name in a message."""
 _OF_CHATS = ("reasoning_effort",)
 """Fields of conversations that are read beside the model's."""
-_SEEDS = 2**62
-"""Modulus of seeds: the engine's seeds are non-negative and leave room in a float."""
 
 
 @dataclass(frozen=True)
@@ -275,13 +276,7 @@ class RequestReader:
         return adapter
 
     def _params(
-        self,
-        request: Sampling,
-        ids: Sequence[int],
-        most: int,
-        *,
-        logprobs: int | None,
-        prompt_logprobs: int | None = None,
+        self, request: Sampling, ids: Sequence[int], most: int, **scores: Any
     ) -> SamplingParams:
         room = self.max_len - len(ids)
         if room < 1:
@@ -293,32 +288,21 @@ class RequestReader:
                 code="context_length_exceeded",
             )
         max_tokens = min(most, room, self._config.max_answer or room)
-        top_p = request.top_p
-        asked = request.top_k or 0
-        top_k = min(asked, self.vocab_size) if asked > 0 else None
-        if top_p == 0:  # the most likely token alone
-            top_p, top_k = None, 1
-        stop = request.stop or ()
-        return SamplingParams(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=request.min_p or 0.0,
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            repetition_penalty=request.repetition_penalty or 1.0,
-            logit_bias=self._biases(request.logit_bias or {}),
-            n=request.n or 1,
-            seed=None if request.seed is None else request.seed % _SEEDS,
-            max_tokens=max_tokens,
-            min_tokens=min(request.min_tokens or 0, max_tokens),
-            stop=stop if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(request.stop_token_ids or ()),
-            ignore_eos=bool(request.ignore_eos),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            return_routed_experts=bool(request.return_routed_experts),
-        )
+        given: dict[str, Any] = {
+            name: one.read(value)
+            for name, one in SPELLED.items()
+            if (value := getattr(request, name)) is not None
+        }
+        given["max_tokens"] = max_tokens
+        given["min_tokens"] = min(given.get("min_tokens", 0), max_tokens)
+        if given.get("top_p") == 0:  # the most likely token alone
+            given |= {"top_p": None, "top_k": 1}
+        try:
+            params = SamplingParams(**given, **scores)
+        except FieldError as error:
+            raise RequestError(400, str(error), param=str(error.location[0])) from None
+        self.check_ids(tuple(params.logit_bias), "logit_bias")
+        return params
 
     def _constrained(self, request: Sampling, job: Job) -> Job:
         """A job with the schema that is asked for, compiled if it was before."""
@@ -330,7 +314,7 @@ class RequestReader:
             known = self._engine.json_rules.known(schema)
         except ConfigError as error:
             raise RequestError(400, f"{field}: {error}", param=field) from None
-        params = [replace(one, json_schema=known or schema) for one in job.params]
+        params = [one.model_copy(update={"json_schema": known or schema}) for one in job.params]
         return replace(job, params=params, json_field=None if known else field)
 
     def with_rules(self, job: Job) -> Job:
@@ -345,23 +329,8 @@ class RequestReader:
             compiled = self._engine.json_rules.compiled(schema)
         except ConfigError as error:
             raise RequestError(400, f"{job.json_field}: {error}", param=job.json_field) from None
-        params = [replace(one, json_schema=compiled) for one in job.params]
+        params = [one.model_copy(update={"json_schema": compiled}) for one in job.params]
         return replace(job, params=params, json_field=None)
-
-    def _biases(self, given: dict[str, float]) -> dict[int, float]:
-        found = {}
-        for name, value in given.items():
-            if not (name.isascii() and name.isdigit() and len(name) < 12):
-                raise RequestError(
-                    400, "logit_bias: its keys must be token ids", param="logit_bias"
-                )
-            if int(name) in found:
-                raise RequestError(
-                    400, f"logit_bias: two of its keys are token {int(name)}", param="logit_bias"
-                )
-            found[int(name)] = value
-        self.check_ids(tuple(found), "logit_bias")
-        return found
 
 
 def _refuse(

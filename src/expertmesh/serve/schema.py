@@ -3,17 +3,17 @@
 Lists and biases end at their first error: millions of errors would occupy the server for seconds.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from expertmesh.config.base import without_none
+from expertmesh.config.sampling import LONGEST_STOP, SamplingParams
 from expertmesh.text.chat import RESERVED_VARIABLES
 
-MOST_STOPS = 16
 MOST_PROMPTS = 1024
-MOST_ANSWERS = 128
-MOST_TOPS = 20
 MOST_MESSAGES = 10_000
 """Maximum messages of a conversation, and text parts of a message; not in the description, whose readers write lists
 of every stated length.
@@ -46,12 +46,8 @@ def _up_to_first_wrong(value: Any) -> Any:
     return value
 
 
-WholeNumber = Annotated[int, BeforeValidator(_whole)]
-NotNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-OrMinusOne = Annotated[int, Field(ge=-1), BeforeValidator(_whole)]
-Answers = Annotated[int, Field(ge=1, le=MOST_ANSWERS), BeforeValidator(_whole)]
-Tops = Annotated[int, Field(ge=0, le=MOST_TOPS), BeforeValidator(_whole)]
+Tops = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(_whole)
 ]
@@ -59,8 +55,64 @@ Biases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_first_wrong)
 ]
 Text = Annotated[str, Field(max_length=2**23)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=MOST_STOPS)]
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
+
+
+class Spelled(NamedTuple):
+    """Option of a request in a body.
+
+    Attributes:
+        kind: type in JSON.
+        also: names of other servers for it, which are refused unless the field has the same value.
+        read: its value in `SamplingParams`.
+    """
+
+    kind: Any
+    also: tuple[str, ...] = ()
+    read: Callable[[Any], Any] = lambda value: value
+
+
+def _declared(name: str, **bounds: Any) -> Any:
+    """Type in JSON of an option of `SamplingParams`, within its bounds but for those that are given here."""
+    field = SamplingParams.model_fields[name]
+    kind = without_none(field.annotation)
+    limits = {
+        bound: getattr(rule, bound)
+        for rule in field.metadata
+        for bound in ("ge", "gt", "le", "lt", "max_length")
+        if hasattr(rule, bound)
+    }
+    if get_origin(kind) is tuple:
+        kind, limits["fail_fast"] = list.__class_getitem__(get_args(kind)[0]), True
+    return Annotated[kind, Field(**limits | bounds), BeforeValidator(_whole)]
+
+
+_NAMES = ("n_predict", "num_predict", "max_new_tokens", "max_completion_tokens")
+_OTHERWISE = {
+    "n": Spelled(_declared("n", le=128), ("num_return_sequences",)),
+    "temperature": Spelled(_declared("temperature", le=100)),
+    "top_k": Spelled(
+        _declared("top_k", ge=-1, le=None), read=lambda k: min(k, 2**63 - 1) if k > 0 else None
+    ),
+    "top_p": Spelled(_declared("top_p", gt=None, ge=0)),
+    "repetition_penalty": Spelled(_declared("repetition_penalty", le=100), ("repeat_penalty",)),
+    "logit_bias": Spelled(Biases),
+    "seed": Spelled(
+        _declared("seed", ge=None, le=None), ("random_seed",), lambda seed: seed % 2**62
+    ),
+    "max_tokens": Spelled(_declared("max_tokens", ge=0), _NAMES),
+    "min_tokens": Spelled(_declared("min_tokens"), ("min_new_tokens",)),
+    "stop": Spelled(StopText | Stops, ("stop_sequences", "stop_strings")),
+    "stop_token_ids": Spelled(Annotated[TokenIds, Field(max_length=1024)]),
+}
+"""Options whose type or names JSON, OpenAI's API or the size of a body asks for; every other one is as it is declared."""
+SPELLED = {
+    name: _OTHERWISE.get(name) or Spelled(_declared(name))
+    for name in SamplingParams.model_fields
+    if name not in ("logprobs", "prompt_logprobs", "json_schema")
+}
+"""Fields of a body that are options of a request; the other three are asked for by fields of other types."""
 
 ANY: tuple[Any, ...] = ()
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -139,18 +191,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is refused, but for null."""
 
-RENAMED = {
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "num_return_sequences": "n",
-    "random_seed": "seed",
-    "json_schema": "guided_json",
+RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
+    "json_schema": "guided_json"
 }
 """Fields of other servers, with their names here; refused unless the field of that name has the same value."""
 
@@ -205,7 +247,17 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class Sampling(BaseModel):
+_FIELDS: dict[str, Any] = {
+    name: (
+        one.kind | None,
+        Field(None, description=SamplingParams.model_fields[name].description),
+    )
+    for name, one in SPELLED.items()
+}
+_SamplingFields: Any = create_model("_SamplingFields", **_FIELDS)
+
+
+class Sampling(_SamplingFields):
     """Fields that completions and chat completions share."""
 
     model_config = ConfigDict(
@@ -213,28 +265,12 @@ class Sampling(BaseModel):
     )
 
     model: str | None = None
-    n: Answers | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    seed: WholeNumber | None = None
-    stop: StopText | Stops | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Biases | None = None
-    max_tokens: NotNegative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     # vLLM's
-    top_k: OrMinusOne | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: NotNegative | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_routed_experts: bool | None = None
 
 
 class CompletionRequest(Sampling):

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.output import RequestOutput
-from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.stats import EngineStats
 from expertmesh.errors import CollectiveError, ConfigError
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import shown
+from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.template_process import render

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from expertmesh.config.base import dotted_values
 from expertmesh.config.output_file import new_folder
 from expertmesh.config.run import RunConfig
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.task import Data, Task
@@ -128,8 +129,7 @@ def prune(
         CheckpointError: the run has no usable checkpoint.
     """
     for option, value in (("keep", keep), ("max_samples", max_samples)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(option, value, "must be a whole number, 1 or more", "give one")
+        Number(1, fix="give one", types=WHOLE, optional=True).check(option, value)
     target = new_folder("to", target)
     run = with_data(load_run(source), data_path)
     data_key = read_run_state(run.checkpoint)["data_key"]

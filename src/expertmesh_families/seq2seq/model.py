@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import Attention, DenseContext, rope_tables
 from expertmesh.models.decoder import LanguageModel
-from expertmesh.models.inputs import (
-    check_cache,
-    check_home,
-    check_ids,
-    check_mask,
-    check_rows,
-    check_whole,
-)
+from expertmesh.models.inputs import check_cache, check_home, check_ids, check_mask
 from expertmesh.models.layers import (
     FeedForward,
     RMSNorm,
@@ -33,6 +26,7 @@ from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.attention.dense import attention
 from expertmesh.ops.attention.visible import Visible, visible_source
+from expertmesh.ops.check import IDS, INTEGERS, Arg, check_device, check_tensor
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.plain_call import can_look_at
@@ -43,6 +37,8 @@ from expertmesh_families.seq2seq.positions import UntiedPositions
 from expertmesh_families.seq2seq.spec import seq2seq_spec
 from expertmesh_families.seq2seq.token_dropout import TokenDropout
 
+_INDEX = Arg("T", INTEGERS, "one per token")
+_PLACES = Arg("N", IDS, "one per logit", below="T", fix="give places in target_BS.flatten()")
 Memory = tuple[Tensor, Tensor]
 """Keys and values of the sources for one layer, (sources, H, S, head_dim) each."""
 
@@ -474,19 +470,16 @@ class Seq2Seq(LanguageModel):
             raise ConfigError(
                 f"source_BS has {len(source_BS)} rows and target_BS {len(target_BS)}; give one target per source"
             )
-        if target_BS.device != source_BS.device:
-            raise ConfigError(
-                f"target_BS is on {target_BS.device} and source_BS on {source_BS.device}; move one of them with .to()"
-            )
-        for name, index_T, ids in (
-            ("source_index_T", source_index_T, source_BS),
-            ("target_index_T", target_index_T, target_BS),
-        ):
+        check_device("target_BS", target_BS, source_BS.device, of="source_BS")
+        given = {"source_index_T": source_index_T, "target_index_T": target_index_T}
+        for (name, index_T), ids in zip(given.items(), (source_BS, target_BS), strict=True):
             if index_T is not None:
-                check_whole(name, index_T, ids, ((ids.numel(),),), of="one per token")
+                check_tensor(name, index_T, _INDEX, {"T": ids.numel()}, device=ids.device)
         if target_places_N is not None:
-            fix = "give places in target_BS.flatten()"
-            check_rows("target_places_N", target_places_N, target_BS, of="one per logit", fix=fix)
+            sizes = {"T": target_BS.numel()}
+            check_tensor(
+                "target_places_N", target_places_N, _PLACES, sizes, device=target_BS.device
+            )
 
     def _encode(
         self,

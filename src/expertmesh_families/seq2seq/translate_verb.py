@@ -2,26 +2,52 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from expertmesh.cli.decoding import add_place, kept, open_decoder, say_precision
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.decoding import OnDevice, kept, open_decoder, say_precision
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.prompts import read_standard_input
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.base import expanded, launched_rank
-from expertmesh.config.output_file import output_file
+from expertmesh.config.fields import ModelFolder, NewFile, Positive, Ratio, Spelling
+from expertmesh.config.run import SlicesConfig
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertmesh.runs.open import LoadedModel
 
-_EXAMPLES = """\
-examples:
-  expertmesh translate runs/translate-multi30k --to de "Two dogs play in the snow."
-  expertmesh translate runs/translate-multi30k --to de --input test.en --output out.de --reference test.de
-"""
+
+class TranslateVerb(OnDevice):
+    """Translates with the newest checkpoint of a run.
+
+    examples:
+      expertmesh translate runs/translate-multi30k --to de "Two dogs play in the snow."
+      expertmesh translate runs/translate-multi30k --to de --input test.en --output out.de --reference test.de
+    """
+
+    run: ModelFolder
+    """run directory"""
+    text: Annotated[tuple[str, ...], Spelling("TEXT", is_word=True, is_free=True)] = ()
+    """texts to translate; - reads lines from standard input"""
+    to: Annotated[str, Spelling("LANG")]
+    """target language"""
+    input: Annotated[str | None, Spelling("FILE", is_read=True)] = None
+    """file with a text to translate on each line; - reads standard input"""
+    output: NewFile | None = None
+    """file for the translations (default: standard output)"""
+    reference: Annotated[str | None, Spelling("FILE", is_read=True)] = None
+    """file with reference translations: prints BLEU and chrF"""
+    beams: Annotated[Positive, Spelling(stands_for=("num_beams",))] = 5
+    """number of beams of the beam search"""
+    length_penalty: Ratio = 1.0
+    """length penalty; larger: longer translations; 0: none"""
+    split_long: bool = False
+    """translate texts that the model cannot read at once in pieces, cut where sentences end"""
+    batch_size: Positive = 32
+    """batch size in texts"""
+    parallel: SlicesConfig = SlicesConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -37,14 +63,10 @@ def run(argv: list[str]) -> int:
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     with once_per_host():
-        options = _parser().parse_args(argv)
-        check_least(options, beams=1, batch_size=1, length_penalty=0)
+        options = parsed(TranslateVerb, argv)
     is_first = launched_rank()[0] == 0
     texts, references = _texts(options) if is_first else ([], None)
-    read = (options.input, options.reference)
-    output = None
-    if options.output is not None and is_first:
-        output = output_file("output", options.output, read=read)
+    output = expanded(options.output) if options.output is not None and is_first else None
     if references is not None:
         from expertmesh_families.seq2seq.scores import check_sacrebleu, score
 
@@ -106,50 +128,11 @@ def _translated(
         )
 
 
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh translate",
-        description="Translates with the newest checkpoint of a run.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_run(
-        "text", metavar="TEXT", help="texts to translate; - reads lines from standard input"
-    )
-    parser.add_argument("--to", required=True, metavar="LANG", help="language that is wanted")
-    parser.add_argument(
-        "--input",
-        metavar="FILE",
-        help="lines to translate, instead of texts; - reads standard input",
-    )
-    parser.add_argument("--output", metavar="FILE", help="where the translations go (the screen)")
-    parser.add_argument(
-        "--reference", metavar="FILE", help="right translations: prints BLEU and chrF"
-    )
-    parser.add_argument("--beams", type=int, default=5, metavar="N", help="of the beam search (5)")
-    parser.add_argument(
-        "--length-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="larger: longer translations; 0: none (1)",
-    )
-    parser.add_argument(
-        "--split-long",
-        action="store_true",
-        help="translate texts that the model cannot read at once in pieces, cut where sentences end",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="texts at a time (32)"
-    )
-    add_place(parser)
-    return parser
-
-
 def _texts(options: Any) -> tuple[list[str], list[str] | None]:
     """Texts to translate, and references of as many lines, or None."""
     if bool(options.text) == (options.input is not None):
         raise ConfigError("no text, or text and --input; give one of the two, for example 'a dog'")
-    texts: list[str] = options.text
+    texts = list(options.text)
     if texts == ["-"] or options.input == "-":
         texts = lines_of(read_standard_input())
     elif options.input is not None:

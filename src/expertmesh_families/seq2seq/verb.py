@@ -7,7 +7,6 @@ TRANSLATE = Verb(
     'translate a text:             expertmesh translate runs/translate-multi30k --to de "a dog"',
     run="expertmesh_families.seq2seq.translate_verb:run",
     is_of_all_ranks=True,
-    flags={"parallel.es_degree": "es-degree", "num_beams": "beams"},
     memory_fix="lower --batch-size, or use a smaller model",
 )
 """`expertmesh translate`."""

@@ -1,12 +1,15 @@
 """`expertmesh classify RUN IMAGE...`: classify images with the newest checkpoint of a run."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from expertmesh.cli.decoding import add_device, place_of, say_precision
-from expertmesh.cli.flags import OptionParser, add_data, check_least
+from pydantic import model_validator
+
+from expertmesh.cli.decoding import OnDevice, place_of, say_precision
+from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, told_of_data
-from expertmesh.config.output_file import output_file
+from expertmesh.config.base import expanded
+from expertmesh.config.fields import DataPlace, ModelFolder, NewFile, Positive, Spelling
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError
 from expertmesh_families.swin.config import Fit
@@ -18,12 +21,60 @@ _SHOWN = 3
 _ROWS = 64
 """Approximate patches of an image in most layers, for which the number of threads is chosen."""
 
-_EXAMPLES = """\
-examples:
-  expertmesh classify runs/pets cat.png dog.jpg
-  expertmesh classify runs/swin-mnist images-idx3-ubyte.gz@8001 --picture experts.png
-  expertmesh classify runs/swin-mnist --score --capacity 0.5
-"""
+
+class ClassifyVerb(OnDevice):
+    """Classifies images with the newest checkpoint of a run.
+
+    examples:
+      expertmesh classify runs/pets cat.png dog.jpg
+      expertmesh classify runs/swin-mnist images-idx3-ubyte.gz@8001 --picture experts.png
+      expertmesh classify runs/swin-mnist --score --capacity 0.5
+    """
+
+    run: ModelFolder
+    """run directory"""
+    image: Annotated[tuple[str, ...], Spelling("IMAGE", is_word=True, is_read=True)] = ()
+    """image files; of an IDX file the N-th image is FILE@N, from 0"""
+    fit: Annotated[Fit | None, Spelling(stands_for=("data.fit",))] = None
+    """how images of another size are fitted (default: as in training)"""
+    top: Positive | None = None
+    """number of classes to show (default: 3)"""
+    picture: NewFile | None = None
+    """PNG picture to write of which expert took which patch"""
+    score: bool = False
+    """print the accuracy on the run's validation images instead"""
+    capacity: Annotated[float | None, Spelling(stands_for=("model.moe.eval_capacity_factor",))] = (
+        None
+    )
+    """capacity factor of the experts (default: no limit, so that images are classified alone)"""
+    drop_policy: Annotated[str | None, Spelling("NAME", stands_for=("model.moe.drop_policy",))] = (
+        None
+    )
+    """tokens that stay over capacity (default: as in training)"""
+    batch_size: Positive = 64
+    """batch size in images"""
+    data: DataPlace = DataPlace()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.image) == self.score:
+            raise ConfigError(
+                "no image, or images and --score; give one of the two, for example a.png"
+            )
+        without, fix = not self.score, "leave it out"
+        self.require(
+            without or self.picture is None,
+            "picture",
+            "shows images, and --score has none",
+            "name some",
+        )
+        self.require(
+            self.score or self.data.path is None, "data.path", "has no effect without --score", fix
+        )
+        for name in ("top", "fit"):
+            is_idle = self.score and getattr(self, name) is not None
+            self.require(not is_idle, name, "has no effect with --score", fix)
+        return self
 
 
 def run(argv: list[str]) -> int:
@@ -36,28 +87,11 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule, or an image cannot be read.
         CheckpointError: the run has no usable checkpoint.
     """
-    options = _parser().parse_args(argv)
-    if bool(options.image) == options.score:
-        raise ConfigError("no image, or images and --score; give one of the two, for example a.png")
-    if options.score and options.picture is not None:
-        raise ConfigError(
-            f"--picture {options.picture}: shows images, and --score has none; name some"
-        )
-    if options.data_path is not None and not options.score:
-        raise ConfigError(
-            f"--data.path {' '.join(options.data_path)}: has no effect without --score; leave it out"
-        )
-    for name in ("top", "fit"):
-        if options.score and getattr(options, name) is not None:
-            raise ConfigError(
-                f"--{name} {getattr(options, name)}: has no effect with --score; leave it out"
-            )
-    check_least(options, top=1, batch_size=1)
-    picture = None
-    if options.picture is not None:
+    options = parsed(ClassifyVerb, argv)
+    picture = None if options.picture is None else expanded(options.picture)
+    if picture is not None:
         from expertmesh_families.swin.expert_picture import check_pillow
 
-        picture = output_file("picture", options.picture, read=options.image)
         check_pillow(picture)
     found = _open(options)
     with told_of_data():
@@ -77,47 +111,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> OptionParser:
-    parser = OptionParser(
-        prog="expertmesh classify",
-        description="Classifies images with the newest checkpoint of a run.",
-        epilog=_EXAMPLES,
-    )
-    parser.add_run(
-        "image",
-        metavar="IMAGE",
-        help="image files; of an IDX file the N-th image is FILE@N, from 0",
-    )
-    parser.add_argument(
-        "--fit",
-        choices=get_args(Fit),
-        help="what happens to images of another size (that of the training)",
-    )
-    parser.add_argument("--top", type=int, metavar="N", help="classes to show (3)")
-    parser.add_argument(
-        "--picture", metavar="FILE", help="a picture of which expert took which patch (.png)"
-    )
-    parser.add_argument(
-        "--score", action="store_true", help="instead: accuracy on the run's validation images"
-    )
-    parser.add_argument(
-        "--capacity",
-        type=float,
-        metavar="X",
-        help="rows per expert as a ratio of the even share (no limit, so that images answer alone)",
-    )
-    parser.add_argument(
-        "--drop-policy", metavar="NAME", help="who stays over capacity (that of the training)"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="images at a time (64)"
-    )
-    add_device(parser)
-    add_data(parser)
-    return parser
-
-
-def _open(options: Any) -> Any:
+def _open(options: ClassifyVerb) -> Any:
     """Run of the options, with their expert capacity and drop policy."""
     from expertmesh.runs.open import find_model
     from expertmesh_families.swin.config import SwinRunConfig
@@ -143,7 +137,7 @@ def _open(options: Any) -> Any:
     return replace(found, config=found.config.updated(changes))
 
 
-def _classify(found: Any, options: Any) -> "list[Classified]":
+def _classify(found: Any, options: ClassifyVerb) -> "list[Classified]":
     """Class probabilities of each image."""
     with loading():
         from expertmesh.runs.open import open_model
@@ -165,7 +159,7 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
         )
 
 
-def _score(found: Any, options: Any) -> str:
+def _score(found: Any, options: ClassifyVerb) -> str:
     """Accuracy and loss on all validation images."""
     with loading():
         from expertmesh.runs.data_paths import with_data
@@ -173,7 +167,7 @@ def _score(found: Any, options: Any) -> str:
         from expertmesh.training.evaluate import evaluate, watched
         from expertmesh.training.threads import threads_of_calls
 
-        opened = open_model(with_data(found, options.data_path), **place_of(options))
+        opened = open_model(with_data(found, options.data.path), **place_of(options))
         task, model, precision = opened.task, opened.model, opened.precision
         with notes_known():
             data = task.prepare()

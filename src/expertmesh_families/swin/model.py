@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.errors import ConfigError, named
 from expertmesh.models.classifier import ImageScores
-from expertmesh.models.inputs import check_home, check_tensor, check_whole
+from expertmesh.models.inputs import check_home
 from expertmesh.models.layers import (
     FeedForward,
     check_model_arguments,
@@ -28,6 +27,7 @@ from expertmesh.moe.init import draw_seed
 from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
+from expertmesh.ops.check import FLOATS, INTEGERS, Arg, check_tensor
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.spec.model_spec import ModelSpec
 from expertmesh_families.swin.config import SwinConfig
@@ -41,6 +41,13 @@ from expertmesh_families.swin.windows import (
     relative_index,
 )
 
+_IMAGES = Arg(
+    "BCHW",
+    FLOATS._replace(fix="convert it, normalised as in training"),
+    "images, channels, height and width",
+    reshape="resize them (one image is image[None]), or change model.image_size and model.num_channels",
+)
+_INDEX = Arg("B", INTEGERS, "one per image")
 _MOST_LOG_SCALE = math.log(100.0)
 _POSITION_BIAS = 16.0
 
@@ -381,21 +388,12 @@ class Swin(nn.Module):
         Raises:
             ConfigError: images or their indices have a wrong shape, dtype or device.
         """
-        what = f"a floating-point tensor of shape (images, {', '.join(map(str, self.size))})"
-        check_tensor("images_BCHW", images_BCHW, what=what)
-        if images_BCHW.ndim != 4 or tuple(images_BCHW.shape[1:]) != self.size:
-            raise ConfigError(
-                f"images of shape {tuple(images_BCHW.shape[1:])}: must be {self.size}, channels, height and width; resize "
-                f"them (one image is image[None]), or change {named('model.image_size')} and {named('model.num_channels')}"
-            )
-        if not images_BCHW.is_floating_point():
-            raise ConfigError(
-                f"images_BCHW has dtype {images_BCHW.dtype}; it must be floating-point, normalised as in training; convert it"
-            )
+        C, H, W = self.size
+        check_tensor("images_BCHW", images_BCHW, _IMAGES, {"C": C, "H": H, "W": W})
         check_home("images_BCHW", images_BCHW, self.patches, self.patches.weight)
         if image_index_B is not None:
-            shape = (len(images_BCHW),)
-            check_whole("image_index_B", image_index_B, images_BCHW, (shape,), of="one per image")
+            sizes, device = {"B": len(images_BCHW)}, images_BCHW.device
+            check_tensor("image_index_B", image_index_B, _INDEX, sizes, device=device)
         size, side = self.config.patch_size, self.config.map_sides[0]
         x = images_BCHW.to(self.patches.weight.dtype).unflatten(3, (side, size))
         x = x.unflatten(2, (side, size)).permute(0, 2, 4, 1, 3, 5)

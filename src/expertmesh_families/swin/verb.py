@@ -6,11 +6,6 @@ CLASSIFY = Verb(
     "classify",
     "classify images:              expertmesh classify runs/swin-mnist a.png",
     run="expertmesh_families.swin.classify_verb:run",
-    flags={
-        "data.fit": "fit",
-        "model.moe.eval_capacity_factor": "capacity",
-        "model.moe.drop_policy": "drop-policy",
-    },
     memory_fix="lower --batch-size, or use a smaller model",
 )
 """`expertmesh classify`."""

@@ -417,5 +417,6 @@ def test_wrong_options_are_one_line(options, words):
 
 
 def test_images_of_another_shape_are_refused():
-    with pytest.raises(ConfigError, match=r"images of shape \(3, 32, 32\): must be \(3, 16, 16\)"):
+    words = r"images_BCHW has shape \(1, 3, 32, 32\); it must be \(B, 3, 16, 16\).*; resize them"
+    with pytest.raises(ConfigError, match=words):
         Swin(config(), seed=0)(torch.zeros(1, 3, 32, 32))

@@ -25,8 +25,12 @@ def swin():
 IMAGES = torch.ones(2, 3, 16, 16)
 SWIN_CALLS = {
     "images of a list": ([1.0], {}, "images_BCHW is a list"),
-    "one image": (IMAGES[0], {}, r"images of shape \(16, 16\): must be \(3, 16, 16\)"),
-    "images of another size": (IMAGES[..., 1:], {}, r"images of shape \(3, 16, 15\)"),
+    "one image": (
+        IMAGES[0],
+        {},
+        r"images_BCHW has shape \(3, 16, 16\); it must be \(B, 3, 16, 16\), .*image\[None\]",
+    ),
+    "images of another size": (IMAGES[..., 1:], {}, r"images_BCHW has shape \(2, 3, 16, 15\)"),
     "images of bytes": (IMAGES.to(torch.uint8), {}, "images_BCHW has dtype torch.uint8"),
     "images elsewhere": (IMAGES.to(META), {}, "images_BCHW is on meta and the model on cpu"),
     "indices of others": (IMAGES, {"image_index_B": torch.arange(3)}, "image_index_B has shape"),

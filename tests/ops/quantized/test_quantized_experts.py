@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
 
+from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.experts import quantized_rows
@@ -102,7 +103,10 @@ HAS_PRODUCTS = quantized_rows.has_products_of(torch.bfloat16)
         ("int4", {"bias": True}, quantized_rows.cpu_reads_blocks()),
     ],
 )
-def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(form, sizes, serves):
+def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(
+    processor, form, sizes, serves
+):
+    processor(loaded=Loaded(None))
     made = experts(form, **sizes)
     made.arrange()
     c = call(made)

@@ -1,13 +1,13 @@
 """Translation of a hub model's config.json to options of our GPT; options that it lacks are refused, or logged if for training only."""
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.checkpoints.hub import parts
 from expertmesh.checkpoints.hub.family import ACTIVATIONS, HubFamily, Values, other_model
 from expertmesh.checkpoints.hub.find_family import hub_family
+from expertmesh.config.values import Number
 from expertmesh.costs.hub_sizes import check_hub_sizes
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
@@ -105,11 +105,7 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
 
 def _with_loss(config: ModelConfig, coef: Any) -> ModelConfig:
     """The configuration with the weight of the balance loss for transformers' `router_aux_loss_coef`."""
-    is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
-    if not is_number or not math.isfinite(coef) or coef < 0:
-        raise ConfigError(
-            f"router_aux_loss_coef={coef!r}: must be a finite number of at least 0; restore it from the hub"
-        )
+    Number(0, fix="restore it from the hub").check("router_aux_loss_coef", coef)
     weight = coef * config.moe.top_k / max(config.num_moe_layers, 1)
     moe = config.moe.model_copy(update={"aux_loss_weight": weight})
     return config.model_copy(update={"moe": moe})
@@ -144,10 +140,8 @@ def _refuse(values: Values, family: HubFamily) -> None:
                 "with default or yarn"
             )
         factor = rope.get("factor")
-        if rope_type == "yarn" and not (isinstance(factor, int | float) and factor >= 1):
-            raise ConfigError(
-                f"{name}.factor={factor!r}: must be a number of at least 1 with rope_type=yarn; restore config.json from the hub"
-            )
+        if rope_type == "yarn":
+            Number(1, fix="restore config.json from the hub").check(f"{name}.factor", factor)
 
 
 def left_out(values: Values) -> tuple[str, ...]:

@@ -6,23 +6,44 @@ Values (ids, labels, mask entries) are checked on CPUs only: elsewhere the host 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from expertmesh.config.values import Number, check_choice, wrong_type
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
-from expertmesh.models.inputs import (
-    check_count,
-    check_ids,
-    check_range,
-    check_shape,
-    check_whole,
+from expertmesh.models.inputs import check_ids
+from expertmesh.ops.check import (
+    BOOL,
+    FLOATS,
+    INTEGERS,
+    WHOLE,
+    Arg,
+    Dtypes,
+    check_tensor,
+    wrong_shape,
 )
 from expertmesh.ops.plain_call import can_look_at
 
 IGNORED = -100
 """Label of positions that are not predicted."""
+_LABELS = Arg(
+    "BS",
+    INTEGERS,
+    "that of input_ids",
+    below="V",
+    but=IGNORED,
+    fix="use input_ids, the model shifts them",
+)
+_MASK = Arg(
+    "BL",
+    Dtypes("bool or int64", (*BOOL.dtypes, *INTEGERS.dtypes, *FLOATS.dtypes)),
+    "one entry per token, those in the cache included, 0 for padding: who looks at whom follows from it",
+    reshape="cut it; for packed documents train with expertmesh, or give one document per row",
+)
+_ONE = Arg("*", Dtypes("a number", (*INTEGERS.dtypes, *FLOATS.dtypes)))
+_KEPT = Number(0, fix="leave it out for all positions", types=WHOLE)
+_ITEMS = Number(0, fix="give the predicted tokens of the whole batch", is_open=True)
 
 
 def check_call(
@@ -51,9 +72,8 @@ def check_call(
     if input_ids is None:
         raise ConfigError("input_ids=None: this model reads token ids; give them")
     check_ids(input_ids, vocab_size=config.vocab_size, max_len=None, name="input_ids")
-    check_count("logits_to_keep", logits_to_keep, least=0, fix="leave it out for all positions")
-    if use_cache not in (None, True, False):
-        raise ConfigError(f"use_cache={use_cache!r}: must be True, False or None; leave it out")
+    _KEPT.check("logits_to_keep", logits_to_keep)
+    check_choice("use_cache", use_cache, (True, False, None))
     past = 0 if past_key_values is None else _past(past_key_values, input_ids, config)
     if attention_mask is not None:
         _check_mask(attention_mask, input_ids, past)
@@ -63,9 +83,9 @@ def check_call(
         raise ConfigError(
             f"logits_to_keep={logits_to_keep}: labels need the logits of all positions; leave one of the two out"
         )
-    check_whole("labels", labels, input_ids, (tuple(input_ids.shape),), of="that of input_ids")
-    fix = "use input_ids, the model shifts them"
-    check_range("labels", labels, below=config.vocab_size, but=IGNORED, fix=fix)
+    B, S = input_ids.shape
+    sizes = {"B": B, "S": S, "V": config.vocab_size}
+    check_tensor("labels", labels, _LABELS, sizes, device=input_ids.device)
     if num_items_in_batch is not None:
         _check_items(num_items_in_batch)
 
@@ -73,9 +93,8 @@ def check_call(
 def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
     """Number of tokens in a cache, after checks that it grows and belongs to this model and these sequences."""
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
-        raise ConfigError(
-            f"past_key_values is a {type(cache).__name__}; it must be a DynamicCache of transformers; take it from an output of this model"
-        )
+        fix = "take it from an output of this model"
+        raise wrong_type("past_key_values", cache, "a DynamicCache of transformers", fix)
     if cache.is_compileable:
         raise ConfigError(
             f"past_key_values: a {type(cache).__name__} has a fixed size; use a DynamicCache, or leave "
@@ -110,20 +129,11 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
 
 
 def _check_mask(mask: Any, input_ids: Tensor, past: int) -> None:
-    if isinstance(mask, Tensor) and mask.ndim > 2:
-        raise ConfigError(
-            f"attention_mask has shape {tuple(mask.shape)}; it must be (sequences, tokens), 0 for padding: who looks at whom follows from "
-            "it; for packed documents train with expertmesh, or give one document per row"
-        )
     B, S = input_ids.shape
-    if past and isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != past + S:
-        raise ConfigError(
-            f"attention_mask: has {mask.shape[1]} columns for {past} tokens in the cache and {S} new ones; give one for each"
-        )
-    check_shape("attention_mask", mask, input_ids, (B, past + S), of="one entry per token")
-    if mask.is_complex():
-        raise ConfigError(f"attention_mask has dtype {mask.dtype}; it must be bool or int64")
-    if mask.dtype != torch.bool and can_look_at(mask):
+    sizes = {"B": B, "L": past + S}
+    declared = _MASK._replace(of=f"{_MASK.of} ({past} tokens in the cache)") if past else _MASK
+    check_tensor("attention_mask", mask, declared, sizes, device=input_ids.device)
+    if mask.dtype not in BOOL.dtypes and can_look_at(mask):
         wrong = (mask != 0) & (mask != 1)
         if bool(wrong.any()):
             raise ConfigError(
@@ -133,14 +143,8 @@ def _check_mask(mask: Any, input_ids: Tensor, past: int) -> None:
 
 def _check_items(items: Any) -> None:
     if isinstance(items, Tensor):
-        if items.numel() != 1 or items.is_complex() or items.dtype == torch.bool:
-            raise ConfigError(
-                f"num_items_in_batch has shape {tuple(items.shape)} and dtype {items.dtype}; it must be one number; sum it"
-            )
-        value = items.item() if can_look_at(items) else 1
-    else:
-        value = items
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ConfigError(
-            f"num_items_in_batch={value!r}: must be a number above 0; give the predicted tokens of the whole batch"
-        )
+        check_tensor("num_items_in_batch", items, _ONE, {})
+        if items.numel() != 1:
+            raise wrong_shape("num_items_in_batch", items, "one number", "sum it")
+        items = items.item() if can_look_at(items) else 1
+    _ITEMS.check("num_items_in_batch", items)

@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.config.base import expanded
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.transformers.attention_check import (
     AttentionProbe,
@@ -29,7 +30,6 @@ from expertmesh.integrations.transformers.attention_check import (
 )
 from expertmesh.integrations.transformers.register import apply, is_experts, is_packed
 from expertmesh.models.attention import AttentionContext
-from expertmesh.models.inputs import check_count
 from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.op_set import DEFAULT_OPS
 from expertmesh.runs.precision import resolve_device
@@ -330,7 +330,8 @@ def _longest(name: str, config: Any, max_len: int | None) -> int | None:
     known = [getattr(config, option, None) for option in _LENGTHS]
     own: int | None = next((n for n in known if isinstance(n, int) and n > 0), None)
     if max_len is not None:
-        check_count("max_len", max_len, least=1, fix="give a number of tokens, or leave it out")
+        fix = "give a number of tokens, or leave it out"
+        Number(1, fix=fix, types=WHOLE).check("max_len", max_len)
     if max_len is not None and own is not None and max_len > own:
         raise ConfigError(
             "max_len",

@@ -21,17 +21,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import ModelOutput
 
 from expertmesh.config.base import saved_run
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.transformers.check_call import IGNORED, check_call
 from expertmesh.integrations.transformers.past_key_values import SequencesOf
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.inputs import check_count
 from expertmesh.models.token_losses import token_losses
 from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.runs.open import open_model
 from expertmesh.training.routing_losses import routing_losses
 
+_ROWS = Number(1, fix="leave it out to change nothing", types=WHOLE, optional=True)
 _log = logging.getLogger("expertmesh.integrations")
 
 
@@ -372,8 +373,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             ("new_num_tokens", new_num_tokens),
             ("pad_to_multiple_of", pad_to_multiple_of),
         ):
-            if value is not None:
-                check_count(name, value, least=1, fix="leave it out to change nothing")
+            _ROWS.check(name, value)
         size = self.gpt.vocab_size if new_num_tokens is None else new_num_tokens
         size += -size % (pad_to_multiple_of or 1)
         for config in (self.config, self.generation_config):

@@ -11,22 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
+from expertmesh.config.values import Number, python_number
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
-from expertmesh.models.inputs import (
-    check_cache,
-    check_context,
-    check_count,
-    check_home,
-    check_ids,
-    check_mask,
-    check_rows,
-    check_whole,
-)
+from expertmesh.models.inputs import MASK, check_cache, check_context, check_home, check_ids
 from expertmesh.models.latent_attention import LatentAttention
 from expertmesh.models.layers import (
     FeedForward,
@@ -35,13 +27,14 @@ from expertmesh.models.layers import (
     draw_weights,
     init_by_spec,
 )
-from expertmesh.moe.check_arguments import check_call_factor, check_top_k, python_number
+from expertmesh.moe.check_arguments import check_call_factor, check_top_k
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.large_sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
+from expertmesh.ops.check import IDS, INTEGERS, WHOLE, Arg, check_tensors
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.op_set import select_op_set
 from expertmesh.spec.model_spec import ModelSpec
@@ -77,6 +70,17 @@ class SequenceGroup(SharedTokens, Protocol):
 
     def gather(self, parameter: Tensor) -> Tensor:
         """The whole parameter, gathered from the ranks that it is sharded over."""
+
+
+_TENSORS = {
+    "token_mask_BS": MASK,
+    "document_BS": Arg("BS", INTEGERS, "the number of each token's document"),
+    "token_index": Arg("T|BS", INTEGERS, "one per token"),
+    "logit_rows_R": Arg(
+        "R", IDS, "one per token with logits", below="T", fix="give rows of ids_BS.flatten()"
+    ),
+}
+_NUM_LOGITS = Number(1, fix="leave it out for all positions", types=WHOLE, optional=True)
 
 
 def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
@@ -387,23 +391,17 @@ class GPT(LanguageModel):
         check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=max_len)
         check_home("ids_BS", ids_BS, self.embedding, self.embedding.weight)
         B, S = ids_BS.shape
-        if token_mask_BS is not None:
-            check_mask("token_mask_BS", token_mask_BS, ids_BS)
-        if document_BS is not None:
-            of = "the number of each token's document"
-            check_whole("document_BS", document_BS, ids_BS, ((B, S),), of=of)
-        if token_index is not None:
-            check_whole("token_index", token_index, ids_BS, ((B * S,), (B, S)), of="one per token")
-        if num_logits is not None:
-            check_count("num_logits", num_logits, least=1, fix="leave it out for all positions")
-        if logit_rows_R is not None:
-            if num_logits is not None:
-                raise ConfigError(
-                    f"num_logits={num_logits}: logit_rows_R says which tokens get logits; leave one of the two out"
-                )
-            fix = "give rows of ids_BS.flatten()"
-            check_rows(
-                "logit_rows_R", logit_rows_R, ids_BS, of="one per token with logits", fix=fix
+        given = {
+            "token_mask_BS": token_mask_BS,
+            "document_BS": document_BS,
+            "token_index": token_index,
+            "logit_rows_R": logit_rows_R,
+        }
+        check_tensors(_TENSORS, given, {"B": B, "S": S, "T": B * S}, device=ids_BS.device)
+        _NUM_LOGITS.check("num_logits", num_logits)
+        if num_logits is not None and logit_rows_R is not None:
+            raise ConfigError(
+                f"num_logits={num_logits}: logit_rows_R says which tokens get logits; leave one of the two out"
             )
 
     def _choices(

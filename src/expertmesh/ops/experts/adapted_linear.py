@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.errors import ConfigError
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.check import check_like
 from expertmesh.ops.cpu import adapted_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype, without_autocast
 from expertmesh.ops.experts.grouped_linear import check_rows_and_matrices, grouped_linear
@@ -66,10 +66,7 @@ def adapted_linear(
         check_rows_and_matrices(x_RK, w, offsets_E, None, transposed=transposed)
         check_rows_and_matrices(x_RK, a_ErK, offsets_E, None, transposed=False)
         expected = (*w_ENK.shape[:2], a_ErK.shape[1])
-        if tuple(b_ENr.shape) != expected:
-            raise ConfigError(
-                f"b has shape {tuple(b_ENr.shape)}; it must be {expected} here; check the adapters"
-            )
+        check_like("b", b_ENr, expected, fix="check the adapters")
         y: Tensor = _adapted_linear(x_RK, w_ENK, offsets_E, a_ErK, b_ENr, scaling)[0]
         return y
     y = grouped_linear(x_RK, w, offsets_E, b_EN=bias_EN, transposed=transposed, backend=backend)

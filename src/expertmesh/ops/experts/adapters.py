@@ -15,13 +15,14 @@ from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate
+from expertmesh.ops.experts import native
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.invariant import forward_of_runs as invariant_forward
 from expertmesh.ops.experts.weighted_activation import weighted_activation
 from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
 Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Function ((R, K) rows sorted by expert, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with the adapted matrices."""
@@ -46,7 +47,7 @@ def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not synchronise."""
     assert call.maps is not None
     if call.batch_invariant:
-        return invariant_forward(call)
+        return _forward_of_runs_invariant(call)
     rows = [_rows_of(run, call.maps, call.weights_TK.shape[1]) for run in call.runs]
     how: dict[str, Any] = {"offsets_E": call.maps.offsets_E, "backend": call.backend}
     on_in, on_out = (
@@ -54,6 +55,27 @@ def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
         for each in ([run.on_in for run in call.runs], [run.on_out for run in call.runs])
     )
     return _between(call, on_in, on_out)
+
+
+def _forward_of_runs_invariant(call: ExpertsCall) -> Tensor:
+    """Compute `forward_of_runs` with batch-invariant sums; tokens without adapters get the bits of a call without runs."""
+    maps, bare = call.maps, call._replace(runs=())
+    assert maps is not None
+    if not native.serves_rows(bare):
+        return invariant_forward(call)
+    E = call.experts.num_experts
+    ids_TK = native.ids_of(maps, call.weights_TK.shape)
+    has_T1 = torch.zeros(len(ids_TK), 1, dtype=torch.bool, device=ids_TK.device)
+    for run in call.runs:
+        if run.on_in is not None or run.on_out is not None:
+            has_T1[run.first : run.stop] = True
+    with_TK, without_TK = ids_TK.masked_fill(~has_T1, E), ids_TK.masked_fill(has_T1, E)
+    y_TD, _ = native.forward_of_rows(
+        bare._replace(maps=route_metadata(without_TK, E)), save_h=False
+    )
+    return torch.where(
+        has_T1, invariant_forward(call._replace(maps=route_metadata(with_TK, E))), y_TD
+    )
 
 
 def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:

@@ -16,13 +16,13 @@ from expertmesh.ops.experts import (
     call,
     few_rows,
     invariant,
+    native,
     quantized_formats,
     quantized_rows,
     quantized_triton,
     torch_backward,
     torch_forward,
     triton_backend,
-    weight_first,
 )
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
@@ -122,7 +122,7 @@ _BY_TORCH = partial(call.backward, torch_backward.backward)
 _BY_TRITON = partial(call.backward, triton_backend.backward)
 
 BACKENDS: dict[str, Backend] = {
-    "weight_first": Backend(weight_first.serves, weight_first.forward),
+    "native": Backend(native.serves_ids, native.forward_of_ids),
     "few_rows": Backend(_has_few_rows, _few_rows),
     "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
     "adapter_runs": Backend(
@@ -133,6 +133,14 @@ BACKENDS: dict[str, Backend] = {
         lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True
     ),
     "quantized_triton": Backend(quantized_triton.serves, quantized_triton.forward),
+    "native_rows": Backend(
+        native.serves_rows,
+        native.forward_of_rows,
+        _BY_TORCH,
+        trains=True,
+        data_grads=partial(call.data_grads, torch_backward.data_grads),
+        weight_grads=partial(call.weight_grads, torch_backward.weight_grads),
+    ),
     "invariant_triton": Backend(
         lambda c: c.batch_invariant and c.backend == "triton" and _reads(c, "invariant_triton"),
         invariant.forward_triton,

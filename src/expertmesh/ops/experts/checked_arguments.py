@@ -6,6 +6,7 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.check import check_like
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
@@ -54,13 +55,13 @@ def _check(call: ExpertsCall, maps: RouteMetadata) -> None:
         _check_dense(w, x, weights, G)
     E, D = w.num_slots, x.shape[1]
     for i, (b_in, one) in enumerate(zip(w.b_in, w.slices(), strict=False)):
-        _check_tensor(f"b_in{_at(w, i)}", b_in, (E, G, one.shape[2]), x.dtype)
+        check_like(f"b_in{_at(w, i)}", b_in, (E, G, one.shape[2]), x.dtype)
     if w.b_out is not None:
-        _check_tensor("b_out", w.b_out, (E, D), x.dtype)
+        check_like("b_out", w.b_out, (E, D), x.dtype)
     num_slots = x.shape[0] * weights.shape[1]
-    _check_tensor("weights", weights, (x.shape[0], weights.shape[1]))
-    _check_tensor("metadata.offsets", maps.offsets_E, (E + 1,))
-    _check_tensor("metadata.row_of_slot", maps.row_of_slot_N, (num_slots,))
+    check_like("weights", weights, (x.shape[0], weights.shape[1]))
+    check_like("metadata.offsets", maps.offsets_E, (E + 1,))
+    check_like("metadata.row_of_slot", maps.row_of_slot_N, (num_slots,))
 
 
 def _check_dense(w: ExpertWeights, x: Tensor, weights: Tensor, G: int) -> None:
@@ -71,8 +72,8 @@ def _check_dense(w: ExpertWeights, x: Tensor, weights: Tensor, G: int) -> None:
                 "they must have 2 (T, D), 4 (E, G, F, D), 3 (E, D, F), 2 (T, K); reshape them"
             )
         E, F, D = w.num_slots, w_in.shape[2], x.shape[1]
-        _check_tensor(f"w_in{_at(w, i)}", w_in, (E, G, F, D), x.dtype)
-        _check_tensor(f"w_out{_at(w, i)}", w_out, (E, D, F), x.dtype)
+        check_like(f"w_in{_at(w, i)}", w_in, (E, G, F, D), x.dtype)
+        check_like(f"w_out{_at(w, i)}", w_out, (E, D, F), x.dtype)
 
 
 def _at(w: ExpertWeights, i: int) -> str:
@@ -106,7 +107,7 @@ def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[T
             )
         for buffer, parameter in zip(given[name], own, strict=True):
             wide = accumulate_dtype(parameter.dtype)
-            _check_tensor(f"main_grads.{name}", buffer, tuple(parameter.shape), wide)
+            check_like(f"main_grads.{name}", buffer, tuple(parameter.shape), wide)
             kinds = type(buffer.data).__name__, type(parameter.data).__name__
             if kinds[0] != kinds[1] and not torch.compiler.is_compiling():
                 raise ConfigError(
@@ -121,16 +122,3 @@ def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[T
                 )
         found += given[name]
     return found
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
-) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ConfigError(
-            f"{name} has shape {tuple(tensor.shape)}; it must be {shape} here; check the inputs"
-        )
-    if dtype is not None and tensor.dtype != dtype:
-        raise ConfigError(
-            f"{name} has dtype {tensor.dtype} and must have {dtype}; convert it or use autocast"
-        )

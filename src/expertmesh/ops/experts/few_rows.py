@@ -33,7 +33,7 @@ from expertmesh.ops.cpu.products import (
 )
 from expertmesh.ops.dtypes import accumulate_dtype, has_products_of
 from expertmesh.ops.plain_call import runs_plainly
-from expertmesh.ops.route_metadata import check_range
+from expertmesh.ops.route_metadata import check_range_of_ids
 
 MOST_SLOTS = 512
 """Maximum number of slots; above about this number PyTorch sorts slots faster than Python."""
@@ -170,7 +170,7 @@ class _Order:
     @staticmethod
     def of(ids: list[int], top_k: int, num_experts: int) -> "_Order":
         least, most = min(ids), max(ids)
-        check_range(least, most, num_experts)
+        check_range_of_ids(least, most, num_experts)
         if len(ids) == top_k and most < num_experts:
             return _Order(ids, [1] * top_k, None)
         # stable sort by expert; rows behind the last end are dead

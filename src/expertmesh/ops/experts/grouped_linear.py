@@ -11,6 +11,7 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops import triton_linear
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.check import check_like
 from expertmesh.ops.cpu import grouped_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, without_autocast
 from expertmesh.ops.plain_call import runs_plainly
@@ -74,23 +75,10 @@ def check_rows_and_matrices(
         raise ConfigError(
             f"x has rows of {x_RK.shape[1]} and w takes {K}; they must be equal; check transposed={transposed}"
         )
-    if tuple(offsets_E.shape) != (E + 1,):
-        raise ConfigError(
-            f"offsets has shape {tuple(offsets_E.shape)}; it must be ({E + 1},), one more than experts; check the metadata"
-        )
-    if offsets_E.dtype != torch.int32:
-        raise ConfigError(
-            f"offsets has dtype {offsets_E.dtype}; it must be int32; convert it with .int()"
-        )
-    if b_EN is not None and tuple(b_EN.shape) != (E, N):
-        raise ConfigError(
-            f"bias has shape {tuple(b_EN.shape)}; it must be ({E}, {N}) here; check the inputs"
-        )
-    for name, tensor in (("w", w), ("bias", b_EN)):
-        if tensor is not None and tensor.dtype != x_RK.dtype:
-            raise ConfigError(
-                f"{name} has dtype {tensor.dtype} and must have {x_RK.dtype}; convert it or use autocast"
-            )
+    check_like("offsets", offsets_E, (E + 1,), torch.int32, fix="check the metadata")
+    check_like("w", w, tuple(w.shape), x_RK.dtype)
+    if b_EN is not None:
+        check_like("bias", b_EN, (E, N), x_RK.dtype)
 
 
 def _module(backend: str) -> Any:

@@ -18,7 +18,7 @@ from expertmesh.ops.experts.torch_forward import row_weights
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.operators import BlockProduct, block_of
-from expertmesh.ops.permute import sum_rows
+from expertmesh.ops.permute import sum_rows_in_order
 
 _CHUNK_ROWS = 1024
 """Number of rows processed together; bounds the memory of FP32 intermediates."""
@@ -65,7 +65,7 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
             call=call,
             run_of_T=run_of_T,
         )
-    y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
+    y_TD = sum_rows_in_order(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
     return y_TD.to(x_TD.dtype)
 
 

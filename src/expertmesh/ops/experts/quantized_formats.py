@@ -19,7 +19,7 @@ from expertmesh.ops.quantized.rounding import BLOCK, Rounded, widened
 class QuantizedFormat(WeightFormat):
     """Format of values with scales; this class has one byte per number and scales that `widened` takes."""
 
-    backends: tuple[str, ...] = ("quantized_rows", "quantized_triton", "torch")
+    backends: tuple[str, ...] = ("native", "quantized_rows", "quantized_triton", "torch")
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
         """See `WeightFormat`; dtype is the dtype of the scales."""
@@ -48,6 +48,8 @@ class QuantizedFormat(WeightFormat):
 
 class Fp8(QuantizedFormat):
     """FP8 (e4m3) with one scale per block of 128 by 128."""
+
+    backends: tuple[str, ...] = ("quantized_triton", "torch")
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
         """See `WeightFormat`; dtype is the dtype of the scales."""
@@ -85,6 +87,8 @@ class Int4(QuantizedFormat):
 
 class Int4ForCpu(Int4):
     """Int4 in the order of PyTorch's product on the CPU; unpacked matrices are transposed in memory."""
+
+    backends: tuple[str, ...] = ("quantized_rows", "torch")
 
     def unpack_in(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
         """See `QuantizedFormat`."""

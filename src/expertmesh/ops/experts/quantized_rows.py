@@ -15,7 +15,7 @@ from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.quantized.pack import cpu_reads_blocks
-from expertmesh.ops.route_metadata import check_range
+from expertmesh.ops.route_metadata import check_range_of_ids
 
 MOST_ROWS = {"int8": 16, "int4_cpu": 64}
 """Maximum number of rows of one expert; higher for int4, which takes longer to widen."""
@@ -71,7 +71,7 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     experts = c.experts.slices()[0]
     E, D = experts.shape[0], experts.shape[3]
     (T, K), ids = c.ids_TK.shape, c.ids_TK.flatten().tolist()
-    check_range(min(ids), max(ids), E)
+    check_range_of_ids(min(ids), max(ids), E)
     dtype = autocast_dtype(c.x_TD.device) or c.x_TD.dtype
     s_N1 = c.weights_TK.reshape(-1, 1).float()
     if T == 1 and max(ids) < E and len(set(ids)) == K:  # the rows are the token's choices in order

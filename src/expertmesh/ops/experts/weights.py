@@ -28,7 +28,7 @@ class WeightFormat:
     """
 
     backends: tuple[str, ...] = (
-        "weight_first",
+        "native",
         "few_rows",
         "adapters",
         "reference",

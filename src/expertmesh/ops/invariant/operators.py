@@ -4,7 +4,8 @@ Ordinary operators do not guarantee this. A library's matrix product selects its
 by the number of rows, and at the edge of a matrix even by a row's position. A vectorised `exp` may use other code for
 the last elements of a tensor. Here
 
-* products run in calls of few rows, with matrix sizes that are multiples of 16. A trial finds the numbers of rows with
+* products on a CPU are the native kernels' (`kernels/cpu`), whose order of sums never depends on the number of rows;
+* where there are none, products run in calls of few rows, with matrix sizes that are multiples of 16. A trial finds the numbers of rows with
   equal results at all positions; other calls are padded, or run row by row. (Triton: our kernel, with fixed tiles);
 * `exp` and other point-wise functions run over pieces of one fixed length, which PyTorch does not divide among threads;
 * sums along a row are PyTorch's, with as few elements, if a trial has shown that other rows do not matter; otherwise a
@@ -27,6 +28,7 @@ from expertmesh.ops import triton_linear
 from expertmesh.ops.activation import second_branch
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
+from expertmesh.ops.invariant import native_linear
 from expertmesh.ops.invariant.kept import kept_now
 from expertmesh.ops.onednn import can_pack, onednn_linear, pack
 from expertmesh.ops.plain_call import runs_plainly
@@ -391,6 +393,8 @@ def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) 
             return triton_linear.forward(
                 x_RK, w_NK[None], offsets_E, b_EN, transposed=False, batch_invariant=True
             )
+        if native_linear.serves(x_RK, w_NK, b_N):
+            return native_linear.linear(x_RK, w_NK, b_N)
         dtype = gemm_dtype(x_RK.device, x_RK.dtype)
         block = block_of(w_NK, b_N, dtype)
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))

@@ -1,11 +1,12 @@
 """Checks that the experts of a layer can be sharded with given options, before anything is changed."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from expertmesh.comm.mesh import ExpertDegrees, expert_degrees
 from expertmesh.config.dispatch_options import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
+from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
@@ -55,8 +56,8 @@ def check_spread(
         raise ConfigError(
             f"num_replicas={num_replicas}: must divide the {num_ranks} ranks; choose a divisor"
         )
-    check_word("order", order, ExpertOrder)
-    check_word("keep", keep, Keep)
+    check_choice("order", order, get_args(ExpertOrder))
+    check_choice("keep", keep, get_args(Keep))
     each = num_ranks // num_replicas
     if isinstance(experts, GroupedExperts):
         degrees = expert_degrees(
@@ -90,7 +91,7 @@ def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_rank
     Raises:
         ConfigError: an option has no such value.
     """
-    check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
+    check_choice("dispatch_dtype", dispatch_dtype, get_args(DispatchDtype))
     if nodes is not None and len(nodes) != num_ranks:
         raise ConfigError(
             f"nodes={tuple(nodes)}: must name the node of each of the {num_ranks} ranks; leave it out to have "
@@ -126,14 +127,8 @@ def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange
             f"replicated_experts={way.replicated_experts} with {stay}: they stay where they are; leave it out"
         )
     if way.all_to_all is not None:
-        check_word("all_to_all", way.all_to_all, AllToAll)
+        check_choice("all_to_all", way.all_to_all, get_args(AllToAll))
     if has_exchange and way.all_to_all not in (None, "flat"):
         raise ConfigError(
             f"all_to_all={way.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave one out"
         )
-
-
-def check_word(name: str, value: str, words: Any) -> None:
-    """Raise ConfigError unless the value of an option is among the words of a `Literal`."""
-    if value not in get_args(words):
-        raise ConfigError(f"{name}={value!r}: must be {', '.join(get_args(words))}; choose one")

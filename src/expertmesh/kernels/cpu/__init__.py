@@ -1,0 +1,1 @@
+"""Kernels for processors, in C: built at first use, see `build.py`."""

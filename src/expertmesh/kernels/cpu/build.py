@@ -1,0 +1,181 @@
+"""Compiles the kernels at first use, and keeps the object in the user's cache folder.
+
+An object is loaded only if nobody else can have written it: folder and file belong to the user, no other may write to
+them or to a folder above, none of them is a link, and the file's name holds the hash of its content. Otherwise the
+kernels are compiled for this process alone, in a folder of its own that is removed at once.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from expertmesh.config.base import user_cache_dir
+from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu.instructions import InstructionSet
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("cc", "gcc", "clang")
+OPTIONS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+"""Options of the compiler for every instruction set. Sums keep their order, and only what is written as one is fused."""
+_PATIENCE_S = 300
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled here; the message is the reason, in one line."""
+
+
+@contextmanager
+def built(instructions: InstructionSet) -> Iterator[Path]:
+    """Path of the object for an instruction set, from the cache or compiled now; valid inside the context.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    with contextlib.ExitStack() as stack:
+        compiler, found = _compiler(), None
+        # no home, a full disk, a file system without locks
+        with contextlib.suppress(OSError, ConfigError, BuildError):
+            found = _cached(compiler, instructions, user_cache_dir() / "kernels")
+        if found is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-")))
+            found = _compile(compiler, instructions, folder)
+        yield found
+
+
+def _compiler() -> list[str]:
+    """Command of the compiler: CC, else the first of `COMPILERS` that exists."""
+    given = os.environ.get("CC", "")
+    try:
+        command = shlex.split(given)
+    except ValueError as error:
+        raise BuildError(f"CC={given!r} is no command: {error}") from None
+    if command:
+        if shutil.which(command[0]) is None:
+            raise BuildError(f"CC={given!r} is not there")
+        return command
+    for name in COMPILERS:
+        if shutil.which(name) is not None:
+            return [name]
+    raise BuildError(f"there is no C compiler ({', '.join(COMPILERS)})")
+
+
+def _compile(compiler: list[str], instructions: InstructionSet, folder: Path) -> Path:
+    """Compile into a new file of the folder."""
+    out = folder / f"{instructions.name}-{os.getpid()}.so"
+    words = [*compiler, *OPTIONS, *instructions.options, str(SOURCES / "experts.c"), "-o", str(out)]
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
+            errors="replace",
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler[0]} does not run: {error}") from error
+    if done.returncode or not out.is_file():
+        errors = [
+            line for line in done.stderr.splitlines() if "error" in line
+        ] or done.stderr.splitlines()
+        out.unlink(missing_ok=True)
+        raise BuildError(
+            f"{compiler[0]} fails: {errors[0].strip() if errors else f'status {done.returncode}'}"
+        )
+    return out
+
+
+def _key(compiler: list[str], instructions: InstructionSet) -> str:
+    """Hash of all that an object depends on: sources, command, compiler, kind of processor."""
+    program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
+    about = program.stat()
+    words = [
+        *compiler,
+        str(program),
+        about.st_size,
+        about.st_mtime_ns,
+        *OPTIONS,
+        *instructions.options,
+        platform.machine(),
+    ]
+    digest = hashlib.sha256(repr(words).encode())
+    for path in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cached(compiler: list[str], instructions: InstructionSet, folder: Path) -> Path | None:
+    """The object in the cache, compiled if it is not there; None: the folder is not safe.
+
+    One process at a time compiles, and a file appears with its whole content.
+    """
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        return None
+    name = f"{instructions.name}-{_key(compiler, instructions)}"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in folder.glob(f"{name}-*.so"):
+            if _is_untouched(path):
+                return path
+            path.unlink()
+        new = _compile(compiler, instructions, folder)
+        new.chmod(0o700)
+        return new.rename(folder / f"{name}-{_hash(new)}.so")
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a folder belongs to the user alone, and nobody else can put another one in its place."""
+    own = os.lstat(folder)
+    if (
+        not stat.S_ISDIR(own.st_mode)
+        or own.st_uid != os.getuid()
+        or stat.S_IMODE(own.st_mode) & 0o077
+    ):
+        return False
+    path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links that are looked for
+    return all(_is_safe(above) for above in path.parents) and all(
+        map(_is_safe, path.resolve().parents)
+    )
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether a folder, or a link, belongs to the user or to root, and nobody else can replace its entries."""
+    about = os.lstat(path)
+    others_write = stat.S_IMODE(about.st_mode) & 0o022 and not about.st_mode & stat.S_ISVTX
+    return about.st_uid in (os.getuid(), 0) and (stat.S_ISLNK(about.st_mode) or not others_write)
+
+
+def _is_untouched(path: Path) -> bool:
+    """Whether a file of the cache is the user's own, with the content that its name says."""
+    about = os.lstat(path)
+    is_own = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_nlink == 1
+    return (
+        is_own
+        and not stat.S_IMODE(about.st_mode) & 0o022
+        and path.stem.rpartition("-")[2] == _hash(path)
+    )

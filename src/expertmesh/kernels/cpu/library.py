@@ -1,0 +1,259 @@
+"""Calls of the compiled kernels: tensors' addresses and sizes, written into the structs that `work.h` declares."""
+
+import ctypes
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertmesh.kernels.cpu.build import BuildError, built
+from expertmesh.kernels.cpu.instructions import InstructionSet, allowed_sets
+
+_log = logging.getLogger("expertmesh.ops")
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
+"""Stored types as `weights.h` numbers them; uint8 holds two numbers of 4 bits."""
+INNER = {"silu": 0, "gelu": 1, "relu": 2, "relu2": 3, "clamped_silu": 4}
+"""Point-wise functions as `activations.h` numbers them."""
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """Matrices of experts with their scales and biases.
+
+    Attributes:
+        numbers_EGNK: (E, G, N, K), or (E, G, N, K / 2) bytes for 4 bits; numbers of a row are adjacent.
+        scales_EGNS: (E, G, N, S) float32 or bfloat16, S = 1 for int8; None for dense numbers.
+        bias_EGN: (E, G, N) float32 or bfloat16, or None.
+    """
+
+    numbers_EGNK: Tensor
+    scales_EGNS: Tensor | None = None
+    bias_EGN: Tensor | None = None
+
+    def words(self) -> tuple[int, ...]:
+        """The struct `Matrices`."""
+        w, scales, bias = self.numbers_EGNK, self.scales_EGNS, self.bias_EGN
+        E, G, N, K = w.shape
+        if w.dtype == torch.uint8:
+            K *= 2
+        size = w.element_size()
+        of_expert, of_branch, of_row, _ = w.stride()
+        return (
+            w.data_ptr(),
+            of_expert * size,
+            of_branch * size,
+            of_row * size,
+            *_address(scales, 3),
+            *_address(bias, 2),
+            KINDS[w.dtype],
+            0 if scales is None else KINDS[scales.dtype],
+            0 if bias is None else KINDS[bias.dtype],
+            0 if scales is None else K // scales.shape[3],
+            G,
+            N,
+            K,
+        )
+
+
+class TilesError(Exception):
+    """The system does not grant tiles."""
+
+
+_RUNTIMES = ("libgomp", "libomp", "libiomp")
+_is_child = threading.Event()
+"""Set in a forked process: the threads of the OpenMP runtime stay with the parent, so the child computes with one."""
+os.register_at_fork(after_in_child=_is_child.set)
+
+
+def _entries_of_runtime() -> list[int] | None:
+    """Addresses of the functions that `threads.h` calls, in the one OpenMP runtime of this process; None: there is none, or several."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    files = {words[5] for words in (line.split(maxsplit=5) for line in lines) if len(words) == 6}
+    paths = {path for path in files if Path(path).name.startswith(_RUNTIMES)}
+    if len(paths) != 1:
+        return None
+    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+    try:
+        runtime = ctypes.CDLL(paths.pop(), mode=os.RTLD_NOLOAD)
+        found = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value for name in names]
+    except (OSError, AttributeError):
+        return None
+    return [address for address in found if address is not None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The kernels of this process.
+
+    Attributes:
+        kernels: the kernels; None: there are none.
+        problem: why there are none, or why a lower instruction set is used; one line, "" if there is nothing to say.
+    """
+
+    kernels: "Kernels | None"
+    problem: str = ""
+
+
+_lock = threading.Lock()
+_loaded: list[Loaded] = []
+
+
+def loaded() -> Loaded:
+    """Return the kernels for the best instruction set; the first call compiles them if need be, and says what went wrong.
+
+    Raises:
+        ConfigError: the environment names an instruction set that this processor lacks.
+    """
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _loaded.append(load())
+    return _loaded[0]
+
+
+def load() -> Loaded:
+    """Load the kernels for the best instruction set that works, see `loaded`."""
+    problem = ""
+    for instructions in allowed_sets():
+        try:
+            with built(instructions) as path:
+                return Loaded(Kernels(path, instructions), problem)
+        except TilesError as error:
+            problem = str(error)
+        except (BuildError, OSError) as error:
+            problem = str(error).partition("\n")[0]
+            break
+    _log.warning("experts on this CPU are computed by PyTorch's own products: %s", problem)
+    return Loaded(None, problem)
+
+
+def _of_columns(num_columns: int) -> tuple[int, ...]:
+    """The struct `Matrices` without matrices."""
+    return *(0,) * (_MATRICES - 1), num_columns
+
+
+def _address(t: Tensor | None, num_strides: int) -> tuple[int, ...]:
+    """Address and first strides in bytes; zeros for None."""
+    if t is None:
+        return (0,) * (num_strides + 1)
+    size = t.element_size()
+    return t.data_ptr(), *(stride * size for stride in t.stride()[:num_strides])
+
+
+_MATRICES = 18
+_NUM_WORDS = 2 * _MATRICES + 13
+_Words = ctypes.c_int64 * _NUM_WORDS
+
+
+class Kernels:
+    """The kernels of one instruction set.
+
+    Args:
+        path: the shared object, which is needed in this call only.
+        instructions: the instruction set it was compiled for.
+
+    Attributes:
+        instructions: the instruction set.
+        has_threads: whether it uses the threads of the OpenMP runtime that torch has loaded.
+    """
+
+    def __init__(self, path: Path, instructions: InstructionSet) -> None:
+        loaded = ctypes.CDLL(str(path))
+        self.instructions = instructions
+        self._experts = loaded.expertmesh_experts
+        self._experts.argtypes = [ctypes.c_void_p]
+        self._experts.restype = ctypes.c_int
+        if instructions.has_tiles and not loaded.expertmesh_grants_tiles():
+            raise TilesError("the system does not let this process use tiles")
+        entries = _entries_of_runtime()
+        self.has_threads = entries is not None
+        if entries is not None:
+            loaded.expertmesh_use_threads(*map(ctypes.c_void_p, entries))
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        w_in: ExpertMatrices,
+        w_out: ExpertMatrices,
+        *,
+        inner: str,
+        num_experts: int,
+        hidden_RH: Tensor | None = None,
+    ) -> tuple[Tensor, int, int]:
+        """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of range.
+
+        Args:
+            x_TD: (T, D) float32 or bfloat16.
+            ids_TK: (T, K) int64 in [0, E]; E is no expert.
+            weights_TK: (T, K) float32.
+            w_in: (E, G, F, D).
+            w_out: (E, 1, D, F).
+            inner: name of the point-wise function, see `INNER`.
+            num_experts: E.
+            hidden_RH: (R, G * F) in x's dtype, into which the pre-activations of the R live rows are written; or None.
+
+        Raises:
+            MemoryError: there is no memory for the panels.
+        """
+        y_TD = torch.empty_like(x_TD)
+        hidden = 0 if hidden_RH is None else hidden_RH.data_ptr()
+        least, most = self._run(
+            w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner
+        )
+        return y_TD, least, most
+
+    def linear(self, x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
+        """Compute x W^T + b, (T, N) in x's dtype, of contiguous rows (T, K) float32 or bfloat16.
+
+        Raises:
+            MemoryError: there is no memory for the panels.
+        """
+        T, K = x_TK.shape
+        y_TN = x_TK.new_empty(T, w_NK.shape[0])
+        w_out = ExpertMatrices(w_NK[None, None], None, None if b_N is None else b_N[None, None])
+        ids_T1, ones_T1 = torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
+        self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, ones_T1, 1, "relu")
+        return y_TN
+
+    def _run(
+        self,
+        w_in: tuple[int, ...],
+        w_out: tuple[int, ...],
+        x_TD: Tensor,
+        y_TD: Tensor,
+        hidden: int,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        inner: str,
+    ) -> tuple[int, int]:
+        """Call the kernels; the least and the largest id."""
+        words = _Words(
+            *w_in,
+            *w_out,
+            x_TD.data_ptr(),
+            y_TD.data_ptr(),
+            hidden,
+            weights_TK.data_ptr(),
+            ids_TK.data_ptr(),
+            *ids_TK.shape,
+            num_experts,
+            KINDS[x_TD.dtype],
+            INNER[inner],
+            1 if _is_child.is_set() else torch.get_num_threads(),
+            0,
+            0,
+        )
+        if self._experts(ctypes.addressof(words)) == -2:
+            raise MemoryError("no memory for the experts' rows")
+        return words[_NUM_WORDS - 2], words[_NUM_WORDS - 1]

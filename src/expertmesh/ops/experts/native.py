@@ -1,0 +1,170 @@
+"""Experts on a CPU by our own kernels in C (`kernels/cpu`), in one call for all experts.
+
+A row's sums have one order whatever the batch, so what serves an ordinary call serves a batch-invariant one, too. Sums
+and pre-activations are FP32; only s * act(h) is rounded to the type of the products.
+"""
+
+import torch
+from torch import Tensor
+
+from expertmesh.kernels.cpu.library import ExpertMatrices, Kernels, loaded
+from expertmesh.ops.activation import inner_name
+from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, ExpertWeights
+from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.route_metadata import RouteMetadata, check_expert_ids, check_range_of_ids
+
+MOST_ROWS = 64
+"""Mean number of rows per live expert up to which dot products are faster than PyTorch's products in FP32 (docs/log.md)."""
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def is_loaded() -> bool:
+    """Whether the kernels are there."""
+    return loaded().kernels is not None
+
+
+def dtype_of_rows(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Type in which a token's batch-invariant outputs are rounded before they are added."""
+    return (
+        dtype
+        if device.type == "cpu" and dtype in _DTYPES and is_loaded()
+        else gemm_dtype(device, dtype)
+    )
+
+
+def serves_ids(c: ExpertsCall) -> bool:
+    """Whether `forward_of_ids` computes a call with ids: inference, and as fast as any other way or batch-invariant."""
+    ids_TK, experts = c.ids_TK, c.experts
+    if c.maps is not None or ids_TK is None:
+        return False
+    # first, because a compiler would guard on what follows
+    tensors = (
+        c.x_TD,
+        ids_TK,
+        c.weights_TK,
+        *experts.parameters,
+        *experts.scales_in,
+        *experts.scales_out,
+    )
+    dtype = _dtype_of(c)
+    if (
+        not runs_plainly(*tensors)
+        or not _takes(c, dtype)
+        or not _reads(experts, c.x_TD.shape[1], dtype)
+    ):
+        return False
+    kernels = loaded().kernels
+    return kernels is not None and (c.batch_invariant or _is_fast(c, kernels))
+
+
+def serves_rows(c: ExpertsCall) -> bool:
+    """Whether `forward_of_rows` computes a call with `maps`: a batch-invariant one, which may want gradients."""
+    is_asked = c.maps is not None and c.batch_invariant and c.x_TD.device.type == "cpu"
+    return is_asked and _takes(c, c.x_TD.dtype) and loaded().kernels is not None
+
+
+def _dtype_of(c: ExpertsCall) -> torch.dtype:
+    """Type of the products: autocast's, if it is on."""
+    return autocast_dtype(c.x_TD.device) or c.x_TD.dtype
+
+
+def _takes(c: ExpertsCall, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute a call of this type, with weights that they read."""
+    return (
+        not c.has_adapters
+        and c.backend in ("auto", "torch")
+        and c.x_TD.dim() == 2
+        and c.x_TD.dtype in _DTYPES
+        and dtype in _DTYPES
+    )
+
+
+def _reads(experts: ExpertWeights, dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels read the weights where they are stored, for tokens of this width and products of this type."""
+    if not experts.is_whole or "native" not in FORMATS[experts.format].backends:
+        return False
+    one = experts.slices()[0]
+    rows = (one.w_in_EGFD, one.w_out_EDF, one.scales_in, one.scales_out, one.b_in_EGF, one.b_out_ED)
+    given = [t for t in rows if t is not None]
+    is_typed = experts.format != "dense" or one.w_in_EGFD.dtype == one.w_out_EDF.dtype == dtype
+    return (
+        is_typed
+        and all(t.stride(-1) == 1 for t in given)
+        and all(t.dtype in _DTYPES for t in given if t.is_floating_point())
+        and one.shape[3] == dim
+    )
+
+
+def _is_fast(c: ExpertsCall, kernels: Kernels) -> bool:
+    """Whether nothing else is faster: BF16 by its own instructions, else few rows of an expert."""
+    assert c.ids_TK is not None
+    if _dtype_of(c) == torch.bfloat16 and kernels.instructions.has_bf16:
+        return True
+    return c.ids_TK.numel() <= MOST_ROWS * min(c.experts.num_experts, max(c.ids_TK.numel(), 1))
+
+
+def forward_of_ids(c: ExpertsCall, _: list[Tensor]) -> Tensor:
+    """Compute y (T, D) of a call that `serves_ids` accepts.
+
+    Raises:
+        ConfigError: an id is out of range.
+    """
+    assert c.ids_TK is not None
+    check_expert_ids(c.ids_TK)
+    return _computed(c, c.experts.slices()[0], c.ids_TK, c.x_TD.to(_dtype_of(c)), None)
+
+
+def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
+    """Compute y (T, D) of a call with `maps`, the bits of `forward_of_ids`, and H of every slice, which has no rows unless save_h.
+
+    Slices are concatenated by a copy, and formats that the kernels do not read are unpacked.
+    """
+    assert c.maps is not None
+    (_, D), dtype = c.x_TD.shape, c.x_TD.dtype
+    experts = c.experts.slices()[0] if _reads(c.experts, D, dtype) else c.experts.joined(dtype)
+    ids_TK = ids_of(c.maps, c.weights_TK.shape)
+    _, G, F, _ = experts.shape
+    num_rows = c.maps.token_of_row_N.shape[0] if save_h else 0
+    hidden_RH = c.x_TD.new_empty(num_rows, G * F)
+    y_TD = _computed(c, experts, ids_TK, c.x_TD, hidden_RH if save_h else None)
+    sizes = [one.shape[2] for one in c.experts.slices()]
+    if len(sizes) == 1:
+        return y_TD, [hidden_RH]
+    return y_TD, [
+        # copies, as outputs of one operator must not share memory
+        h.clone(memory_format=torch.contiguous_format).flatten(1)
+        for h in hidden_RH.view(num_rows, G, F).split(sizes, 2)
+    ]
+
+
+def ids_of(maps: RouteMetadata, shape: torch.Size) -> Tensor:
+    """(T, K) expert ids, of which `maps` are the order."""
+    ids_N = torch.searchsorted(maps.offsets_E[1:], maps.row_of_slot_N, right=True)
+    return ids_N.view(shape)
+
+
+def _computed(
+    c: ExpertsCall, experts: ExpertSlice, ids_TK: Tensor, x_TD: Tensor, hidden_RH: Tensor | None
+) -> Tensor:
+    kernels = loaded().kernels
+    assert kernels is not None
+    E = c.experts.num_experts
+    b_out_ED, scales_out = experts.b_out_ED, experts.scales_out
+    y_TD, least, most = kernels.experts(
+        x_TD.contiguous(),
+        ids_TK.to(torch.int64).contiguous(),
+        c.weights_TK.to(torch.float32).contiguous(),
+        ExpertMatrices(experts.w_in_EGFD, experts.scales_in, experts.b_in_EGF),
+        ExpertMatrices(
+            experts.w_out_EDF[:, None],
+            None if scales_out is None else scales_out[:, None],
+            None if b_out_ED is None else b_out_ED[:, None],
+        ),
+        inner=inner_name(experts.activation),
+        num_experts=E,
+        hidden_RH=hidden_RH,
+    )
+    check_range_of_ids(least, most, E)
+    return y_TD
