@@ -50,7 +50,7 @@ def built(instructions: InstructionSet, *, shipped: Path = SHIPPED) -> Iterator[
 
     Args:
         instructions: the instruction set.
-        shipped: folder of shipped objects. CC asks for another compiler than theirs.
+        shipped: folder of shipped objects, which are not read if CC names a compiler.
 
     Raises:
         BuildError: none is shipped, and there is no compiler, or it fails.
