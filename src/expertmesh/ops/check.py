@@ -206,8 +206,8 @@ def _fits(shape: tuple[int, ...], wanted: list[Any], some: str) -> bool:
     if len(shape) != first + len(wanted):
         return False
     for axis, one in enumerate(wanted, first):
-        # not shape == wanted, which torch.compile cannot guard on where a size is a symbol
-        if shape[axis] < (one in some) if isinstance(one, str) else shape[axis] != one:
+        # no == of shapes and no bool, which torch.compile cannot guard on where a size is a symbol
+        if shape[axis] < int(one in some) if isinstance(one, str) else shape[axis] != one:
             return False
     return True
 
