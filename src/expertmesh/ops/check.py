@@ -130,9 +130,8 @@ def check_dense(name: str, value: Tensor) -> None:
     """Raise ConfigError unless a tensor is dense."""
     if value.is_nested or value.layout != torch.strided:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise ConfigError(
-            f"{name} is a {kind} tensor; it must be a dense one; convert it, for example with padding and a mask"
-        )
+        fix = "pad it, and give a mask" if value.is_nested else "convert it with .to_dense()"
+        raise ConfigError(f"{name} is a {kind} tensor; it must be a dense one; {fix}")
 
 
 def check_like(
