@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
-from expertmesh.config.values import choice_rule, shown, written
+from expertmesh.config.values import WHOLE, Number, choice_rule, shown, written
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
@@ -317,7 +317,9 @@ def first_error(error: ValidationError, config_type: type[BaseModel]) -> ConfigE
         and location[-1] not in _holder(config_type, location).model_fields
     ):
         location = location[:-1]  # a member of the field's union type, not a name of an option
-    rule, fix = _rule_and_fix(found, _other_value(config_type, location))
+    rule, fix = _rule_and_fix(
+        found, _other_value(config_type, location), _limits(config_type, location)
+    )
     return FieldError(location, value, rule, fix)
 
 
@@ -394,13 +396,28 @@ def _other_value(config_type: type[BaseModel], location: Location) -> str:
         if isinstance(said, Fix):
             return said.text
     default = None if field is None else field.get_default(call_default_factory=True)
-    if isinstance(default, tuple) and isinstance(location[-1], int):  # one entry is wrong
-        default = default[0] if default else None
+    if isinstance(default, tuple | dict) and isinstance(location[-1], int):  # one entry is wrong
+        default = next(iter(default.values() if isinstance(default, dict) else default), None)
     usable = default is not None and not isinstance(default, BaseModel)
     return f"for example {shown(default)}" if usable else "change it or leave it out"
 
 
-def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
+def _limits(config_type: type[BaseModel], location: Location) -> dict[str, float]:
+    """Smallest and largest value of an option, as `Number` names them, where both are values themselves."""
+    field = _holder(config_type, (*location[:-1], "")).model_fields.get(str(location[-1]))
+    found = {} if field is None else {type(rule).__name__: rule for rule in field.metadata}
+    limits: dict[str, float] = {}
+    for kind, name in (("Gt", "least"), ("Ge", "least"), ("Le", "most")):
+        if kind in found:
+            limits[name] = getattr(found[kind], kind.lower())
+    if "Gt" in found:
+        limits["is_open"] = True
+    return {} if "Lt" in found else limits
+
+
+def _rule_and_fix(
+    found: ErrorDetails, other_value: str, of_field: dict[str, float]
+) -> tuple[str, str]:
     """Our words for pydantic's error types; anything else keeps pydantic's own sentence."""
     kind, limits = found["type"], found.get("ctx", {})
     if kind == "literal_error":
@@ -418,14 +435,15 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     if kind in comparisons:
         words, key = comparisons[kind]
         rule = f"must be {words} {written(limits[key])}"
+        other_value = other_value.replace(_CHANGE, "raise it" if key[0] == "g" else "lower it")
         if key == "le" and other_value == "for example 0":  # 0 is off, and more was wanted
             other_value = f"for example {limits[key]:g}"
     elif kind == "too_long":
         rule, other_value = f"must have at most {limits['max_length']} entries", "give fewer"
     elif kind.startswith("int_"):
-        rule = "must be a whole number"
+        rule = Number(types=WHOLE, **of_field).rule
     elif kind in ("finite_number", "float_parsing", "float_type"):
-        rule = "must be a finite number"
+        rule = Number(**of_field).rule.replace("a number", "a finite number")
     elif kind.startswith("bool_"):
         rule = "must be true or false"
     else:

@@ -36,7 +36,7 @@ def python_number(value: Any) -> Any:
 def shown(value: object) -> str:
     """A value for an error message: short, on one line, text without quotes; halves of characters are escaped."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
-    text = text.encode(errors="backslashreplace").decode()
+    text = text.encode(errors="backslashreplace").decode()  # half a character cannot be printed
     return text if len(text) <= 60 else text[:57] + "..."
 
 
