@@ -27,8 +27,9 @@ from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.comm.bind import numa_nodes, read_text
 from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
-from expertmesh.config.base import FieldError, is_launched, launched_rank
+from expertmesh.config.base import FieldError
 from expertmesh.config.fields import NewFile, Operation
+from expertmesh.config.launched import is_launched, launched_rank
 from expertmesh.errors import Line as Text
 from expertmesh.errors import command
 

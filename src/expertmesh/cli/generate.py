@@ -21,9 +21,10 @@ from expertmesh.cli.prompts import (
 )
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.base import expanded
 from expertmesh.config.engine import DecodingConfig
 from expertmesh.config.fields import Flat, Folder, ModelFolder, NewFile, Positive, Spelling
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ServingDegrees
 from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
 from expertmesh.errors import ConfigError, command, text_of

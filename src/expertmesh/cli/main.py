@@ -21,12 +21,10 @@ from typing import Any, NoReturn
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.cli.torchrun import another_speaks, leave, linger, report_to_elastic
 from expertmesh.cli.waiting import wait_passively
-from expertmesh.config.base import launched_rank
-from expertmesh.config.output_file import naming
+from expertmesh.config.launched import launched_rank
 from expertmesh.errors import (
     CheckpointError,
     CollectiveError,
@@ -214,8 +212,13 @@ def _name_failures(stream: Any) -> None:
 
     def naming_it(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
-            with naming(Path("standard output")):
+            try:
                 return function(*args)
+            except OSError as error:
+                from expertmesh.config.output_file import naming
+
+                with naming(Path("standard output")):
+                    raise error
 
         return called
 
@@ -240,16 +243,23 @@ def _is_of_all_ranks(verb: str) -> bool:
     )
 
 
+def _spelled(error: Exception, verb: str) -> str:
+    """Text of an error with the options of a verb as they are typed."""
+    from expertmesh.cli.prog_name import Flags
+
+    return Flags(verb).spell(error)
+
+
 def _report_error(error: Exception, verb: str) -> int:
     """Print the error of a verb on one line and return the exit code."""
     if isinstance(error, PeerError):
-        return 1 if another_speaks() else _fail(Flags(verb).spell(error), 1, follows=True)
+        return 1 if another_speaks() else _fail(_spelled(error, verb), 1, follows=True)
     if isinstance(error, CollectiveError):
-        code = _fail(Flags(verb).spell(error), 1, follows=True)
+        code = _fail(_spelled(error, verb), 1, follows=True)
         linger()
         return code
     if isinstance(error, ConfigError | CheckpointError | TrainingDivergedError):
-        return _fail(Flags(verb).spell(error), _MISTAKE if isinstance(error, ConfigError) else 1)
+        return _fail(_spelled(error, verb), _MISTAKE if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         try:
             sys.stdout.flush()

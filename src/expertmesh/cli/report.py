@@ -13,7 +13,6 @@ from expertmesh.config.fields import Count, DataPlace, Each, Positive, Ratio, Sp
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Family
-from expertmesh.models.registry import DEFAULT
 
 if TYPE_CHECKING:
     from expertmesh.data.corpus import Corpus
@@ -297,7 +296,7 @@ def _print_measures(
     return is_better
 
 
-def curve_table(metrics: list[dict[str, Any]], family: Family = DEFAULT) -> str:
+def curve_table(metrics: list[dict[str, Any]], family: Family) -> str:
     """Table of selected steps of the learning curve; rows with an evaluation are preferred."""
     if not metrics:
         return "no metrics"

@@ -14,9 +14,10 @@ from expertmesh.cli.decoding import check_several, load_adapter, say_precision
 from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
-from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.base import expanded
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.fields import Flat, ModelFolder, Operation
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ParallelConfig, ServingDegrees
 from expertmesh.config.server import ServerConfig
 from expertmesh.data.encoding import NotTextError, decoded

@@ -8,8 +8,8 @@ from expertmesh.cli.flags import TrainVerb
 from expertmesh.cli.options import flag_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
-from expertmesh.config.base import launched_rank
 from expertmesh.config.fields import Spelling
+from expertmesh.config.launched import launched_rank
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 

@@ -9,8 +9,9 @@ from expertmesh.cli.parse import parsed
 from expertmesh.cli.prompts import read_standard_input
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.base import expanded
 from expertmesh.config.fields import ModelFolder, NewFile, Positive, Ratio, Spelling
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import SlicesConfig
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
