@@ -58,11 +58,17 @@ from expertmesh.cli.family_verbs import Verb
 
 WHISPER = Verb(
     "whisper", "say it quietly:  expertmesh whisper hello", run="package_of_quiet.whisper:run",
-    flags={"num_words": "words"}, memory_fix="whisper less",
+    memory_fix="whisper less",
 )
 """
 WHISPER = """
+from typing import Annotated
+
+from expertmesh.config.fields import Operation, Spelling
 from expertmesh.errors import ConfigError
+
+class WhisperVerb(Operation):
+    words: Annotated[int, Spelling(stands_for=("num_words",))] = 1
 
 def run(argv):
     if argv == ["a", "lot"]:

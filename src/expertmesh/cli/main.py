@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if was_closed:
             _check_closed(words)
-        if words and (words[0] in VERBS or words[0] in FAMILY_VERBS):
+        if words and not words[0].startswith("-"):
             _check_folder()
             _check_address_space(words)
         try:

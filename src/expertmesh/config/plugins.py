@@ -1,20 +1,12 @@
 """Tables of objects by name that other packages add to: model families, verbs, architectures of the hub."""
 
-import functools
-import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from expertmesh.errors import ConfigError, text_of
 
 Kind = TypeVar("Kind")
-
-
-@functools.cache
-def _points(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Entry points of a group in all packages of a search path; reading their files takes 10 ms and more."""
-    return entry_points(group=group)
 
 
 class Plugins(Mapping[str, Kind]):
@@ -44,8 +36,7 @@ class Plugins(Mapping[str, Kind]):
     @property
     def names(self) -> tuple[str, ...]:
         """All names, also of objects that cannot be imported; imports nothing."""
-        installed = _points(self._group, tuple(sys.path))
-        return tuple(dict.fromkeys([*self._ours, *sorted(installed.names)]))
+        return tuple(dict.fromkeys([*self._ours, *sorted(entry_points(group=self._group).names)]))
 
     def __getitem__(self, name: str) -> Kind:
         """The object of a name.
@@ -59,7 +50,7 @@ class Plugins(Mapping[str, Kind]):
             return self._load(EntryPoint(name, given, self._group))
         if given is not None:
             return given
-        for point in _points(self._group, tuple(sys.path)).select(name=name):
+        for point in entry_points(group=self._group, name=name):
             return self._load(point)
         raise KeyError(name)
 
