@@ -97,7 +97,7 @@ class Finds:
         line = next(
             one for one in said("generate", "--help").splitlines() if "--epsilon-cutoff X" in one
         )
-        assert f"{HELP} (default: 0.0)" in line
+        assert f"{HELP} (default: 0)" in line
         words = ["generate", str(make_run(Path(place) / "tiny")), "--max-tokens", "9"]
         greedy, drawn = said(*words, "--greedy", PROMPT), said(*words, "--seed", "1", PROMPT)
         assert said(*words, "--seed", "1", "--epsilon-cutoff", "1", PROMPT) == greedy != drawn

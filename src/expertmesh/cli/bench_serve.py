@@ -14,7 +14,7 @@ _PATIENCE_S = 30.0
 
 
 class BenchServeVerb(Operation):
-    """Puts load on a server of `expertmesh serve`, and measures its answers.
+    """Benchmarks a server of `expertmesh serve` under load: throughput and latencies.
 
     examples:
       expertmesh bench serve http://127.0.0.1:8000
@@ -27,7 +27,7 @@ class BenchServeVerb(Operation):
     config: OptionsFile | None = None
     """YAML file with the options below"""
     api_key_file: InputFile | None = None
-    """file whose first line is the key"""
+    """file whose first line is the API key"""
     load: Annotated[LoadConfig, Flat] = LoadConfig()
 
 

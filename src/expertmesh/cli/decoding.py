@@ -30,7 +30,7 @@ class OnDevice(Operation):
     device: Device | None = None
     """device: auto, cpu, cuda or cuda:N (default: as in training)"""
     dtype: WeightDtype | None = None
-    """type of weights and products (default: as a run was trained, else as in the files)"""
+    """dtype of weights and computation (default: as in training; of Hugging Face models: as in the files)"""
 
 
 def place_of(options: OnDevice) -> dict[str, Any]:

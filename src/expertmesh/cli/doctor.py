@@ -84,7 +84,7 @@ class Finding:
 
 
 class DoctorVerb(Operation):
-    """Says what this machine and this installation can do, and why not the rest.
+    """Checks what this machine and installation support, and why not the rest.
 
     examples:
       expertmesh doctor
@@ -92,9 +92,9 @@ class DoctorVerb(Operation):
     """
 
     topology: bool = False
-    """only what is known of links and plans, by topology"""
+    """print only known links and tuned plans, by topology"""
     cluster: NewFile | None = None
-    """only measure, with all ranks that torchrun started, and write a cluster file for plan"""
+    """only measure, on all ranks of torchrun, and write a cluster file for plan"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -27,15 +27,15 @@ class TrainVerb(Operation):
     """
 
     recipe: Annotated[str | None, Spelling("RECIPE"), Word] = None
-    """recipe; its defaults: expertmesh train RECIPE --help"""
+    """recipe; expertmesh train RECIPE --help shows its values"""
     dry_run: bool = False
-    """print the resolved configuration, parameter counts and memory, and stop"""
+    """print the resolved configuration, parameter counts and memory, without training"""
     verbose: bool = False
-    """name every text that is left out, and not only how many and why"""
-    family: str | None = None
-    """model family by its name, or one of your own as module:name (docs/extending.md)"""
+    """name each skipped text, instead of counts by reason"""
+    family: Annotated[str | None, Spelling("NAME")] = None
+    """model family by its name, or your own as module:name, see docs/extending.md (default: the recipe's)"""
     config: OptionsFile | None = None
-    """YAML file with values, for example a run's config.json; options beside it win"""
+    """YAML or JSON file with option values, such as a run's config.json; options on the command line have precedence"""
 
 
 class ParsedRun(NamedTuple):

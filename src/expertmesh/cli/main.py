@@ -46,20 +46,20 @@ def _run_verb(name: str, argv: list[str]) -> int:
 
 
 _HELP = {
-    "train": "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
-    "sweep": "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
-    "generate": 'continue a text:              expertmesh generate runs/demo "def main"',
-    "serve": "OpenAI's interface, and a page: expertmesh serve runs/demo",
-    "runs": "list runs, remove old parts:  expertmesh runs runs/ --keep 1",
-    "report": "summarise a run:              expertmesh report runs/demo",
-    "export": "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
-    "convert": "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
-    "quantize": "experts in 8 or 4 bits:       expertmesh quantize runs/demo --to models/demo-int8 --format int8",
-    "experts": "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
-    "evaluate": "lm-evaluation-harness:        expertmesh evaluate runs/demo --tasks quiz.yaml",
-    "doctor": "what this machine can do:     expertmesh doctor",
-    "plan": "what a cluster would need:    expertmesh plan gpt-1.1t --cluster a100-80x512",
-    "bench": "links between ranks, a server: torchrun ... -m expertmesh bench comm; expertmesh bench serve",
+    "train": "train a model from a recipe",
+    "sweep": "train one run per learning rate",
+    "generate": "generate text",
+    "serve": "serve a model with an OpenAI-compatible API",
+    "runs": "list runs, and remove old checkpoints",
+    "report": "summarise runs: learning curves, evaluation, samples",
+    "export": "export weights to one safetensors file",
+    "convert": "convert models from and to Hugging Face's format",
+    "quantize": "quantize experts to 8 or 4 bits",
+    "experts": "prune the experts of a run, or join those of two",
+    "evaluate": "evaluate by lm-evaluation-harness",
+    "doctor": "check what this machine and installation support",
+    "plan": "estimate memory, time and price on a cluster",
+    "bench": "benchmark the links between ranks, or a server",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
 """Function of each verb of the core, and its line of help; `FAMILY_VERBS` has the others."""
@@ -81,7 +81,15 @@ usage: expertmesh [--debug] VERB [options]
 verbs:
 {verbs}
 
-`expertmesh VERB --help` lists the options of a verb. `--debug` shows the traceback of an error.
+options:
+  --help     show this help; of a verb: expertmesh VERB --help
+  --version  show the version
+  --debug    show the traceback of an error
+
+examples:
+  expertmesh train gpt-moe-demo --train.run-dir runs/demo
+  expertmesh generate runs/demo "def main"
+  expertmesh serve runs/demo
 """
     return fitted(text)
 

@@ -37,7 +37,7 @@ _SWITCH_S = 0.001
 
 
 class ServeVerb(Operation):
-    """Serves a model by OpenAI's interface: /v1/completions, /v1/chat/completions; a page at /.
+    """Serves a model with an OpenAI-compatible API (/v1/completions, /v1/chat/completions), and a web page at /.
 
     examples:
       expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
@@ -49,7 +49,7 @@ class ServeVerb(Operation):
     """
 
     run: ModelFolder
-    """run directory, or a folder of the hub"""
+    """run directory, or a Hugging Face model folder"""
     server: Annotated[ServerConfig, Flat] = ServerConfig()
     engine: Annotated[EngineConfig, Flat] = EngineConfig()
     parallel: ServingDegrees = ServingDegrees()

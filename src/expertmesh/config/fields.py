@@ -132,7 +132,7 @@ def _all(value: Any) -> tuple[str, ...]:
 
 
 class DataPlace(Config):
-    """Place of a run's data."""
+    """Data of the run."""
 
     path: Annotated[tuple[str, ...] | None, Spelling("PATH")] = None
-    """folders or files with the run's data (default: where they were)"""
+    """folders or files with the run's data (default: as in training)"""
