@@ -165,7 +165,7 @@ def test_errors_name_value_rule_and_fix(given, line):
     ("words", "line"),
     [
         (["--stop", ""], "--stop '': must be a string of 1 to 1024 characters; give one"),
-        (["--logit-bias", "x"], "--logit-bias x: must be numbers by token id; give that"),
+        (["--logit-bias", "x"], "--logit-bias x: must be numbers by token id; for exam"),
         (["--min-tokens", "3", "--max-tokens", "2"], "--min-tokens 3: must be at most --max-toke"),
         (["--seed", "2.5"], "--seed 2.5: must be a whole number; give one"),
     ],

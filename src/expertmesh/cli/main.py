@@ -240,6 +240,12 @@ def _verb(name: str) -> Callable[[list[str]], int]:
     if name in FAMILY_VERBS.names:
         return FAMILY_VERBS[name]
     known = [*VERBS, *FAMILY_VERBS]
+    if name.startswith("-"):
+        if near := difflib.get_close_matches(name, ("--help", "--version", "--debug"), n=1):
+            raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
+        raise ConfigError(
+            f"{name}: the first word must be a verb; write it before the options: {', '.join(known)}"
+        )
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     raise ConfigError(f"unknown verb {name!r}; {hint}")

@@ -66,11 +66,11 @@ class PlanVerb(Operation):
             raise ConfigError(f"{flag}: must be given with --serve; for example {flag} 64")
         for name in given:
             is_of_generation = name in of_generation
-            rule = "is of generation" if is_of_generation else "is of training"
+            rule = "is an option of inference" if is_of_generation else "is an option of training"
             fix = (
-                "give --serve, too, or leave it out"
+                "add --serve, or leave it out"
                 if is_of_generation
-                else "leave it out, or --serve"
+                else "leave it out, or leave --serve out"
             )
             self.require(is_of_generation == self.serve, name, rule, fix)
         return self

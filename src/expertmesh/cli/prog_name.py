@@ -27,7 +27,7 @@ def _names_of(verb: str) -> dict[str, str]:
     module = f"expertmesh.cli.{verb.replace(' ', '_')}"
     if verb in FAMILY_VERBS:
         module = FAMILY_VERBS[verb].run.partition(":")[0]
-    elif not verb or find_spec(module) is None:
+    elif not verb.replace(" ", "").isidentifier() or find_spec(module) is None:
         return {}
     return {k: v for kind in declared_by(module) for k, v in library_names(kind).items()}
 

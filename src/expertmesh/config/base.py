@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from expertmesh.config.field_texts import field_texts
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
-from expertmesh.config.values import choice_rule, shown, written
+from expertmesh.config.values import choice_rule, shown, some_of, written
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
@@ -317,6 +317,11 @@ def first_error(error: ValidationError, config_type: type[BaseModel]) -> ConfigE
         inside = next(iter(_holder(config_type, (*location, "")).model_fields), "name")
         fix = f"for example {{{inside!r}: ...}}"
         return FieldError(location or "configuration", value, rule, fix)
+    if found["type"] == "missing" and isinstance(location[-1], int):  # a tuple of so many values
+        names = tuple(part for part in location if isinstance(part, str))
+        several = bare(_holder(config_type, names).model_fields[names[-1]].annotation)
+        rule = f"must have {len(get_args(several))} values"
+        return FieldError(names, value, rule, _other_value(config_type, names))
     if found["type"] == "missing":
         return FieldError(location, None, "must be given", "give one")
     while (
@@ -377,9 +382,7 @@ def _reads_as_another(value: object) -> bool:
 
 def _unknown(location: Location, value: object, names: list[str]) -> FieldError:
     near = nearest_name(dotted(location), names)
-    known = ", ".join(names)
-    known = known if len(known) <= 200 else known[:197] + "..."
-    return FieldError(location, value, UNKNOWN, f"known here: {known}", near)
+    return FieldError(location, value, UNKNOWN, f"known here: {some_of(names)}", near)
 
 
 def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]:
@@ -404,6 +407,8 @@ def _other_value(config_type: type[BaseModel], location: Location) -> str:
     if isinstance(default, tuple) and isinstance(location[-1], int):  # one entry is wrong
         default = default[0] if default else None
     usable = default is not None and not isinstance(default, BaseModel)
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
     return f"for example {shown(default)}" if usable else "change it or leave it out"
 
 
@@ -434,7 +439,7 @@ def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     elif kind in ("finite_number", "float_parsing", "float_type"):
         rule = "must be a finite number"
     elif kind.startswith("bool_"):
-        rule = "must be true or false"
+        rule, other_value = "must be true or false", "choose one"
     else:
         rule = found["msg"][:1].lower() + found["msg"][1:]
     return rule, other_value

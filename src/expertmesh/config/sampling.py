@@ -106,7 +106,9 @@ class SamplingParams(Config):
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=_LARGEST)
     """Repetition penalty of tokens in prompt or answer: divisor of positive logits, factor of negative ones (Keskar et al. 2019)."""
     logit_bias: Annotated[
-        dict[TokenId, Bias], must("be numbers by token id", "give that"), BeforeValidator(_biases)
+        dict[TokenId, Bias],
+        must("be numbers by token id", 'for example {"13": -100}'),
+        BeforeValidator(_biases),
     ] = {}
     """Biases added to the logits, by token id."""
     n: int = Field(default=1, ge=1, le=1024)
@@ -125,12 +127,14 @@ class SamplingParams(Config):
     """Minimum number of tokens before an end token or stop string can end the answer."""
     stop: Annotated[
         tuple[StopText, ...],
-        must("be a string, or several", "give that"),
+        must("be a string, or several", "give one"),
         Field(max_length=64),
         BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     ] = ()
     """Stop strings; the answer ends before the first of them."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], must("be a list of token ids", "give that")] = ()
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...], must("be a list of token ids", "for example [13]")
+    ] = ()
     """Token ids that end the answer, in addition to the model's end tokens."""
     ignore_eos: Switch = False
     """Whether the model's end tokens are ignored."""
