@@ -99,7 +99,7 @@ def wrong_values(option, field):
                     for value in (most, 9 * 10**19):
                         yield f"{value}", f"less than {written(most)}"
                 case bounds.Le(le=most):
-                    for value in (most + 1, 1e300 if found == {float} else 100 * (most + 1)):
+                    for value in (most + 1, 1e300 if found == {float} else 10**8):
                         yield f"{value}", f"at most {written(most)}"
     if option in PATHS:
         yield "", "empty"

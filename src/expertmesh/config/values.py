@@ -47,6 +47,12 @@ def quoted(value: object) -> str:
     return shown(str(value) if is_number(value) else repr(value))
 
 
+def some_of(names: Iterable[str]) -> str:
+    """Names for an error message, as many as fit on a line."""
+    text = ", ".join(names)
+    return text if len(text) <= 200 else f"{text[:200].rpartition(', ')[0]}, ..."
+
+
 class Number(NamedTuple):
     """Rule of a number. It is finite, and never bool.
 
