@@ -17,7 +17,6 @@ from expertmesh.moe.check_arguments import (
     check_routing,
     check_top_k,
 )
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
 from expertmesh.moe.routing_noise import (
     STREAM_OUTPUT_MASK,
@@ -158,12 +157,13 @@ def make_layer_call(
         ConfigError: an argument does not fit the layer.
     """
     refuse_transforms("a MoE layer", lambda: (x, *layer.parameters()))
-    grouped = layer.experts if isinstance(layer.experts, GroupedExperts) else None
+    grouped = layer.grouped
+    # with accelerate's hook, weights are loaded from disk when the experts are called
+    is_typed = grouped and grouped.format == "dense" and not hasattr(grouped, "_hf_hook")
     check_input(
         x,
         dim=layer.dim,
-        # with accelerate's hook, weights are loaded from disk when the experts are called
-        weight=None if grouped is None or hasattr(grouped, "_hf_hook") else grouped.w_in,
+        weight=grouped.w_in if is_typed else None,
         device=None if grouped is None else grouped.compute_device,
     )
     training, E = layer.training, layer.num_experts

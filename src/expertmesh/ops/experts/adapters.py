@@ -18,14 +18,47 @@ from expertmesh.ops.activation import activate
 from expertmesh.ops.experts import native
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
+from expertmesh.ops.experts.frozen_linear import frozen_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.invariant import forward_of_runs as invariant_forward
 from expertmesh.ops.experts.weighted_activation import weighted_activation
+from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
-Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function ((R, K) rows sorted by expert, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with the adapted matrices."""
+
+class Stack(NamedTuple):
+    """One matrix of every expert, in any format.
+
+    Attributes:
+        experts: the experts.
+        is_in: whether it is w_in; else w_out.
+        b_EN: (E, N) biases, or None.
+    """
+
+    experts: ExpertSlice
+    is_in: bool
+    b_EN: Tensor | None
+
+    @property
+    def matrices(self) -> Tensor:
+        """The matrices (E, N, K) of dense experts."""
+        return self.experts.w_in_EGFD.flatten(1, 2) if self.is_in else self.experts.w_out_EDF
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the matrices are as they are multiplied."""
+        return self.experts.format == "dense"
+
+    def times(self, x_RK: Tensor, offsets_E: Tensor, backend: str) -> Tensor:
+        """Products (R, N) of rows sorted by expert, without adapters."""
+        if self.is_dense:
+            return grouped_linear(x_RK, self.matrices, offsets_E, b_EN=self.b_EN, backend=backend)
+        return frozen_linear(x_RK, self.experts, offsets_E, is_in=self.is_in, b_EN=self.b_EN)
+
+
+Times = Callable[[Tensor, Stack], Tensor]
+"""Function ((R, K) rows sorted by expert, matrices) -> (R, N) products with the adapted matrices."""
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
@@ -82,18 +115,20 @@ def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
     """Compute `moe_mlp`, (T, D), with the given functions for the two products."""
     metadata, backend = call.maps, call.backend
     assert metadata is not None
-    one = call.experts.joined(call.x_TD.dtype)
+    # quantised experts are never cut into slices, and stay as they are
+    is_dense = call.experts.format == "dense"
+    one = call.experts.joined(call.x_TD.dtype) if is_dense else call.experts.slices()[0]
     x_RD = permute(call.x_TD, metadata, backend=backend)
     bias = None if one.b_in_EGF is None else one.b_in_EGF.flatten(1)
-    h_RN = on_in(x_RD, one.w_in_EGFD.flatten(1, 2), bias)
+    h_RN = on_in(x_RD, Stack(one, True, bias))
     s_R = call.weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
     if one.b_out_ED is None:
         a_RF = weighted_activation(h_RN, s_R, activation=one.activation)
-        y_RD = on_out(a_RF, one.w_out_EDF, None)
+        y_RD = on_out(a_RF, Stack(one, False, None))
     else:
         _, G, width, _ = one.shape
         a_RF = activate(h_RN.unflatten(1, (G, width)), one.activation)
-        y_RD = on_out(a_RF, one.w_out_EDF, one.b_out_ED)
+        y_RD = on_out(a_RF, Stack(one, False, one.b_out_ED))
         y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
     return combine(y_RD, metadata, call.weights_TK.shape[1], backend=backend)
 
@@ -108,25 +143,28 @@ def _check(adapter: LowRank, num_experts: int) -> None:
 
 
 def _times(
-    adapter: LowRank | None,
-    x_RK: Tensor,
-    w_ENK: Tensor,
-    b_EN: Tensor | None,
-    *,
-    offsets_E: Tensor,
-    backend: str,
+    adapter: LowRank | None, x_RK: Tensor, stack: Stack, *, offsets_E: Tensor, backend: str
 ) -> Tensor:
     """Multiply (R, K) rows sorted by expert by the adapted matrices: (R, N)."""
     if adapter is None:
-        return grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
+        return stack.times(x_RK, offsets_E, backend)
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-    if not adapter.is_shared:
+    if stack.is_dense and not adapter.is_shared:
         return adapted_linear(
-            x_RK, w_ENK, offsets_E, a, b, adapter.scaling, bias_EN=b_EN, backend=backend
+            x_RK,
+            stack.matrices,
+            offsets_E,
+            a,
+            b,
+            adapter.scaling,
+            bias_EN=stack.b_EN,
+            backend=backend,
         )
-    y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
-    low_Rr = F.linear(x_RK, a[0])
-    return y_RN + F.linear(low_Rr, b[0] * adapter.scaling)
+    y_RN = stack.times(x_RK, offsets_E, backend)
+    if adapter.is_shared:
+        return y_RN + F.linear(F.linear(x_RK, a[0]), b[0] * adapter.scaling)
+    low_Rr = grouped_linear(x_RK, a, offsets_E, backend=backend) * adapter.scaling
+    return y_RN + grouped_linear(low_Rr, b, offsets_E, backend=backend)
 
 
 class _Rows(NamedTuple):
@@ -146,14 +184,13 @@ def _rows_of(run: AdapterRun, maps: RouteMetadata, top_k: int) -> _Rows:
 def _times_of_runs(
     runs: list[tuple[_Rows, LowRank | None]],
     x_RK: Tensor,
-    w_ENK: Tensor,
-    b_EN: Tensor | None,
+    stack: Stack,
     *,
     offsets_E: Tensor,
     backend: str,
 ) -> Tensor:
     """Multiply as `_times` does, each run's rows with its own adapter."""
-    y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
+    y_RN = stack.times(x_RK, offsets_E, backend)
     for rows, adapter in runs:
         if adapter is None or not len(rows.index_n):
             continue

@@ -14,8 +14,15 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.products import selected
 
+Kept = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor of a format."""
+
 Weights = Tensor | Sequence[Tensor]
 """Tensor, or its slices along F, as `ExpertWeights.of` takes them."""
+
+
+TENSORS = ("w_in", "w_in_scale", "w_out", "w_out_scale", "b_in", "b_out")
+"""Names of the tensors of a layer's experts, in any format."""
 
 
 class WeightFormat:
@@ -23,10 +30,12 @@ class WeightFormat:
     override all methods.
 
     Attributes:
+        name: name of the format that `pack` makes.
         backends: names of the backends, in `expertmesh.ops.experts.backends.BACKENDS`, that read matrices of this
             format. "torch" reads every format by `unpack`.
     """
 
+    name: str = "dense"
     backends: tuple[str, ...] = (
         "native",
         "few_rows",
@@ -38,10 +47,27 @@ class WeightFormat:
         "torch",
     )
 
+    def kept(
+        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int = 64
+    ) -> dict[str, Kept]:
+        """Shapes and dtypes of the tensors that hold a stack of matrices (..., N, K), by the endings of their names.
+
+        Args:
+            shape: the shape of the stack.
+            dtype: the dtype of its products, and of scales.
+            group_size: columns per scale, in a format of groups.
+        """
+        return {"": (shape, dtype)}
+
+    def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
+        """Values of the tensors of `kept` for a stack of matrices; a format of weights that are only read has none."""
+        return {"": w.to(dtype)}
+
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
         """Bytes of both matrices of experts of shape (E, G, F, D), for products in a dtype; scales included."""
-        _, G, _, _ = shape
-        return prod(shape) * (G + 1) // G * dtype.itemsize
+        E, _, F, D = shape
+        kept = [*self.kept(shape, dtype).values(), *self.kept((E, D, F), dtype).values()]
+        return sum(prod(size) * of.itemsize for size, of in kept)
 
     def shape(self, experts: "ExpertSlice") -> tuple[int, int, int, int]:
         """Shape (E, G, F, D) of a slice's matrices once unpacked."""
@@ -193,11 +219,20 @@ class ExpertWeights:
         )
 
     @staticmethod
-    def of_names(slices: Mapping[str, Sequence[Tensor]], activation: str) -> "ExpertWeights":
-        """Make dense weights from the slices of each parameter, by the names w_in, w_out, b_in, b_out."""
-        b_in, b_out = tuple(slices.get("b_in", ())), slices.get("b_out")
-        first = None if b_out is None else b_out[0]
-        return ExpertWeights(tuple(slices["w_in"]), tuple(slices["w_out"]), activation, b_in, first)
+    def of_names(
+        slices: Mapping[str, Sequence[Tensor]],
+        activation: str,
+        format: str = "dense",
+        slot_of_expert_E: Tensor | None = None,
+    ) -> "ExpertWeights":
+        """Make weights from the slices of each tensor, by the names in `TENSORS`."""
+        w_in, scales_in, w_out, scales_out, b_in, b_out = (
+            tuple(slices.get(n, ())) for n in TENSORS
+        )
+        first = b_out[0] if b_out else None
+        return ExpertWeights(
+            w_in, w_out, activation, b_in, first, format, scales_in, scales_out, slot_of_expert_E
+        )
 
     @property
     def num_slots(self) -> int:
