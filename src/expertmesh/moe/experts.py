@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from expertmesh.ops.experts.weights import (
     FORMATS,
     TENSORS,
     ExpertWeights,
-    WeightFormat,
     WeightGradients,
 )
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
@@ -101,14 +100,6 @@ class DenseMLP(nn.Module):
         )
 
 
-class HasBackend(Protocol):
-    """Protocol of a module that calls the experts' operators."""
-
-    arithmetic: OpSet
-    backend: str
-    training: bool
-
-
 class GroupedExperts(nn.Module):
     """E experts in stacked tensors, run by one autograd operator (`expertmesh.functional.moe_mlp`).
 
@@ -178,12 +169,9 @@ class GroupedExperts(nn.Module):
         self.hold("dense", tensors)
 
     def hold(self, format: str, tensors: Mapping[str, Tensor], *, is_saved: bool = True) -> None:
-        """Replace all tensors by those of a format: parameters if it is dense, else buffers without gradients.
+        """Replace all tensors by those of a format, by name: parameters if it is dense, else frozen buffers.
 
-        Args:
-            format: name of the format in `FORMATS`.
-            tensors: the tensors by name; a name without one becomes None.
-            is_saved: whether the matrices of a format that is not dense are in the state dict.
+        Without `is_saved` matrices that are not dense are not in the state dict.
         """
         for name in TENSORS:
             if name in self._parameters or name in self._buffers:
@@ -209,17 +197,6 @@ class GroupedExperts(nn.Module):
         Raises:
             ConfigError: there is no such format, the experts are in slots or on several ranks, or columns are no whole groups.
         """
-        form = self._check_format(format, group_size)
-        dtype = dtype or self.dtype
-        dense = self.weights().slices()[0].unpacked(dtype)
-        found = {"b_in": self.b_in, "b_out": self.b_out}
-        for name, w in (("w_in", dense.w_in_EGFD), ("w_out", dense.w_out_EDF)):
-            tensors = form.pack(w.detach(), dtype, group_size)
-            found |= {name + end: tensor for end, tensor in tensors.items()}
-        self._dense_dtype = dtype
-        self.hold(format, {n: t.detach() for n, t in found.items() if t is not None})
-
-    def _check_format(self, format: str, group_size: int) -> WeightFormat:
         known = [name for name, one in FORMATS.items() if one.name == name]
         if format not in known:
             raise ConfigError("format", format, f"must be {' or '.join(known)}", "use int8")
@@ -227,13 +204,20 @@ class GroupedExperts(nn.Module):
             raise ConfigError(
                 "format", format, "experts are in slots or on several ranks", "convert before"
             )
-        _, _, F, D = self.shape
+        *_, F, D = self.shape
         unit = {"int4": group_size, "mxfp4": MXFP4_BLOCK}.get(format, 1)
         if D % unit or F % unit:
             raise ConfigError(
                 "format", format, f"groups of {unit} must divide {D} and {F}", "use int8"
             )
-        return FORMATS[format]
+        dtype = dtype or self.dtype
+        dense = self.weights().slices()[0].unpacked(dtype)
+        found = {n: b.detach() for n in ("b_in", "b_out") if (b := getattr(self, n)) is not None}
+        for name, w in (("w_in", dense.w_in_EGFD), ("w_out", dense.w_out_EDF)):
+            tensors = FORMATS[format].pack(w.detach(), dtype, group_size)
+            found |= {name + end: tensor for end, tensor in tensors.items()}
+        self._dense_dtype = dtype
+        self.hold(format, found)
 
     def put_into_slots(self, num_slots: int, **how: Any) -> "ExpertPaging":
         """Keep `num_slots` experts only, for inference; see `ExpertPaging` for the arguments. The state dict is then empty."""
@@ -331,7 +315,14 @@ class GroupedExperts(nn.Module):
             own = ExpertParameters(weights, torch.no_grad)  # the next call changes them
         else:
             own = ExpertParameters(self.weights(), main_grads=self.main_grads)
-        call = call_of_module(self, x_TD, weights_TK, own.weights, expert_ids_TK)
+        call = ExpertsCall(
+            x_TD,
+            weights_TK,
+            own.weights,
+            self.backend,
+            expert_ids_TK,
+            batch_invariant=self.arithmetic.in_mode(self.training).batch_invariant,
+        )
         if self.adapters is not None:
             call = call._replace(adapters=self.adapters())
         if self.of_rows:
@@ -372,24 +363,6 @@ class GroupedExperts(nn.Module):
                 "main gradients with adapters (expertmesh.lora): their backward does not add to them; "
                 "freeze the experts, or call accumulate_main_grads(False)"
             )
-
-
-def call_of_module(
-    module: HasBackend, x_TD: Tensor, weights_TK: Tensor, experts: ExpertWeights, ids_TK: Tensor
-) -> ExpertsCall:
-    """Build the operator call of a module of experts.
-
-    Args:
-        module: the experts; backend, op set and mode are read.
-        x_TD: (T, D).
-        weights_TK: (T, K).
-        experts: the weights to compute with.
-        ids_TK: (T, K) expert ids.
-    """
-    is_invariant = module.arithmetic.in_mode(module.training).batch_invariant
-    return ExpertsCall(
-        x_TD, weights_TK, experts, module.backend, ids_TK, batch_invariant=is_invariant
-    )
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:

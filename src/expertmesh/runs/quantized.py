@@ -20,7 +20,6 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.ops.experts import native, quantized_rows
-from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.ops.quantized.pack import for_cpu
 
 REPORT = "quantization.json"
@@ -78,8 +77,7 @@ def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
         }
         for name in ("w_in", "w_out"):
             w = getattr(experts, name)
-            kept = FORMATS[scheme.format].kept(w.shape, source.scale_dtype, scheme.group_size)
-            for end, (shape, dtype) in kept.items():
+            for end, (shape, dtype) in scheme.kept(w.shape, source.scale_dtype).items():
                 found[name + end] = torch.empty(shape, dtype=dtype, device=w.device)
         experts.hold(scheme.format, found)
 

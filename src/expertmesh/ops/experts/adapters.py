@@ -26,39 +26,8 @@ from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
-
-class Stack(NamedTuple):
-    """One matrix of every expert, in any format.
-
-    Attributes:
-        experts: the experts.
-        is_in: whether it is w_in; else w_out.
-        b_EN: (E, N) biases, or None.
-    """
-
-    experts: ExpertSlice
-    is_in: bool
-    b_EN: Tensor | None
-
-    @property
-    def matrices(self) -> Tensor:
-        """The matrices (E, N, K) of dense experts."""
-        return self.experts.w_in_EGFD.flatten(1, 2) if self.is_in else self.experts.w_out_EDF
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the matrices are as they are multiplied."""
-        return self.experts.format == "dense"
-
-    def times(self, x_RK: Tensor, offsets_E: Tensor, backend: str) -> Tensor:
-        """Products (R, N) of rows sorted by expert, without adapters."""
-        if self.is_dense:
-            return grouped_linear(x_RK, self.matrices, offsets_E, b_EN=self.b_EN, backend=backend)
-        return frozen_linear(x_RK, self.experts, offsets_E, is_in=self.is_in, b_EN=self.b_EN)
-
-
-Times = Callable[[Tensor, Stack], Tensor]
-"""Function ((R, K) rows sorted by expert, matrices) -> (R, N) products with the adapted matrices."""
+Times = Callable[[Tensor, ExpertSlice, Tensor | None, bool], Tensor]
+"""Function ((R, K) rows sorted by expert, experts, (E, N) biases or None, whether of w_in) -> (R, N) adapted products."""
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
@@ -120,15 +89,15 @@ def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
     one = call.experts.joined(call.x_TD.dtype) if is_dense else call.experts.slices()[0]
     x_RD = permute(call.x_TD, metadata, backend=backend)
     bias = None if one.b_in_EGF is None else one.b_in_EGF.flatten(1)
-    h_RN = on_in(x_RD, Stack(one, True, bias))
+    h_RN = on_in(x_RD, one, bias, True)
     s_R = call.weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
     if one.b_out_ED is None:
         a_RF = weighted_activation(h_RN, s_R, activation=one.activation)
-        y_RD = on_out(a_RF, Stack(one, False, None))
+        y_RD = on_out(a_RF, one, None, False)
     else:
         _, G, width, _ = one.shape
         a_RF = activate(h_RN.unflatten(1, (G, width)), one.activation)
-        y_RD = on_out(a_RF, Stack(one, False, one.b_out_ED))
+        y_RD = on_out(a_RF, one, one.b_out_ED, False)
         y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
     return combine(y_RD, metadata, call.weights_TK.shape[1], backend=backend)
 
@@ -143,28 +112,43 @@ def _check(adapter: LowRank, num_experts: int) -> None:
 
 
 def _times(
-    adapter: LowRank | None, x_RK: Tensor, stack: Stack, *, offsets_E: Tensor, backend: str
+    adapter: LowRank | None,
+    x_RK: Tensor,
+    experts: ExpertSlice,
+    b_EN: Tensor | None,
+    is_in: bool,
+    **how: Any,
 ) -> Tensor:
     """Multiply (R, K) rows sorted by expert by the adapted matrices: (R, N)."""
-    if adapter is None:
-        return stack.times(x_RK, offsets_E, backend)
+    if adapter is None or adapter.is_shared or experts.format != "dense":
+        y_RN = _base(x_RK, experts, b_EN, is_in, **how)
+        return y_RN if adapter is None else y_RN + _low_rank(x_RK, adapter, **how)
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-    if stack.is_dense and not adapter.is_shared:
-        return adapted_linear(
-            x_RK,
-            stack.matrices,
-            offsets_E,
-            a,
-            b,
-            adapter.scaling,
-            bias_EN=stack.b_EN,
-            backend=backend,
-        )
-    y_RN = stack.times(x_RK, offsets_E, backend)
+    w_ENK = _dense(experts, is_in)
+    return adapted_linear(
+        x_RK, w_ENK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, bias_EN=b_EN, **how
+    )
+
+
+def _dense(experts: ExpertSlice, is_in: bool) -> Tensor:
+    return experts.w_in_EGFD.flatten(1, 2) if is_in else experts.w_out_EDF
+
+
+def _base(
+    x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, **how: Any
+) -> Tensor:
+    """Multiply rows by the matrices without adapters."""
+    if experts.format == "dense":
+        return grouped_linear(x_RK, _dense(experts, is_in), b_EN=b_EN, **how)
+    return frozen_linear(x_RK, experts, how["offsets_E"], is_in=is_in, b_EN=b_EN)
+
+
+def _low_rank(x_RK: Tensor, adapter: LowRank, **how: Any) -> Tensor:
+    """Multiply rows by s B A of their experts."""
+    a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
     if adapter.is_shared:
-        return y_RN + F.linear(F.linear(x_RK, a[0]), b[0] * adapter.scaling)
-    low_Rr = grouped_linear(x_RK, a, offsets_E, backend=backend) * adapter.scaling
-    return y_RN + grouped_linear(low_Rr, b, offsets_E, backend=backend)
+        return F.linear(F.linear(x_RK, a[0]), b[0] * adapter.scaling)
+    return grouped_linear(grouped_linear(x_RK, a, **how) * adapter.scaling, b, **how)
 
 
 class _Rows(NamedTuple):
@@ -184,18 +168,15 @@ def _rows_of(run: AdapterRun, maps: RouteMetadata, top_k: int) -> _Rows:
 def _times_of_runs(
     runs: list[tuple[_Rows, LowRank | None]],
     x_RK: Tensor,
-    stack: Stack,
-    *,
-    offsets_E: Tensor,
-    backend: str,
+    experts: ExpertSlice,
+    b_EN: Tensor | None,
+    is_in: bool,
+    **how: Any,
 ) -> Tensor:
     """Multiply as `_times` does, each run's rows with its own adapter."""
-    y_RN = stack.times(x_RK, offsets_E, backend)
+    y_RN = _base(x_RK, experts, b_EN, is_in, **how)
     for rows, adapter in runs:
-        if adapter is None or not len(rows.index_n):
-            continue
-        a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-        low_nr = grouped_linear(x_RK[rows.index_n], a, rows.offsets_E, backend=backend)
-        more_nN = grouped_linear(low_nr * adapter.scaling, b, rows.offsets_E, backend=backend)
-        y_RN.index_add_(0, rows.index_n, more_nN)
+        if adapter is not None and len(rows.index_n):
+            own = {**how, "offsets_E": rows.offsets_E}
+            y_RN.index_add_(0, rows.index_n, _low_rank(x_RK[rows.index_n], adapter, **own))
     return y_RN

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, Kept, WeightFormat
+from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, Kept, Shape, WeightFormat
 from expertmesh.ops.quantized import mxfp4
 from expertmesh.ops.quantized.pack import from_cpu, from_nibbles, nibbles
 from expertmesh.ops.quantized.rounding import BLOCK, Format, Rounded, rounded, widened
@@ -30,9 +30,7 @@ class QuantizedFormat(WeightFormat):
     name: str = "int8"
     backends: tuple[str, ...] = ("native", "quantized_rows", "quantized_triton", "torch")
 
-    def kept(
-        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int = 64
-    ) -> dict[str, Kept]:
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`: int8 with a scale per row."""
         return {"": (shape, torch.int8), "_scale": ((*shape[:-1], 1), dtype)}
 
@@ -69,9 +67,7 @@ class Fp8(QuantizedFormat):
     name: str = "fp8"
     backends: tuple[str, ...] = ("quantized_triton", "torch")
 
-    def kept(
-        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int = 64
-    ) -> dict[str, Kept]:
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`."""
         *lead, N, K = shape
         scales = (*lead, -(-N // BLOCK), -(-K // BLOCK))
@@ -87,9 +83,7 @@ class Int4(QuantizedFormat):
 
     name: str = "int4"
 
-    def kept(
-        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int = 64
-    ) -> dict[str, Kept]:
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`."""
         *lead, K = shape
         return {"": ((*lead, K // 2), torch.uint8), "_scale": ((*lead, K // group_size), dtype)}
@@ -137,9 +131,7 @@ class Mxfp4(Int4):
     name: str = "mxfp4"
     backends: tuple[str, ...] = ("torch",)
 
-    def kept(
-        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int = 64
-    ) -> dict[str, Kept]:
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`."""
         return super().kept(shape, torch.uint8, mxfp4.BLOCK)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.products import selected
 
-Kept = tuple[tuple[int, ...], torch.dtype]
+Shape = tuple[int, ...]
+Kept = tuple[Shape, torch.dtype]
 """Shape and dtype of a tensor of a format."""
 
 Weights = Tensor | Sequence[Tensor]
@@ -47,15 +48,10 @@ class WeightFormat:
         "torch",
     )
 
-    def kept(
-        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int = 64
-    ) -> dict[str, Kept]:
-        """Shapes and dtypes of the tensors that hold a stack of matrices (..., N, K), by the endings of their names.
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
+        """Shapes and dtypes of the tensors that hold matrices (..., N, K), by the endings of their names.
 
-        Args:
-            shape: the shape of the stack.
-            dtype: the dtype of its products, and of scales.
-            group_size: columns per scale, in a format of groups.
+        `dtype` is that of the products and of the scales, `group_size` the columns per scale in a format of groups.
         """
         return {"": (shape, dtype)}
 
