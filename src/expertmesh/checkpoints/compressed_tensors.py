@@ -32,15 +32,10 @@ _READ = "expertmesh reads int8 per channel, int4 in groups of 32, 64 or 128, and
 
 @dataclass(frozen=True)
 class Scheme:
-    """Quantisation scheme of a folder's matrices.
+    """Quantisation scheme of a folder's matrices."""
 
-    Attributes:
-        format: int8, int4 or fp8.
-        group_size: columns of a group in int4.
-    """
-
-    format: Format
-    group_size: int = 64
+    format: Format  # int8, int4 or fp8
+    group_size: int = 64  # columns of a group in int4
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
         """The `quantization_config` of a config.json; `ignored` are the modules that stay unquantised."""

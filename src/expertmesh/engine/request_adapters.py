@@ -79,21 +79,14 @@ def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """Adapter of an engine.
+    """Adapter of an engine."""
 
-    Attributes:
-        name: name for requests.
-        folder: folder that it was read from.
-        root: unique root prefix of its requests' tokens, below `ROOT`.
-        of_module: low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts.
-        num_bytes: bytes of its factors.
-    """
-
-    name: str
-    folder: Path
-    root: int
+    name: str  # name for requests
+    folder: Path  # folder that it was read from
+    root: int  # unique root prefix of its requests' tokens, below `ROOT`
+    # low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts
     of_module: dict[str, dict[str, LowRank]]
-    num_bytes: int = 0
+    num_bytes: int = 0  # bytes of its factors
 
 
 class AdapterSpan(NamedTuple):

@@ -99,6 +99,10 @@ class ExpertPaging:
         self._copy(missing)
         return self._weights(self._tensors, {e: self.slots.slot_of(e) for e in needed})
 
+    def in_slots(self) -> ExpertWeights:
+        """Weights of the slots, by their number."""
+        return self._weights(self._tensors, {}).by_slot()
+
     def _past_the_slots(self, needed: list[int]) -> ExpertWeights:
         """Copy the experts of one step beside the slots; experts that have a slot are copied from there."""
         self.counts.bypasses += 1

@@ -37,17 +37,10 @@ def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Weights that replace the own weights of a `GroupedExperts` in one call, with the handling of their gradients.
-
-    Attributes:
-        weights: the weights, indexed by the expert ids of the call.
-        context: context manager around the experts' operator, for example saved-tensor hooks.
-        main_grads: see `moe_mlp`; the owner of the weights passes the gradients on.
-        late: see `moe_mlp`; the owner of the weights asks for the gradients.
-    """
+    """Weights for one call, indexed by its expert ids, and what their owner does with their gradients (see `moe_mlp`)."""
 
     weights: ExpertWeights
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # around the operator
     main_grads: WeightGradients | None = None
     late: DeferredWeightGradients | None = None
 
@@ -339,7 +332,9 @@ class GroupedExperts(nn.Module):
             )
 
     def weights(self) -> ExpertWeights:
-        """The tensors as the operators take them."""
+        """The tensors as the operators take them; of experts in slots those that have one."""
+        if self.paging is not None:
+            return self.paging.in_slots()
         return ExpertWeights(
             (self.w_in,),
             (self.w_out,),
@@ -440,11 +435,9 @@ class ExpertList(nn.ModuleList):
 
 
 def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
-    """(0, D) slices of parameters: a `torch.cat` with them gives the parameters zero gradients, even if weights are not finite.
+    """(0, D) slices of parameters, in the dtype of `like` (n, D): a `torch.cat` with them gives zero gradients, even if weights are not finite.
 
-    Args:
-        parameters: the parameters; those without a gradient and DTensors are left out.
-        like: (n, D) tensor of the slices' dtype.
+    Parameters without a gradient and DTensors are left out.
     """
     if not torch.is_grad_enabled():
         return []

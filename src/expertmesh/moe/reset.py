@@ -14,15 +14,7 @@ from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
 def reset_layer(
     layer: Any, seed: int | None, *, std: float | None, out_std: float | None, custom: bool
 ) -> None:
-    """Reinitialise every parameter of a MoELayer; see its `reset_parameters`.
-
-    Args:
-        layer: a MoELayer.
-        seed: the seed of the whole model; None: a fresh one from torch's default generator.
-        std: standard deviation of all matrices but w_out; None: 1 / sqrt(fan_in).
-        out_std: standard deviation of w_out; None: 1 / sqrt(fan_in).
-        custom: whether custom routers and experts are reset too.
-    """
+    """Reinitialise every parameter of a MoELayer as its `reset_parameters` says, custom modules' too if `custom`."""
     seed = draw_seed() if seed is None else seed
     prefix = f"layers.{layer.layer_index}.moe."
     for name, parameter in _builtin_parameters(layer):

@@ -43,18 +43,12 @@ ADDED_ONCE = ("b_out", "out.bias")
 
 @dataclass(frozen=True)
 class ServingDegrees:
-    """Parallel degrees of a model on p ranks.
+    """Parallel degrees of a model on p ranks."""
 
-    Attributes:
-        num_ranks: p.
-        tp: L, ranks of a tensor group.
-        e: parts of the experts.
-        f: slices of each expert's hidden size. e f is p, or p / L if the ranks of a group have the same experts.
-    """
-
-    num_ranks: int
-    tp: int
-    e: int
+    num_ranks: int  # p
+    tp: int  # L, ranks of a tensor group
+    e: int  # parts of the experts
+    # slices of each expert's hidden size. e f is p, or p / L if the ranks of a group have the same experts
     f: int
 
     @property

@@ -198,12 +198,7 @@ def open_model(
 
 @dataclass(frozen=True)
 class Slots:
-    """Options for experts that stay in their files and are copied to slots on the device.
-
-    Attributes:
-        count: slots of each layer.
-        fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: not on a CPU, which copies itself.
-    """
+    """Slots of each layer for experts that stay in their files; see `put_slots`."""
 
     count: int
     fetch_ahead: bool | None = None

@@ -18,16 +18,9 @@ def put_slots(
     fetch_ahead: bool | None,
     device: torch.device,
 ) -> None:
-    """Replace a model's routed experts by slots, the only memory that they take on a device.
+    """Put the routed experts of a model on the meta device into slots, of each layer `num_slots` on a rank.
 
-    A rank has slots for its own part of the experts.
-
-    Args:
-        model: the model, on the meta device.
-        source: source of its weights.
-        num_slots: slots of each layer on a rank.
-        fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: unless the device is a CPU.
-        device: device of the slots.
+    Experts of the next layer are fetched while a layer computes with `fetch_ahead`; None: unless the device is a CPU.
 
     Raises:
         ConfigError: a layer has fewer experts on a rank than slots, or the model has no experts.
@@ -60,13 +53,7 @@ def put_slots(
 
 
 class _Reader:
-    """Reader of single experts of a layer from a source, or of this rank's slices of them.
-
-    Args:
-        source: of the weights.
-        prefix: before the names of the experts' tensors there.
-        experts: that are there, perhaps cut over ranks.
-    """
+    """Reader of single experts of a layer, perhaps cut over ranks, from a source with `prefix` before their names."""
 
     def __init__(self, source: TensorSource, prefix: str, experts: nn.Module) -> None:
         self.source, self.prefix = source, prefix

@@ -124,8 +124,13 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     for layer in model.modules():
         if isinstance(layer, MoELayer) and not isinstance(layer.dispatcher, LocalDispatcher):
             raise ConfigError("model is spread over ranks; save it on one process, loaded whole")
-    if any(experts.adapters is not None for _, _, experts in grouped_layers(model)):
-        raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
+    for _, _, experts in grouped_layers(model):
+        if experts.adapters is not None:
+            raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
+        if experts.format != "dense":
+            raise ConfigError(
+                f"model has {experts.format} experts; give the one that was quantised"
+            )
 
 
 def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:

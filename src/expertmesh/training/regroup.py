@@ -236,6 +236,10 @@ def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
             raise ConfigError(
                 f"run {run.path}: has model.moe.{what}, which fixes who its experts are; use a model without it"
             )
+        if layer.grouped is not None and layer.grouped.format != "dense":
+            raise ConfigError(
+                f"run {run.path}: its experts are {layer.grouped.format}; name the run they were made of"
+            )
         if layer.grouped is None:
             raise ConfigError(
                 f"run {run.path}: its experts are modules of their own ({type(layer.experts).__name__}), not rows of one tensor;"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate
 from expertmesh.ops.experts import native
-from expertmesh.ops.experts.adapted_linear import adapted_linear
+from expertmesh.ops.experts.adapted_linear import adapted_linear, low_rank
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
 from expertmesh.ops.experts.frozen_linear import frozen_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
@@ -122,7 +122,7 @@ def _times(
     """Multiply (R, K) rows sorted by expert by the adapted matrices: (R, N)."""
     if adapter is None or adapter.is_shared or experts.format != "dense":
         y_RN = _base(x_RK, experts, b_EN, is_in, **how)
-        return y_RN if adapter is None else y_RN + _low_rank(x_RK, adapter, **how)
+        return y_RN if adapter is None else y_RN + _added(x_RK, adapter, **how)
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
     w_ENK = _dense(experts, is_in)
     return adapted_linear(
@@ -143,12 +143,12 @@ def _base(
     return frozen_linear(x_RK, experts, how["offsets_E"], is_in=is_in, b_EN=b_EN)
 
 
-def _low_rank(x_RK: Tensor, adapter: LowRank, **how: Any) -> Tensor:
+def _added(x_RK: Tensor, adapter: LowRank, **how: Any) -> Tensor:
     """Multiply rows by s B A of their experts."""
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
     if adapter.is_shared:
         return F.linear(F.linear(x_RK, a[0]), b[0] * adapter.scaling)
-    return grouped_linear(grouped_linear(x_RK, a, **how) * adapter.scaling, b, **how)
+    return low_rank(x_RK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, **how)
 
 
 class _Rows(NamedTuple):
@@ -178,5 +178,5 @@ def _times_of_runs(
     for rows, adapter in runs:
         if adapter is not None and len(rows.index_n):
             own = {**how, "offsets_E": rows.offsets_E}
-            y_RN.index_add_(0, rows.index_n, _low_rank(x_RK[rows.index_n], adapter, **own))
+            y_RN.index_add_(0, rows.index_n, _added(x_RK[rows.index_n], adapter, **own))
     return y_RN

@@ -93,27 +93,16 @@ FORMATS: dict[str, WeightFormat] = {"dense": WeightFormat()}
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """Slice along F of all experts, as a backend takes it; gradients use the same class.
+    """Slice along F of all experts, as a backend takes it; gradients use the same class."""
 
-    Attributes:
-        w_in_EGFD: first weights, in their stored format.
-        w_out_EDF: second weights, in their stored format.
-        b_in_EGF: first biases, or None.
-        b_out_ED: second biases; None without biases and in all slices but the first.
-        activation: the name of the activation.
-        format: name of the weights' format in `FORMATS`.
-        scales_in: scales of w_in; None in a format without scales.
-        scales_out: scales of w_out, or None.
-    """
-
-    w_in_EGFD: Tensor
-    w_out_EDF: Tensor
-    b_in_EGF: Tensor | None
-    b_out_ED: Tensor | None
-    activation: str
-    format: str = "dense"
-    scales_in: Tensor | None = None
-    scales_out: Tensor | None = None
+    w_in_EGFD: Tensor  # first weights, in their stored format
+    w_out_EDF: Tensor  # second weights, in their stored format
+    b_in_EGF: Tensor | None  # first biases, or None
+    b_out_ED: Tensor | None  # second biases; None without biases and in all slices but the first
+    activation: str  # the name of the activation
+    format: str = "dense"  # name of the weights' format in `FORMATS`
+    scales_in: Tensor | None = None  # scales of w_in; None in a format without scales
+    scales_out: Tensor | None = None  # scales of w_out, or None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -424,12 +413,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class HiddenGradients:
-    """Hidden rows that `data_grads` passes to `weight_grads`; their layout depends on the backend.
+    """Hidden rows that `data_grads` passes to `weight_grads`; their layout depends on the backend."""
 
-    Attributes:
-        a_RF: s * act(H); None if no gradient of w_out is needed.
-        d_h_RH: gradient of H; None if no gradient before H is needed.
-    """
-
-    a_RF: Tensor | None
-    d_h_RH: Tensor | None
+    a_RF: Tensor | None  # s * act(H); None if no gradient of w_out is needed
+    d_h_RH: Tensor | None  # gradient of H; None if no gradient before H is needed

@@ -236,10 +236,8 @@ class CoordinatedRoundTrip:
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
     """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
-    grouped: Any = experts
-    is_typed = grouped.format == "dense" and grouped.w_in is not None
-    # experts in slots are cast when they are used
-    if grouped.paging is not None or (is_typed and grouped.w_in.dtype == dtype):
+    grouped: Any = experts  # those in slots are cast when they are used
+    if grouped.paging is not None or (grouped.format == "dense" and grouped.dtype == dtype):
         return None
     return ExpertParameters(grouped.weights().to(dtype))
 
