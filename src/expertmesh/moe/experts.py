@@ -162,7 +162,7 @@ class GroupedExperts(nn.Module):
         self.hold("dense", tensors)
 
     def hold(self, format: str, tensors: Mapping[str, Tensor], *, is_saved: bool = True) -> None:
-        """Replace all tensors by those of a format, by name: parameters if it is dense, else frozen buffers.
+        """Replace all tensors, by name: parameters of a dense format, else frozen buffers.
 
         Without `is_saved` matrices that are not dense are not in the state dict.
         """
@@ -185,7 +185,7 @@ class GroupedExperts(nn.Module):
         Args:
             format: dense, int8, int4, fp8 or mxfp4.
             group_size: input columns per scale of int4.
-            dtype: dtype of dense matrices, or of scales; None: that of the present ones.
+            dtype: dtype of dense matrices, or of scales; None: as it is.
 
         Raises:
             ConfigError: there is no such format, the experts are in slots or on several ranks, or columns are no whole groups.

@@ -1,7 +1,7 @@
 """Products of sorted rows with their experts' quantised matrices, as one autograd operator; differentiable for the rows.
 
 An expert's matrix is widened when its rows are multiplied, and again in the backward, so that at most one wide matrix
-exists. Rounding, type and order of sums are those of `grouped_linear` with the widened matrices.
+exists. Rounding, type and order of sums are as in `grouped_linear` with the widened matrices.
 """
 
 from collections.abc import Sequence

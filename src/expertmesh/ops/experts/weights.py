@@ -51,7 +51,7 @@ class WeightFormat:
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """Shapes and dtypes of the tensors that hold matrices (..., N, K), by the endings of their names.
 
-        `dtype` is that of the products and of the scales, `group_size` the columns per scale in a format of groups.
+        `dtype` is the type of the products and of the scales, `group_size` the columns per scale in a format of groups.
         """
         return {"": (shape, dtype)}
 
