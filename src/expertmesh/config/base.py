@@ -163,9 +163,8 @@ class Config(BaseModel):
             value, usual = getattr(self, name), type(self).model_fields[name].default
             for one in _listed(value):
                 if isinstance(one, int) and not -_TOO_LARGE <= one < _TOO_LARGE:
-                    raise FieldError(
-                        name, one, "must be a number of 64 bits, below 2**63", "use a smaller one"
-                    )
+                    rule = "must be at most 2^63 - 1" if one > 0 else "must be at least -2^63"
+                    raise FieldError(name, one, rule, "change it or leave it out")
                 if isinstance(one, str) and one != usual:
                     self._check_text(name, one)
         return self

@@ -24,8 +24,9 @@ from expertmesh.costs.eplb import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.phases import phase
-from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
-from expertmesh.ops.permute import sum_rows
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.experts.native import dtype_of_rows
+from expertmesh.ops.permute import sum_rows_in_order
 from expertmesh.parallel.experts.exchange import added_over_ranks
 
 
@@ -214,7 +215,7 @@ class CoordinatedRoundTrip:
         tokens = replace(tokens, expert_ids_TK=local_TK, weights_TK=tokens.weights_TK * is_own_TK)
         if not way.is_exact:
             return tokens
-        x_TD = tokens.x_TD.to(gemm_dtype(tokens.x_TD.device, self._dtype))
+        x_TD = tokens.x_TD.to(dtype_of_rows(tokens.x_TD.device, self._dtype))
         return Dispatched(
             x_TD.repeat_interleave(self._top_k, 0),
             local_TK.view(-1, 1),
@@ -246,7 +247,7 @@ def _in_slot_order(y_ND: Tensor, top_k: int) -> Tensor:
     """(T, D): sums over the choices of each token, in the order of one process."""
     rows_N = torch.arange(len(y_ND), dtype=torch.int32, device=y_ND.device)
     offsets = torch.tensor([0, len(y_ND)], dtype=torch.int32, device=y_ND.device)
-    return sum_rows(y_ND, offsets, rows_N, top_k)
+    return sum_rows_in_order(y_ND, offsets, rows_N, top_k)
 
 
 def _packed(tokens: Dispatched) -> Tensor:
