@@ -9,7 +9,7 @@ from pathlib import Path
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.options import declared_by, flag_name, library_names
-from expertmesh.errors import ConfigError, Line
+from expertmesh.errors import Line
 
 
 def prog_name() -> str:

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from expertmesh.config.field_texts import field_texts
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
-from expertmesh.config.values import choice_rule, shown, some_of, written
+from expertmesh.config.values import WHOLE, Number, choice_rule, shown, some_of, written
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
