@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts, call_of_module
-from expertmesh.ops.experts import native, quantized_rows
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.op_set import OpSet
-from expertmesh.ops.quantized.pack import for_cpu
 from expertmesh.ops.quantized.rounding import BLOCK, Format
 
 _VALUES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
@@ -79,35 +77,6 @@ class QuantizedExperts(nn.Module):
 
         super()._apply(moved, recurse)
         return self
-
-    @property
-    def is_arranged(self) -> bool:
-        """Whether `arrange` has changed the order."""
-        return self.format == "int4_cpu"
-
-    @torch.no_grad()
-    def arrange(self) -> None:
-        """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the matrices."""
-        w_in, w_out = self.w_in, self.w_out
-        if native.is_loaded():  # they read numbers as they are stored
-            return
-        if self.format != "int4" or w_in.device.type != "cpu" or w_in.numel() == 0:
-            return
-        _, G, F, half = w_in.shape
-        if self.w_in_scale.dtype != torch.bfloat16 or not quantized_rows.takes(
-            "int4_cpu", G, F, 2 * half
-        ):
-            return
-        for name, w in (("w_in", w_in), ("w_out", w_out)):
-            scales = getattr(self, f"{name}_scale")
-            for of_expert in w.flatten(1, -2):  # in place: there may be no memory for a second copy
-                of_expert.copy_(for_cpu(of_expert))
-            pairs = torch.stack((scales, torch.zeros_like(scales)), -1)
-            pairs = pairs.flatten(1, -3).transpose(1, 2).contiguous()
-            del self._buffers[name], self._buffers[f"{name}_scale"]
-            self.register_buffer(name, w, persistent=False)
-            self.register_buffer(f"{name}_scale", pairs, persistent=False)
-        self.format = "int4_cpu"
 
     def forward(
         self,

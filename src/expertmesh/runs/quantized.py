@@ -81,10 +81,3 @@ def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
             device=child.w_in.device,
         )
         setattr(parent, name, made)
-
-
-def arrange(model: nn.Module) -> None:
-    """Arrange the quantised values of all experts for their device, after reading."""
-    for module in model.modules():
-        if isinstance(module, QuantizedExperts):
-            module.arrange()

@@ -4,22 +4,21 @@
 |---|---|---|
 | int8 | int8, as dense | (E, G, F, 1), (E, D, 1) |
 | int4 | two numbers to a byte, (E, G, F, D / 2) and (E, D, F / 2) | (E, G, F, D / g), (E, D, F / g) |
-| int4_cpu | the same bytes in the order of the CPU's product, see `pack.for_cpu` | (E, D / g, G * F, 2), (E, F / g, D,
-2), the second of two 0 | | fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
+| fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
 """
 
 import torch
 from torch import Tensor
 
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, WeightFormat
-from expertmesh.ops.quantized.pack import from_cpu, from_nibbles
+from expertmesh.ops.quantized.pack import from_nibbles
 from expertmesh.ops.quantized.rounding import BLOCK, Rounded, widened
 
 
 class QuantizedFormat(WeightFormat):
     """Format of values with scales; this class has one byte per number and scales that `widened` takes."""
 
-    backends: tuple[str, ...] = ("native", "quantized_rows", "quantized_triton", "torch")
+    backends: tuple[str, ...] = ("native", "quantized_triton", "torch")
 
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
         """See `WeightFormat`; dtype is the dtype of the scales."""
@@ -85,27 +84,9 @@ class Int4(QuantizedFormat):
         return widened(Rounded(from_nibbles(values), scales), dtype)
 
 
-class Int4ForCpu(Int4):
-    """Int4 in the order of PyTorch's product on the CPU; unpacked matrices are transposed in memory."""
-
-    backends: tuple[str, ...] = ("quantized_rows", "torch")
-
-    def unpack_in(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
-        """See `QuantizedFormat`."""
-        assert experts.scales_in is not None
-        return self.wide(experts.w_in_EGFD[e].flatten(0, 1), experts.scales_in[e], dtype)
-
-    def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `QuantizedFormat`."""
-        q_KN, s_GN = from_cpu(values), scales[..., 0]
-        wide = q_KN.to(s_GN.dtype).unflatten(0, (s_GN.shape[0], -1)).mul_(s_GN[:, None])
-        return wide.flatten(0, 1).to(dtype).T
-
-
 QUANTIZED: dict[str, QuantizedFormat] = {
     "int8": QuantizedFormat(),
     "int4": Int4(),
-    "int4_cpu": Int4ForCpu(),
     "fp8": Fp8(),
 }
 """Quantised formats by name."""

@@ -29,11 +29,8 @@ class WeightFormat:
 
     backends: tuple[str, ...] = (
         "native",
-        "few_rows",
         "adapters",
         "reference",
-        "invariant_triton",
-        "invariant",
         "triton",
         "torch",
     )
