@@ -200,7 +200,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[Any, ...], some: str) -> bool:
         return False
     # not ==, which torch.compile cannot guard on where a size is a symbol
     return all(
-        size >= (one in some) if isinstance(one, str) else size == one
+        size >= int(one in some) if isinstance(one, str) else size == one
         for size, one in zip(shape, wanted, strict=True)
     )
 
