@@ -7,8 +7,9 @@ import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 from tests.oracle.numerics import assert_two_times_rms
 
-from expertmesh.engine import faster_forward
+from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.engine import Engine
+from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
@@ -112,10 +113,9 @@ def test_what_cannot_be_compiled_is_refused():
     assert Engine(gpt(torch.float32))._runner.compiled is None, "small models gain too little"
 
 
-def test_without_the_optional_package_steps_are_computed(monkeypatch):
-    monkeypatch.setattr(faster_forward, "find_spec", lambda name: None)
-    monkeypatch.setattr(faster_forward, "FASTER", [])
+def test_without_the_optional_package_the_model_computes():
     model = gpt(torch.float32, moe={"top_k": 2})
-    assert answers(Engine(model))[0].token_ids
-    with pytest.raises(ConfigError, match="compile=True: needs the package expertmesh.cpu"):
-        Engine(model, compile=True)
+    without = {"optional": "no_such_package", "known": ()}
+    assert faster_forward(model, EngineConfig(), **without) is None
+    with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
+        faster_forward(model, EngineConfig(compile=True), **without)
