@@ -34,8 +34,9 @@ def python_number(value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value for an error message: short, on one line, text without quotes."""
+    """A value for an error message: short, on one line, text without quotes, what UTF-8 cannot hold escaped."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
 
 
