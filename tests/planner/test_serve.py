@@ -112,8 +112,14 @@ WRONG = [
     (["--serve", "--context", "8"], "--batch: must be given"),
     (["--serve", "--batch", "0", "--context", "8"], "--batch 0: must be a whole number from 1"),
     (["--batch", "8"], "--batch 8: is an option of inference"),
-    (["--serve", "--pp", "2", "--batch", "8", "--context", "8"], "--pp 2: is an option of training"),
-    (["--serve", "--imbalance", "1", "--batch", "8", "--context", "8"], "--imbalance 1.0: is an option"),
+    (
+        ["--serve", "--pp", "2", "--batch", "8", "--context", "8"],
+        "--pp 2: is an option of training",
+    ),
+    (
+        ["--serve", "--imbalance", "1", "--batch", "8", "--context", "8"],
+        "--imbalance 1.0: is an option",
+    ),
     (
         ["--serve", "--page", "x.html", "--batch", "8", "--context", "8"],
         "--page x.html: is an option of training",
