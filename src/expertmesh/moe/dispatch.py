@@ -167,7 +167,7 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
         return AS_USUAL if given is None else _check_options(given)
     if given is not None:
         raise ConfigError(
-            f"dispatch= and {', '.join(choices)}=: both say how tokens travel; give dispatch= alone"
+            f"dispatch= and {', '.join(choices)}=: both set the dispatch of tokens; give dispatch= alone"
         )
     choices = with_current_names(choices)
     unknown = [name for name in choices if name not in _AT_HOME]
