@@ -97,7 +97,7 @@ class Finds:
         line = next(
             one for one in said("generate", "--help").splitlines() if "--epsilon-cutoff X" in one
         )
-        assert f"{HELP} (default: 0.0)" in line
+        assert f"{HELP} (default: 0)" in line
         words = ["generate", str(make_run(Path(place) / "tiny")), "--max-tokens", "9"]
         greedy, drawn = said(*words, "--greedy", PROMPT), said(*words, "--seed", "1", PROMPT)
         assert said(*words, "--seed", "1", "--epsilon-cutoff", "1", PROMPT) == greedy != drawn
@@ -168,7 +168,7 @@ def test_errors_name_value_rule_and_fix(given, line):
     ("words", "line"),
     [
         (["--stop", ""], "--stop '': must be a string of 1 to 1024 characters; give one"),
-        (["--logit-bias", "x"], "--logit-bias x: must be numbers by token id; give that"),
+        (["--logit-bias", "x"], "--logit-bias x: must be numbers by token id; for exam"),
         (["--min-tokens", "3", "--max-tokens", "2"], "--min-tokens 3: must be at most --max-toke"),
         (["--seed", "2.5"], "--seed 2.5: must be a whole number from 0 to 2^63 - 1; give one"),
     ],

@@ -22,10 +22,7 @@ from expertmesh.engine.request_adapters import detach_collected
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.paged_experts import PagedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.ops.activation import inner_name, pointwise
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.cpu.compiled_loops import DTYPES
@@ -220,11 +217,6 @@ class CompiledForward:
         self._graphs: dict[str, fx.GraphModule] = {}
         self._steps: Counter[str] = Counter()
         self._worker: threading.Thread | None = None
-        self._are_dense = all(
-            module.weights().format == "dense"
-            for module in modules
-            if isinstance(module, GroupedExperts)
-        )
         counts = [num for num in model.config.experts_per_layer() if num]
         # with more choices, a library with prepacked weights is faster
         self._most_few = 2 * min(counts, default=0) // model.config.moe.top_k
@@ -291,8 +283,6 @@ class CompiledForward:
     def _compiled(self, kind: str) -> fx.GraphModule:
         """Compiled function of (ids, positions, rows, *state, context)."""
         num_tokens, formulas = _KINDS[kind]
-        if not self._are_dense:
-            formulas = {}
         _log.info("compiling steps of %s token(s), which takes some seconds", kind)
 
         def forward(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, *state: Tensor) -> Any:
@@ -368,7 +358,7 @@ def why_not_compiled(model: Any) -> str:
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     ):
         return "is for plain models: no parameter of another class, no hook"
-    if any(isinstance(module, QuantizedExperts | PagedExperts) for module in model.modules()):
+    if any(e.format != "dense" or e.paging is not None for _, _, e in grouped_layers(model)):
         return "is for experts that are neither quantised nor in slots"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):

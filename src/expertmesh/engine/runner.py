@@ -18,7 +18,6 @@ from expertmesh.engine.output import NO_MAXIMUM, NOT_FINITE, Logprob
 from expertmesh.engine.request import Sequence
 from expertmesh.engine.request_adapters import Adapters, AdapterSpan
 from expertmesh.engine.scheduler import Chunk, Step
-from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.invariant.kept import Kept, keeping
 from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
@@ -132,18 +131,13 @@ class Runner:
         self._from_rank0 = broadcast_from_rank0(model)
         self._kept = None
         if model.config.batch_invariant:
-            self._kept = Kept(self._lasting(), most_bytes=KEPT_BYTES)
+            self._kept = Kept(self.model.parameters(), most_bytes=KEPT_BYTES)
         self.device = cache.k.device
         self.expert_load = [
             torch.zeros(num + 1, dtype=torch.int64, device=self.device)
             for num in model.config.experts_per_layer()
             if num
         ]
-
-    def _lasting(self) -> list[Tensor]:
-        """Parameters that do not change between steps: all except paged experts."""
-        modules = [m for m in self.model.modules() if not isinstance(m, PagedExperts)]
-        return [p for module in modules for p in module.parameters(recurse=False)]
 
     def forget_weights(self) -> None:
         """Drop data derived from weights."""

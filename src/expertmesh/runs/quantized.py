@@ -18,7 +18,9 @@ from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.layer import grouped_layers
+from expertmesh.ops.experts import native, quantized_rows
+from expertmesh.ops.quantized.pack import for_cpu
 
 REPORT = "quantization.json"
 """File of the folder with the quantisation's settings and sizes."""
@@ -65,26 +67,45 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
 
 
 def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
-    """Replace a model's routed experts by modules for quantised ones, on the same device, usually meta."""
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, GroupedExperts)
-    ]
-    for parent, name, child in places:
-        made = QuantizedExperts(
-            child,
-            format=source.scheme.format,
-            group_size=source.scheme.group_size,
-            scale_dtype=source.scale_dtype,
-            device=child.w_in.device,
-        )
-        setattr(parent, name, made)
+    """Give a model's routed experts the tensors of a quantised folder's format, empty and on the same device, usually meta."""
+    scheme = source.scheme
+    for _, _, experts in grouped_layers(model):
+        found = {
+            n: torch.empty_like(b)
+            for n in ("b_in", "b_out")
+            if (b := getattr(experts, n)) is not None
+        }
+        for name in ("w_in", "w_out"):
+            w = getattr(experts, name)
+            for end, (shape, dtype) in scheme.kept(w.shape, source.scale_dtype).items():
+                found[name + end] = torch.empty(shape, dtype=dtype, device=w.device)
+        experts.hold(scheme.format, found)
 
 
 def arrange(model: nn.Module) -> None:
     """Arrange the quantised values of all experts for their device, after reading."""
-    for module in model.modules():
-        if isinstance(module, QuantizedExperts):
-            module.arrange()
+    for _, _, experts in grouped_layers(model):
+        arrange_experts(experts)
+
+
+@torch.no_grad()
+def arrange_experts(experts: GroupedExperts) -> None:
+    """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the matrices."""
+    if native.is_loaded() or experts.format != "int4":  # they read numbers as they are stored
+        return
+    tensors = dict(experts.named_buffers(recurse=False))
+    if not tensors or tensors["w_in"].device.type != "cpu" or tensors["w_in"].numel() == 0:
+        return
+    if tensors["w_in_scale"].dtype != torch.bfloat16 or not quantized_rows.takes(
+        "int4_cpu", *experts.shape[1:]
+    ):
+        return
+    for name in ("w_in", "w_out"):
+        for of_expert in tensors[name].flatten(
+            1, -2
+        ):  # in place: there may be no memory for a second copy
+            of_expert.copy_(for_cpu(of_expert))
+        scales = tensors[f"{name}_scale"]
+        pairs = torch.stack((scales, torch.zeros_like(scales)), -1)
+        tensors[f"{name}_scale"] = pairs.flatten(1, -3).transpose(1, 2).contiguous()
+    experts.hold("int4_cpu", tensors, is_saved=False)
