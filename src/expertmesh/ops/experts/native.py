@@ -58,11 +58,7 @@ def serves_ids(c: ExpertsCall) -> bool:
         *experts.scales_out,
     )
     dtype = _dtype_of(c)
-    if (
-        not _sees(*tensors)
-        or not _takes(c, dtype)
-        or not _reads(experts, c.x_TD.shape[1], dtype)
-    ):
+    if not _sees(*tensors) or not _takes(c, dtype) or not _reads(experts, c.x_TD.shape[1], dtype):
         return False
     return is_loaded() and (c.batch_invariant or _is_fast(c))
 
