@@ -163,7 +163,7 @@ def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
 
 
 class QuantizedModel:
-    """The weights of a quantised folder under the names of our model with `QuantizedExperts`; a `TensorSource`.
+    """The weights of a quantised folder under the names of our model with quantised experts; a `TensorSource`.
 
     Args:
         folder: folder with config.json and safetensors files.
@@ -296,7 +296,7 @@ class QuantizedModel:
         target.copy_(source[box])
 
     def _bytes(self, module: str) -> Tensor:
-        """Quantised values of a matrix, as `QuantizedExperts` holds them."""
+        """Quantised values of a matrix, as quantised experts hold them."""
         if self.scheme.format == "fp8":
             return self._files.tensor(f"{module}weight")
         data = bytes_of_words(self._files.tensor(f"{module}weight_packed"))

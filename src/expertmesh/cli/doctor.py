@@ -404,19 +404,21 @@ def _gather_bindings() -> list[Binding]:
 
 
 def compiler() -> list[Finding]:
-    """Whether torch.compile works on the CPU, as matmuls of few rows need; the test takes some seconds."""
+    """Whether torch.compile works on the CPU, as compiled steps need; the test takes some seconds."""
     import torch
 
-    from expertmesh.ops.cpu.compiled_products import loop_for
+    from expertmesh.ops.cpu.compiled_loops import example_values, make_loop
 
     log = logging.getLogger("expertmesh.ops")
     log.disabled = True  # its message is part of the report
     try:
-        problem = loop_for(torch.bfloat16, 1).problem
+        problem = make_loop(torch.neg, (example_values(3, 5),)).problem
     finally:
         log.disabled = False
     if not problem:
-        why = "torch.compile works; large experts on the CPU use loops that it makes at the first call"
+        why = (
+            "torch.compile works; large models on the CPU use loops that it makes in the background"
+        )
         return [Finding("C++ compiler", "yes", why)]
     if "InvalidCxxCompiler" in problem:
         problem = f"{problem.removesuffix('.')}; install g++, or name a compiler in CXX"

@@ -427,7 +427,7 @@ def _limits(config_type: type[BaseModel], location: Location) -> dict[str, float
 
 
 def _rule_and_fix(
-    found: ErrorDetails, other_value: str, of_field: dict[str, float]
+    found: ErrorDetails, other_value: str, of_field: dict[str, Any]
 ) -> tuple[str, str]:
     """Our words for pydantic's error types; anything else keeps pydantic's own sentence."""
     kind, limits = found["type"], found.get("ctx", {})
