@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.renamed import with_current_names
+from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.layer_call import LayerCall
@@ -149,11 +150,9 @@ def check_at_home(way: DispatchOptions) -> None:
 
 def _check_options(way: Any) -> DispatchOptions:
     """Raise ConfigError unless these are the options of a call."""
-    if not isinstance(way, DispatchOptions):
-        raise ConfigError(
-            f"dispatch={way!r}: must be a DispatchOptions; give em.DispatchOptions(route_degree=...)"
-        )
-    return way
+    fix = "give em.DispatchOptions(route_degree=...)"
+    check_type("dispatch", way, DispatchOptions, "a DispatchOptions", fix)
+    return way  # type: ignore[no-any-return]
 
 
 def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) -> DispatchOptions:
