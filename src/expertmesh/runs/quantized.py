@@ -27,11 +27,7 @@ REPORT = "quantization.json"
 
 
 def open_quantized(folder: Path, config: Any) -> QuantizedModel:
-    """The weights of a quantised folder.
-
-    Args:
-        folder: the folder.
-        config: configuration of the run, or of a run with the hub's model, of family gpt.
+    """The weights of a quantised folder, with the configuration of its run, of family gpt.
 
     Raises:
         ConfigError: config.json has no quantisation that can be read.
@@ -101,9 +97,7 @@ def arrange_experts(experts: GroupedExperts) -> None:
     ):
         return
     for name in ("w_in", "w_out"):
-        for of_expert in tensors[name].flatten(
-            1, -2
-        ):  # in place: there may be no memory for a second copy
+        for of_expert in tensors[name].flatten(1, -2):  # in place: memory may lack a second copy
             of_expert.copy_(for_cpu(of_expert))
         scales = tensors[f"{name}_scale"]
         pairs = torch.stack((scales, torch.zeros_like(scales)), -1)
