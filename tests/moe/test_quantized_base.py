@@ -12,6 +12,7 @@ import expertmesh as em
 from expertmesh import lora
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.warm_up import warm_up
 from expertmesh.ops.quantized import mxfp4
 
 FORMS = ("int8", "int4", "fp8", "mxfp4")
@@ -181,3 +182,23 @@ def test_what_a_base_cannot_do_is_one_line(change, text):
     with pytest.raises(ConfigError, match=text) as caught:
         change(experts_of("int8"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_of_a_warm_up_have_the_type_of_the_products(form):
+    layer = layer_of(form, dtype=torch.bfloat16)
+    lora.add(layer, rank=2, seed=1)
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    warm_up(layer, [3])
+    assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_product_is_an_operator_that_compilers_know(form):
+    made, rows = experts_of(form), torch.randn(6, D, requires_grad=True)
+    stored = [made.w_in, made.w_out, made.w_in_scale, made.w_out_scale]
+    offsets = torch.tensor([0, 2, 2, 5, 5, 6], dtype=torch.int32)
+    call = (rows, stored, offsets, None, form, True, False)
+    checks = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.expertmesh.frozen_linear.default, call, test_utils=checks)
