@@ -18,7 +18,6 @@ from tests.support.replicas import assert_said, messages_of
 
 from expertmesh import lora
 from expertmesh.checkpoints.peft_folder import WEIGHTS
-from expertmesh.engine.compiled import why_not_compiled
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.request_adapters import AdapterSpan
@@ -222,7 +221,8 @@ def test_a_dropped_engine_leaves_the_model_as_it_was(folders):
     assert kept.generate([PROMPTS[0]], GREEDY, adapter="b")[0].token_ids == once.token_ids
     other = engine_of(model, {"a": folders["a"]})
     assert hooks_of(model) == num_hooks  # without those of the dropped engine
-    assert why_not_compiled(model)
+    with pytest.raises(ConfigError, match="compile=True"):
+        Engine(model, compile=True)
     del kept, other
     gc.collect()
     Engine(model, compile=True)

@@ -282,7 +282,7 @@ class QuantizedModel:
         target.copy_(source[box])
 
     def _bytes(self, module: str) -> Tensor:
-        """Quantised values of a matrix, as experts hold them."""
+        """Quantised values of a matrix, as quantised experts hold them."""
         if self.scheme.format == "fp8":
             return self._files.tensor(f"{module}weight")
         data = bytes_of_words(self._files.tensor(f"{module}weight_packed"))

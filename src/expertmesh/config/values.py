@@ -36,7 +36,7 @@ def python_number(value: Any) -> Any:
 def shown(value: object) -> str:
     """A value for an error message: short, on one line, text without quotes; halves of characters are escaped."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
-    text = text.encode(errors="backslashreplace").decode()
+    text = text.encode(errors="backslashreplace").decode()  # half a character cannot be printed
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -45,6 +45,12 @@ def quoted(value: object) -> str:
     if getattr(value, "ndim", 0) or (isinstance(value, int) and value.bit_length() > 200):
         return f"a {type(value).__name__}"
     return shown(str(value) if is_number(value) else repr(value))
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Names for an error message, as many as fit on a line."""
+    text = ", ".join(names)
+    return text if len(text) <= 200 else f"{text[:200].rpartition(', ')[0]}, ..."
 
 
 class Number(NamedTuple):

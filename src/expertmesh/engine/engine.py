@@ -37,7 +37,7 @@ from expertmesh.engine.checks import (
     prompts_of,
     room_for,
 )
-from expertmesh.engine.compiled import compiled_forward
+from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.grammar import CompiledSchema, JsonRules
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
@@ -168,7 +168,7 @@ class Engine:
         ]
         self._runner: Runner
         self._scheduler: Scheduler | GroupScheduler
-        compiled = compiled_forward(model, self.config)
+        compiled = faster_forward(model, self.config)
         if ranks is None:
             self._runner = Runner(model, cache, compiled)
             (self._scheduler,) = schedulers
@@ -559,7 +559,6 @@ class Engine:
             for name, tensor in state.items():
                 own[name].copy_(tensor)
         finally:  # what is half copied is not to be mixed with what the former weights computed
-            self._runner.forget_weights()
             self._scheduler.forget_prefixes()
 
     def stats(self) -> EngineStats:

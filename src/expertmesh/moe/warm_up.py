@@ -40,7 +40,7 @@ def warm_up(
     parameters = [p for p in layer.parameters() if p.requires_grad]
     grouped = layer.grouped
     if grouped is None:
-        some = next(layer.experts.parameters(), None)
+        some: Tensor | None = next(layer.experts.parameters(), None)
     else:
         some = grouped.weights().w_in[0]
         dtype = dtype or grouped.dtype  # of a quantised base not the numbers', nor the adapters'

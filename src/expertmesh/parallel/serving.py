@@ -183,7 +183,7 @@ def spread_layers(
     caller updates `sizes` before each forward. Modules of `dense` are cut, by the axis of each parameter, over a tensor group.
 
     Raises:
-        ConfigError: experts are not stacked tensors, have adapters, or are in an order that cannot be cut.
+        ConfigError: experts are not stacked tensors, or have adapters.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
@@ -192,10 +192,6 @@ def spread_layers(
             raise ConfigError(
                 f"layer {layer.layer_index}: an engine spreads experts of ours without adapters over ranks; use one process, or"
                 " merge them"
-            )
-        if experts.format == "int4_cpu":
-            raise ConfigError(
-                f"layer {layer.layer_index}: its numbers are in the order of this CPU's product already; give the engine the folder"
             )
     if degrees.tp > 1:
         mesh = world.mesh((degrees.num_groups, degrees.tp), ("group", "tp"), range(world.size))

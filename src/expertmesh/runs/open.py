@@ -36,7 +36,7 @@ from expertmesh.runs.precision import (
     resolve_device,
     trained_precision,
 )
-from expertmesh.runs.quantized import arrange, put_quantized
+from expertmesh.runs.quantized import put_quantized
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_run
 from expertmesh.text.format import TextFormat, text_format, told_by_files
 
@@ -242,7 +242,6 @@ def _open_empty(
     read_into(weights, model.state_dict())
     if share is not None:
         as_plain(model)
-    arrange(model)
     return LoadedModel(run, task, model.eval(), tokenizer, precision, ranks)
 
 

@@ -17,10 +17,7 @@ from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import grouped_layers
-from expertmesh.ops.experts import native, quantized_rows
-from expertmesh.ops.quantized.pack import for_cpu
 
 REPORT = "quantization.json"
 """File of the folder with the quantisation's settings and sizes."""
@@ -76,30 +73,3 @@ def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
             for end, (shape, dtype) in scheme.kept(w.shape, source.scale_dtype).items():
                 found[name + end] = torch.empty(shape, dtype=dtype, device=w.device)
         experts.hold(scheme.format, found)
-
-
-def arrange(model: nn.Module) -> None:
-    """Arrange the quantised values of all experts for their device, after reading."""
-    for _, _, experts in grouped_layers(model):
-        arrange_experts(experts)
-
-
-@torch.no_grad()
-def arrange_experts(experts: GroupedExperts) -> None:
-    """Reorder int4 matrices for the CPU's product if it supports their sizes; the state dict then lacks the matrices."""
-    if native.is_loaded() or experts.format != "int4":  # they read numbers as they are stored
-        return
-    tensors = dict(experts.named_buffers(recurse=False))
-    if not tensors or tensors["w_in"].device.type != "cpu" or tensors["w_in"].numel() == 0:
-        return
-    if tensors["w_in_scale"].dtype != torch.bfloat16 or not quantized_rows.takes(
-        "int4_cpu", *experts.shape[1:]
-    ):
-        return
-    for name in ("w_in", "w_out"):
-        for of_expert in tensors[name].flatten(1, -2):  # in place: memory may lack a second copy
-            of_expert.copy_(for_cpu(of_expert))
-        scales = tensors[f"{name}_scale"]
-        pairs = torch.stack((scales, torch.zeros_like(scales)), -1)
-        tensors[f"{name}_scale"] = pairs.flatten(1, -3).transpose(1, 2).contiguous()
-    experts.hold("int4_cpu", tensors, is_saved=False)

@@ -4,13 +4,10 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
 
-from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.ops.experts import quantized_rows
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import FORMATS, ExpertWeights
-from expertmesh.runs.quantized import arrange_experts
 
 E = 5
 FORMS = ("int8", "int4", "fp8")
@@ -66,56 +63,16 @@ def assert_computes(made, c):
 @pytest.mark.parametrize("form", FORMS)
 def test_widened_matrices_are_multiplied(form, dtype, num_tokens):
     made = experts(form, dtype=dtype)
-    arrange_experts(made)
     assert_computes(made, call(made, num_tokens, dtype=dtype))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_other_ways_to_compute(form):
     made = experts(form, activation="relu2", bias=True)
-    arrange_experts(made)
     assert_computes(made, call(made))
     made = experts(form, dim=96, hidden_dim=160)
     for options in ({"batch_invariant": True}, {"backend": "reference"}):
         assert_computes(made, call(made)._replace(**options))
-
-
-HAS_PRODUCTS = quantized_rows.has_products_of(torch.bfloat16)
-"""Whether this processor has BF16 products, without which no call is served so."""
-
-
-@pytest.mark.parametrize(
-    ("form", "sizes", "serves"),
-    [
-        ("int8", {}, True),
-        ("int8", {"dim": 96, "hidden_dim": 32}, True),
-        ("int8", {"dim": 500}, False),
-        ("int8", {"hidden_dim": 33}, False),
-        ("int4", {}, quantized_rows.cpu_reads_blocks()),
-        ("int4", {"dim": 96}, False),
-        ("fp8", {}, False),
-        ("int8", {"dtype": torch.float32}, False),
-        ("int8", {"bias": True}, True),
-        ("int4", {"bias": True}, quantized_rows.cpu_reads_blocks()),
-    ],
-)
-def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(
-    processor, form, sizes, serves
-):
-    processor(loaded=Loaded(None))
-    made = experts(form, **sizes)
-    arrange_experts(made)
-    c = call(made)
-    assert quantized_rows.serves(c) is (serves and HAS_PRODUCTS)
-    assert_computes(made, c)
-
-
-def test_many_rows_of_an_expert_go_the_other_way():
-    made = experts("int8")
-    c = call(made, quantized_rows.MOST_ROWS["int8"] * E)
-    assert quantized_rows.serves(c) is HAS_PRODUCTS
-    if HAS_PRODUCTS:
-        assert quantized_rows.forward(c, []) is None
 
 
 @pytest.mark.parametrize("form", FORMS)

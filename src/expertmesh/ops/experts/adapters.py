@@ -31,11 +31,13 @@ Times = Callable[[Tensor, ExpertSlice, Tensor | None, bool], Tensor]
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """Compute `moe_mlp` with adapters shared by all tokens: (T, D), differentiable; `buffers` is not read.
+    """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read.
 
     Raises:
         ConfigError: the adapters have another number of experts.
     """
+    if call.runs:
+        return _forward_of_runs(call)
     assert call.maps is not None and call.adapters is not None
     for adapter in call.adapters:
         if adapter is not None and not adapter.is_shared:
@@ -45,7 +47,7 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     return _between(call, on_in, on_out)
 
 
-def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
+def _forward_of_runs(call: ExpertsCall) -> Tensor:
     """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not synchronise."""
     assert call.maps is not None
     if call.batch_invariant:

@@ -17,14 +17,14 @@ from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.torch_forward import row_weights
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.invariant.operators import BlockProduct, block_of
+from expertmesh.ops.invariant.operators import BlockProduct
 from expertmesh.ops.permute import sum_rows_in_order
 
 _CHUNK_ROWS = 1024
 """Number of rows processed together; bounds the memory of FP32 intermediates."""
 
 
-def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
+def forward_triton(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute y (T, D) by kernels whose tiles do not depend on the number of rows; H has no rows."""
     assert call.maps is not None
     y_TD, _ = triton_backend.forward(
@@ -38,7 +38,7 @@ def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Ten
     return y_TD, _without_rows(call)
 
 
-def forward(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
+def forward(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute y (T, D) expert by expert, with rows in blocks of one shape; H has no rows."""
     return forward_of_runs(call), _without_rows(call)
 
@@ -138,8 +138,13 @@ def _multiply(
 ) -> None:
     """Write s * act(x W_in^T + b_in) W_out^T + s b_out of sorted rows; H is rounded to the dtype of y."""
     _, G, F, D = experts.shape
-    dtype = y_RD.dtype
-    ins, outs = ([one(experts, e, dtype) for e, _, _ in pieces] for one in (_first, _second))
+    dtype, b_EGF = y_RD.dtype, experts.b_in_EGF
+    biases = [None if b_EGF is None else b_EGF[e].flatten().to(dtype) for e, _, _ in pieces]
+    ins = [
+        BlockProduct.of(experts.w_in(e, dtype), b_H)
+        for (e, _, _), b_H in zip(pieces, biases, strict=True)
+    ]
+    outs = [BlockProduct.of(experts.w_out(e, dtype)) for e, _, _ in pieces]
     counts = [stop - first for _, first, stop in pieces]
     sizes = [
         max(count, a.rows.least, b.rows.least)
@@ -184,24 +189,6 @@ def _spread(counts: list[int], sizes: list[int]) -> tuple[list[int], list[int]] 
         rows += [*range(first, first + count), *[first] * (size - count)]
         first += count
     return rows, places
-
-
-def _first(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
-    """Prepare the first product of an expert."""
-    b_EGF = experts.b_in_EGF
-    return block_of(
-        experts.w_in(e, experts.w_in_EGFD.dtype),
-        None if b_EGF is None else b_EGF[e].flatten(),
-        dtype,
-        owner=(experts.w_in_EGFD, b_EGF),
-        part=e,
-    )
-
-
-def _second(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
-    """Prepare the second product of an expert, without its bias."""
-    w_EDF = experts.w_out_EDF
-    return block_of(experts.w_out(e, w_EDF.dtype), None, dtype, owner=(w_EDF, None), part=e)
 
 
 def _without_rows(call: ExpertsCall) -> list[Tensor]:

@@ -34,10 +34,15 @@ def dtype_of_rows(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     )
 
 
+def serves(c: ExpertsCall) -> bool:
+    """Whether a call is computed here: by `forward_of_ids` as long as it has ids only, then by `forward_of_rows`."""
+    return serves_ids(c) if c.maps is None else serves_rows(c)
+
+
 def serves_ids(c: ExpertsCall) -> bool:
     """Whether `forward_of_ids` computes a call with ids: inference, and as fast as any other way or batch-invariant."""
     ids_TK, experts = c.ids_TK, c.experts
-    if c.maps is not None or ids_TK is None:
+    if ids_TK is None:
         return False
     # first, because a compiler would guard on what follows
     tensors = (
@@ -105,7 +110,7 @@ def _is_fast(c: ExpertsCall, kernels: Kernels) -> bool:
     return c.ids_TK.numel() <= MOST_ROWS * min(c.experts.num_experts, max(c.ids_TK.numel(), 1))
 
 
-def forward_of_ids(c: ExpertsCall, _: list[Tensor]) -> Tensor:
+def forward_of_ids(c: ExpertsCall) -> Tensor:
     """Compute y (T, D) of a call that `serves_ids` accepts.
 
     Raises:

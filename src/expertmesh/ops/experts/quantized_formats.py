@@ -4,7 +4,6 @@
 |---|---|---|
 | int8 | int8, as dense | (E, G, F, 1), (E, D, 1) |
 | int4 | two numbers to a byte, (E, G, F, D / 2) and (E, D, F / 2) | (E, G, F, D / g), (E, D, F / g) |
-| int4_cpu | int4's bytes in the order of `pack.for_cpu` | (E, D / g, G * F, 2), (E, F / g, D, 2), the second of two 0 |
 | fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
 | mxfp4 | as int4 | uint8 exponents, (E, G, F, D / 32), (E, D, F / 32) |
 """
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, Kept, Shape, WeightFormat
 from expertmesh.ops.quantized import mxfp4
-from expertmesh.ops.quantized.pack import from_cpu, from_nibbles, nibbles
+from expertmesh.ops.quantized.pack import from_nibbles, nibbles
 from expertmesh.ops.quantized.rounding import BLOCK, Format, Rounded, rounded, widened
 
 
@@ -28,7 +27,7 @@ class QuantizedFormat(WeightFormat):
     """
 
     name: str = "int8"
-    backends: tuple[str, ...] = ("native", "quantized_rows", "quantized_triton", "torch")
+    backends: tuple[str, ...] = ("native", "quantized_triton", "torch")
 
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`: int8 with a scale per row."""
@@ -108,23 +107,6 @@ class Int4(QuantizedFormat):
         return widened(Rounded(from_nibbles(values), scales), dtype)
 
 
-class Int4ForCpu(Int4):
-    """Int4 in the order of PyTorch's product on the CPU; unpacked matrices are transposed in memory."""
-
-    backends: tuple[str, ...] = ("quantized_rows", "torch")
-
-    def unit(self, experts: ExpertSlice) -> int:
-        """See `WeightFormat`."""
-        assert experts.scales_out is not None
-        return experts.shape[2] // experts.scales_out.shape[1]
-
-    def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `QuantizedFormat`; the branches of w_in are one matrix."""
-        q_KN, s_GN = from_cpu(values.flatten(0, -2)), scales[..., 0]
-        wide = q_KN.to(s_GN.dtype).unflatten(0, (s_GN.shape[0], -1)).mul_(s_GN[:, None])
-        return wide.flatten(0, 1).to(dtype).T
-
-
 class Mxfp4(Int4):
     """MXFP4: 4-bit floating-point numbers with one power of two per 32 columns."""
 
@@ -147,7 +129,6 @@ class Mxfp4(Int4):
 QUANTIZED: dict[str, QuantizedFormat] = {
     "int8": QuantizedFormat(),
     "int4": Int4(),
-    "int4_cpu": Int4ForCpu(),
     "fp8": Fp8(),
     "mxfp4": Mxfp4(),
 }

@@ -39,11 +39,8 @@ class WeightFormat:
     name: str = "dense"
     backends: tuple[str, ...] = (
         "native",
-        "few_rows",
         "adapters",
         "reference",
-        "invariant_triton",
-        "invariant",
         "triton",
         "torch",
     )
