@@ -243,10 +243,9 @@ def generate(
         >>> model, tokenizer = em.load("runs/text")
         >>> text = em.generate(model, tokenizer, "To be", max_tokens=5, temperature=0)
     """
-    given = (("tokenizer", tokenizer, Tokenizer), ("model", model, CausalLM))
-    for what, value, kind in given:
-        needed = "a model that writes text, or its tokenizer: generate() needs both"
-        check_type(what, value, kind, needed, "give those of load()")
+    fix = "give both of load()"
+    check_type("tokenizer", tokenizer, Tokenizer, "that of a model that writes text", fix)
+    check_type("model", model, CausalLM, "a model that writes text", fix)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
         raise wrong_type("prompt", prompt, "a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)

@@ -310,7 +310,7 @@ def test_a_line_that_asks_nothing_is_named(
         ([PROMPT, PROMPT, ""], "prompt 3: prompt='': is empty"),
         (["--max-tokens", "999", PROMPT, PROMPT], "prompt 1: --max-tokens 999: with a prompt of"),
         (["x " * 200], "prompt of"),
-        ([""], "RUN '': must not be empty"),
+        ([""], "prompt='': is empty"),
     ],
 )
 def test_an_error_of_one_prompt_names_it_and_nothing_is_generated(

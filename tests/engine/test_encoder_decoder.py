@@ -142,7 +142,7 @@ def test_wrong_sources_are_refused_at_once(toy):
         (None, "sources: 0 for 3 prompts"),
         (SOURCES[:2], "sources: 2 for 3 prompts"),
         ([[], [1], [2]], "source='': is empty"),
-        ([[50], [1], [2]], "token id 50: must be from 0 to 49"),
+        ([[50], [1], [2]], "token id 50: must be a whole number from 0 to 49"),
         ([[1] * 9, [1], [2]], "source of 9 tokens: the model reads at most 8"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -373,9 +373,9 @@ def test_logits_that_are_not_finite_end_their_request_alone():
 
 BAD_PROMPTS = {
     "empty": ([], {}, "is empty"),
-    "above the vocabulary": ([VOCAB], {}, "must be from 0 to 63"),
-    "negative": ([-1], {}, "must be from 0 to 63"),
-    "no integer": ([1.5, 2], {}, "must be from 0 to 63"),
+    "above the vocabulary": ([VOCAB], {}, "must be a whole number from 0 to 63"),
+    "negative": ([-1], {}, "must be a whole number from 0 to 63"),
+    "no integer": ([1.5, 2], {}, "must be a whole number from 0 to 63"),
     "text without a tokenizer": ("abc", {}, "has no tokenizer"),
     "too long": ([1] * 64, {}, "shorter than 33 tokens, as the cache holds 32"),
     "too many new": ([1] * 29, {"max_tokens": 5}, "ask for at most 4"),

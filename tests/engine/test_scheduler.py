@@ -325,7 +325,7 @@ def test_a_hash_that_collides_finds_nothing():
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
-        ({"stop": "x" * 10_000}, "stop=10000 characters"),
+        ({"stop": "x" * 10_000}, "stop[0]=xxx"),
         ({"stop": ["a"] * 100}, "stop"),
         ({"stop": [3]}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

@@ -177,7 +177,7 @@ def test_parameters_are_one_for_each_prompt_in_lockstep() -> None:
     for wrong in ([], [one, one], [one] * 4):
         with pytest.raises(ConfigError, match=f"params: {len(wrong)} for 3 prompts; give one"):
             lockstep.as_they_end(PROMPTS, wrong)
-    with pytest.raises(ConfigError, match=r"params is a dict; give SamplingParams"):
+    with pytest.raises(ConfigError, match=r"params is a dict; it must be a SamplingParams; give"):
         lockstep.generate(PROMPTS, {"max_tokens": 1})
 
 
@@ -205,9 +205,9 @@ def test_no_gradients_are_kept(gpt: GPT) -> None:
         ([], {}, "nothing to continue"),
         ([[]], {}, "prompt='': is empty"),
         ([[1], []], {}, "prompt='': is empty"),
-        ([[300]], {}, "token id 300: must be from 0 to 299"),
+        ([[300]], {}, "token id 300: must be a whole number from 0 to 299"),
         ([[-1]], {}, "token id -1"),
-        ([[1]], {"max_tokens": 0}, "max_tokens=0: must be a whole number of at least 1"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
         ([[1] * 48], {}, "prompt of 48 tokens: must be shorter than the model's max_seq_len=48"),
         ([[1] * 40], {"max_tokens": 9}, "max_tokens=9: .* ask for at most 8"),
     ],

@@ -226,7 +226,7 @@ def test_what_was_made_is_trained_further(trained, tmp_path, capsys):
         (["prune", "first", "--keep", "4"], "--keep 4: must be below the 4 that there are"),
         (
             ["prune", "first", "--keep", "0"],
-            "--keep 0: must be at least 1; raise it",
+            "--keep 0: must be at least 1",
         ),
         (["prune", "first"], "needs --keep K"),
         (["prune", "first", "second", "--keep", "2"], "got 2 runs; name one"),

@@ -173,8 +173,8 @@ LENGTHS = {
     "no model": (lambda: torch.nn.Linear(2, 2), None, "Linear: is no model of transformers"),
     "bloom": (lambda: tiny("bloom"), None, "BloomForCausalLM: cannot be run over pages"),
     "mpt": (lambda: tiny("mpt", d_model=32), 32, "MptForCausalLM: cannot be run over pages"),
-    "a word": (lambda: tiny("qwen3"), "9", "max_len='9': must be whole"),
-    "nothing": (lambda: tiny("qwen3"), 0, "max_len=0: must be whole and at least 1"),
+    "a word": (lambda: tiny("qwen3"), "9", "max_len='9': must be a whole number"),
+    "nothing": (lambda: tiny("qwen3"), 0, "max_len=0: must be a whole number of at least 1"),
     "too much": (lambda: tiny("gpt2"), 257, "max_len=257: must be at most"),
 }
 

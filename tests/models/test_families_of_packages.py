@@ -57,19 +57,26 @@ VERB = """
 from expertmesh.cli.family_verbs import Verb
 
 WHISPER = Verb(
-    "whisper", "say it quietly:  expertmesh whisper hello", run="package_of_quiet.whisper:run",
-    flags={"num_words": "words"}, memory_fix="whisper less",
+    "whisper", "say it quietly", run="package_of_quiet.whisper:run",
+    memory_fix="whisper less",
 )
 """
 WHISPER = """
+from typing import Annotated
+
+from expertmesh.config.fields import Operation, Spelling
 from expertmesh.errors import ConfigError
 
+class WhisperVerb(Operation):
+    words: Annotated[int, Spelling(stands_for=("num_words",))] = 1
+
 def run(argv):
-    if argv == ["a", "lot"]:
+    options = parsed(WhisperVerb, argv)
+    if options.words == ("a", "lot"):
         raise MemoryError
-    if not argv:
-        raise ConfigError("num_words", 0, "must be at least 1", "say one")
-    print(*argv, sep="... ")
+    if options.dots < 1:
+        raise ConfigError("num_dots", options.dots, "must be at least 1", "say one")
+    print(*options.words, sep=options.dots * "." + " ")
     return 3
 """
 
@@ -111,13 +118,13 @@ def test_a_family_is_trained_used_and_planned_by_its_plain_name(quiet, capsys):
 
 
 def test_its_verb_is_a_verb(quiet, capsys):
-    assert "whisper    say it quietly:" in help_text()
+    assert "whisper    say it quietly" in help_text()
     assert main(["whisper", "a", "b"]) == 3
     assert capsys.readouterr().out == "a... b\n"
-    assert main(["whisper"]) == 2
+    assert main(["whisper", "--dots", "0"]) == 2
     assert main(["whisper", "a", "lot"]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "error: --words 0: must be at least 1; say one"
+    assert said[0] == "error: --dots 0: must be at least 1; say one"
     assert said[1] == "error: this machine is out of memory; whisper less"
     assert main(["wisper"]) == 2
     assert "did you mean whisper?" in capsys.readouterr().err

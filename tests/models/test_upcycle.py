@@ -183,7 +183,7 @@ def test_moeify_by_name_keeps_mode_and_type():
         ({"granularity": 0}, "granularity=0"),
         ({"noise_std": -1.0}, "noise_std=-1.0"),
         ({"redraw": 1.5}, "redraw=1.5"),
-        ({"redraw": "half"}, "redraw='half': must be from 0 to 1"),
+        ({"redraw": "half"}, "redraw='half': must be a number from 0 to 1"),
         ({"noise_std": float("nan")}, "noise_std=nan: must be a finite number"),
         ({"noise_std": float("inf")}, "noise_std=inf: must be a finite number"),
         ({"granularity": 1.5}, "granularity=1.5: must be a whole number"),

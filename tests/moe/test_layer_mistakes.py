@@ -40,7 +40,10 @@ def make(**kwargs):
         ({"normalize_weights": None}, "normalize_weights=None: must be one of"),
         ({"bias": "yes"}, "bias=yes: must be true or false"),
         ({"seed": "a"}, "seed=a: must be a whole number"),
-        ({"seed": 2**63}, "seed=9223372036854775808: must be less than"),
+        (
+            {"seed": 2**63},
+            r"seed=9223372036854775808: must be at most 2\^63 - 1; lower it or leave it out",
+        ),
         (
             {"balance_loss": "gshard", "router": "expert_choice"},
             "balance_loss=gshard: counts the first choices",

@@ -176,7 +176,7 @@ def test_a_module_returning_a_router_output_is_used_as_it_is(compiled):
         ),
         (
             RouterOutput(torch.tensor([[0, -1]]).expand(T, 2), torch.zeros(T, 2)),
-            "returned holds -1; ids must be from 0 to num_experts=8",
+            "returned holds -1; it must be from 0 to 8",
         ),
     ],
 )

@@ -193,7 +193,7 @@ def test_one_rank_is_told_that_nothing_travels():
 
 def refused():
     for options, said in (
-        ({"dispatch_dtype": "int4"}, "must be same, int8, float8_e4m3; choose one"),
+        ({"dispatch_dtype": "int4"}, "must be one of same, int8, float8_e4m3; did you mean int8"),
         (
             {"dispatch_dtype": "int8", "exchanges": partial(Fixed, bound=4)},
             "sends tokens as they are; leave one out",

@@ -399,7 +399,7 @@ REPORTS = {
     "a seed of words": Mistake(reporting("--seed", "x"), ["--seed", "x", "whole number"]),
     "a seed beyond 64 bits for samples": Mistake(
         reporting("--seed", str(2**65)),
-        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
+        [str(2**65), "at most 2^63 - 1", "lower it or leave it out"],
         may_add=("run/report.html",),
     ),
 }
@@ -462,7 +462,7 @@ TERMINAL = {
     ),
     "a seed beyond 64 bits for a text": Mistake(
         generating("--seed", str(2**65), "def"),
-        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
+        [str(2**65), "at most 2^63 - 1", "lower it or leave it out"],
     ),
     "more tokens than 64 bits": Mistake(
         generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "ask for at most"]

@@ -91,8 +91,9 @@ class Served:
 
 @contextlib.contextmanager
 def served(folder, *options, log="/dev/null", is_forked=True):
-    """A server of a folder on a free port of loopback, ended in the end."""
-    words = ["serve", str(folder), "--port", "0", *options]
+    """A server of a folder on a free port of loopback, or on that of the options, ended in the end."""
+    port = () if "--port" in options else ("--port", "0")
+    words = ["serve", str(folder), *port, *options]
     with tempfile.TemporaryDirectory() as place:
         said = Path(place) / "said"
         if is_forked:

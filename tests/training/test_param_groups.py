@@ -264,7 +264,7 @@ def test_a_module_says_what_its_parameters_are():
     roles = parameter_roles(model)
     assert roles["body.0.mix.weight"] == roles["body.1.attend.in_proj_weight"] == "table"
     assert (roles["body.1.mix.weight"], roles["body.1.mix.bias"]) == ("edge", "vector")
-    with pytest.raises(ConfigError, match="role='head': must be one of table, edge, matrix"):
+    with pytest.raises(ConfigError, match="role=head: must be one of table, edge, matrix"):
         learn_as(model, "head")
 
 

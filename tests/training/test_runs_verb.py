@@ -97,7 +97,7 @@ def test_a_damaged_run_is_listed(runs, capsys, spoil):
         (["runs", "{}", "--keep", "two"], "--keep two: must be a whole number"),
         (
             ["runs", "", "--keep", "1"],
-            "DIR '': must not be empty",
+            "--run '': must not be empty",
         ),  # as of a variable that is not set
     ],
 )

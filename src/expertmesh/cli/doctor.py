@@ -27,8 +27,9 @@ from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.comm.bind import numa_nodes, read_text
 from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
-from expertmesh.config.base import FieldError, is_launched, launched_rank
+from expertmesh.config.base import FieldError
 from expertmesh.config.fields import NewFile, Operation
+from expertmesh.config.launched import is_launched, launched_rank
 from expertmesh.errors import Line as Text
 from expertmesh.errors import command
 
@@ -83,7 +84,7 @@ class Finding:
 
 
 class DoctorVerb(Operation):
-    """Says what this machine and this installation can do, and why not the rest.
+    """Checks what this machine and installation support, and why not the rest.
 
     examples:
       expertmesh doctor
@@ -91,9 +92,9 @@ class DoctorVerb(Operation):
     """
 
     topology: bool = False
-    """only what is known of links and plans, by topology"""
+    """print only known links and tuned plans, by topology"""
     cluster: NewFile | None = None
-    """only measure, with all ranks that torchrun started, and write a cluster file for plan"""
+    """only measure, on all ranks of torchrun, and write a cluster file for plan"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -25,9 +25,9 @@ def prog_name() -> str:
 def _names_of(verb: str) -> dict[str, str]:
     """Flags of a verb by the names that the library has for them."""
     module = f"expertmesh.cli.{verb.replace(' ', '_')}"
-    if verb in FAMILY_VERBS.names:
+    if verb in FAMILY_VERBS:
         module = FAMILY_VERBS[verb].run.partition(":")[0]
-    elif not verb or find_spec(module) is None:
+    elif not verb.replace(" ", "").isidentifier() or find_spec(module) is None:
         return {}
     return {k: v for kind in declared_by(module) for k, v in library_names(kind).items()}
 

@@ -8,8 +8,8 @@ from expertmesh.cli.flags import TrainVerb
 from expertmesh.cli.options import flag_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
-from expertmesh.config.base import launched_rank
 from expertmesh.config.fields import Spelling
+from expertmesh.config.launched import launched_rank
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SweepVerb(TrainVerb):
-    """Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best; started again it goes on where it stopped. It has all options of train but --optim.lr and --train.resume.
+    """Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and names the best; started again, it continues. It has all options of train except --optim.lr and --train.resume.
 
     examples:
       expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3
@@ -26,7 +26,7 @@ class SweepVerb(TrainVerb):
     """
 
     rates: Annotated[tuple[float, ...], Spelling("RATE")]
-    """learning rates, with blanks or commas between, or the option before each"""
+    """learning rates"""
 
 
 def run(argv: list[str]) -> int:

@@ -26,16 +26,17 @@ def plain(value: Any) -> Any:
 
 def python_number(value: Any) -> Any:
     """A number of NumPy as Python's; else the value itself, also a tensor, whose reading might wait for a device."""
-    if isinstance(value, bool | int | float):
-        return value
+    if value is None or isinstance(value, int | float):
+        return value  # before the abstract types, which are slow to ask
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
 
 
 def shown(value: object) -> str:
-    """A value for an error message: short, on one line, text without quotes."""
+    """A value for an error message: short, on one line, text without quotes; halves of characters are escaped."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
+    text = text.encode(errors="backslashreplace").decode()  # half a character cannot be printed
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -44,6 +45,12 @@ def quoted(value: object) -> str:
     if getattr(value, "ndim", 0) or (isinstance(value, int) and value.bit_length() > 200):
         return f"a {type(value).__name__}"
     return shown(str(value) if is_number(value) else repr(value))
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Names for an error message, as many as fit on a line."""
+    text = ", ".join(names)
+    return text if len(text) <= 200 else f"{text[:200].rpartition(', ')[0]}, ..."
 
 
 class Number(NamedTuple):
@@ -86,12 +93,13 @@ class Number(NamedTuple):
         """Whether a value keeps the rule."""
         if value is None:
             return self.optional
-        if not is_number(value, self.types):
+        if not isinstance(value, self.types) or isinstance(value, bool):
             return False
+        number: Any = value
         # no sizes of a graph are compared with infinity
-        if (Real in self.types and value == inf) or (self.most != inf and not value <= self.most):
+        if (Real in self.types and number == inf) or (self.most != inf and not number <= self.most):
             return False
-        return bool(self.least < value if self.is_open else self.least <= value)
+        return bool(self.least < number if self.is_open else self.least <= number)
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError unless the argument `name` keeps the rule."""
@@ -103,7 +111,7 @@ def written(number: float) -> str:
     """A limit for an error message: every digit of a whole number."""
     if number in (MOST_INT64, -(2**63)):
         return "2^63 - 1" if number > 0 else "-2^63"
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.10g}"
 
 
 def choice_rule(value: object, known: Iterable[object]) -> tuple[str, str]:
@@ -122,8 +130,9 @@ def other_choice(name: str, value: object, known: Iterable[object]) -> ConfigErr
 
 
 def check_choice(name: str, value: object, known: Iterable[object]) -> None:
-    """Raise ConfigError unless an argument is one of the known values."""
-    if value not in tuple(known):
+    """Raise ConfigError unless an argument is one of the known values; 1 is not True."""
+    known = tuple(known)
+    if not any(type(value) is type(one) and value == one for one in known):
         raise other_choice(name, value, known)
 
 

@@ -22,9 +22,7 @@ from expertmesh.engine.request_adapters import detach_collected
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.paged_experts import PagedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.cpu.compiled_loops import DTYPES
 from expertmesh.ops.dtypes import autocast_dtype
@@ -280,7 +278,7 @@ def why_not_compiled(model: Any) -> str:
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     ):
         return "is for plain models: no parameter of another class, no hook"
-    if any(isinstance(module, QuantizedExperts | PagedExperts) for module in model.modules()):
+    if any(e.format != "dense" or e.paging is not None for _, _, e in grouped_layers(model)):
         return "is for experts that are neither quantised nor in slots"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):

@@ -10,12 +10,12 @@ from torch import Tensor
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.ops.sampling import KEEPS_ALL, SamplingBatch
 
-FILTERS = [
-    name
+FILTERS = {
+    name: SamplingParams.model_fields[name].default
     for name in (field.name.removesuffix("_R") for field in fields(SamplingBatch))
     if name in SamplingParams.model_fields and name not in ("temperature", "seed")
-]
-"""Options of a request that remove tokens before one is drawn."""
+}
+"""Defaults of the options of a request that remove tokens before one is drawn."""
 
 
 def sampling_batch(
@@ -37,23 +37,23 @@ def sampling_batch(
     """
 
     def tensor(values: Sequence[float]) -> Tensor:
-        are_whole = all(isinstance(value, int) for value in values)
-        dtype = torch.int64 if are_whole else torch.float64
+        is_real = len(values) > 0 and isinstance(values[0], float)
+        dtype = torch.float64 if is_real else torch.int64
         return torch.tensor(values, dtype=dtype, device=device)
 
+    temperatures = [0.0 if one.is_greedy else one.temperature for one in params]
     filters: dict[str, Any] = {}
     none_filters = True
-    for name in FILTERS:
+    for name, default in FILTERS.items():
         values = [getattr(one, name) for one in params]
-        default = SamplingParams.model_fields[name].default
-        none_filters &= all(value == default for value in values)
+        none_filters &= values.count(default) == len(values)
         filters[f"{name}_R"] = tensor([KEEPS_ALL[name] if v is None else v for v in values])
     return SamplingBatch(
-        temperature_R=tensor([0.0 if one.is_greedy else one.temperature for one in params]),
+        temperature_R=tensor(temperatures),
         **filters,
         seed_R=tensor(seeds),
         answer_R=tensor(answers),
         position_R=tensor(positions),
-        all_greedy=all(one.is_greedy for one in params),
+        all_greedy=not any(temperatures),
         none_filters=none_filters,
     )

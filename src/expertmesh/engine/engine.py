@@ -56,7 +56,7 @@ from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.parallel.redundant_experts import PlacementCounts
 from expertmesh.parallel.serving import as_plain, world_of
-from expertmesh.runs.paged import paged_layers
+from expertmesh.runs.paged import paging_of
 from expertmesh.text.format import TextFormat, text_format
 
 Prompt = str | Seq[int]
@@ -578,7 +578,7 @@ class Engine:
 
     def expert_paging(self) -> list[PagingCounts]:
         """Counters of each layer's expert slots; empty if all experts are on the device."""
-        return [replace(layer.counts) for layer in paged_layers(self.model)]
+        return [replace(paging.counts) for paging in paging_of(self.model)]
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -64,6 +64,11 @@ def _grouped_linear(x_RK: Shape, w: Shape, *_: Any, **__: Any) -> int:
     return x_RK[0] * _of_row(w)
 
 
+@_count(_OPERATORS.frozen_linear)
+def _frozen_linear(x_RK: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
+    return x_RK[0] * _of_row((1, x_RK[1], out_shape[1]))
+
+
 @_count(_OPERATORS.grouped_linear_weight_grad)
 def _grouped_linear_weight_grad(_grad: Shape, x_RK: Shape, w: Shape, *_: Any, **__: Any) -> int:
     return x_RK[0] * _of_row(w)

@@ -134,22 +134,20 @@ def check_input(
         device: where they are computed, if not where the weight is.
     """
     check_tensor("x", x, _X, {"D": dim})
-    if weight is not None:
-        check_device(
-            "x",
-            x,
-            weight.device if device is None else device,
-            of="the layer",
-            fix="call layer.to_empty(device=...) and layer.reset_parameters()"
-            if weight.is_meta
-            else MOVE,
-        )
-    if weight is not None and autocast_dtype(x.device) is None and weight.dtype != x.dtype:
+    if weight is None:
+        return
+    home = weight.device if device is None else device
+    if home != x.device:
+        fix = "call layer.to_empty(device=...) and layer.reset_parameters()"
+        check_device("x", x, home, of="the layer", fix=fix if weight.is_meta else MOVE)
+    if weight.dtype == x.dtype:
+        return
+    if autocast_dtype(x.device) is None:
         raise ConfigError(
             f"x has dtype {x.dtype} and the experts {weight.dtype}; they must be equal outside autocast; "
             "use x.to(...), layer.to(...) or torch.autocast"
         )
-    if weight is not None and x.dtype == torch.float64 != weight.dtype:
+    if x.dtype == torch.float64:
         raise ConfigError(
             f"x has dtype {x.dtype} and the experts {weight.dtype}; autocast leaves float64 as it is, and so they must be equal; "
             "use x.to(...) or layer.to(...)"

@@ -75,16 +75,7 @@ class Experts(Protocol):
 def apply_experts(
     experts: Experts, tokens: Dispatched, parameters: ExpertParameters | None = None
 ) -> Tensor:
-    """Run experts on tokens that have arrived.
-
-    Args:
-        experts: the experts of this process.
-        tokens: the tokens, with local expert ids.
-        parameters: weights to compute with in place of the module's own, or None.
-
-    Returns:
-        (T, D) one partial sum per token.
-    """
+    """Run experts on tokens that have arrived, with local expert ids: (T, D), one partial sum per token."""
     with phase("experts"):
         return experts(
             tokens.x_TD,

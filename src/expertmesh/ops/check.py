@@ -95,16 +95,19 @@ def check_tensor(
         device: device of the call's other tensors; None: any.
         sizes: sizes by letter; "*" has a tuple of them.
     """
-    shapes = [_wanted(letters, sizes) for letters in arg.shape.split("|")]
     if not isinstance(value, Tensor):
-        what = f"a tensor of shape {_words(shapes, arg)}"
+        what = f"a tensor of shape {_words(arg, sizes)}"
         raise wrong_type(name, value, what, "convert it with torch.tensor")
-    check_dense(name, value)
-    if not any(_fits(value.shape, shape, arg.some) for shape in shapes):
-        raise wrong_shape(name, value, _words(shapes, arg), arg.reshape)
+    if value.is_nested or value.layout != torch.strided:
+        check_dense(name, value)
+    for letters in arg.shape.split("|"):
+        if _fits(value.shape, _wanted(letters, sizes), arg.some):
+            break
+    else:
+        raise wrong_shape(name, value, _words(arg, sizes), arg.reshape)
     if arg.dtypes is not None and value.dtype not in arg.dtypes.dtypes:
         raise wrong_dtype(name, value, arg.dtypes.words, arg.dtypes.fix)
-    if device is not None:
+    if device is not None and value.device != device:
         check_device(name, value, device)
     if arg.below:
         check_range(name, value, most=sizes[arg.below] - 1, but=arg.but, fix=arg.fix)
@@ -127,9 +130,8 @@ def check_dense(name: str, value: Tensor) -> None:
     """Raise ConfigError unless a tensor is dense."""
     if value.is_nested or value.layout != torch.strided:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise ConfigError(
-            f"{name} is a {kind} tensor; it must be a dense one; convert it, for example with padding and a mask"
-        )
+        fix = "pad it, and give a mask" if value.is_nested else "convert it with .to_dense()"
+        raise ConfigError(f"{name} is a {kind} tensor; it must be a dense one; {fix}")
 
 
 def check_like(
@@ -183,32 +185,36 @@ def wrong_dtype(name: str, value: Tensor, rule: str, fix: str = "convert it") ->
     return ConfigError(f"{name} has dtype {value.dtype}; it must be {rule}; {fix}")
 
 
-def _wanted(letters: str, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+def _wanted(letters: str, sizes: Mapping[str, Any]) -> list[Any]:
     """Sizes of a shape; a letter where any size is valid."""
-    shape: tuple[Any, ...] = ()
+    shape: list[Any] = []
     for letter in letters:
         size = sizes.get(letter, letter)
-        shape += tuple(size) if letter == "*" and size != "*" else (size,)
+        if letter == "*" and size != "*":
+            shape += size
+        else:
+            shape.append(size)
     return shape
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[Any, ...], some: str) -> bool:
-    if wanted[:1] == ("*",):
-        wanted = wanted[1:]
-        shape = shape[max(len(shape) - len(wanted), 0) :]
-    if len(shape) != len(wanted):
+def _fits(shape: tuple[int, ...], wanted: list[Any], some: str) -> bool:
+    first = 0
+    if wanted and wanted[0] == "*":
+        del wanted[0]
+        first = max(len(shape) - len(wanted), 0)
+    if len(shape) != first + len(wanted):
         return False
-    # not ==, which torch.compile cannot guard on where a size is a symbol
-    return all(
-        size >= int(one in some) if isinstance(one, str) else size == one
-        for size, one in zip(shape, wanted, strict=True)
-    )
+    for axis, one in enumerate(wanted, first):
+        # no == of shapes and no bool, which torch.compile cannot guard on where a size is a symbol
+        if shape[axis] < int(one in some) if isinstance(one, str) else shape[axis] != one:
+            return False
+    return True
 
 
-def _words(shapes: list[tuple[Any, ...]], arg: Arg) -> str:
+def _words(arg: Arg, sizes: Mapping[str, Any]) -> str:
     texts = []
-    for shape in shapes:
-        sizes = ", ".join("..." if size == "*" else str(size) for size in shape)
-        texts.append(f"({sizes},)" if len(shape) == 1 else f"({sizes})")
+    for letters in arg.shape.split("|"):
+        shape = ["..." if size == "*" else str(size) for size in _wanted(letters, sizes)]
+        texts.append(f"({', '.join(shape)}{',' * (len(shape) == 1)})")
     some = "".join(f", {letter} at least 1" for letter in arg.some)
     return f"{' or '.join(dict.fromkeys(texts))}{some}{', ' * bool(arg.of)}{arg.of}"

@@ -26,7 +26,6 @@ from expertmesh.config.values import check_type
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.check_arguments import check_module
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.adaptive import adapt, may_choose
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
@@ -303,12 +302,12 @@ def _plan_of(
     """Expert-slicing degree of a layer, and its dispatch options."""
     ep_degree = config.ep_degree_of(index, num_moe_layers=num_moe_layers)
     es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
-    if isinstance(layer.experts, GroupedExperts):
+    if layer.grouped is not None:
         split = expert_split(
             config,
             degrees=degrees,
             num_experts=layer.num_experts,
-            hidden_dim=layer.experts.w_in.shape[2],
+            hidden_dim=layer.grouped.shape[2],
             ep_degree=ep_degree,
         )
         es_degree, route_degree = split.storage.f, split.route_degree

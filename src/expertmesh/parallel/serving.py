@@ -22,9 +22,7 @@ from expertmesh.comm.start import start_group
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.parallel.experts.coordinated import (
@@ -41,23 +39,16 @@ _EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2, "w_in_scale": 2, "w_out_scale"
 """Hidden-size axis of each expert tensor."""
 ADDED_ONCE = ("b_out", "out.bias")
 """Biases that are added after a sum over slices, so on one rank only."""
-_STACKED = (GroupedExperts, QuantizedExperts)
 
 
 @dataclass(frozen=True)
 class ServingDegrees:
-    """Parallel degrees of a model on p ranks.
+    """Parallel degrees of a model on p ranks."""
 
-    Attributes:
-        num_ranks: p.
-        tp: L, ranks of a tensor group.
-        e: parts of the experts.
-        f: slices of each expert's hidden size. e f is p, or p / L if the ranks of a group have the same experts.
-    """
-
-    num_ranks: int
-    tp: int
-    e: int
+    num_ranks: int  # p
+    tp: int  # L, ranks of a tensor group
+    e: int  # parts of the experts
+    # slices of each expert's hidden size. e f is p, or p / L if the ranks of a group have the same experts
     f: int
 
     @property
@@ -149,11 +140,7 @@ def serving_degrees(
 
 def slice_unit(model: nn.Module) -> int:
     """Number of hidden columns of which every slice of the experts must be a multiple, over all formats of a model."""
-    slices = [
-        module.experts.weights().slices()[0]
-        for module in model.modules()
-        if isinstance(module, MoELayer) and isinstance(module.experts, _STACKED)
-    ]
+    slices = [experts.weights().slices()[0] for _, _, experts in grouped_layers(model)]
     return math.lcm(*(FORMATS[one.format].unit(one) for one in slices))
 
 
@@ -211,8 +198,8 @@ def spread_layers(
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
-        experts = layer.experts
-        if not isinstance(experts, _STACKED) or getattr(experts, "adapters", None) is not None:
+        experts = layer.grouped
+        if experts is None or experts.adapters is not None or experts.paging is not None:
             raise ConfigError(
                 f"layer {layer.layer_index}: an engine spreads experts of ours without adapters over ranks; use one process, or"
                 " merge them"

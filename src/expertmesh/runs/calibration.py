@@ -19,6 +19,7 @@ from expertmesh.data.json_records import JSON
 from expertmesh.data.records import NoRecordsError
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import grouped_layers
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.runs.open import LoadedModel
@@ -80,7 +81,7 @@ def importance_of(
         )
     if on_read is not None:
         on_read(opened.precision)
-    layers = {n: m for n, m in opened.model.named_modules() if isinstance(m, GroupedExperts)}
+    layers = {f"{name}.experts": experts for name, _, experts in grouped_layers(opened.model)}
     sizes = [m.w_in.shape for m in layers.values()]
     pairs = sum(4 * E * (D * D + F * F) for E, _, F, D in sizes) <= most_bytes
     seen: dict[str, _InputSums] = {}

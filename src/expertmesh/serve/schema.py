@@ -93,13 +93,13 @@ _OTHERWISE = {
     "n": Spelled(_declared("n", le=128), ("num_return_sequences",)),
     "temperature": Spelled(_declared("temperature", le=100)),
     "top_k": Spelled(
-        _declared("top_k", ge=-1, lt=None), read=lambda k: min(k, 2**63 - 1) if k > 0 else None
+        _declared("top_k", ge=-1, le=None), read=lambda k: min(k, 2**63 - 1) if k > 0 else None
     ),
     "top_p": Spelled(_declared("top_p", gt=None, ge=0)),
     "repetition_penalty": Spelled(_declared("repetition_penalty", le=100), ("repeat_penalty",)),
     "logit_bias": Spelled(Biases),
     "seed": Spelled(
-        _declared("seed", ge=None, lt=None), ("random_seed",), lambda seed: seed % 2**62
+        _declared("seed", ge=None, le=None), ("random_seed",), lambda seed: seed % 2**62
     ),
     "max_tokens": Spelled(_declared("max_tokens", ge=0), _NAMES),
     "min_tokens": Spelled(_declared("min_tokens"), ("min_new_tokens",)),

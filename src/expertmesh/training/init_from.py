@@ -21,8 +21,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.models.task import Data
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import find_model
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
@@ -125,8 +124,13 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     for layer in model.modules():
         if isinstance(layer, MoELayer) and not isinstance(layer.dispatcher, LocalDispatcher):
             raise ConfigError("model is spread over ranks; save it on one process, loaded whole")
-        if isinstance(layer, GroupedExperts) and layer.adapters is not None:
+    for _, _, experts in grouped_layers(model):
+        if experts.adapters is not None:
             raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
+        if experts.format != "dense":
+            raise ConfigError(
+                f"model has {experts.format} experts; give the one that was quantised"
+            )
 
 
 def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:

@@ -34,23 +34,23 @@ class ClassifyVerb(OnDevice):
     run: ModelFolder
     """run directory"""
     image: Annotated[tuple[str, ...], Spelling("IMAGE", is_word=True, is_read=True)] = ()
-    """image files; of an IDX file the N-th image is FILE@N, from 0"""
+    """image files; FILE@N is the N-th image of an IDX file, from 0"""
     fit: Annotated[Fit | None, Spelling(stands_for=("data.fit",))] = None
-    """how images of another size are fitted (default: as in training)"""
+    """resizing of images: pad, resize, or exact (refuse other sizes) (default: as in training)"""
     top: Positive | None = None
     """number of classes to show (default: 3)"""
     picture: NewFile | None = None
-    """PNG picture to write of which expert took which patch"""
+    """PNG picture to write of the experts chosen for each patch"""
     score: bool = False
     """print the accuracy on the run's validation images instead"""
     capacity: Annotated[float | None, Spelling(stands_for=("model.moe.eval_capacity_factor",))] = (
         None
     )
-    """capacity factor of the experts (default: no limit, so that images are classified alone)"""
+    """capacity factor of the experts (default: none, no limit)"""
     drop_policy: Annotated[str | None, Spelling("NAME", stands_for=("model.moe.drop_policy",))] = (
         None
     )
-    """tokens that stay over capacity (default: as in training)"""
+    """order in which tokens keep their place over capacity (default: as in training)"""
     batch_size: Positive = 64
     """batch size in images"""
     data: DataPlace = DataPlace()

@@ -5,12 +5,9 @@ import torch
 from tests.oracle.numerics import assert_two_times
 
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import FORMATS, ExpertWeights
-from expertmesh.ops.quantized.pack import nibbles
-from expertmesh.ops.quantized.rounding import rounded
 
 E = 5
 FORMS = ("int8", "int4", "fp8")
@@ -19,18 +16,16 @@ FORMS = ("int8", "int4", "fp8")
 def experts(form, *, dim=128, hidden_dim=64, dtype=torch.bfloat16, activation="swiglu", bias=False):
     """Quantised experts with random weights."""
     sizes = {"num_experts": E, "dim": dim, "hidden_dim": hidden_dim}
-    like = GroupedExperts(**sizes, activation=activation, bias=bias, dtype=dtype)
+    made = GroupedExperts(**sizes, activation=activation, bias=bias, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
-    made = QuantizedExperts(like, format=form, group_size=32, scale_dtype=dtype)
-    for name in ("w_in", "w_out"):
-        w = 0.2 * torch.randn(getattr(like, name).shape, generator=generator)
-        found = rounded(w, form, group_size=32, scale_dtype=dtype)
-        values = nibbles(found.values) if form == "int4" else found.values
-        getattr(made, name).copy_(values)
-        getattr(made, f"{name}_scale").copy_(found.scales)
-    for name in ("b_in", "b_out") if bias else ():
-        b = getattr(made, name)
-        b.copy_(torch.randn(b.shape, generator=generator))
+    with torch.no_grad():
+        for name in ("w_in", "w_out"):
+            w = getattr(made, name)
+            w.copy_(0.2 * torch.randn(w.shape, generator=generator))
+        for name in ("b_in", "b_out") if bias else ():
+            b = getattr(made, name)
+            b.copy_(torch.randn(b.shape, generator=generator))
+    made.convert(form, group_size=32)
     return made.eval()
 
 

@@ -21,35 +21,21 @@ from expertmesh.ops.route_metadata import RouteMetadata
 
 
 class LowRank(NamedTuple):
-    """Low-rank adapter of every expert's matrix W: W + scaling * B A.
+    """Low-rank adapter of every expert's matrix W: W + scaling * B A."""
 
-    Attributes:
-        a_ErK: (E, r, K), or (1, r, K) if all experts share it.
-        b_ENr: (E, N, r), or (1, N, r).
-        scaling: s.
-        is_shared: whether all experts share it.
-    """
-
-    a_ErK: Tensor
-    b_ENr: Tensor
-    scaling: float
-    is_shared: bool
+    a_ErK: Tensor  # (E, r, K), or (1, r, K) if all experts share it
+    b_ENr: Tensor  # (E, N, r), or (1, N, r)
+    scaling: float  # s
+    is_shared: bool  # whether all experts share it
 
 
 class AdapterRun(NamedTuple):
-    """Run of consecutive tokens with their own adapters.
+    """Run of consecutive tokens with their own adapters."""
 
-    Attributes:
-        first: first token.
-        stop: last token + 1.
-        on_in: adapter of w_in, or None.
-        on_out: adapter of w_out, or None.
-    """
-
-    first: int
-    stop: int
-    on_in: LowRank | None
-    on_out: LowRank | None
+    first: int  # first token
+    stop: int  # last token + 1
+    on_in: LowRank | None  # adapter of w_in, or None
+    on_out: LowRank | None  # adapter of w_out, or None
 
 
 class ExpertsCall(NamedTuple):

@@ -10,6 +10,7 @@ step's description, so the host never waits for row counts. Requires `torch.no_g
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,11 @@ from expertmesh.comm.group import Pending, RankGroup, wait
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.costs.eplb import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
-from expertmesh.moe.experts import ExpertParameters, GroupedExperts
-from expertmesh.moe.paged_experts import PagedExperts
+from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.phases import phase
-from expertmesh.moe.quantized_experts import QuantizedExperts
-from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
-from expertmesh.ops.permute import sum_rows
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.experts.native import dtype_of_rows
+from expertmesh.ops.permute import sum_rows_in_order
 from expertmesh.parallel.experts.exchange import added_over_ranks
 
 
@@ -215,7 +215,7 @@ class CoordinatedRoundTrip:
         tokens = replace(tokens, expert_ids_TK=local_TK, weights_TK=tokens.weights_TK * is_own_TK)
         if not way.is_exact:
             return tokens
-        x_TD = tokens.x_TD.to(gemm_dtype(tokens.x_TD.device, self._dtype))
+        x_TD = tokens.x_TD.to(dtype_of_rows(tokens.x_TD.device, self._dtype))
         return Dispatched(
             x_TD.repeat_interleave(self._top_k, 0),
             local_TK.view(-1, 1),
@@ -237,20 +237,17 @@ class CoordinatedRoundTrip:
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
     """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
-    if isinstance(experts, PagedExperts):  # paged experts cast when they are used
+    grouped: Any = experts  # those in slots are cast when they are used
+    if grouped.paging is not None or (grouped.format == "dense" and grouped.dtype == dtype):
         return None
-    assert isinstance(experts, GroupedExperts | QuantizedExperts)
-    is_dense = isinstance(experts, GroupedExperts)
-    if is_dense and experts.w_in.dtype == dtype:
-        return None
-    return ExpertParameters(experts.weights().to(dtype))
+    return ExpertParameters(grouped.weights().to(dtype))
 
 
 def _in_slot_order(y_ND: Tensor, top_k: int) -> Tensor:
     """(T, D): sums over the choices of each token, in the order of one process."""
     rows_N = torch.arange(len(y_ND), dtype=torch.int32, device=y_ND.device)
     offsets = torch.tensor([0, len(y_ND)], dtype=torch.int32, device=y_ND.device)
-    return sum_rows(y_ND, offsets, rows_N, top_k)
+    return sum_rows_in_order(y_ND, offsets, rows_N, top_k)
 
 
 def _packed(tokens: Dispatched) -> Tensor:
