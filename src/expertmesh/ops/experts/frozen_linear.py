@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.cpu.expert_rows import rows_by_expert
-from expertmesh.ops.cpu.products import linear_into, product_into, rows_times_weight
+from expertmesh.ops.cpu.products import linear_into, product_into
 from expertmesh.ops.dtypes import gemm_dtype, without_autocast
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.plain_call import runs_plainly
@@ -51,7 +51,7 @@ def _product(x_RK: Tensor, stored: Sequence[Tensor], offsets_E: Tensor, *call: A
         elif b_EN is not None:
             linear_into(x_e, w, y_e, bias_N=b_EN[block.expert].to(dtype))
         else:
-            rows_times_weight(x_e, w, y_e)
+            product_into(x_e, w.T, y_e)
         block.keep(y_e, y)
     y[bounds[-1] :].zero_()
     return y.to(x_RK.dtype)

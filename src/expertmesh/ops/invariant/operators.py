@@ -290,7 +290,8 @@ def _in_batches(x_BRK: Tensor, w_BKN: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
+def plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
+    """Compute `linear` of rows (R, K), not seen by autograd or autocast."""
     with without_autocast(x_RK.device):
         if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (
             x_RK.dtype != torch.float64
@@ -308,7 +309,7 @@ def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) 
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
 
 
-_linear = torch.library.custom_op("expertmesh::invariant_linear", _plain_linear, mutates_args=())
+_linear = torch.library.custom_op("expertmesh::invariant_linear", plain_linear, mutates_args=())
 _linear.register_fake(lambda x, w, b, backend: x.new_empty(x.shape[0], w.shape[0]))
 
 
@@ -347,7 +348,7 @@ def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str =
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, w_NK, b_N = x.to(dtype), w_NK.to(dtype), None if b_N is None else b_N.to(dtype)
-    run = _plain_linear if runs_plainly(x, w_NK, b_N) else _linear
+    run = plain_linear if runs_plainly(x, w_NK, b_N) else _linear
     y_RN: Tensor = run(x.reshape(-1, x.shape[-1]), w_NK, b_N, backend)
     return y_RN.view(*x.shape[:-1], w_NK.shape[0])
 
