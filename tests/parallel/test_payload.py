@@ -176,7 +176,7 @@ def test_the_option_of_a_run_reaches_the_layers(two_ranks):
     ("options", "said"),
     [
         ({"adaptive": True}, "with adaptive=True it is measured whether any are; leave one out"),
-        ({"route_degree": 1}, "with route_degree=1 none are; leave one out"),
+        ({"route_degree": 1}, "with route_degree=1 no token is dispatched; leave one out"),
     ],
 )
 def test_where_tokens_may_stay_it_is_refused(options, said):
