@@ -1,4 +1,4 @@
-"""What makes processors faster and can be left out: without this folder everything is computed, more slowly."""
+"""Optional ways to compute faster on processors: without this folder everything is computed, more slowly."""
 
 from expertmesh.cpu.compiled import compiled_forward
 from expertmesh.engine.faster_forward import FASTER
