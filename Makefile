@@ -100,11 +100,11 @@ TRITON_SITE := .triton-$(TRITON)
 kernels-all: $(STAMP) $(if $(TRITON),$(TRITON_SITE))
 	@$(if $(TRITON),PYTHONPATH=$(TRITON_SITE):src:.) $(PYTEST) tests/kernels $(PYTEST_ARGS)
 
-# The kernels in C, compiled with checks: another compiler command is another object of the cache.
+# The kernels in C, compiled with checks, also with drawn sizes: another compiler command is another object of the cache.
 SANITIZED := -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 kernels-sanitized: $(STAMP)
 	@CC="gcc $(SANITIZED)" LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ops/experts/test_native.py $(PYTEST_ARGS)
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ops/experts/test_native*.py $(PYTEST_ARGS)
 
 release: $(STAMP)
 	@$(BIN)/python tools/release.py dist

@@ -181,18 +181,12 @@ def _merge(path: str, experts: GroupedExperts) -> None:
     merged = {name: getattr(experts, name).detach() for name in own}
     experts.convert(form.name, group_size=group_size)
     one = experts.weights().slices()[0].unpacked(experts.dtype)
-    for name, wide in (("w_in", one.w_in_EGFD), ("w_out", one.w_out_EDF)):
-        if name in own:
-            size = float(merged[name].norm())
-            change, error = (float((merged[name] - w).norm()) for w in (before[name], wide))
-            _log.warning(
-                "%s.%s: merged into %s: the adapter changed the weights by %.2g of their norm, rounding them again by %.2g",
-                path or "experts",
-                name,
-                form.name,
-                change / size,
-                error / size,
-            )
+    after = {"w_in": one.w_in_EGFD, "w_out": one.w_out_EDF}
+    for name, w in merged.items():
+        change, error = (float((w - other[name]).norm() / w.norm()) for other in (before, after))
+        _log.warning(
+            f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to {form.name} again {error:.2g}"
+        )
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:

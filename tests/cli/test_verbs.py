@@ -1,6 +1,7 @@
 """Every verb is declared: one parser, help without torch, and each option on a page."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,26 @@ def test_each_option_of_a_run_is_on_the_reference():
         if f"::: {one.__module__}.{one.__name__}\n" not in page
     ]
     assert missing == []
+
+
+def test_each_option_is_in_a_guide_or_a_recipe():
+    """The reference and `--help` are generated, and say what an option is; a guide says what it is for."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/notebooks").glob("*"),
+    ]
+    pages = [page for page in pages if page.name != "log.md"]
+    pages += [*SOURCE.rglob("recipes.py"), *(ROOT / "examples").rglob("*.*")]
+    words = {
+        word.replace("-", "_").strip("_")
+        for page in pages
+        for word in re.findall(r"[\w-]+", page.read_text(encoding="utf-8", errors="ignore"))
+    }
+    kinds = [kind for module in VERB_MODULES for kind in declared_by(module)]
+    kinds += [family.config for family in FAMILIES.values()]
+    options = [one for kind in kinds for one in options_of(kind).values()]
+    options = [one for one in options if not one.spelling.is_word]
+    assert len(options) > 400
+    names = {one.spelled: {one.spelled.rpartition(".")[2], *one.spelling.also} for one in options}
+    assert [spelled for spelled, known in names.items() if not known & words] == []

@@ -1,15 +1,15 @@
 """Steps in compiled pieces against the model as it is: every router, every number of tokens, and what goes wrong."""
 
 import copy
-from importlib import import_module
 
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 from tests.oracle.numerics import assert_two_times_rms
 
+from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.faster_forward import FASTER, OPTIONAL
+from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
@@ -113,19 +113,9 @@ def test_what_cannot_be_compiled_is_refused():
     assert Engine(gpt(torch.float32))._runner.compiled is None, "small models gain too little"
 
 
-@pytest.fixture
-def nothing_is_registered():
-    """As where the optional package was left out."""
-    import_module(OPTIONAL)  # which registers, if nothing has imported it yet
-    own = FASTER.copy()
-    FASTER.clear()
-    yield
-    FASTER.extend(own)
-
-
-@pytest.mark.usefixtures("nothing_is_registered")
-def test_without_the_optional_package_steps_are_computed():
+def test_without_the_optional_package_the_model_computes():
     model = gpt(torch.float32, moe={"top_k": 2})
-    assert answers(Engine(model))[0].token_ids
-    with pytest.raises(ConfigError, match="compile=True: needs the package expertmesh.cpu"):
-        Engine(model, compile=True)
+    without = {"optional": "no_such_package", "known": ()}
+    assert faster_forward(model, EngineConfig(), **without) is None
+    with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
+        faster_forward(model, EngineConfig(compile=True), **without)

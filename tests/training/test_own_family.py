@@ -237,9 +237,7 @@ class Unbuilt(Task):
 
 
 def test_a_task_without_a_builder_is_one_line():
-    with pytest.raises(
-        ConfigError, match="Unbuilt: says not how its model is made; set builder_class"
-    ):
+    with pytest.raises(ConfigError, match="Unbuilt: does not set builder_class; set it"):
         Unbuilt(DigitsRun())
 
 

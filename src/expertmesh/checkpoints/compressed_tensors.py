@@ -99,11 +99,7 @@ class Scheme:
 
 
 def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
-    """The quantisation scheme in a config.json.
-
-    Args:
-        values: the values of config.json, with the key `QUANTIZATION`.
-        where: the folder, for messages.
+    """The quantisation scheme in the values of a config.json.
 
     Raises:
         ConfigError: the weights are quantised by another method, or in a form that is not read.
@@ -137,11 +133,7 @@ def is_expert(name: str) -> bool:
 
 
 def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
-    """Pieces between our tensors and a folder with our own names, where each matrix of a stack is a tensor of its own.
-
-    Args:
-        tensors: tensors of the model without quantisation.
-    """
+    """Pieces between our tensors and a folder with our own names, where each matrix of a stack is a tensor of its own."""
     for name, (shape, _) in tensors.items():
         folder, _, kind = name.rpartition(".")
         if kind not in ("w_in", "w_out") or len(shape) < 2:
@@ -171,12 +163,6 @@ class QuantizedModel:
         pieces: pieces between the model's tensors and the files'.
         tensors: tensors of the model without quantisation, with the dtypes that they get.
         left_out: prefixes of tensors in the files that the model lacks.
-
-    Attributes:
-        path: the folder.
-        scheme: the quantisation scheme.
-        tensors: experts as they are in the files, other tensors as in the model.
-        scale_dtype: type of the scales.
 
     Raises:
         ConfigError: there are no safetensors files.
@@ -257,7 +243,7 @@ class QuantizedModel:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """See the class."""
+        """Experts as they are in the files, other tensors as in the model."""
         found: dict[str, Stored] = {}
         for name, stored in self._plain.items():
             if not is_expert(name):

@@ -94,7 +94,7 @@ class GenerateVerb(OnDevice):
             raise ConfigError(_NO_PROMPT)
         if sum(ways) > 1:
             raise ConfigError(
-                "prompts, --input and --interactive are three ways to say the same; use one of them"
+                "prompts, --input and --interactive exclude one another; use one of them"
             )
         fix = "leave one of them out"
         self.require(

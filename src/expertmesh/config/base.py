@@ -413,11 +413,11 @@ def _other_value(config_type: type[BaseModel], location: Location) -> str:
     return f"for example {shown(default)}" if usable else "change it or leave it out"
 
 
-def _limits(config_type: type[BaseModel], location: Location) -> dict[str, float]:
+def _limits(config_type: type[BaseModel], location: Location) -> dict[str, Any]:
     """Smallest and largest value of an option, as `Number` names them, where both are values themselves."""
     field = _holder(config_type, (*location[:-1], "")).model_fields.get(str(location[-1]))
     found = {} if field is None else {type(rule).__name__: rule for rule in field.metadata}
-    limits: dict[str, float] = {}
+    limits: dict[str, Any] = {}
     for kind, name in (("Gt", "least"), ("Ge", "least"), ("Le", "most")):
         if kind in found:
             limits[name] = getattr(found[kind], kind.lower())

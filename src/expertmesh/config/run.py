@@ -313,17 +313,17 @@ class ParallelConfig(ServingDegrees):
         self.require(
             self.ranks_per_node is None or self.all_to_all != "flat" or self.adaptive,
             "ranks_per_node",
-            "says where nodes end, which all_to_all=flat does not ask",
+            "has no effect with all_to_all=flat",
             "leave it out, or use all_to_all=hierarchical",
         )
         for still, why in (
-            (self.adaptive, "adaptive=True it is measured whether they do"),
-            (self.route_degree == 1, f"{named('route_degree', '1')} none does"),
+            (self.adaptive, "adaptive=True it is measured whether any are"),
+            (self.route_degree == 1, f"{named('route_degree', '1')} no token is dispatched"),
         ):
             self.require(
                 self.dispatch_dtype == "same" or not still,
                 "dispatch_dtype",
-                f"rounds tokens that travel, and with {why}",
+                f"rounds dispatched tokens, and with {why}",
                 "leave one out",
             )
         self.require(

@@ -1,4 +1,4 @@
-"""Optional ways to compute faster on processors: without this folder everything is computed, more slowly."""
+"""Faster ways on processors, all optional: without this folder everything is computed, more slowly."""
 
 from expertmesh.cpu.compiled import compiled_forward
 from expertmesh.engine.faster_forward import FASTER

@@ -1,6 +1,6 @@
 """Faster ways to compute a step than calling the model: an optional part of the package registers them when it is imported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -36,17 +36,23 @@ FASTER: list[Callable[[Any, EngineConfig], FasterForward | None]] = []
 """Functions of a model and the engine's options; the first result that is not None computes."""
 
 
-def faster_forward(model: Any, config: EngineConfig) -> FasterForward | None:
-    """Faster forward pass of a model; None: there is none.
+def faster_forward(
+    model: Any,
+    config: EngineConfig,
+    *,
+    optional: str = OPTIONAL,
+    known: Sequence[Callable[[Any, EngineConfig], FasterForward | None]] = FASTER,
+) -> FasterForward | None:
+    """Faster forward pass of a model, of those that are known once the optional package is imported; None: there is none.
 
     Raises:
         ConfigError: compile=True, but the model's steps cannot be compiled.
     """
-    if find_spec(OPTIONAL) is not None:
-        import_module(OPTIONAL)
-    if config.compile and not FASTER:
+    if find_spec(optional) is not None:
+        import_module(optional)
+    if config.compile and not known:
         raise ConfigError(
-            "compile", True, f"needs the package {OPTIONAL}, which is not here", "leave it out"
+            "compile", True, f"needs the package {optional}, which is not here", "leave it out"
         )
-    found = (make(model, config) for make in FASTER)
+    found = (make(model, config) for make in known)
     return next((one for one in found if one is not None), None)

@@ -276,13 +276,7 @@ def check_context_room(
             f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
         )
     new_tokens = limit - longest if max_tokens is None else max_tokens
-    if new_tokens < 1:
-        raise ConfigError(
-            "max_tokens",
-            repr(new_tokens),
-            "must be at least 1, and whole",
-            "ask for a token or more",
-        )
+    Number(1, fix="ask for a token or more", types=WHOLE).check("max_tokens", new_tokens)
     if longest + new_tokens > limit:
         raise ConfigError(
             "max_tokens",

@@ -49,13 +49,7 @@ def folders_by_name(adapters: Any) -> Mapping[str, Any]:
 
 
 def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -> None:
-    """Raise ConfigError if an engine does not support adapters.
-
-    Args:
-        model: the engine's model.
-        config: the engine's options.
-        is_whole: whether each rank has whole experts and all of the dense parts; None: a single process.
-    """
+    """Raise ConfigError if an engine does not support adapters; see `OVER_RANKS` for `is_whole`; None: one process."""
     layers = (module for module in model.modules() if isinstance(module, MoELayer))
     if is_whole is None:
         fits = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
@@ -200,13 +194,7 @@ class Adapters:
     def on(
         self, runs: tuple[AdapterSpan, ...], of_experts: tuple[AdapterSpan, ...] | None = None
     ) -> Iterator[None]:
-        """Context of a step, with the adapters of its tokens.
-
-        Args:
-            runs: adapter spans of the step.
-            of_experts: adapter spans of the tokens that this rank's experts receive, if other ranks send some; None: as
-                `runs`.
-        """
+        """Context of a step, with the adapters of its tokens, and of those that other ranks send to this one's experts."""
         self._runs, self._expert_runs = runs, runs if of_experts is None else of_experts
         try:
             yield

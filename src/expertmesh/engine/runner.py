@@ -125,6 +125,7 @@ class Runner:
         self.model, self.cache, self.compiled = model, cache, compiled
         self.adapters: Adapters | None = None
         self._from_rank0 = broadcast_from_rank0(model)
+        self._is_invariant = model.config.batch_invariant
         self.device = cache.k.device
         self.expert_load = [
             torch.zeros(num + 1, dtype=torch.int64, device=self.device)
@@ -154,7 +155,7 @@ class Runner:
             ids += one.ids
             positions += range(one.start, stop)
             places += cache.places(one.blocks, one.start, stop)
-            if count == 1 and self.model.config.batch_invariant:
+            if count == 1 and self._is_invariant:
                 ones.append((first, one.blocks, stop))
                 continue
             spans.append(

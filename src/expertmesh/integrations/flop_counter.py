@@ -52,7 +52,7 @@ def _moe_mlp(_x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_:
 def _moe_mlp_backward(
     _x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any
 ) -> int:
-    _b_in, _b_out, _scales, maps, *_words, _grad, hidden, needs = rest[:10]
+    _b_in, _b_out, _scales, maps, *_words, _grad, hidden, needs = rest[:11]
     need_x, _need_weights, *need_parameters = needs
     again = [w for w, h in zip(w_in, hidden, strict=True) if h[0] == 0]
     wanted = [w for w, needed in zip((*w_in, *w_out), need_parameters, strict=False) if needed]

@@ -116,7 +116,7 @@ class Family:
             raise ConfigError(
                 "train.init_from",
                 where,
-                f"runs of family {self.name} begin with no other's weights",
+                f"family {self.name} does not support it",
                 "leave it out",
             )
         if not isinstance(other, self.config):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.renamed import with_current_names
+from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.layer_call import LayerCall
@@ -149,10 +150,8 @@ def check_at_home(way: DispatchOptions) -> None:
 
 def _check_options(way: Any) -> DispatchOptions:
     """Raise ConfigError unless these are the options of a call."""
-    if not isinstance(way, DispatchOptions):
-        raise ConfigError(
-            f"dispatch={way!r}: must be a DispatchOptions; give em.DispatchOptions(route_degree=...)"
-        )
+    fix = "give em.DispatchOptions(route_degree=...)"
+    check_type("dispatch", way, DispatchOptions, "a DispatchOptions", fix)
     return way
 
 
@@ -167,7 +166,7 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
         return AS_USUAL if given is None else _check_options(given)
     if given is not None:
         raise ConfigError(
-            f"dispatch= and {', '.join(choices)}=: both say how tokens travel; give dispatch= alone"
+            f"dispatch= and {', '.join(choices)}=: both set the dispatch of tokens; give dispatch= alone"
         )
     choices = with_current_names(choices)
     unknown = [name for name in choices if name not in _AT_HOME]

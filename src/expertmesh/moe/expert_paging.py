@@ -32,16 +32,8 @@ def _worker() -> ThreadPoolExecutor:
 class ExpertPaging:
     """Tensors of `num_slots` of a layer's E experts, in any format; for inference only.
 
-    Args:
-        like: the experts, a `GroupedExperts`, usually on the meta device; sizes, dtypes and options are read.
-        num_slots: number of experts on the device.
-        read: copies an expert's tensor.
-        device: the device of the slots.
-        first_expert: number in the layer of the first of them, if another process has those before it.
-
-    Attributes:
-        counts: hits, misses and copies so far.
-        ahead: router, top_k and experts of the next layer, for prefetching; None: no prefetching.
+    `like` are the experts, usually on the meta device, of which sizes, dtypes and options are read, and `first_expert` the
+    number of the first in the layer, if another process has those before it.
     """
 
     def __init__(
@@ -53,14 +45,12 @@ class ExpertPaging:
         device: torch.device | str,
         first_expert: int = 0,
     ) -> None:
-        self.num_experts, self.activation, self.format = (
-            like.num_experts,
-            like.activation,
-            like.format,
-        )
+        self.num_experts, self.activation = like.num_experts, like.activation
+        self.format = like.format
         self._is_cast = like.arithmetic.batch_invariant
         self.num_slots, self._read, self.first_expert = num_slots, read, first_expert
         self.slots, self.counts = ExpertSlots(num_slots), PagingCounts()
+        # router, top_k and slots of the next layer, for prefetching
         self.ahead: tuple[Callable[[Tensor], object], int, ExpertPaging] | None = None
         self._coming: tuple[Future[None], frozenset[int]] | None = None
         self._shapes = {name: (t.shape[1:], t.dtype) for name, t in like.state_dict().items()}

@@ -180,7 +180,9 @@ class GroupedExperts(nn.Module):
     def convert(
         self, format: str, *, group_size: int = 64, dtype: torch.dtype | None = None
     ) -> None:
-        """Round the matrices to a format, or widen them to "dense"; adapters stay.
+        """Round the matrices to a format, or widen them to "dense"; adapters stay, main gradients go.
+
+        Dense matrices are new parameters, for an optimizer made afterwards.
 
         Args:
             format: dense, int8, int4, fp8 or mxfp4.
@@ -209,7 +211,7 @@ class GroupedExperts(nn.Module):
         for name, w in (("w_in", dense.w_in_EGFD), ("w_out", dense.w_out_EDF)):
             tensors = FORMATS[format].pack(w.detach(), dtype, group_size)
             found |= {name + end: tensor for end, tensor in tensors.items()}
-        self._dense_dtype = dtype
+        self._dense_dtype, self.main_grads = dtype, None
         self.hold(format, found)
 
     def put_into_slots(self, num_slots: int, **how: Any) -> "ExpertPaging":
@@ -226,7 +228,8 @@ class GroupedExperts(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights, or of their scales; for powers of two of the weights that were converted."""
-        found = (self.w_in if self.w_in_scale is None else self.w_in_scale).dtype
+        one = self.weights().slices()[0]
+        found = (one.w_in_EGFD if one.scales_in is None else one.scales_in).dtype
         return found if found.is_floating_point else self._dense_dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GroupedExperts":

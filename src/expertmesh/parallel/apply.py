@@ -469,7 +469,7 @@ def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
         raise ConfigError(
             "parallel.dispatch_dtype",
             config.dispatch_dtype,
-            "is for tokens that travel between ranks, and there is one",
+            "is for dispatch between ranks, and there is one rank",
             "start several with torchrun, or leave it out",
         )
     return dense_degrees(

@@ -75,15 +75,9 @@ def serving_degrees(
     hidden_dim: int,
     unit: int = 1,
 ) -> ServingDegrees:
-    """Parallel degrees of a model that an engine serves.
+    """Parallel degrees of a model that an engine serves; `unit` divides the hidden size of every slice, see `slice_unit`.
 
-    Args:
-        config: tp_degree, ep_degree and es_degree are read; options of training must have their defaults. If one of ep_degree and es_degree is unset, it follows
-            from the other; if both are, experts get as few slices as possible.
-        num_ranks: p.
-        num_experts: number of experts of each MoE layer.
-        hidden_dim: hidden size of an expert.
-        unit: number that divides the hidden size of every slice; see `WeightFormat.unit`.
+    If one of ep_degree and es_degree is unset, it follows from the other; if both are, experts get as few slices as possible.
 
     Raises:
         ConfigError: an option has no effect here, or the degrees do not fit.
@@ -185,13 +179,8 @@ def spread_layers(
 ) -> None:
     """Shard the parameters of a model as DTensors, and give its layers their collectives. Every rank must call.
 
-    Args:
-        model: with the same parameters on all ranks, or on the meta device. Call `as_plain` once it has its weights.
-        world: the ranks.
-        degrees: parallel degrees.
-        groups: process groups of this rank.
-        sizes: sizes of the current step; the caller updates them before each forward.
-        dense: modules that are cut over a tensor group, with the cut axis by parameter name.
+    The model has the same parameters on all ranks, or is on the meta device; call `as_plain` once it has its weights. The
+    caller updates `sizes` before each forward. Modules of `dense` are cut, by the axis of each parameter, over a tensor group.
 
     Raises:
         ConfigError: experts are not stacked tensors, or have adapters.
@@ -311,10 +300,7 @@ def bring_rows_home(
     """Add a hook that gathers the rows of all tensor groups on rank 0 before a module runs; other ranks continue with
     no rows.
 
-    Args:
-        module: the norm before the logits, from which only rank 0 computes.
-        groups: process groups of this rank.
-        sizes: sizes of the current step.
+    The module is the norm before the logits, from which only rank 0 computes.
     """
 
     def gathered(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -332,11 +318,7 @@ def gather_home(
 ) -> Tensor | None:
     """Concatenate the rows of all tensor groups on rank 0; None elsewhere. The first rank of each group must call.
 
-    Args:
-        x_RD: rows of this rank's group.
-        groups: process groups of this rank.
-        counts: number of rows of each group.
-        where: layer and purpose, for errors and the byte counter.
+    `counts` are the numbers of rows of all groups.
     """
     leaders, most = groups.leaders, max(counts)
     if leaders.size == 1 or most == 0:

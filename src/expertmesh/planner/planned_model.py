@@ -87,7 +87,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     if name in published_models():
         return _of_sizes(name, published_models()[name])
     if is_folder:
-        raise ConfigError(f"plan {name}: has no config.json; give a run, or a folder of the hub")
+        raise ConfigError(f"plan {name}: has no config.json; give a run, or a Hugging Face folder")
     known = [*RECIPES, *published_models()]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {some_of(known)}"

@@ -42,11 +42,8 @@ def importance_of(
 ) -> Mapping[str, Tensor]:
     """Mean squares of the inputs of each expert column, or mean products of all pairs of columns.
 
-    Args:
-        opened: the model.
-        text: a text of the kind that the model will read, or a JSON file of texts; packed or not.
-        most_bytes: limit of the bytes of all experts' mean products; beyond it, mean squares are returned.
-        on_read: function that is told in which type the model will compute, once the text is known to be long enough.
+    `text` is a text of the kind that the model will read, or a JSON file of texts, packed or not. Beyond `most_bytes` for all
+    mean products, mean squares are returned. `on_read` is told the precision once the text is known to be long enough.
 
     Returns:
         (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.

@@ -24,11 +24,7 @@ REPORT = "quantization.json"
 
 
 def open_quantized(folder: Path, config: Any) -> QuantizedModel:
-    """The weights of a quantised folder.
-
-    Args:
-        folder: the folder.
-        config: configuration of the run, or of a run with the hub's model, of family gpt.
+    """The weights of a quantised folder, with the configuration of its run, of family gpt.
 
     Raises:
         ConfigError: config.json has no quantisation that can be read.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.data.data_progress import Progress
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
@@ -55,8 +56,7 @@ def translate(
     """
     if not isinstance(model, EncoderDecoder):
         raise ConfigError(f"a {type(model).__name__} reads no sources; use an encoder-decoder")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
+    Number(1, fix="32 is usual", types=WHOLE).check("batch_size", batch_size)
     parts = [[text] for text in texts]
     if split_long:
         around = len(translation.before) + len(translation.after)

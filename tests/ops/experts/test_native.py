@@ -1,5 +1,6 @@
 """The experts by the kernels in C, with every instruction set that this processor has."""
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -121,6 +122,18 @@ def test_every_activation(dtype, activation, bias):
 )
 def test_odd_sizes_and_empty_experts(dtype, shape, kind):
     check(make_call(shape, dtype=dtype, kind=kind, bias=shape[0] % 2 == 0))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_sizes_that_nobody_chose(seed):
+    """For `make kernels-sanitized`, too: each size is drawn, odd ones and those beside a block's included."""
+    draw = random.Random(seed)
+    num_experts = draw.choice((1, 2, 7, 33))
+    T, top_k = draw.choice((1, 2, 15, 16, 17, 65, 130)), draw.randint(1, min(num_experts, 4))
+    shape = (T, draw.randint(1, 200), draw.randint(1, 150), num_experts, top_k)
+    kind = draw.choice(("uniform", "hot", "sparse", "dropped", "zipf"))
+    options = {"dtype": draw.choice(TYPES), "activation": draw.choice(ACTIVATIONS)}
+    check(make_call(shape, kind=kind, bias=seed % 2 == 0, **options))
 
 
 def test_more_rows_of_an_expert_than_panels_hold():

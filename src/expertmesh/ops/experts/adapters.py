@@ -109,7 +109,7 @@ def _check(adapter: LowRank, num_experts: int) -> None:
     if here != num_experts:
         raise ConfigError(
             f"adapters of {here} experts and weights of {num_experts}: weights are gathered, and adapters are not; "
-            "leave route_degree out, so that tokens travel to all ranks"
+            "leave route_degree out, so that tokens are dispatched to all ranks"
         )
 
 

@@ -6,7 +6,7 @@ from typing import cast, get_args
 from expertmesh.comm.mesh import ExpertDegrees, expert_degrees
 from expertmesh.config.dispatch_options import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
-from expertmesh.config.values import check_choice
+from expertmesh.config.values import WHOLE, Number, check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertList
 from expertmesh.moe.layer import MoELayer
@@ -116,13 +116,8 @@ def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange
     Raises:
         ConfigError: an option has no such value, or two options conflict.
     """
-    if way.overlap_degree is not None and way.overlap_degree < 1:
-        raise ConfigError(
-            "overlap_degree",
-            way.overlap_degree,
-            "must be at least 1",
-            "use 1 to send all tokens at once",
-        )
+    fix = "use 1 to send all tokens at once"
+    Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", way.overlap_degree)
     if not 0 <= (way.replicated_experts or 0) <= num_experts:
         raise ConfigError(
             f"replicated_experts={way.replicated_experts}: must be from 0 to the {num_experts} experts; choose fewer"
