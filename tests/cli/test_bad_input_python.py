@@ -386,7 +386,7 @@ MODEL = {
     ),
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
-        ["prompt: 1 is a int", "it must be a text"],
+        ["prompt: 1 is an int", "it must be a text"],
     ),
     "no prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), None),

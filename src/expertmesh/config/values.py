@@ -40,10 +40,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def type_of(value: object) -> str:
+    """Type of a value with its article, such as "an int"."""
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+
+
 def quoted(value: object) -> str:
     """A value as Python writes it, short and on one line; of tensors, arrays and huge integers the type."""
     if getattr(value, "ndim", 0) or (isinstance(value, int) and value.bit_length() > 200):
-        return f"a {type(value).__name__}"
+        return type_of(value)
     return shown(str(value) if is_number(value) else repr(value))
 
 
@@ -138,7 +144,7 @@ def check_choice(name: str, value: object, known: Iterable[object]) -> None:
 
 def wrong_type(name: str, value: object, what: str, fix: str = "give one") -> ConfigError:
     """Error of an argument of a wrong type; `what` says what it must be."""
-    return ConfigError(f"{name} is a {type(value).__name__}; it must be {what}; {fix}")
+    return ConfigError(f"{name} is {type_of(value)}; it must be {what}; {fix}")
 
 
 def check_type(

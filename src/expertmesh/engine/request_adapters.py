@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from expertmesh.checkpoints.peft_folder import Factors, read_adapter_files, read_factors
 from expertmesh.config.engine import EngineConfig
-from expertmesh.config.values import check_type, quoted
+from expertmesh.config.values import check_type, quoted, type_of
 from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dense_parts import Linear
@@ -60,7 +60,7 @@ def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -
         problem = "compile=True: steps with adapters are not compiled; leave one of them out"
     elif not hasattr(model, "spec"):
         problem = (
-            f"adapters on a {type(model).__name__} are not served, only on a GPT of ours; open the folder without"
+            f"adapters on {type_of(model)} are not served, only on a GPT of ours; open the folder without"
             " implementation=transformers"
         )
     elif not fits:

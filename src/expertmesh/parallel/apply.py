@@ -22,7 +22,7 @@ from expertmesh.comm.mesh import (
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.run import ParallelConfig
-from expertmesh.config.values import check_type
+from expertmesh.config.values import check_type, type_of
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.check_arguments import check_module
@@ -155,7 +155,7 @@ def _blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]
     for index, block in enumerate(found):
         if not isinstance(block, nn.Module) or block not in inside or block is model:
             raise ConfigError(
-                f"blocks: number {index}, a {type(block).__name__}, is no module inside the model; give the model's layers"
+                f"blocks: number {index}, {type_of(block)}, is no module inside the model; give the model's layers"
             )
     return found
 
@@ -174,7 +174,7 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
         )
     if isinstance(model, FSDPModule):
         raise ConfigError(
-            f"model is a {type(model).__name__}, spread already; call parallelize once, on a model that fully_shard has not seen"
+            f"model is {type_of(model)}, spread already; call parallelize once, on a model that fully_shard has not seen"
         )
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     experts = {p for layer in layers for p in layer.experts.parameters()}

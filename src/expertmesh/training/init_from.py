@@ -14,6 +14,7 @@ from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming, new_folder
 from expertmesh.config.run import RunConfig
+from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.bound_files import RECORD, hashes_in
 from expertmesh.models.decoder import LanguageModel
@@ -114,11 +115,11 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     wanted: Any = getattr(config, "model", None)
     if not isinstance(model, LanguageModel) or type(model.config) is not type(wanted):
         raise ConfigError(
-            f"model is a {type(model).__name__}, and the run that it is saved like has a {type(wanted).__name__}; give that of load()"
+            f"model is {type_of(model)}, and the run that it is saved like has {type_of(wanted)}; give that of load()"
         )
     if not isinstance(tokenizer, Tokenizer) or tokenizer.get_vocab_size() > model.vocab_size:
         raise ConfigError(
-            f"tokenizer: is a {type(tokenizer).__name__}, or has more tokens than the model's {model.vocab_size}; give the model's, and "
+            f"tokenizer: is {type_of(tokenizer)}, or has more tokens than the model's {model.vocab_size}; give the model's, and "
             "add tokens to both with add_tokens"
         )
     for layer in model.modules():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.config.values import WHOLE, Number
+from expertmesh.config.values import WHOLE, Number, type_of
 from expertmesh.engine.lockstep import check_context_room, check_sources, pad_right
 from expertmesh.engine.output import NOT_FINITE
 from expertmesh.errors import CheckpointError, ConfigError
@@ -113,7 +113,7 @@ def _search(
     B, device, steps = len(sources), model.device, max(limits)
     cache = model.new_cache(batch_size=B, max_len=len(start) + steps)
     if not isinstance(cache, BeamCache):
-        raise ConfigError(f"a {type(cache).__name__} has no beams; give one whose cache can branch")
+        raise ConfigError(f"{type_of(cache)} has no beams; give one whose cache can branch")
     source_BS, source_mask_BS = pad_right(sources, device=device)
     model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
     cache.branch(K)
