@@ -65,11 +65,6 @@ def rules(field):
                 yield from getattr(rule, "metadata", (rule,))
 
 
-def limit(number):
-    """A bound as a message writes it."""
-    return {2**63 - 1: "2^63 - 1", -(2**63): "-2^63"}.get(number, f"{number:,.10g}")
-
-
 def wrong_values(option, field):
     """(value, what the message must say) of one field, by its type and bounds."""
     found = kinds(field.annotation)
@@ -99,7 +94,7 @@ def wrong_values(option, field):
                     for value in (most, 9 * 10**19):
                         yield f"{value}", f"less than {written(most)}"
                 case bounds.Le(le=most):
-                    for value in (most + 1, 1e300 if found == {float} else 10**8):
+                    for value in (most + 1, 1e300 if found == {float} else max(most + 1, 10**8)):
                         yield f"{value}", f"at most {written(most)}"
     if option in PATHS:
         yield "", "empty"

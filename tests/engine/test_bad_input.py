@@ -56,7 +56,7 @@ PROMPTS = {
     "true": (adding([True]), "token id True"),
     "text among ids": (adding([1, "2"]), "token id '2'"),
     "an id too large": (adding([VOCAB]), "token id 64"),
-    "an id far too large": (adding([10**90]), "token id a int"),
+    "an id far too large": (adding([10**90]), "token id an int"),
     "a negative id": (adding([-1]), "token id -1"),
     "longer than the model": (adding([1] * 64), "must be shorter than"),
     "no room for the answer": (adding([1] * 45, max_tokens=9), "ask for at most 4"),
