@@ -319,7 +319,7 @@ HUB = {
     ),
     "a tensor without a place": Mistake(
         hub(weights=safetensors({"a": {"dtype": "F32", "shape": [1]}})),
-        ["nothing usable of a", "restore it"],
+        ["no valid entry for a", "restore it"],
         code=1,
     ),
     "a tensor larger than its place": Mistake(

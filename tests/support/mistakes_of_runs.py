@@ -429,10 +429,10 @@ TERMINAL = {
     "a prompt that looks like an option": Mistake(generating("-x"), ["no prompt", "-- before one"]),
     "no prompt": Mistake(generating(), ["no prompt", "write it last"]),
     "two kinds of prompts": Mistake(
-        generating("--interactive", "def"), ["three ways", "use one of them"]
+        generating("--interactive", "def"), ["exclude one another", "use one of them"]
     ),
     "a file of prompts and a prompt": Mistake(
-        generating("--input", "nothing.txt", "x"), ["three ways", "use one of them"]
+        generating("--input", "nothing.txt", "x"), ["exclude one another", "use one of them"]
     ),
     "a prompt and an empty one": Mistake(generating("x", ""), ["prompt=''", "empty", "give"]),
     "a run of nobody's": Mistake(

@@ -312,14 +312,14 @@ def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> 
     missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
     if missing and extra:
         raise CheckpointError(
-            f"{where}: has no tensor {missing}, but {extra} that is not in the architecture of config.json; use the config.json of these files, and "
+            f"{where}: has no tensor {missing}, but {extra}, which the architecture of config.json does not have; use the config.json of these files, and "
             "files as transformers or expertmesh writes them"
         )
     if missing:
         raise CheckpointError(f"{where}: has no tensor {missing}; {fix}")
     if extra:
         raise CheckpointError(
-            f"{where}: has a tensor {extra} that is not in the architecture of config.json; use the config.json of these files"
+            f"{where}: has a tensor {extra}, which the architecture of config.json does not have; use the config.json of these files"
         )
 
 

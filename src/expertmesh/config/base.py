@@ -169,8 +169,8 @@ class Config(BaseModel):
             value, usual = getattr(self, name), type(self).model_fields[name].default
             for one in _listed(value):
                 if isinstance(one, int) and not -_TOO_LARGE <= one < _TOO_LARGE:
-                    rule = "must be at most 2^63 - 1" if one > 0 else "must be at least -2^63"
-                    raise FieldError(name, one, rule, "change it or leave it out")
+                    bound, way = ("most 2^63 - 1", "lower") if one > 0 else ("least -2^63", "raise")
+                    raise FieldError(name, one, f"must be at {bound}", f"{way} it or leave it out")
                 if isinstance(one, str) and one != usual:
                     self._check_text(name, one)
         return self

@@ -117,7 +117,8 @@ def written(number: float) -> str:
     """A limit for an error message: every digit of a whole number."""
     if number in (MOST_INT64, -(2**63)):
         return "2^63 - 1" if number > 0 else "-2^63"
-    return f"{number:,}" if isinstance(number, int) else f"{number:,.10g}"
+    is_whole = isinstance(number, int) or (number.is_integer() and abs(number) < 2**53)
+    return f"{number:,.0f}" if is_whole else f"{number:g}"
 
 
 def choice_rule(value: object, known: Iterable[object]) -> tuple[str, str]:
