@@ -64,11 +64,17 @@ WHISPER = Verb(
 WHISPER = """
 from typing import Annotated
 
+from expertmesh.cli.parse import parsed
 from expertmesh.config.fields import Operation, Spelling
 from expertmesh.errors import ConfigError
 
 class WhisperVerb(Operation):
-    words: Annotated[int, Spelling(stands_for=("num_words",))] = 1
+    \"""Says words quietly.\"""
+
+    words: Annotated[tuple[str, ...], Spelling("WORD", is_word=True)] = ()
+    \"""words to say\"""
+    dots: Annotated[int, Spelling(stands_for=("num_dots",))] = 3
+    \"""number of dots between words\"""
 
 def run(argv):
     options = parsed(WhisperVerb, argv)
