@@ -49,8 +49,10 @@ def objects(folder: Path) -> dict[str, bytes]:
 
 def check_needs(name: str, content: bytes) -> None:
     """Refuse an object that needs another library than the C library, or a newer one than `GLIBC`."""
-    versions = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_([\d.]+)\0", content)}
-    libraries = {*re.findall(rb"\0(lib[\w+-]+\.so[\w.]*)\0", content)} - {b"libc.so.6"}
+    versions = {
+        tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_([\d.]+)(?=\0)", content)
+    }
+    libraries = {*re.findall(rb"\0(lib[\w+-]+\.so[\w.]*)(?=\0)", content)} - {b"libc.so.6"}
     if libraries or max(versions, default=(0,)) > GLIBC:
         raise SystemExit(f"the object {name} needs {sorted(libraries)}, GLIBC {sorted(versions)}")
 

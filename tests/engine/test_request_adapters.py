@@ -448,7 +448,11 @@ def faults_over_ranks(folder, none):
 
 def test_what_fails_on_one_rank_is_said_and_the_others_go_on(folders, tmp_path, two_ranks):
     leader, follower = two_ranks.run(faults_over_ranks, folders["a"], tmp_path / "none")
-    expected = ("no readable adapter", "it must be folders by name", "cannot read .*, and say why")
+    expected = (
+        "no readable adapter",
+        "it must be folders by name",
+        "cannot read .*, as they report",
+    )
     assert_said(leader[0], *expected, "the engine is closed")
     assert_said(follower[0], *["adapters go to rank 0; call follow"] * 2)
     assert leader[1] == follower[1] == ["a"]

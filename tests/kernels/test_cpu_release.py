@@ -52,6 +52,7 @@ def test_a_wheel_for_a_platform_is_the_other_one_with_objects(release, tmp_path)
     [
         (b"\0libgomp.so.1\0GLIBC_2.2.5\0", "libgomp.so.1"),
         (b"\0libm.so.6\0", "libm.so.6"),
+        (b"\0libc.so.6\0libgomp.so.1\0", "libgomp.so.1"),
         (b"\0libc.so.6\0GLIBC_2.38\0", "2, 38"),
     ],
 )

@@ -103,7 +103,9 @@ class Number(NamedTuple):
             return False
         number: Any = value
         # no sizes of a graph are compared with infinity
-        if (Real in self.types and number == inf) or (self.most != inf and not number <= self.most):
+        if (Real in self.types and number in (inf, -inf)) or (
+            self.most != inf and not number <= self.most
+        ):
             return False
         return bool(self.least < number if self.is_open else self.least <= number)
 

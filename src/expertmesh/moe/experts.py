@@ -190,7 +190,8 @@ class GroupedExperts(nn.Module):
             dtype: dtype of dense matrices, or of scales; None: as it is.
 
         Raises:
-            ConfigError: there is no such format, the experts are in slots or on several ranks, or columns are no whole groups.
+            ConfigError: there is no such format, the experts are in slots or on several ranks, columns are no
+                whole groups, or a number is not finite.
         """
         known = [name for name, one in FORMATS.items() if one.name == name]
         if format not in known:
@@ -209,6 +210,9 @@ class GroupedExperts(nn.Module):
         dense = self.weights().slices()[0].unpacked(dtype)
         found = {n: b.detach() for n in ("b_in", "b_out") if (b := getattr(self, n)) is not None}
         for name, w in (("w_in", dense.w_in_EGFD), ("w_out", dense.w_out_EDF)):
+            if format != "dense" and not w.isfinite().all():
+                fix = "mend them first"
+                raise ConfigError("format", format, f"{name} has numbers that are not finite", fix)
             tensors = FORMATS[format].pack(w.detach(), dtype, group_size)
             found |= {name + end: tensor for end, tensor in tensors.items()}
         self._dense_dtype, self.main_grads = dtype, None
@@ -234,10 +238,11 @@ class GroupedExperts(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GroupedExperts":
         """Move or cast; dtypes of quantised numbers stay, because a rounded scale is another weight."""
+        biases = {id(t) for t in (self.b_in, self.b_out)}
 
         def moved(tensor: Tensor) -> Tensor:
             found: Tensor = fn(tensor)
-            if found.dtype == tensor.dtype:
+            if found.dtype == tensor.dtype or id(tensor) in biases:
                 return found
             return tensor if found.device == tensor.device else tensor.to(found.device)
 

@@ -11,13 +11,15 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def serves(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> bool:
-    """Whether `linear` computes x W^T + b."""
+    """Whether `linear` computes x W^T + b; PyTorch refuses sizes that do not fit."""
     given = (x_RK, w_NK) if b_N is None else (x_RK, w_NK, b_N)
     return (
         all(t.is_cpu and t.dtype == x_RK.dtype for t in given)
         and x_RK.dtype in _DTYPES
+        and w_NK.dim() == 2
+        and x_RK.shape[-1] == w_NK.shape[1]
         and w_NK.stride(-1) == 1
-        and (b_N is None or b_N.stride(0) == 1)
+        and (b_N is None or (b_N.shape == w_NK.shape[:1] and b_N.stride(0) == 1))
         and loaded().kernels is not None
     )
 

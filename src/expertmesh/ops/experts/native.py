@@ -7,8 +7,9 @@ and pre-activations are FP32; only s * act(h) is rounded to the type of the prod
 import torch
 from torch import Tensor
 
+from expertmesh.errors import ConfigError
 from expertmesh.kernels.cpu.library import ExpertMatrices, loaded
-from expertmesh.ops.activation import inner_name
+from expertmesh.ops.activation import inner_name, num_branches
 from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, ExpertWeights
@@ -63,6 +64,10 @@ def serves_ids(c: ExpertsCall) -> bool:
         *experts.scales_out,
     )
     dtype = _dtype_of(c)
+    if ids_TK.dim() != 2 or c.weights_TK.dim() != 2 or ids_TK.shape[0] != c.x_TD.shape[0]:
+        return False
+    if ids_TK.shape[0] != c.weights_TK.shape[0] or ids_TK.shape[1] != c.weights_TK.shape[1]:
+        return False
     if not _sees(*tensors) or not _takes(c, dtype) or not _reads(experts, c.x_TD.shape[1], dtype):
         return False
     return is_loaded() and (c.batch_invariant or _is_fast(c))
@@ -103,6 +108,8 @@ def _reads(experts: ExpertWeights, dim: int, dtype: torch.dtype) -> bool:
     if not experts.is_whole or "native" not in FORMATS[experts.format].backends:
         return False
     one = experts.slices()[0]
+    if not _fits(one, experts.num_experts, dim):
+        return False
     rows = (one.w_in_EGFD, one.w_out_EDF, one.scales_in, one.scales_out, one.b_in_EGF, one.b_out_ED)
     given = [t for t in rows if t is not None]
     is_typed = experts.format != "dense" or one.w_in_EGFD.dtype == one.w_out_EDF.dtype == dtype
@@ -110,8 +117,29 @@ def _reads(experts: ExpertWeights, dim: int, dtype: torch.dtype) -> bool:
         is_typed
         and all(t.stride(-1) == 1 for t in given)
         and all(t.dtype in _DTYPES for t in given if t.is_floating_point())
-        and one.shape[3] == dim
     )
+
+
+def _fits(one: ExpertSlice, num_experts: int, dim: int) -> bool:
+    """Whether all sizes fit, as the kernels take them unseen; others go on to the checks of a call with `maps`."""
+    w_in, w_out = one.w_in_EGFD, one.w_out_EDF
+    if w_in.dim() != 4 or w_out.dim() != 3:
+        return False
+    E, G, F, per_byte = num_experts, num_branches(one.activation), w_in.shape[2], 1
+    if w_in.dtype == torch.uint8:
+        per_byte = 2
+    rows_in, rows_out = (E, G, F), (E, dim)
+    if w_in.shape != (*rows_in, dim // per_byte) or w_out.shape[:2] != rows_out:
+        return False
+    if w_out.shape[2] * per_byte != F or dim % per_byte:
+        return False
+    for scales, rows, columns in ((one.scales_in, rows_in, dim), (one.scales_out, rows_out, F)):
+        if scales is not None and (
+            scales.shape[:-1] != rows or not scales.shape[-1] or columns % scales.shape[-1]
+        ):
+            return False
+    biases = ((one.b_in_EGF, rows_in), (one.b_out_ED, rows_out))
+    return all(b is None or b.shape == rows for b, rows in biases)
 
 
 def _is_fast(c: ExpertsCall) -> bool:
@@ -132,9 +160,11 @@ def forward_of_ids(c: ExpertsCall) -> Tensor:
     """
     assert c.ids_TK is not None
     check_expert_ids(c.ids_TK)
-    one, E = c.experts.slices()[0], c.experts.num_experts
+    dtype, E = _dtype_of(c), c.experts.num_experts
+    # as `checked` does it: biases of quantised experts have the type of the products, too
+    one = (c.experts if dtype == c.x_TD.dtype else c.experts.to(dtype)).slices()[0]
     matrices = (one.w_in_EGFD, one.w_out_EDF, one.scales_in, one.scales_out)
-    biases, x_TD = (one.b_in_EGF, one.b_out_ED), c.x_TD.to(_dtype_of(c))
+    biases, x_TD = (one.b_in_EGF, one.b_out_ED), c.x_TD.to(dtype)
     compute = _operator if torch.compiler.is_compiling() else _of_tensors
     y_TD: Tensor = compute(x_TD, c.ids_TK, c.weights_TK, *matrices, *biases, one.activation, E)
     return y_TD
@@ -179,7 +209,10 @@ def _computed(
     hidden_RH: Tensor | None,
 ) -> Tensor:
     kernels = loaded().kernels
-    assert kernels is not None
+    if kernels is None:
+        raise ConfigError(
+            "this graph computes experts by the kernels in C, which are not here; install a C compiler, or export it again"
+        )
     b_out_ED, scales_out = experts.b_out_ED, experts.scales_out
     y_TD, least, most = kernels.experts(
         x_TD.contiguous(),

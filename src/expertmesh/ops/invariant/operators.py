@@ -27,6 +27,7 @@ from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
 from expertmesh.ops import native_linear, triton_linear
 from expertmesh.ops.activation import second_branch
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.check import wrong_shape
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
 from expertmesh.ops.plain_call import runs_plainly
 
@@ -304,6 +305,10 @@ def plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -
             )
         if native_linear.serves(x_RK, w_NK, b_N):
             return native_linear.linear(x_RK, w_NK, b_N)
+        if x_RK.shape[1] != w_NK.shape[1]:  # blocks are padded, so no product would refuse it
+            raise wrong_shape(
+                "x", x_RK, f"(..., {w_NK.shape[1]}) with this weight", "check the inputs"
+            )
         dtype = gemm_dtype(x_RK.device, x_RK.dtype)
         block = BlockProduct.of(w_NK.to(dtype), None if b_N is None else b_N.to(dtype))
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
