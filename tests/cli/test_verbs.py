@@ -11,7 +11,7 @@ from tests.support.pages import ROOT
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
-from expertmesh.cli.main import VERBS
+from expertmesh.cli.main import VERBS, main
 from expertmesh.cli.options import declared_by, options_of
 from expertmesh.models.registry import FAMILIES
 
@@ -110,3 +110,27 @@ def test_each_option_is_in_a_guide_or_a_recipe():
     assert len(options) > 400
     names = {one.spelled: {one.spelled.rpartition(".")[2], *one.spelling.also} for one in options}
     assert [spelled for spelled, known in names.items() if not known & words] == []
+
+
+SHOWN = {
+    "train gpt-moe-demo": (["--model.qk-norm BOOL", "--model.sinks  "], ["--model.sinks BOOL"]),
+    "serve": (["--compile BOOL", "--expert-fetch-ahead BOOL", "--prefix-caching BOOL"], []),
+    "sweep": (["--rates RATE ..."], ["--optim.lr ", "--train.resume", "--dry-run "]),
+    "evaluate": (["RUN --tasks FILE ..."], []),
+    "experts": (["layer; required by prune"], ["may be repeated"]),
+    "plan": (["devices; required with --serve", "in tokens; required with --serve"], []),
+    "classify": (["--drop-policy {first,priority,weight,random}"], []),
+    "convert": ([], ["hugging Face"]),
+}
+"""Texts that the help of a verb has, and has not, by its words: a switch that is or may be on takes a value."""
+
+
+@pytest.mark.parametrize("words", SHOWN)
+def test_help_shows_how_an_option_is_given(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([*words.split(), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    options = "\n".join(line for line in lines if line.startswith(("usage:", " ")))
+    present, absent = SHOWN[words]
+    assert [one for one in present if one not in options] == []
+    assert [one for one in absent if one in options] == []

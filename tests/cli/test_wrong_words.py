@@ -118,7 +118,7 @@ WRONG = {
         quantize model --to x --format int3 | did you mean int8?
         plan gpt-1.1t --cluster h100x8 --goal speed | must be one of throughput, memory, latency
         classify model x.png --fit stretch | must be one of pad, resize, exact
-        serve model --adapter poems | --adapter poems: each must be NAME=FOLDER
+        serve model --adapter poems | --adapter poems: each must be NAME=DIR
         experts merge model --to x | merge: must be one of prune, join
         bench com | com: must be one of comm, serve; did you mean comm?
     """,

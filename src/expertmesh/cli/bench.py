@@ -43,13 +43,13 @@ class BenchVerb(Operation):
     """
 
     what: Annotated[Literal["comm", "serve"], Word]
-    """comm: bandwidth by message size; serve: expertmesh bench serve --help"""
+    """comm: links between ranks; serve: see expertmesh bench serve --help"""
     largest_mib: Annotated[float, Field(ge=_LEAST_MIB, le=_MOST_MIB)] = 16.0
-    """maximum message size to each other rank, in MiB"""
+    """maximum message size per pair of ranks, in MiB"""
     plot: NewFile | None = None
     """SVG plot of the bandwidths to write"""
     cluster: NewFile | None = None
-    """cluster file of expertmesh doctor --cluster FILE, to which the links are added"""
+    """cluster file (from expertmesh doctor) to add the measured links to"""
     ranks_per_node: Positive | None = None
     """number of consecutive ranks per node (default: as torchrun started them)"""
 

@@ -20,7 +20,7 @@ class ConvertVerb(Operation):
     """
 
     source: Annotated[str, Spelling("DIR", also=("from",), stands_for=("from",), is_word=True)]
-    """Hugging Face model folder, run or checkpoint to convert"""
+    """folder of a Hugging Face model, run or checkpoint to convert"""
     to: Annotated[Folder, Spelling(stands_for=("target",))]
     """folder to create"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -84,7 +84,7 @@ class Finding:
 
 
 class DoctorVerb(Operation):
-    """Checks what this machine and installation support, and why not the rest.
+    """Lists supported features of this machine and installation, and why others are missing.
 
     examples:
       expertmesh doctor
@@ -92,9 +92,9 @@ class DoctorVerb(Operation):
     """
 
     topology: bool = False
-    """print only known links and tuned plans, by topology"""
+    """print only stored links and tuning, by topology"""
     cluster: NewFile | None = None
-    """only measure, on all ranks of torchrun, and write a cluster file for plan"""
+    """measure the devices of all ranks, write a cluster file for plan, and exit"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -17,7 +17,7 @@ _TOKENS = 64
 
 
 class EvaluateVerb(OnDevice):
-    """Evaluates a run by lm-evaluation-harness, with tasks and data in local files.
+    """Evaluates a run with lm-evaluation-harness, with tasks and data in local files.
 
     examples:
       expertmesh evaluate runs/gpt-moe-demo --tasks tasks/quiz.yaml

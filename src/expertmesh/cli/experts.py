@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExpertsVerb(Operation):
-    """Prunes a run to the experts that its validation data use most (prune), or joins the experts of two runs of one model and averages all other weights (join).
+    """Prunes a run to the experts that its validation data use most (prune), or concatenates the experts of two same-shape runs and averages the rest (join).
 
     examples:
       expertmesh experts prune runs/translate-multi30k --keep 4 --to runs/pruned
@@ -33,9 +33,9 @@ class ExpertsVerb(Operation):
     to: Folder
     """run directory to create"""
     keep: Positive | None = None
-    """number of experts to keep per layer (prune)"""
+    """number of experts to keep per layer; required by prune"""
     samples: Positive | None = None
-    """number of validation samples that choose the experts, with prune (default: all)"""
+    """number of validation samples to count expert use on, with prune (default: all)"""
     data: DataPlace = DataPlace()
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from expertmesh.config.fields import ModelFolder, Operation, Spelling
 
 
 class ExportVerb(Operation):
-    """Exports the weights of a checkpoint, of any number of ranks, as one safetensors file with ExpertMesh's own names.
+    """Exports a checkpoint, saved by any number of ranks, as one safetensors file with ExpertMesh's tensor names.
 
     examples:
       expertmesh export runs/gpt-moe-demo --output demo.safetensors
@@ -19,7 +19,7 @@ class ExportVerb(Operation):
     """
 
     run: ModelFolder
-    """run directory (its newest good checkpoint), or checkpoint folder"""
+    """run directory (its newest checkpoint), or checkpoint folder"""
     output: Annotated[str, Spelling("FILE")]
     """file to write"""
     overwrite: bool = False

@@ -2,8 +2,8 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, ClassVar, NamedTuple
 
 from expertmesh.cli.config_file import read_config_file
 from expertmesh.cli.help import help_of, name_of
@@ -26,6 +26,8 @@ class TrainVerb(Operation):
       expertmesh train gpt-moe-demo --model.moe.num-experts 16 --model.moe.top-k 4 --dry-run
     """
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Options of training that the verb does not have, with the reason and the fix."""
     recipe: Annotated[str | None, Spelling("RECIPE"), Word] = None
     """recipe; expertmesh train RECIPE --help shows its values"""
     dry_run: bool = False
@@ -35,7 +37,7 @@ class TrainVerb(Operation):
     family: Annotated[str | None, Spelling("NAME")] = None
     """model family by its name, or your own as module:name, see docs/extending.md (default: the recipe's)"""
     config: OptionsFile | None = None
-    """YAML or JSON file with option values, such as a run's config.json; options on the command line have precedence"""
+    """YAML or JSON file with option values, such as a run's config.json; options on the command line take precedence"""
 
 
 class ParsedRun(NamedTuple):
@@ -138,7 +140,8 @@ def print_train_help(
         more = "\n".join(["recipes:", *rows])
     own = options_of(kind)
     options = own | options_of(type(default), default=default) | own
-    text = help_of(kind, options, more=more)
+    shown_options = {one: option for one, option in options.items() if one not in kind.refused}
+    text = help_of(kind, shown_options, more=more)
     print(text if recipe is None else text.replace("[RECIPE]", recipe, 1))
 
 

@@ -64,7 +64,7 @@ class GenerateVerb(OnDevice):
     prompt: Annotated[tuple[str, ...], Spelling("PROMPT", is_word=True, is_free=True)] = ()
     """prompts to continue; - alone reads one from standard input"""
     input: Annotated[str | None, Spelling("FILE", also=("prompt_file",), is_read=True)] = None
-    """file with a prompt on each line; a .jsonl or .json file has objects with prompt, or with messages as for --chat"""
+    """file with one prompt per line, or .jsonl/.json objects with the key prompt or (with --chat) messages"""
     output: Annotated[NewFile | None, Spelling("FILE.jsonl")] = None
     """JSON Lines file with prompt, text and finish_reason of each prompt (default: standard output)"""
     interactive: bool = False
@@ -74,7 +74,7 @@ class GenerateVerb(OnDevice):
     chat_template_kwargs: Annotated[str | None, Spelling("JSON")] = None
     """variables of the chat template, for example '{"enable_thinking": false}' for Qwen3"""
     no_start: bool = False
-    """add no start token before prompts (default: as the tokenizer does; end of text for runs that were not converted)"""
+    """prepend no BOS token (default: as the tokenizer does; its end-of-text token for runs trained here)"""
     greedy: bool = False
     """greedy decoding: always the most likely token"""
     sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(

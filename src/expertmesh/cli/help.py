@@ -40,7 +40,7 @@ def help_of(
     usage = [
         f"usage: expertmesh {name_of(kind)}",
         *map(_word, words),
-        *(f"{option.flag} {usage_words(option)}" for option in needed),
+        *map(_flag, needed),
         "[options]",
     ]
     parts = [" ".join(usage), " ".join(about.split())]
@@ -86,7 +86,7 @@ def _word(option: Option) -> str:
 
 
 def _flag(option: Option) -> str:
-    if option.is_bool and option.field.default is not True:
+    if option.is_bool and option.default is False:
         return option.flag
     several = " ..." if option.is_list and not option.is_each else ""
     return f"{option.flag} {usage_words(option)}{several}"
@@ -123,7 +123,7 @@ def _text(option: Option, flags: Mapping[str, str]) -> str:
         return flags.get(inside, flags.get(name[0], name[0]))
 
     text = _OTHER.sub(typed, text)
-    if option.is_list and option.is_each and "repeated" not in text:
+    if option.is_list and option.is_each and not option.spelling.is_word and "repeated" not in text:
         text += "; may be repeated"
     if "(default:" in text:
         return text

@@ -31,31 +31,31 @@ class PlanVerb(Operation):
     cluster: Annotated[str, Spelling("NAME")]
     """cluster as DEVICExNUMBER, for example h100x64, or a TOML file"""
     goal: Literal["throughput", "memory", "latency"] | None = None
-    """objective of the search (default: throughput)"""
+    """objective of the layout (default: throughput)"""
     tokens_per_batch: int | None = None
     """batch size in tokens per optimizer step (default: the recipe's)"""
     max_context: int | None = None
-    """sequence length in tokens (default: the recipe's)"""
+    """training sequence length in tokens (default: the recipe's)"""
     tokens: float | None = None
     """number of training tokens (default: the recipe's)"""
     imbalance: float | None = None
     """load imbalance: tokens of the fullest rank over the mean; 1: balanced (default: 1.15)"""
     states: Annotated[str | None, Spelling("KIND")] = None
-    """type of the optimizer states: ours, bf16_moments, int8_moments, fairseq, ... (default: the recipe's, or ours)"""
+    """optimizer states of train (ours, in float32; bf16_moments, int8_moments, fp16_scaled_moments, torchao_int8_moments, torchao_int4_moments) or of fsdp2, megatron, deepspeed or fairseq (default: the recipe's, or ours)"""
     pp: int | None = None
-    """number of pipeline stages, for published runs; training here has none (default: 1)"""
+    """number of pipeline stages, to model published runs; train has no pipeline (default: 1)"""
     vpp: int | None = None
     """number of virtual stages per pipeline stage (default: 1)"""
     page: NewFile | None = None
-    """HTML report to write: Pareto front, parts of time and memory, scaling"""
+    """HTML report: Pareto front, time and memory breakdown, scaling"""
     measured: InputFile | None = None
     """TOML file with your own measurements, to which the cost model is also fitted"""
     serve: bool = False
     """plan inference instead of training: time per token, price, memory"""
     batch: int | None = None
-    """batch size in sequences on all devices, with --serve"""
+    """batch size in sequences on all devices; required with --serve"""
     context: int | None = None
-    """sequence length in tokens, with --serve"""
+    """sequence length in tokens; required with --serve"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,7 +9,7 @@ from expertmesh.config.fields import Folder, InputFile, ModelFolder, Operation, 
 
 
 class QuantizeVerb(Operation):
-    """Quantizes experts to 8 or 4 bits, with the scales of least squared error, and writes a folder in the compressed-tensors format for expertmesh generate, em.Engine and, for architectures of Hugging Face, vLLM.
+    """Quantizes experts to 8 or 4 bits with MSE-optimal scales, and writes a compressed-tensors folder for expertmesh generate and serve and, if the architecture is Hugging Face's, vLLM.
 
     examples:
       expertmesh quantize runs/gpt-moe-demo --to models/demo-int8 --format int8
@@ -28,7 +28,7 @@ class QuantizeVerb(Operation):
     layers: Literal["experts", "all"] = "experts"
     """layers to quantize: experts, or also attention and dense MLPs (all)"""
     calibration: InputFile | None = None
-    """text file for calibration, which weights the rounding errors (default: no calibration)"""
+    """text file for calibration, to weight rounding errors (default: no calibration)"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of all other weights and of computation (default: as in the source)"""
 

@@ -90,7 +90,7 @@ class _Runs:
 
 
 class ReportVerb(OnDevice):
-    """Summarises a run: learning curve, evaluation against a simple baseline, and samples.
+    """Summarizes a run: learning curve, evaluation against a baseline (texts: byte trigrams; images: nearest neighbours), and samples.
 
     examples:
       expertmesh report runs/gpt-moe-demo

@@ -43,7 +43,7 @@ class ServeVerb(Operation):
       expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
       expertmesh serve models/Qwen3-30B-A3B --port 8001 --dtype bfloat16 --max-sequences 128
       expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
-      expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems code=adapters/code   # "model": "poems" in a request
+      expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems   # then "model": "poems"
       torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
       curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
     """

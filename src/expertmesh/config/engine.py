@@ -17,7 +17,10 @@ class DecodingConfig(Config):
     num_draft_tokens: int = Field(default=0, ge=0, le=64)
     """Number of draft tokens per step, from earlier text of the sequence (n-gram speculative decoding); answers stay the same; 0: no drafts."""
     expert_slots: int | None = Field(default=None, gt=0)
-    """Number of experts per layer kept on the device, for a model opened from a folder; others are loaded from disk on demand; none: all experts."""
+    """Number of experts per layer kept on the device; others are loaded from disk on demand; none: all experts.
+
+    Experts are loaded for a model opened from a folder.
+    """
     enable_eplb: bool = False
     """Whether experts are rebalanced across ranks by measured load (DeepSeek's EPLB)."""
     num_redundant_experts: int = Field(default=0, ge=0)
@@ -41,11 +44,17 @@ class EngineConfig(DecodingConfig):
     """Device, cache, batch and expert options of the engine; every field is a keyword of `Engine`."""
 
     device: Annotated[str | None, Spelling("NAME")] = None
-    """Device of a model opened from a folder: auto, cpu, cuda or cuda:N; none: as in training."""
+    """Device: auto, cpu, cuda or cuda:N; none: as in training.
+
+    A model given as a module stays on its own.
+    """
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
-    """Dtype of the weights and of computation, for a model opened from a folder; none: as in the files."""
+    """Dtype of weights and computation; none: as in the files.
+
+    A model given as a module keeps its own.
+    """
     implementation: Literal["expertmesh", "transformers"] = "expertmesh"
-    """Implementation of a model opened from a folder: ExpertMesh's GPT, or the class of transformers with ExpertMesh's paged attention and experts."""
+    """Implementation: ExpertMesh's GPT, or the class of transformers with ExpertMesh's paged attention and experts."""
     max_len: int | None = Field(default=None, gt=0)
     """Maximum sequence length in tokens, prompt and answer together; none: the model's maximum length."""
     block_size: int = Field(default=32, gt=0)
@@ -61,9 +70,12 @@ class EngineConfig(DecodingConfig):
     prefix_caching: bool = True
     """Whether requests reuse cache blocks of earlier requests with the same prefix."""
     deterministic: bool = False
-    """Whether tokens and logprobs are bitwise the same in every batch; a model given as a module needs batch_invariant in its config."""
+    """Batch-invariant: tokens and logprobs are bitwise the same whatever else is in the batch.
+
+    A model given as a module needs batch_invariant in its config.
+    """
     compile: bool | None = None
-    """Whether decoding steps on a CPU are compiled, in the background; none: for large models, if there is a C++ compiler and deterministic is off."""
+    """Whether CPU decoding is compiled, in the background; none: for large models, if there is a C++ compiler and deterministic is off."""
     expert_fetch_ahead: bool | None = None
     """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except on a CPU."""
 

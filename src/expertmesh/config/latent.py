@@ -18,7 +18,7 @@ class LatentAttentionConfig(Config):
     qk_nope_head_dim: int = Field(default=128, gt=0)
     """Dimensions per head of queries and keys without rotary positions."""
     qk_rope_head_dim: int = Field(default=64, gt=0)
-    """Dimensions per head of queries with rotary positions; all heads share their key."""
+    """Rotary dimensions per query head; one rotary key is shared by all heads."""
     v_head_dim: int = Field(default=128, gt=0)
     """Dimensions per head of values."""
     interleaved: bool = True
@@ -61,7 +61,7 @@ class RopeScalingConfig(Config):
     mscale: float = Field(default=0.0, ge=0)
     """DeepSeek's factor on ln(factor) in the numerator of the attention factor; 0: none."""
     mscale_all_dim: float = Field(default=0.0, ge=0)
-    """DeepSeek's factor on ln(factor) in the denominator, whose square multiplies the scores of latent attention; 0: none."""
+    """DeepSeek's factor on ln(factor) in the denominator; its square also scales latent attention's scores; 0: none."""
     truncate: bool = True
     """Whether the bounds of the interpolated pairs are rounded to whole numbers."""
 

@@ -49,7 +49,7 @@ class LayerChoices(Config):
     score_function: ScoreFunction = "softmax"
     """Score function applied to router logits."""
     normalize_weights: NormalizeWeights = "auto"
-    """Normalisation of routing weights: by their sum over the chosen experts (topk), or over those that kept the token (kept); auto: topk if top_k > 1."""
+    """Normalization of routing weights: by their sum over the chosen experts (topk), or over those that kept the token (kept); auto: topk if top_k > 1."""
     weight_scale: float = Field(default=1.0, gt=0)
     """Factor on the routing weights (routed_scaling_factor of DeepSeek)."""
     router_noise: RouterNoise = "none"
@@ -82,11 +82,11 @@ class LayerChoices(Config):
     min_capacity: int = Field(default=4, ge=0, lt=2**31)
     """Minimum capacity in rows per expert and routing group."""
     max_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """Upper bound on rows per expert, as a ratio of the even share, also for dropless layers; none: no bound."""
+    """Upper bound on the capacity factor of training, evaluation and single calls, dropless ones among them; none: no bound."""
     drop_policy: DropPolicy = "random"
-    """Order in which tokens keep their place if an expert is over capacity."""
+    """Tokens that an expert keeps over capacity: the first, the ones with the highest score (priority) or routing weight, or random ones."""
     routing_group_size: int | None = Field(default=None, gt=0)
-    """Number of tokens per routing group, for capacity and balance loss; none: all tokens of a call."""
+    """Number of tokens per routing group, for capacity and balance loss; none: the whole micro-batch."""
     num_shared_experts: int = Field(default=0, ge=0)
     """Number of shared experts, which every token passes."""
     shared_hidden_dim: int | None = Field(default=None, gt=0)
@@ -106,7 +106,7 @@ class LayerChoices(Config):
     bias: bool = False
     """Whether experts have biases."""
     router_bias: bool = False
-    """Whether the router's linear layer has a learned bias; the bias of bias_update_rate affects the choice of experts only."""
+    """Whether the router's linear layer has a learned bias (not the balancing bias of bias_update_rate)."""
     recompute_h: bool = False
     """Whether the experts' pre-activations are recomputed in the backward pass: less memory, more time."""
     backend: Backend = "auto"

@@ -74,7 +74,7 @@ class OptimConfig(Config):
     """The optimizer and its learning-rate schedule."""
 
     name: Optimizer = "adamw"
-    """adamw, or muon: Muon for the matrices of attention, dense layers and experts, one expert at a time, and AdamW for the rest."""
+    """adamw, or muon: Muon for attention, dense and expert matrices (per expert), AdamW for the rest."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -84,7 +84,7 @@ class OptimConfig(Config):
     warmup_steps: int = Field(default=50, ge=0)
     """Number of linear warm-up steps."""
     schedule_steps: int | None = Field(default=None, gt=0)
-    """Number of steps of the schedule, to train in parts with one schedule; none: train.steps."""
+    """Length of the schedule in steps, if training spans several runs; none: train.steps."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Fraction of the steps in the final linear decay of wsd."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -94,13 +94,13 @@ class OptimConfig(Config):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon's momentum."""
+    """Momentum of Muon."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Weight decay of matrices; norms, biases and embeddings are not decayed."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Maximum global gradient norm (gradient clipping)."""
     state_dtype: StateDtype = "float32"
-    """Moments of large tensors: float32 (the parameters' own), bfloat16, int8 with a scale per block, fp16-scaled with one per tensor, as fairseq's fp16-adam-stats; torchao-int8 and torchao-int4 are torchao's AdamW, on one process."""
+    """Dtype of the moments of large tensors; int8: a scale per block; fp16-scaled: a scale per tensor (fairseq's fp16-adam-stats); torchao-*: torchao's AdamW, one process only."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -136,21 +136,21 @@ class TrainConfig(Config):
     gradient_accumulation_steps: int | None = Field(default=None, gt=0)
     """Number of forward passes per optimizer step; another way to say micro_batch_size; none: from micro_batch_size."""
     seed: int = Field(default=0, ge=0)
-    """Random seed of initialisation, data order and router noise."""
+    """Random seed of initialization, data order and router noise."""
     run_dir: Annotated[str, Spelling("DIR")] = "runs/default"
     """Folder for metrics, checkpoints and the resolved configuration."""
     device: Annotated[str, Spelling("NAME")] = "auto"
     """Device: auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 where the GPU has it, or AMX multiplies products of this model's size, else float32; kept with the run."""
+    """Compute precision; auto: bfloat16 if the GPU supports it or AMX pays off at this model size, else float32; saved with the run."""
     init_from: Annotated[str | None, Spelling("RUN")] = None
     """Run whose newest weights, model options and tokenizer are the start of this one, for example a converted model; none: random weights."""
     branch_from: Annotated[str | None, Spelling("RUN")] = None
-    """Run with optim.schedule=wsd whose checkpoint is continued at the step where this run's decay begins; none: no branch."""
+    """Run with optim.schedule=wsd to branch from, at its checkpoint of the step where this run's decay begins; none: no branch."""
     freeze: tuple[Frozen, ...] = ()
     """Frozen parts of the MoE layers; useful with init_from."""
     resume: Resume = "never"
-    """Resume from the newest good checkpoint: auto, if there is one; required; never: the run directory must be new."""
+    """Resume from the newest intact checkpoint; auto: if there is one; required: or fail; never: the run directory must be new."""
     checkpoint_every: int = Field(default=200, gt=0)
     """Number of steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(default=2, gt=0)
@@ -166,9 +166,9 @@ class TrainConfig(Config):
     max_bad_steps: int = Field(default=10, gt=0)
     """Number of consecutive non-finite steps after which the run stops."""
     log_every: int | None = Field(default=None, gt=0)
-    """Number of steps between progress lines if the output is no terminal; metrics.jsonl has every step; none: 40 lines per run."""
+    """Number of steps between progress lines if not on a terminal; metrics.jsonl has every step; none: 40 lines per run."""
     max_time: float | None = Field(default=None, gt=0)
-    """Time limit, after which the run saves and stops: seconds, or such as 90m, 1h30m or 12:00:00; train.resume continues it; none: no limit."""
+    """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves and stops, to be resumed; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
     """Number of consecutive evaluations without a lower validation loss after which the run stops (early stopping); none: no early stopping."""
     tensorboard: bool = True
@@ -233,7 +233,7 @@ class SlicesConfig(Config):
     """Parallelism of experts over the ranks that torchrun starts."""
 
     es_degree: int | None = Field(default=None, gt=0)
-    """Number of slices of each expert's hidden size (expert tensor parallelism); none: as few as the ranks allow."""
+    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: all, if their number divides it."""
 
     def given(self) -> dict[str, Any]:
         """Options that were set."""
@@ -244,9 +244,11 @@ class ServingDegrees(SlicesConfig):
     """Parallelism of generation over the ranks that torchrun starts."""
 
     tp_degree: int = Field(default=1, gt=0)
-    """Tensor-parallel degree: number of consecutive ranks that split the tokens of a sequence and the dense layers' matrices."""
+    """Tensor-parallel degree: number of consecutive ranks that shard attention, dense matrices and the key-value cache."""
     ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Expert-parallel degree, one number or one per MoE layer: route_degree = ep_degree x es_degree; none: from route_degree."""
+    """Expert-parallel degree: number of equal parts of a layer's experts, on different ranks; none: number of ranks / es_degree."""
+    es_degree: int | None = Field(default=None, gt=0)
+    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: as few as possible."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Timeout in seconds of a collective that some rank does not join."""
 
@@ -254,14 +256,18 @@ class ServingDegrees(SlicesConfig):
 class ParallelConfig(ServingDegrees):
     """CPU threads, and parallelism over the ranks that torchrun starts."""
 
+    tp_degree: int = Field(default=1, gt=0)
+    """Tensor-parallel degree: number of consecutive ranks that shard dense matrices and (sequence parallelism) tokens."""
+    ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    """Expert-parallel degree, one number or one per MoE layer: route_degree / es_degree; none: from route_degree."""
     num_threads: int | None = Field(default=None, gt=0)
     """Number of CPU threads of this process, kept with the run; none: OMP_NUM_THREADS, else by the model's size."""
     dp_replicate_degree: int = Field(default=1, gt=0)
-    """Number of model replicas; each is sharded over the other ranks."""
+    """Number of model replicas (HSDP), each sharded over ranks / dp_replicate_degree."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
     """Number of ranks over which a replica's parameters are sharded; none: all that dp_replicate_degree leaves."""
     route_degree: int | None = Field(default=None, gt=0)
-    """Number of ranks over which tokens are dispatched (expert parallelism); beyond them, experts' weights are gathered; 1: no dispatch; none: all ranks."""
+    """Number of ranks per expert-parallel all-to-all group; across groups, expert weights are sharded and gathered; 1: no dispatch; none: all ranks."""
     overlap_degree: int = Field(default=1, gt=0)
     """Number of chunks of tokens whose dispatch overlaps with computation; 1: no overlap."""
     all_to_all: AllToAll = "flat"
@@ -279,7 +285,7 @@ class ParallelConfig(ServingDegrees):
     expert_order: ExpertOrder = "slices_inner"
     """Placement on consecutive ranks: slices of the same experts (slices_inner), or different experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
-    """ZeRO stage; 3: weights are gathered for each use; 2: kept during a step; 1: dense gradients are also reduced once per step."""
+    """ZeRO stage; 3: gather weights per use; 2: gather dense weights once per micro-batch, experts once per step; 1: as 2, and reduce dense gradients once per step."""
     offload: bool = False
     """Whether parameters, gradients and optimizer state are kept in host memory (offload); weights are copied to the device for each use."""
 

@@ -89,7 +89,7 @@ class SamplingParams(Config):
     temperature: Annotated[float, Fix("use 0 for the most likely token")] = Field(
         default=1.0, ge=0, le=_LARGEST
     )
-    """Divisor of the logits; 0: greedy decoding, the smaller id on a tie."""
+    """Sampling temperature; 0: greedy, lowest id on a tie."""
     top_k: int | None = Field(default=None, ge=1, le=MOST_INT64)
     """Number of most likely tokens to sample from; none: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -114,7 +114,7 @@ class SamplingParams(Config):
     n: int = Field(default=1, ge=1, le=1024)
     """Number of answers to the prompt, sampled independently."""
     seed: int | None = Field(default=None, ge=0, le=MOST_INT64)
-    """Random seed; none: a random one.
+    """Random seed; none: unseeded.
 
     Random numbers depend only on it, the answer's index and the position. If one call gives it to several prompts, all
     behind the first draw by a hash of it and their index.

@@ -20,15 +20,15 @@ class ServerConfig(Config):
     model_name: Annotated[str | None, Spelling("NAME")] = None
     """Model name in requests and responses; none: the folder's name."""
     adapter: Annotated[tuple[str, ...], Spelling("NAME=DIR")] = ()
-    """Low-rank adapters in peft's format, each as NAME=FOLDER; the field `model` of a request selects one; none: no adapter."""
+    """Low-rank adapters in peft's format, each as NAME=DIR; the field `model` of a request selects one; none: no adapter."""
     api_key_file: Annotated[str | None, Spelling("FILE")] = None
     """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: no key is needed."""
     without_key: bool = False
-    """Whether other machines may connect without an API key."""
+    """Let other machines connect without an API key."""
     allow_origin: Annotated[tuple[str, ...], Spelling("ORIGIN")] = ()
     """Origins of web pages that may use the server (CORS), for example https://chat.example.org; none: only the server's own page."""
     max_waiting: int = Field(default=256, ge=0)
-    """Maximum number of queued answers, in addition to running ones; further requests get status 429 with retry-after."""
+    """Maximum number of waiting answers (n per request), besides running ones; beyond it requests get status 429 with Retry-After."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
     """Maximum size of a request in bytes."""
     max_answer: int | None = Field(default=None, ge=1)
@@ -64,7 +64,7 @@ class ServerConfig(Config):
             self.require(
                 bool(name and folder),
                 "adapter",
-                "each must be NAME=FOLDER",
+                "each must be NAME=DIR",
                 "write a name, = and a folder of peft's save_pretrained",
             )
         names = [one.partition("=")[0] for one in self.adapter]

@@ -17,11 +17,11 @@ class TextConfig(Config):
     path: Annotated[str | tuple[str, ...] | None, Spelling("PATH")] = None
     """Files, folders or patterns of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, also .gz or .zst); PATH:2 is used twice per epoch; none: the source of Python's standard library."""
     encoding: Annotated[str | None, Spelling("NAME")] = None
-    """Text encoding by its Python name (latin-1, cp1252, shift_jis, utf-16-le); a byte-order mark has precedence; none: UTF-8."""
+    """Text encoding by its Python name (latin-1, cp1252, shift_jis, utf-16-le); a byte-order mark takes precedence; none: UTF-8."""
     column: Annotated[str | None, Spelling("NAME")] = None
     """Field or column with the text or the list of messages; none: text, or a known conversation format."""
     tokenizer: Annotated[str | None, Spelling("FILE")] = None
-    """tokenizer.json of Megatron's .bin and .idx files, to decode them; none: data are text."""
+    """tokenizer.json with which Megatron .bin/.idx data were encoded; none: text data."""
     dataset: Annotated[str | None, Spelling("NAME")] = None
     """Name of a Hugging Face dataset, whose text is in data.column; needs the extra `train`; none: data.path."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)

@@ -173,7 +173,7 @@ class ParallelTextConfig(Config):
     path: Annotated[tuple[str, ...], Spelling("PATH")] = ()
     """Folders with a file per split and language, SPLIT.LANG, .gz or .zst; line i is the same text in all (blank: not translated)."""
     encoding: Annotated[str | None, Spelling("NAME")] = None
-    """Encoding of the files by its Python name (latin-1, cp1252, utf-16-le); none: UTF-8. A byte-order mark has precedence."""
+    """Encoding of the files by its Python name (latin-1, cp1252, utf-16-le); none: UTF-8. A byte-order mark takes precedence."""
     languages: Annotated[tuple[str, ...], Spelling("LANG")] = ()
     """Languages to use; none: all that the folders have."""
     pairs: Annotated[tuple[str, ...], Spelling("FROM-TO")] = ()

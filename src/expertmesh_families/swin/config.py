@@ -198,7 +198,7 @@ class ImagesConfig(Config):
     validation_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Share of the images for validation in a folder without a split: the last ones of IDX files, some of each class of a folder."""
     fit: Fit = "resize"
-    """Treatment of images of another size: pad (smaller ones get a border of zeros), resize, or exact (they are errors)."""
+    """Fitting of images of another size: pad (border of zeros, for smaller ones), resize (scale the central square), or exact (error)."""
     flip: bool = False
     """Mirror half of the images."""
     rotate: float = Field(default=0.0, ge=0, le=180)

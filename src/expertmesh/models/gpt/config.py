@@ -37,7 +37,7 @@ class ModelConfig(Config):
     activation: Activation = "swiglu"
     """Activation of experts and dense feed-forward layers."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised by RMSNorm."""
+    """Whether queries and keys are normalized by RMSNorm."""
     qk_norm_scope: Literal["head", "projection"] = "head"
     """Axis of the norms of qk_norm: per head, or over all heads of a token (projection, as in OLMoE)."""
     qkv_bias: bool = False
