@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve soak translate classify test test-fast test-all test-machines kernels-all kernels-sanitized gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo serve soak translate classify test test-fast test-all test-machines kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make kernels-sanitized  run the tests of the kernels in C with the compiler's checks of memory and of undefined behaviour"
+	@echo "make release build the sdist and the wheels into dist/: for any platform, and for Linux on x86-64 with the kernels in C compiled"
 	@echo "make gpu     on a machine with a GPU: ceilings, the kernels' GPU tests, the time of every kernel; gpu-sweep, gpu-peers: the rest"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make docs    build the site of docs/ into site/, with the reference of the Python API and of the command line"
@@ -99,11 +100,14 @@ TRITON_SITE := .triton-$(TRITON)
 kernels-all: $(STAMP) $(if $(TRITON),$(TRITON_SITE))
 	@$(if $(TRITON),PYTHONPATH=$(TRITON_SITE):src:.) $(PYTEST) tests/kernels $(PYTEST_ARGS)
 
-# The kernels in C, compiled with checks: another compiler command is another object of the cache.
+# The kernels in C, compiled with checks, also with drawn sizes: another compiler command is another object of the cache.
 SANITIZED := -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 kernels-sanitized: $(STAMP)
 	@CC="gcc $(SANITIZED)" LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ops/experts/test_native.py $(PYTEST_ARGS)
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ops/experts/test_native*.py $(PYTEST_ARGS)
+
+release: $(STAMP)
+	@$(BIN)/python tools/release.py dist
 
 .triton-%: $(STAMP)
 	@$(BIN)/python -m pip install -q --no-deps --target $@ triton==$*

@@ -104,15 +104,10 @@ def _stored(name: str, w: Tensor) -> ExpertMatrices:
 def of_torch(weights: list[tuple[Tensor, Tensor]], *, is_invariant: bool) -> Way:
     """PyTorch's products, as where there is no compiler."""
     copies = [ExpertWeights.of(*map(in_huge_pages, pair), "swiglu") for pair in weights]
-    rows = BACKENDS["invariant" if is_invariant else "torch"]
-    quick = BACKENDS.get("few_rows")
+    rows = BACKENDS["torch"]
 
     def run(layer: int, x: Tensor, ids: Tensor, s: Tensor) -> Tensor:
         call = ExpertsCall(x, s, copies[layer], "torch", ids, batch_invariant=is_invariant)
-        if quick is not None and quick.serves(call):
-            found: Tensor | None = quick.forward(call, [])
-            if found is not None:
-                return found
         maps = route_metadata(ids, copies[layer].num_experts)
         return rows.forward(call._replace(maps=maps, ids_TK=None), save_h=False)[0]
 

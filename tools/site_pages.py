@@ -94,7 +94,8 @@ def command_line_page():
     overview = help_of()
     verbs = VERBS.findall(overview.partition("verbs:")[2].partition("\n\n")[0])
     parts = ["# Command line", f"```text\n{overview}\n```"]
-    parts += [f"## {verb}\n\n```text\n{help_of(verb)}\n```" for verb in verbs]
+    verbs.insert(verbs.index("bench") + 1, "bench serve")
+    parts += [f"## {verb}\n\n```text\n{help_of(*verb.split())}\n```" for verb in verbs]
     return "\n\n".join(parts) + "\n"
 
 

@@ -14,7 +14,7 @@ from expertmesh.comm.world import World
 from expertmesh.config.base import expanded
 from expertmesh.config.run import Dtype, RunConfig
 from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
-from expertmesh.config.values import check_type, shown, wrong_type
+from expertmesh.config.values import check_choice, check_type, shown, wrong_type
 from expertmesh.engine.texts import continue_prompts, prompt_ids
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import CausalLM
@@ -164,8 +164,8 @@ def load(
     """
     if es_degree is not None and not spread:
         raise ConfigError(f"es_degree={es_degree}: has no effect without spread=True; leave it out")
-    if dtype is not None and dtype not in (known := get_args(Dtype)[1:]):
-        raise ConfigError("dtype", dtype, f"must be one of {', '.join(known)}", "choose one")
+    if dtype is not None:
+        check_choice("dtype", dtype, get_args(Dtype)[1:])
     found = find_model(run, own_family(module) if module is not None else family)
     ranks = Ranks(World(device_type=device_of(found, device).type)) if spread else None
     narrow = None if dtype is None else getattr(torch, dtype)
@@ -243,10 +243,9 @@ def generate(
         >>> model, tokenizer = em.load("runs/text")
         >>> text = em.generate(model, tokenizer, "To be", max_tokens=5, temperature=0)
     """
-    given = (("tokenizer", tokenizer, Tokenizer), ("model", model, CausalLM))
-    for what, value, kind in given:
-        needed = "a model that writes text, or its tokenizer: generate() needs both"
-        check_type(what, value, kind, needed, "give those of load()")
+    fix = "give both of load()"
+    check_type("tokenizer", tokenizer, Tokenizer, "that of a model that writes text", fix)
+    check_type("model", model, CausalLM, "a model that writes text", fix)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
         raise wrong_type("prompt", prompt, "a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)

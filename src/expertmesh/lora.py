@@ -12,6 +12,7 @@ Example:
     1
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,8 +24,10 @@ from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
 from expertmesh.moe.expert_adapters import TARGETS, Adapter, ExpertAdapters
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_
-from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.layer import grouped_layers
+from expertmesh.ops.experts.weights import FORMATS
 
+_log = logging.getLogger("expertmesh.lora")
 _RANK = Number(1, fix="use 8, for example", types=WHOLE)
 _ALPHA = Number(0, fix="use twice the rank, for example", is_open=True)
 
@@ -74,10 +77,12 @@ def add(
         made: dict[str, Adapter] = {}
         for name in targets:
             weight = getattr(experts, name)
+            _, G, F, D = experts.shape
+            rows, columns = (G * F, D) if name == "w_in" else (D, F)
             made[name] = Adapter(
                 num_experts=experts.num_experts,
-                rows=weight.flatten(1, -2).shape[1],
-                columns=weight.shape[-1],
+                rows=rows,
+                columns=columns,
                 rank=rank,
                 scaling=alpha / rank,
                 shared=shared,
@@ -85,7 +90,7 @@ def add(
                 dtype=dtype,
             )
             if weight.device.type != "meta":
-                std = weight.shape[-1] ** -0.5
+                std = columns**-0.5
                 init_normal_(
                     made[name].a, std=std, seed=seed, name=f"{path}.{name}.a", per_expert=True
                 )
@@ -118,7 +123,9 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def merge(model: nn.Module) -> int:
-    """Merge every adapter into its weights, expert by expert, and remove it; see `remove` for which parameters are trainable then.
+    """Merge every adapter into its weights, and remove it; see `remove` for which parameters are trainable then.
+
+    Quantised weights are widened, added to and rounded to their format again, which a warning compares with the change.
 
     Returns:
         Number of layers that had adapters.
@@ -126,14 +133,15 @@ def merge(model: nn.Module) -> int:
     Raises:
         ConfigError: there are no adapters, or the model is sharded over ranks.
     """
-    found = {name: (model.get_parameter(name), one) for name, one in adapters(model).items()}
-    for name, (weight, _) in found.items():
-        if type(weight.data) is not torch.Tensor:
+    adapters(model)
+    found = [(path, experts) for path, experts in _experts(model) if experts.adapters is not None]
+    for path, experts in found:
+        if type(experts.w_in.data) is not torch.Tensor:
             raise ConfigError(
-                f"{name}: is spread over ranks; save the adapters, and merge them into the whole model"
+                f"{path}: is spread over ranks; save the adapters, and merge them into the whole model"
             )
-    for weight, adapter in found.values():
-        adapter.add_to(weight)
+    for path, experts in found:
+        _merge(path, experts)
     return remove(model)
 
 
@@ -156,12 +164,35 @@ def remove(model: nn.Module) -> int:
     return len(adapted)
 
 
+def _merge(path: str, experts: GroupedExperts) -> None:
+    """Merge a layer's adapters; quantised weights are widened for it, a layer at a time."""
+    form = FORMATS[experts.format]
+    assert experts.adapters is not None
+    own = {name: one for name, one in experts.adapters.named_children() if isinstance(one, Adapter)}
+    if form.name == "dense":
+        for name, adapter in own.items():
+            adapter.add_to(getattr(experts, name))
+        return
+    group_size = form.unit(experts.weights().slices()[0])
+    experts.convert("dense")
+    before = {name: getattr(experts, name).detach().clone() for name in own}
+    for name, adapter in own.items():
+        adapter.add_to(getattr(experts, name))
+    merged = {name: getattr(experts, name).detach() for name in own}
+    experts.convert(form.name, group_size=group_size)
+    one = experts.weights().slices()[0].unpacked(experts.dtype)
+    after = {"w_in": one.w_in_EGFD, "w_out": one.w_out_EDF}
+    for name, w in merged.items():
+        change, error = (float((w - other[name]).norm() / w.norm()) for other in (before, after))
+        _log.warning(
+            f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to {form.name} again {error:.2g}"
+        )
+
+
 def _experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:
     """Experts of every layer, by the layer's name."""
     check_module(model)
-    for path, module in model.named_modules():
-        if isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
-            yield path, module.experts
+    return ((path, experts) for path, _, experts in grouped_layers(model))
 
 
 def _check(
@@ -186,6 +217,10 @@ def _check(
         if experts.adapters is not None:
             raise ConfigError(
                 f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
+            )
+        if experts.paging is not None:
+            raise ConfigError(
+                f"{path}: its experts are in slots, for inference; open it with all of them"
             )
         if experts.arithmetic.batch_invariant:
             raise ConfigError(

@@ -323,11 +323,11 @@ MODEL = {
     ),
     "no tokenizer": Mistake(
         lambda: em.generate(model(), None, "a"),
-        ["tokenizer is a NoneType", "writes text", "give those of load()"],
+        ["tokenizer is a NoneType", "writes text", "give both of load()"],
     ),
     "path for a model that writes": Mistake(
         lambda: em.generate("runs/x", Tokenizer(BPE()), "a"),
-        ["model is a str", "writes text", "give those of load()"],
+        ["model is a str", "writes text", "give both of load()"],
     ),
     **{
         f"path for a model, {name}": Mistake(
@@ -375,7 +375,7 @@ MODEL = {
         lambda: em.generate(model(), words(), "a\ud800"), [r"'a\ud800'", "UTF-8", "give text"]
     ),
     "one sequence without a batch": Mistake(
-        lambda: model()(torch.tensor([1, 2])), ["ids_BS", "(2,)", "(sequences, tokens)", "[None]"]
+        lambda: model()(torch.tensor([1, 2])), ["ids_BS", "(2,)", "(B, S)", "sequences", "[None]"]
     ),
     "numbers for ids": Mistake(
         lambda: model()(torch.zeros(1, 2)),
@@ -386,7 +386,7 @@ MODEL = {
     ),
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
-        ["prompt: 1 is a int", "it must be a text"],
+        ["prompt: 1 is an int", "it must be a text"],
     ),
     "no prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), None),

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from tests.support.known_rows import known
 
 from expertmesh.cli.main import main
+from expertmesh.config.values import written
 from expertmesh.models.registry import FAMILIES
 
 RECIPES = known({"gpt-moe-test": "gpt", "translate-test": "seq2seq", "swin-test": "swin"})
@@ -64,11 +65,6 @@ def rules(field):
                 yield from getattr(rule, "metadata", (rule,))
 
 
-def limit(number):
-    """A bound as a message writes it."""
-    return {2**63 - 1: "2^63 - 1", -(2**63): "-2^63"}.get(number, f"{number:,.10g}")
-
-
 def wrong_values(option, field):
     """(value, what the message must say) of one field, by its type and bounds."""
     found = kinds(field.annotation)
@@ -91,15 +87,15 @@ def wrong_values(option, field):
         for rule in rules(field):
             match rule:
                 case bounds.Gt(gt=least):
-                    yield f"{least}", f"greater than {limit(least)}"
+                    yield f"{least}", f"greater than {written(least)}"
                 case bounds.Ge(ge=least):
-                    yield f"{least - 1}", f"at least {limit(least)}"
+                    yield f"{least - 1}", f"at least {written(least)}"
                 case bounds.Lt(lt=most):
                     for value in (most, 9 * 10**19):
-                        yield f"{value}", f"less than {limit(most)}"
+                        yield f"{value}", f"less than {written(most)}"
                 case bounds.Le(le=most):
                     for value in (most + 1, 1e300 if found == {float} else max(most + 1, 10**8)):
-                        yield f"{value}", f"at most {limit(most)}"
+                        yield f"{value}", f"at most {written(most)}"
     if option in PATHS:
         yield "", "empty"
         if option not in LATER:

@@ -9,9 +9,9 @@ import torch
 from expertmesh.cli import doctor
 from expertmesh.cli.main import main
 from expertmesh.costs.hardware import find_cluster
-from expertmesh.ops.cpu import compiled_products
+from expertmesh.ops.cpu import compiled_loops
 from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.ops.cpu.compiled_products import Loop
+from expertmesh.ops.cpu.compiled_loops import Loop
 
 
 def details(findings):
@@ -109,7 +109,7 @@ def test_who_multiplies_fp32(library, expected):
     ],
 )
 def test_a_compiler_is_tried(monkeypatch, problem, said):
-    monkeypatch.setattr(compiled_products, "loop_for", lambda dtype, rows: Loop(None, problem))
+    monkeypatch.setattr(compiled_loops, "make_loop", lambda *_: Loop(None, problem))
     (finding,) = doctor.compiler()
     assert finding.mark == ("no" if problem else "yes")
     assert said in finding.detail

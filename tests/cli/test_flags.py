@@ -186,20 +186,23 @@ def test_dry_run():
         ),
         (
             [RECIPE, "--train.steps", "abc"],
-            "--train.steps abc: must be a whole number; for example 1000",
+            "--train.steps abc: must be a whole number above 0; for example 1000",
         ),
         (
             [RECIPE, "--train.steps", "1e-3"],
-            "--train.steps 1e-3: must be a whole number; for example 1000",
+            "--train.steps 1e-3: must be a whole number above 0; for example 1000",
         ),
-        ([RECIPE, "--train.steps="], "--train.steps '': must be a whole number; for example 1000"),
+        (
+            [RECIPE, "--train.steps="],
+            "--train.steps '': must be a whole number above 0; for example 1000",
+        ),
         (
             [RECIPE, "--train.steps", "-5"],
             "--train.steps -5: must be greater than 0; for example 1000",
         ),
         (
             [RECIPE, "--optim.lr", "fast"],
-            "--optim.lr fast: must be a finite number; for example 0.001",
+            "--optim.lr fast: must be a finite number above 0; for example 0.001",
         ),
         (
             [RECIPE, "--train.no-tensorboard", "true"],

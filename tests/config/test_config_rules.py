@@ -302,9 +302,9 @@ def test_the_same_error_from_every_door():
 
 
 TEXTS = {
-    "9": "top_k='9': must be a whole number; for example 2",
-    "many": "top_k=many: must be a whole number; for example 2",
-    "None": "top_k='None': must be a whole number; for example 2",
+    "9": "top_k='9': must be a whole number above 0; for example 2",
+    "many": "top_k=many: must be a whole number above 0; for example 2",
+    "None": "top_k='None': must be a whole number above 0; for example 2",
 }
 
 
@@ -325,7 +325,10 @@ def test_on_the_command_line_no_value_has_quotes():
     ("values", "says"),
     [
         ({"dim": "wide"}, "num_experts=None: must be given; give one"),
-        ({"num_experts": 2.5, "dim": 8}, "num_experts=2.5: must be a whole number; change it"),
+        (
+            {"num_experts": 2.5, "dim": 8},
+            "num_experts=2.5: must be a whole number above 0; change it",
+        ),
     ],
 )
 def test_nobody_is_told_to_leave_out_what_is_required(values, says):

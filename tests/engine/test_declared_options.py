@@ -1,5 +1,6 @@
-"""An option of a request is declared once: two files give a new one to Python, the command line, HTTP and the reference."""
+"""An option of a request is declared once: two files give a new one to Python, the command line, HTTP, help and the reference."""
 
+import ast
 import contextlib
 import io
 import os
@@ -57,7 +58,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["python", "command_line", "http", "reference"])
+@pytest.mark.parametrize("where", ["python", "command_line", "http", "help", "reference"])
 def test_a_new_option_is_there(source, tmp_path, where):
     with pytest.raises(em.ConfigError, match="unknown option"):
         em.SamplingParams(epsilon_cutoff=0.5)
@@ -94,10 +95,6 @@ class Finds:
 
     @staticmethod
     def command_line(source, place):
-        line = next(
-            one for one in said("generate", "--help").splitlines() if "--epsilon-cutoff X" in one
-        )
-        assert f"{HELP} (default: 0.0)" in line
         words = ["generate", str(make_run(Path(place) / "tiny")), "--max-tokens", "9"]
         greedy, drawn = said(*words, "--greedy", PROMPT), said(*words, "--seed", "1", PROMPT)
         assert said(*words, "--seed", "1", "--epsilon-cutoff", "1", PROMPT) == greedy != drawn
@@ -120,12 +117,20 @@ class Finds:
             assert field["description"].lower().rstrip(".") == HELP.lower()
 
     @staticmethod
+    def help(source, place):
+        (line,) = (one for one in said("generate", "--help").splitlines() if "--epsilon" in one)
+        assert line.split() == f"--epsilon-cutoff X {HELP} (default: 0)".split()
+
+    @staticmethod
     def reference(source, place):
-        """The page shows the fields of the class with their docstrings; see mkdocs.yml."""
+        """The page shows the fields of the class in their source with their docstrings; see mkdocs.yml."""
         page = (ROOT / "docs" / "reference" / "engine.md").read_text(encoding="utf-8")
         assert "::: expertmesh.SamplingParams" in page
+        shown = ast.parse((Path(source) / "expertmesh/config/sampling.py").read_text())
+        (kind,) = (one for one in shown.body if getattr(one, "name", "") == "SamplingParams")
+        names = [one.target.id for one in kind.body if isinstance(one, ast.AnnAssign)]
         field = em.SamplingParams.model_fields["epsilon_cutoff"]
-        assert field.description.lower().rstrip(".") == HELP.lower()
+        assert "epsilon_cutoff" in names and field.description.lower().rstrip(".") == HELP.lower()
 
 
 def test_every_option_is_where_it_belongs():
@@ -142,8 +147,11 @@ def test_every_option_is_where_it_belongs():
 
 
 CASES = {
-    "temperature": ({"temperature": "1"}, "temperature='1': must be a finite number; give one"),
-    "top_k": ({"top_k": 2**63}, "top_k=9223372036854775808: must be at most 2\\^63 - 1"),
+    "temperature": (
+        {"temperature": "1"},
+        "temperature='1': must be a finite number from 0 to 3e.38; give one",
+    ),
+    "top_k": ({"top_k": 2**63}, r"top_k=9223372036854775808: must be at most 2\^63 - 1; lower it"),
     "stop": ({"stop": ["a", ""]}, r"stop\[1\]='': must be a string of 1 to 1024 characters"),
     "half a character": ({"stop": "\ud800"}, r"stop\[0\]=\\ud800: must be a string"),
     "stops": ({"stop": ["a"] * 65}, "must have at most 64 entries; give fewer"),
@@ -165,9 +173,9 @@ def test_errors_name_value_rule_and_fix(given, line):
     ("words", "line"),
     [
         (["--stop", ""], "--stop '': must be a string of 1 to 1024 characters; give one"),
-        (["--logit-bias", "x"], "--logit-bias x: must be numbers by token id; give that"),
+        (["--logit-bias", "x"], "--logit-bias x: must be numbers by token id; for exam"),
         (["--min-tokens", "3", "--max-tokens", "2"], "--min-tokens 3: must be at most --max-toke"),
-        (["--seed", "2.5"], "--seed 2.5: must be a whole number; give one"),
+        (["--seed", "2.5"], "--seed 2.5: must be a whole number from 0 to 2^63 - 1; give one"),
     ],
 )
 def test_errors_on_the_command_line_come_before_the_model(tmp_path, capsys, words, line):

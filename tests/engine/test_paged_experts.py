@@ -1,5 +1,6 @@
 """Experts in slots: the same bits as all of them, counted like a simulated cache, within a limit of memory."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from expertmesh.integrations.hub import convert, quantize
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.expert_slots import ExpertSlots
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import train_tokenizer
 
@@ -93,7 +93,9 @@ def paged(num_slots, copies=None):
             copies.append((name, e))
         into.copy_(getattr(like, name)[e])
 
-    return like.eval(), PagedExperts(like, num_slots=num_slots, read=read, device="cpu").eval()
+    slots = copy.deepcopy(like)
+    slots.put_into_slots(num_slots, read=read, device="cpu")
+    return like.eval(), slots.eval()
 
 
 def test_hits_and_misses_are_those_of_a_simulated_cache():
@@ -122,31 +124,31 @@ def test_hits_and_misses_are_those_of_a_simulated_cache():
                 if len(cache) == 4:
                     cache.popitem(last=False)
                 cache[e] = None
-    counts = slots.counts
+    counts = slots.paging.counts
     assert (counts.hits, counts.misses, counts.bypasses) == (hits, misses, bypasses)
     assert bypasses and hits
-    assert counts.bytes_copied == misses * slots.bytes_of_expert
+    assert counts.bytes_copied == misses * slots.paging.bytes_of_expert
     assert len(copies) == 4 * misses
 
 
 def test_what_was_fetched_ahead_is_there_and_an_error_of_it_is_raised():
     whole, slots = paged(4)
-    slots.fetch([2, 5])
+    slots.paging.fetch([2, 5])
     x_TD, ids_TK, weights_TK = torch.randn(1, D), torch.tensor([[5, 6]]), torch.rand(1, 2)
     with torch.no_grad():
         found, expected = (m(x_TD, ids_TK, weights_TK, max_rows=None) for m in (slots, whole))
     assert torch.equal(found, expected)
-    counts = slots.counts
+    counts = slots.paging.counts
     assert (counts.fetched_ahead, counts.useful, counts.hits, counts.misses) == (2, 1, 1, 1)
 
     def fail(name, e, into):
         raise OSError("the disk is gone")
 
-    healthy, slots._read = slots._read, fail
-    slots.fetch([1])
+    healthy, slots.paging._read = slots.paging._read, fail
+    slots.paging.fetch([1])
     with pytest.raises(OSError, match="the disk is gone"):
         slots(x_TD, ids_TK, weights_TK, max_rows=None)
-    slots._read = healthy
+    slots.paging._read = healthy
     with torch.no_grad():  # and nothing that did not come counts as there
         ids_TK = torch.tensor([[1, 0]])
         found, expected = (m(x_TD, ids_TK, weights_TK, max_rows=None) for m in (slots, whole))

@@ -210,7 +210,7 @@ def test_mistakes_are_named(two_ranks):
         "use ep_degree x es_degree of 2 x 1, 1 x 2",
         "parallel.zero_stage=1: is for training",
         "is one number for an engine",
-        "parallel is a int; it must be a ParallelConfig",
+        "parallel is an int; it must be a ParallelConfig",
         "deterministic=True: needs whole products",
         "has no effect in a model without experts",
     )

@@ -172,14 +172,18 @@ REASONS = {
     "names of another program": (
         renamed("model.layers", "layers"),
         {},
-        r"has no tensor model\.layers\S* and \d+ more, but layers\S* and \d+ more that config.json",
+        r"has no tensor model\.layers\S* and \d+ more, but layers\S* and \d+ more, which the arch",
     ),
     "missing alone": (
         lambda t: {n: v for n, v in t.items() if n != NORM},
         {},
         f"has no tensor {NORM}; restore",
     ),
-    "extra alone": (lambda t: {**t, "more": torch.ones(1)}, {}, "has a tensor more that config"),
+    "extra alone": (
+        lambda t: {**t, "more": torch.ones(1)},
+        {},
+        "has a tensor more, which the arch",
+    ),
     "scales of a type": (
         in_fp8("_scale_inv", torch.int32, (1, 1)),
         FP8,

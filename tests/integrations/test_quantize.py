@@ -18,7 +18,7 @@ from expertmesh.cli.main import main
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, quantize
 from expertmesh.models.gpt.model import GPT
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.layer import grouped_layers
 from expertmesh.runs.calibration import importance_of
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
@@ -64,10 +64,9 @@ def weights_of(folder):
     """Our matrices of routed experts, widened, by layer; and all other tensors."""
     model = open_model(folder).model
     wide = []
-    for module in model.modules():
-        if isinstance(module, QuantizedExperts):
-            one = module.weights().slices()[0].unpacked(torch.float32)
-            wide.append((one.w_in_EGFD, one.w_out_EDF))
+    for _, _, experts in grouped_layers(model):
+        one = experts.weights().slices()[0].unpacked(torch.float32)
+        wide.append((one.w_in_EGFD, one.w_out_EDF))
     return wide, model
 
 

@@ -64,7 +64,7 @@ CALLS = {
     "a capacity below none": ((IDS,), {"capacity_factor": -1.0}, "capacity_factor=-1.0"),
     "tuples of keys": ((NEXT,), {"past_key_values": ((IDS, IDS),)}, "past_key_values is a tuple"),
     "a cache of two sides": (
-        (NEXT,), {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "is a EncoderDecoderCache"),
+        (NEXT,), {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "is an EncoderDecoderCache"),
     "a fixed cache": (
         (NEXT,), {"past_key_values": lambda: StaticCache(model().config, max_cache_len=8)}, "fixed size"),
     "other sequences": ((NEXT,), {"past_key_values": lambda: past(1)}, "holds 1 sequences and input_ids has 2"),

@@ -188,6 +188,7 @@ def test_opcheck(interleaved, save_h):
         "swiglu",
         "dense",
         "triton",
+        False,
         [],
         save_h,
     )

@@ -57,7 +57,7 @@ VERB = """
 from expertmesh.cli.family_verbs import Verb
 
 WHISPER = Verb(
-    "whisper", "say it quietly:  expertmesh whisper hello", run="package_of_quiet.whisper:run",
+    "whisper", "say it quietly", run="package_of_quiet.whisper:run",
     memory_fix="whisper less",
 )
 """
@@ -124,7 +124,7 @@ def test_a_family_is_trained_used_and_planned_by_its_plain_name(quiet, capsys):
 
 
 def test_its_verb_is_a_verb(quiet, capsys):
-    assert "whisper    say it quietly:" in help_text()
+    assert "whisper    say it quietly" in help_text()
     assert main(["whisper", "a", "b"]) == 3
     assert capsys.readouterr().out == "a... b\n"
     assert main(["whisper", "--dots", "0"]) == 2

@@ -82,7 +82,7 @@ GPT_CALLS = {
     "ranks that are not there": (IDS, {"dispatch": DispatchOptions(route_degree=2)}, "route_degree=2"),
     "a way of no name": (IDS, {"dispatch": DispatchOptions(all_to_all="fast")}, "all_to_all='fast'"),
     "half a part": (IDS, {"dispatch": DispatchOptions(overlap_degree=1.0)}, "overlap_degree=1.0"),
-    "no options": (IDS, {"dispatch": 2}, "dispatch=2: must be"),
+    "no options": (IDS, {"dispatch": 2}, "dispatch is an int; it must be a DispatchOptions"),
     "replicated experts on one process": (IDS, {"dispatch": DispatchOptions(replicated_experts=1)}, "replicated_experts=1"),
 }  # fmt: skip
 

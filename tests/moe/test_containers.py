@@ -20,7 +20,6 @@ WEIGHTS = {ExpertWeights.__name__, ExpertSlice.__name__, "ExpertParameters"}
 """They hold what experts know, no token."""
 KERNELS = (
     "torch_forward",
-    "few_rows",
     "triton_backend",
     "invariant",
     "expert_spans",

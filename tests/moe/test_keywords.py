@@ -342,7 +342,7 @@ def test_mistaken_keywords():
         (
             lambda: layer(tokens(), dispatch=DispatchOptions(), route_degree=1),
             ConfigError,
-            "dispatch= and route_degree=: both say how tokens travel; give dispatch= alone",
+            "dispatch= and route_degree=: both set the dispatch of tokens; give dispatch= alone",
         ),
     ):
         with pytest.raises(error, match=words) as raised:

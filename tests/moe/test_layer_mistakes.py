@@ -40,7 +40,10 @@ def make(**kwargs):
         ({"normalize_weights": None}, "normalize_weights=None: must be one of"),
         ({"bias": "yes"}, "bias=yes: must be true or false"),
         ({"seed": "a"}, "seed=a: must be a whole number"),
-        ({"seed": 2**63}, "seed=9223372036854775808: must be at most 2\\^63 - 1"),
+        (
+            {"seed": 2**63},
+            r"seed=9223372036854775808: must be at most 2\^63 - 1; lower it or leave it out",
+        ),
         (
             {"balance_loss": "gshard", "router": "expert_choice"},
             "balance_loss=gshard: counts the first choices",
@@ -63,7 +66,7 @@ def make(**kwargs):
         ({"experts": nn.ModuleList([nn.Linear(D, D)])}, "experts has 1 modules and num_experts=6"),
         ({"experts": nn.Linear(D, D)}, "experts is a Linear; it must be an nn.ModuleList"),
         ({"experts": lambda e: None}, r"experts\[0\] is a NoneType; it must be an nn.Module"),
-        ({"experts": lambda e: [nn.Identity(), 3][e > 1]}, r"experts\[2\] is a int; it must be"),
+        ({"experts": lambda e: [nn.Identity(), 3][e > 1]}, r"experts\[2\] is an int; it must be"),
         ({"experts": lambda e: torch.relu}, r"experts\[0\] is a builtin_function_or_method"),
         (
             {"experts": nn.ModuleList([nn.Linear(D, D)] * E)},
@@ -170,7 +173,7 @@ IDS = torch.zeros(6, 2, dtype=torch.int64)
         ),
         (X, {"token_mask": [[True] * 3] * 2}, "token_mask is a list; it must be a tensor"),
         (X, {"token_ids": np.ones((2, 3), int)}, "token_ids is a ndarray; it must be a tensor"),
-        (X, {"token_index": 3}, "token_index is a int; it must be a tensor"),
+        (X, {"token_index": 3}, "token_index is an int; it must be a tensor"),
         (X.to_sparse(), {}, "x is a sparse_coo tensor; it must be a dense one"),
         (
             torch.nested.nested_tensor([X[0], X[1, :2]], layout=torch.jagged),

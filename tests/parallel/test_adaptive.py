@@ -306,7 +306,7 @@ def refused():
     layer = spread(world_of()).first
     for way, words in (
         ({"replicated_experts": 9}, "replicated_experts=9: must be from 0 to the 8 experts"),
-        ({"overlap_degree": 0}, "overlap_degree=0: must be at least 1"),
+        ({"overlap_degree": 0}, "overlap_degree=0: must be a whole number of at least 1"),
         ({"route_degree": 3}, "route_degree=3: must divide the 4 ranks"),
         (
             {"all_to_all": "fast"},

@@ -191,7 +191,7 @@ def test_a_layer(two_ranks):
             "order=inner: must be one of slices_inner, experts_inner; choose one",
             "keep=always: must be one of until_step, until_backward, regather; choose one",
             r"nodes=\(0, 0, 1, 1\): must name the node of each of the 2 ranks",
-            "overlap_degree=0: must be at least 1; use 1",
+            "overlap_degree=0: must be a whole number of at least 1; use 1",
             "route_degree=3: must divide the 2 ranks",
             "3 tokens on this rank with bound=2; raise the bound of Fixed",
             "the experts of layer 0 are spread already; spread a layer",

@@ -175,8 +175,8 @@ def test_the_option_of_a_run_reaches_the_layers(two_ranks):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"adaptive": True}, "with adaptive=True it is measured whether they do; leave one out"),
-        ({"route_degree": 1}, "with route_degree=1 none does; leave one out"),
+        ({"adaptive": True}, "with adaptive=True it is measured whether any are; leave one out"),
+        ({"route_degree": 1}, "with route_degree=1 no token is dispatched; leave one out"),
     ],
 )
 def test_where_tokens_may_stay_it_is_refused(options, said):

@@ -111,15 +111,18 @@ WRONG = [
     (["--serve", "--batch", "8"], "--context: must be given"),
     (["--serve", "--context", "8"], "--batch: must be given"),
     (["--serve", "--batch", "0", "--context", "8"], "--batch 0: must be a whole number from 1"),
-    (["--batch", "8"], "--batch 8: is of generation"),
-    (["--serve", "--pp", "2", "--batch", "8", "--context", "8"], "--pp 2: is of training"),
+    (["--batch", "8"], "--batch 8: is an option of inference"),
+    (
+        ["--serve", "--pp", "2", "--batch", "8", "--context", "8"],
+        "--pp 2: is an option of training",
+    ),
     (
         ["--serve", "--imbalance", "1", "--batch", "8", "--context", "8"],
-        "--imbalance 1.0: is of train",
+        "--imbalance 1.0: is an option",
     ),
     (
         ["--serve", "--page", "x.html", "--batch", "8", "--context", "8"],
-        "--page x.html: is of training",
+        "--page x.html: is an option of training",
     ),
     (["--serve", "--batch", "100000", "--context", "100000"], "for keys and values"),
 ]

@@ -148,15 +148,6 @@ heavy = sorted({{"torch", "triton", "transformers", "numpy"}} & set(sys.modules)
 assert not heavy, heavy
 """
 
-CALL_MAIN = """
-from expertmesh.cli.main import main
-try:
-    code = main({words!r})
-except SystemExit as stop:
-    code = stop.code or 0
-assert code == 0, code
-"""
-
 
 @pytest.mark.parametrize(
     "module",
@@ -165,25 +156,6 @@ assert code == 0, code
 def test_import_without_torch(module):
     done = run_python(TORCH_FREE.format(action=f"import {module}"))
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["--help"],
-        ["--version"],
-        ["train", "--help"],
-        ["generate", "--help"],
-        ["report", "--help"],
-        ["doctor", "--help"],
-    ],
-    ids=" ".join,
-)
-def test_help_without_torch(words):
-    done = run_python(TORCH_FREE.format(action=CALL_MAIN.format(words=words)))
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 10
 
 
 def test_public_names_are_frozen():

@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.cli.family_verbs import FAMILY_VERBS
+from expertmesh.cli.help import help_of
+from expertmesh.cli.main import VERBS, help_text
+from expertmesh.cli.options import declared_by, options_of
+from expertmesh.models.registry import FAMILIES
+
 SOURCE = Path(__file__).parents[2] / "src"
 FIRST = re.compile(
     r"(What|That|Those|These|This|Which|Whose|Who|How|Where|When|As|It|Its|They|Them|Of|For|To|In|On|By|With|Without|If|One|Ones|"
@@ -64,3 +70,92 @@ def test_docstrings_begin_with_their_thing():
 )
 def test_words_are_found(text, words):
     assert words_without_a_thing(text) == words
+
+
+HOUSE = re.compile(
+    r"\b(told|theirs|(?<!-)ahead|silent|at most (?=[;.,(]|$)|of the draws|way of|ways to say|travels?|says? not|says of|"
+    r"begins? with no|as the hub has|folder of the hub|let it lie|whoever|so many|neighbouring ranks|what is given)\b|"
+    r", at most\b",
+    re.I,
+)
+"""Words of a writer who knows the house, where the field has a term."""
+OF_ERRORS = (
+    "ConfigError",
+    "FieldError",
+    "CheckpointError",
+    "require",
+    "refuse_idle",
+    "must",
+    "Fix",
+)
+"""Calls whose texts users read."""
+
+
+def texts_of_errors(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each string inside a call that makes an error."""
+    for call in ast.walk(tree):
+        name = getattr(getattr(call, "func", None), "attr", None)
+        name = name or getattr(getattr(call, "func", None), "id", "")
+        if isinstance(call, ast.Call) and name in OF_ERRORS:
+            for one in ast.walk(call):
+                if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                    yield one.lineno, one.value
+
+
+def test_errors_are_in_the_terms_of_the_field():
+    found, count = [], 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        for line, text in texts_of_errors(ast.parse(path.read_text())):
+            count += 1
+            if words := HOUSE.search(text):
+                found.append(f"{path.relative_to(SOURCE)}:{line}: {words[0]!r} in {text[:60]!r}")
+    assert count > 2000
+    assert not found, "\n".join(found)
+
+
+def helps() -> dict[str, str]:
+    """Help of each verb, and of the training of each family, on a wide terminal."""
+    modules = {f"expertmesh.cli.{name}" for name in [*VERBS, "bench_serve"]}
+    modules |= {verb.run.partition(":")[0] for verb in FAMILY_VERBS.values()}
+    texts = {"": help_text()}
+    for module in sorted(modules):
+        texts |= {kind.__name__: help_of(kind) for kind in declared_by(module)}
+    for family in FAMILIES.values():
+        texts[family.name] = help_of(family.config, options_of(family.config))
+    return texts
+
+
+def test_help_is_in_the_terms_of_the_field(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    found, count = [], 0
+    for verb, text in helps().items():
+        for line in text.splitlines():
+            count += line.lstrip().startswith("--")
+            several = line.count("(default:") > 1 or re.search(r"[;.] [Nn]one: [^;(]*$", line)
+            if several or HOUSE.search(line):
+                found.append(f"{verb}: {line.strip()[:160]}")
+    assert count > 500
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_help_fits_the_terminal(monkeypatch, columns):
+    """A line is wider only where one word, or a command in quotes, cannot be broken."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for verb, text in helps().items():
+        for line in text.splitlines():
+            is_one = line.count(" ", len(line) - len(line.lstrip())) < 3
+            assert len(line) <= columns or is_one or '"' in line or "'" in line, (verb, line)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("bytes of a request, at most", True),
+        ("the teacher falls silent", True),
+        ("number of answers per prompt", False),
+        ("must be at most 1", False),
+    ],
+)
+def test_house_words_are_found(text, is_found):
+    assert bool(HOUSE.search(text)) == is_found

@@ -143,7 +143,7 @@ CLASSIFY = {
         ["--batch-size -3", "at least 1", "for example 64"],
     ),
     "no class to show": Mistake(
-        classifying("@a.png", "--top", "0"), ["--top 0", "at least 1", "change it"]
+        classifying("@a.png", "--top", "0"), ["--top 0", "at least 1", "raise it"]
     ),
 }
 
@@ -229,11 +229,11 @@ def judging_alone(task: str, *words: str) -> Words:
 EVALUATE = {
     "no task": Mistake(judging(), ["--tasks", "must be given", "--help"]),
     "no question": Mistake(
-        judging("--tasks", "a.yaml", "--limit", "0"), ["--limit 0", "at least 1", "change it"]
+        judging("--tasks", "a.yaml", "--limit", "0"), ["--limit 0", "at least 1", "raise it"]
     ),
     "fewer examples than none": Mistake(
         judging("--tasks", "a.yaml", "--num-fewshot", "-1"),
-        ["--num-fewshot -1", "at least 0", "change it"],
+        ["--num-fewshot -1", "at least 0", "raise it"],
     ),
     "results over their task": Mistake(
         lambda p: judging("--tasks", p.path("corpus.txt"), "--output", p.path("corpus.txt"))(p),
@@ -319,7 +319,7 @@ HUB = {
     ),
     "a tensor without a place": Mistake(
         hub(weights=safetensors({"a": {"dtype": "F32", "shape": [1]}})),
-        ["nothing usable of a", "restore it"],
+        ["no valid entry for a", "restore it"],
         code=1,
     ),
     "a tensor larger than its place": Mistake(

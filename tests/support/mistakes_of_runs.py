@@ -399,7 +399,7 @@ REPORTS = {
     "a seed of words": Mistake(reporting("--seed", "x"), ["--seed", "x", "whole number"]),
     "a seed beyond 64 bits for samples": Mistake(
         reporting("--seed", str(2**65)),
-        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
+        [str(2**65), "at most 2^63 - 1", "lower it or leave it out"],
         may_add=("run/report.html",),
     ),
 }
@@ -429,10 +429,10 @@ TERMINAL = {
     "a prompt that looks like an option": Mistake(generating("-x"), ["no prompt", "-- before one"]),
     "no prompt": Mistake(generating(), ["no prompt", "write it last"]),
     "two kinds of prompts": Mistake(
-        generating("--interactive", "def"), ["three ways", "use one of them"]
+        generating("--interactive", "def"), ["exclude one another", "use one of them"]
     ),
     "a file of prompts and a prompt": Mistake(
-        generating("--input", "nothing.txt", "x"), ["three ways", "use one of them"]
+        generating("--input", "nothing.txt", "x"), ["exclude one another", "use one of them"]
     ),
     "a prompt and an empty one": Mistake(generating("x", ""), ["prompt=''", "empty", "give"]),
     "a run of nobody's": Mistake(
@@ -462,7 +462,7 @@ TERMINAL = {
     ),
     "a seed beyond 64 bits for a text": Mistake(
         generating("--seed", str(2**65), "def"),
-        [str(2**65), "at most 2^63 - 1", "change it or leave it out"],
+        [str(2**65), "at most 2^63 - 1", "lower it or leave it out"],
     ),
     "more tokens than 64 bits": Mistake(
         generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "ask for at most"]

@@ -10,6 +10,7 @@ from rich.console import Console
 from expertmesh.cli.report import curve_table
 from expertmesh.config.run import TrainConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.registry import DEFAULT
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.ends import Ends
 from expertmesh.training.loop import train
@@ -119,7 +120,7 @@ def test_experts_are_spoken_of_where_there_are_some(tiny, options):
     assert ("expert load max/mean" in said) == ("dead experts" in said) == has_experts
     for name in ("load_imbalance", "dropped_fraction", "dead_experts"):
         assert (name in rows[-1]) == has_experts
-    assert ("imbalance" in curve_table(rows)) == has_experts
+    assert ("imbalance" in curve_table(rows, DEFAULT)) == has_experts
 
 
 def test_gradient_accumulation_by_its_usual_name(tiny, run_quietly, tmp_path):

@@ -19,6 +19,7 @@ from expertmesh.errors import TrainingDivergedError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.registry import DEFAULT
 from expertmesh.models.task import Baseline
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
@@ -229,6 +230,6 @@ def test_the_curve_has_few_rows_and_ends_with_the_last():
         }
         for i in range(1, 501)
     ]
-    rows = report.curve_table(metrics).splitlines()[1:]
+    rows = report.curve_table(metrics, DEFAULT).splitlines()[1:]
     assert len(rows) <= 14 and rows[0].split()[0] == "1" and rows[-1].split()[0] == "500"
-    assert report.curve_table([]) == "no metrics"
+    assert report.curve_table([], DEFAULT) == "no metrics"

@@ -21,6 +21,8 @@ from expertmesh.checkpoints.hub.widened import is_widened
 from expertmesh.checkpoints.safetensors import QUANTIZATION, HubFiles, check_names, read_json
 from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.ops.experts.quantized_formats import QUANTIZED
+from expertmesh.ops.experts.weights import Kept
 from expertmesh.ops.quantized.pack import bytes_of_words, from_nibbles, int8_of_bytes
 from expertmesh.ops.quantized.rounding import BLOCK, GROUP_SIZES, Format, Rounded, widened
 
@@ -30,15 +32,10 @@ _READ = "expertmesh reads int8 per channel, int4 in groups of 32, 64 or 128, and
 
 @dataclass(frozen=True)
 class Scheme:
-    """Quantisation scheme of a folder's matrices.
+    """Quantisation scheme of a folder's matrices."""
 
-    Attributes:
-        format: int8, int4 or fp8.
-        group_size: columns of a group in int4.
-    """
-
-    format: Format
-    group_size: int = 64
+    format: Format  # int8, int4 or fp8
+    group_size: int = 64  # columns of a group in int4
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
         """The `quantization_config` of a config.json; `ignored` are the modules that stay unquantised."""
@@ -71,19 +68,20 @@ class Scheme:
 
     def parts(self, N: int, K: int, scale_dtype: torch.dtype) -> dict[str, Stored]:
         """Tensors that represent a matrix (N, K) in a file, by the endings of their names."""
+        kept = self.kept((N, K), scale_dtype)
+        weight, scale = Stored(*kept[""]), Stored(*kept["_scale"])
         if self.format == "fp8":
-            scales = (-(-N // BLOCK), -(-K // BLOCK))
-            return {
-                "weight": Stored((N, K), torch.float8_e4m3fn),
-                "weight_scale": Stored(scales, scale_dtype),
-            }
+            return {"weight": weight, "weight_scale": scale}
         per_word = 8 if self.format == "int4" else 4
-        groups = K // self.group_size if self.format == "int4" else 1
         return {
             "weight_packed": Stored((N, -(-K // per_word)), torch.int32),
-            "weight_scale": Stored((N, groups), scale_dtype),
+            "weight_scale": scale,
             "weight_shape": Stored((2,), torch.int64),
         }
+
+    def kept(self, shape: tuple[int, ...], scale_dtype: torch.dtype) -> dict[str, Kept]:
+        """Tensors that hold matrices (..., N, K) in memory, by the endings of their names."""
+        return QUANTIZED[self.format].kept(shape, scale_dtype, self.group_size)
 
     def check(self, K: int, name: str) -> None:
         """Refuse a matrix whose K columns the groups do not divide.
@@ -101,11 +99,7 @@ class Scheme:
 
 
 def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
-    """The quantisation scheme in a config.json.
-
-    Args:
-        values: the values of config.json, with the key `QUANTIZATION`.
-        where: the folder, for messages.
+    """The quantisation scheme in the values of a config.json.
 
     Raises:
         ConfigError: the weights are quantised by another method, or in a form that is not read.
@@ -139,11 +133,7 @@ def is_expert(name: str) -> bool:
 
 
 def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
-    """Pieces between our tensors and a folder with our own names, where each matrix of a stack is a tensor of its own.
-
-    Args:
-        tensors: tensors of the model without quantisation.
-    """
+    """Pieces between our tensors and a folder with our own names, where each matrix of a stack is a tensor of its own."""
     for name, (shape, _) in tensors.items():
         folder, _, kind = name.rpartition(".")
         if kind not in ("w_in", "w_out") or len(shape) < 2:
@@ -165,7 +155,7 @@ def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
 
 
 class QuantizedModel:
-    """The weights of a quantised folder under the names of our model with `QuantizedExperts`; a `TensorSource`.
+    """The weights of a quantised folder under the names of our model with quantised experts; a `TensorSource`.
 
     Args:
         folder: folder with config.json and safetensors files.
@@ -173,12 +163,6 @@ class QuantizedModel:
         pieces: pieces between the model's tensors and the files'.
         tensors: tensors of the model without quantisation, with the dtypes that they get.
         left_out: prefixes of tensors in the files that the model lacks.
-
-    Attributes:
-        path: the folder.
-        scheme: the quantisation scheme.
-        tensors: experts as they are in the files, other tensors as in the model.
-        scale_dtype: type of the scales.
 
     Raises:
         ConfigError: there are no safetensors files.
@@ -259,25 +243,14 @@ class QuantizedModel:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """See the class."""
+        """Experts as they are in the files, other tensors as in the model."""
         found: dict[str, Stored] = {}
         for name, stored in self._plain.items():
             if not is_expert(name):
                 found[name] = stored
                 continue
-            *_, N, K = stored.shape
-            lead = stored.shape[:-1]
-            scales: tuple[int, ...]
-            if self.scheme.format == "fp8":
-                found[name] = Stored(stored.shape, torch.float8_e4m3fn)
-                scales = (*stored.shape[:-2], -(-N // BLOCK), -(-K // BLOCK))
-            elif self.scheme.format == "int8":
-                found[name] = Stored(stored.shape, torch.int8)
-                scales = (*lead, 1)
-            else:
-                found[name] = Stored((*lead, K // 2), torch.uint8)
-                scales = (*lead, K // self.scheme.group_size)
-            found[f"{name}_scale"] = Stored(scales, self.scale_dtype)
+            kept = self.scheme.kept(stored.shape, self.scale_dtype)
+            found |= {name + end: Stored(*one) for end, one in kept.items()}
         return found
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
@@ -309,7 +282,7 @@ class QuantizedModel:
         target.copy_(source[box])
 
     def _bytes(self, module: str) -> Tensor:
-        """Quantised values of a matrix, as `QuantizedExperts` holds them."""
+        """Quantised values of a matrix, as quantised experts hold them."""
         if self.scheme.format == "fp8":
             return self._files.tensor(f"{module}weight")
         data = bytes_of_words(self._files.tensor(f"{module}weight_packed"))

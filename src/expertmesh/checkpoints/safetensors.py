@@ -312,14 +312,14 @@ def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> 
     missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
     if missing and extra:
         raise CheckpointError(
-            f"{where}: has no tensor {missing}, but {extra} that config.json says nothing of; use the config.json of these files, and "
+            f"{where}: has no tensor {missing}, but {extra}, which the architecture of config.json does not have; use the config.json of these files, and "
             "files as transformers or expertmesh writes them"
         )
     if missing:
         raise CheckpointError(f"{where}: has no tensor {missing}; {fix}")
     if extra:
         raise CheckpointError(
-            f"{where}: has a tensor {extra} that config.json says nothing of; use the config.json of these files"
+            f"{where}: has a tensor {extra}, which the architecture of config.json does not have; use the config.json of these files"
         )
 
 
@@ -357,7 +357,7 @@ def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, An
             dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
             shape = tuple(map(int, entry["shape"]))
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{path}: says nothing usable of {name}; {fix}") from None
+            raise CheckpointError(f"{path}: has no valid entry for {name}; {fix}") from None
         num_bytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
         if start + end > size:
             raise CheckpointError(

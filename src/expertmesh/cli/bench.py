@@ -35,7 +35,7 @@ COLORS = (
 
 
 class BenchVerb(Operation):
-    """Measures the links between the ranks that torchrun started; of a server: bench serve.
+    """Benchmarks the links between the ranks of torchrun, or a server (bench serve).
 
     examples:
       torchrun --nproc-per-node 4 -m expertmesh bench comm
@@ -43,15 +43,15 @@ class BenchVerb(Operation):
     """
 
     what: Annotated[Literal["comm", "serve"], Word]
-    """comm: bandwidth over message sizes; serve: see bench serve --help"""
+    """comm: links between ranks; serve: see expertmesh bench serve --help"""
     largest_mib: Annotated[float, Field(ge=_LEAST_MIB, le=_MOST_MIB)] = 16.0
-    """largest message to each other rank, in MiB"""
+    """maximum message size per pair of ranks, in MiB"""
     plot: NewFile | None = None
-    """SVG picture of the bandwidths to write"""
+    """SVG plot of the bandwidths to write"""
     cluster: NewFile | None = None
-    """cluster file of expertmesh doctor --cluster FILE, into which the links are put"""
+    """cluster file (from expertmesh doctor) to add the measured links to"""
     ranks_per_node: Positive | None = None
-    """number of neighbouring ranks on one node (default: as torchrun started them)"""
+    """number of consecutive ranks per node (default: as torchrun started them)"""
 
 
 def run(argv: list[str]) -> int:

@@ -1,12 +1,8 @@
 """`expertmesh bench serve ADDRESS`: send load to a server, and measure its latencies."""
 
-import asyncio
 import json
-from http.client import HTTPException
 from typing import Annotated, Any
-from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 from expertmesh.cli.parse import parsed
 from expertmesh.cli.serve import keys_of
@@ -18,7 +14,7 @@ _PATIENCE_S = 30.0
 
 
 class BenchServeVerb(Operation):
-    """Puts load on a server of `expertmesh serve`, and measures its answers.
+    """Benchmarks a server of `expertmesh serve` under load: throughput and latencies.
 
     examples:
       expertmesh bench serve http://127.0.0.1:8000
@@ -31,7 +27,7 @@ class BenchServeVerb(Operation):
     config: OptionsFile | None = None
     """YAML file with the options below"""
     api_key_file: InputFile | None = None
-    """file whose first line is the key"""
+    """file whose first line is the API key"""
     load: Annotated[LoadConfig, Flat] = LoadConfig()
 
 
@@ -45,6 +41,8 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule, or the server does not answer.
     """
     options = parsed(BenchServeVerb, argv)
+    import asyncio
+
     from expertmesh.serve.load_client import bodies, drive, table
 
     load = options.load
@@ -68,6 +66,10 @@ def run(argv: list[str]) -> int:
 
 def _facts(address: str, key: str | None) -> dict[str, Any]:
     """Tokenizer information from the server."""
+    from http.client import HTTPException
+    from urllib.error import URLError
+    from urllib.request import Request, urlopen
+
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         with urlopen(

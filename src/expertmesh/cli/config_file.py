@@ -32,7 +32,8 @@ def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
     except NotTextError as error:
         raise ConfigError(f"--config {path}: {error}{remedy(error, '')}") from None
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error}); give a text file") from None
+        reason = error.strerror or error
+        raise ConfigError(f"--config {path}: cannot be read ({reason}); give a text file") from None
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(f"--config {path}: is no YAML ({reason}); correct it") from None

@@ -8,7 +8,7 @@ from expertmesh.config.fields import Folder, Operation, Spelling
 
 
 class ConvertVerb(Operation):
-    """Turns a Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, gpt-oss or DeepSeek-V2 / V3 in the hub's format into a run, or a run into one of these that transformers, vLLM and SGLang read. The direction follows from the source.
+    """Converts a Hugging Face model (Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, gpt-oss, DeepSeek-V2 or V3) into a run, or a run into such a model for transformers, vLLM and SGLang. The direction follows from the source.
 
     examples:
       hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B
@@ -16,15 +16,15 @@ class ConvertVerb(Operation):
       expertmesh generate runs/qwen3 "Once upon a time"
       expertmesh convert --from runs/gpt-moe-demo --to models/demo   # for transformers and vLLM
 
-    for one file under expertmesh's own names: expertmesh export
+    for one file with ExpertMesh's own names: expertmesh export
     """
 
     source: Annotated[str, Spelling("DIR", also=("from",), stands_for=("from",), is_word=True)]
-    """hub folder, run or checkpoint to convert"""
+    """folder of a Hugging Face model, run or checkpoint to convert"""
     to: Annotated[Folder, Spelling(stands_for=("target",))]
-    """new folder"""
+    """folder to create"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """type of the weights (default: as they are)"""
+    """dtype of the weights (default: as they are)"""
 
 
 def run(argv: list[str]) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from expertmesh.cli.exit_signals import ended_by_exit
 from expertmesh.cli.terminal_progress import loading, tell
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import launched_rank
 from expertmesh.config.fields import Device, Operation, WeightDtype
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.output_file import Growing, growing
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
@@ -30,7 +30,7 @@ class OnDevice(Operation):
     device: Device | None = None
     """device: auto, cpu, cuda or cuda:N (default: as in training)"""
     dtype: WeightDtype | None = None
-    """type of weights and products (default: as a run was trained, else as in the files)"""
+    """dtype of weights and computation (default: as in training; of Hugging Face models: as in the files)"""
 
 
 def place_of(options: OnDevice) -> dict[str, Any]:

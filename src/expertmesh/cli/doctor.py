@@ -27,8 +27,9 @@ from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.comm.bind import numa_nodes, read_text
 from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
-from expertmesh.config.base import FieldError, is_launched, launched_rank
+from expertmesh.config.base import FieldError
 from expertmesh.config.fields import NewFile, Operation
+from expertmesh.config.launched import is_launched, launched_rank
 from expertmesh.errors import Line as Text
 from expertmesh.errors import command
 
@@ -83,7 +84,7 @@ class Finding:
 
 
 class DoctorVerb(Operation):
-    """Says what this machine and this installation can do, and why not the rest.
+    """Lists supported features of this machine and installation, and why others are missing.
 
     examples:
       expertmesh doctor
@@ -91,9 +92,9 @@ class DoctorVerb(Operation):
     """
 
     topology: bool = False
-    """only what is known of links and plans, by topology"""
+    """print only stored links and tuning, by topology"""
     cluster: NewFile | None = None
-    """only measure, with all ranks that torchrun started, and write a cluster file for plan"""
+    """measure the devices of all ranks, write a cluster file for plan, and exit"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -403,19 +404,21 @@ def _gather_bindings() -> list[Binding]:
 
 
 def compiler() -> list[Finding]:
-    """Whether torch.compile works on the CPU, as matmuls of few rows need; the test takes some seconds."""
+    """Whether torch.compile works on the CPU, as compiled steps need; the test takes some seconds."""
     import torch
 
-    from expertmesh.ops.cpu.compiled_products import loop_for
+    from expertmesh.ops.cpu.compiled_loops import example_values, make_loop
 
     log = logging.getLogger("expertmesh.ops")
     log.disabled = True  # its message is part of the report
     try:
-        problem = loop_for(torch.bfloat16, 1).problem
+        problem = make_loop(torch.neg, (example_values(3, 5),)).problem
     finally:
         log.disabled = False
     if not problem:
-        why = "torch.compile works; large experts on the CPU use loops that it makes at the first call"
+        why = (
+            "torch.compile works; large models on the CPU use loops that it makes in the background"
+        )
         return [Finding("C++ compiler", "yes", why)]
     if "InvalidCxxCompiler" in problem:
         problem = f"{problem.removesuffix('.')}; install g++, or name a compiler in CXX"

@@ -17,7 +17,7 @@ _TOKENS = 64
 
 
 class EvaluateVerb(OnDevice):
-    """Judges a run by tasks of lm-evaluation-harness, defined in local files, on local data.
+    """Evaluates a run with lm-evaluation-harness, with tasks and data in local files.
 
     examples:
       expertmesh evaluate runs/gpt-moe-demo --tasks tasks/quiz.yaml
@@ -27,15 +27,15 @@ class EvaluateVerb(OnDevice):
     run: ModelFolder
     """run directory"""
     tasks: Annotated[tuple[str, ...], Spelling("FILE", is_read=True)]
-    """YAML files of tasks, with blanks or commas between, or the option before each"""
+    """YAML files of tasks"""
     num_fewshot: Count | None = None
-    """number of examples before a question (default: as the task says)"""
+    """number of few-shot examples (default: the task's)"""
     limit: Positive | None = None
-    """number of questions of each task, from its first (default: all)"""
+    """number of questions per task, the first ones (default: all)"""
     batch_size: Positive = 8
     """batch size in sequences"""
     output: NewFile | None = None
-    """file for the results, as JSON"""
+    """JSON file for the results"""
 
 
 def run(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExpertsVerb(Operation):
-    """prune: keeps the experts of each layer that the run's validation data use most. join: unites the experts of two runs of one model; all other weights are averaged.
+    """Prunes a run to the experts that its validation data use most (prune), or concatenates the experts of two same-shape runs and averages the rest (join).
 
     examples:
       expertmesh experts prune runs/translate-multi30k --keep 4 --to runs/pruned
@@ -25,17 +25,17 @@ class ExpertsVerb(Operation):
     """
 
     action: Annotated[Literal["prune", "join"], Word]
-    """prune one run, or join two"""
+    """prune the experts of one run, or join the experts of two runs"""
     runs: Annotated[
         tuple[str, ...], Spelling("RUN", also=("run", "run_dir"), is_word=True, is_each=True)
     ] = ()
-    """one run to prune, two to join"""
+    """run directories: one to prune, two to join"""
     to: Folder
-    """new run"""
+    """run directory to create"""
     keep: Positive | None = None
-    """number of experts to keep in each layer (prune)"""
+    """number of experts to keep per layer; required by prune"""
     samples: Positive | None = None
-    """number of validation samples to count (prune; default: all)"""
+    """number of validation samples to count expert use on, with prune (default: all)"""
     data: DataPlace = DataPlace()
 
     @model_validator(mode="after")

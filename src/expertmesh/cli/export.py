@@ -9,7 +9,7 @@ from expertmesh.config.fields import ModelFolder, Operation, Spelling
 
 
 class ExportVerb(Operation):
-    """Writes the weights of a checkpoint, of however many ranks, as one safetensors file under expertmesh's own names.
+    """Exports a checkpoint, saved by any number of ranks, as one safetensors file with ExpertMesh's tensor names.
 
     examples:
       expertmesh export runs/gpt-moe-demo --output demo.safetensors
@@ -19,11 +19,11 @@ class ExportVerb(Operation):
     """
 
     run: ModelFolder
-    """run directory (its newest good checkpoint), or a checkpoint's folder"""
+    """run directory (its newest checkpoint), or checkpoint folder"""
     output: Annotated[str, Spelling("FILE")]
     """file to write"""
     overwrite: bool = False
-    """replace the file if it exists"""
+    """overwrite an existing file"""
 
 
 def run(argv: list[str]) -> int:

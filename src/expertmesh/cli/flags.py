@@ -2,8 +2,8 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, ClassVar, NamedTuple
 
 from expertmesh.cli.config_file import read_config_file
 from expertmesh.cli.help import help_of, name_of
@@ -11,7 +11,7 @@ from expertmesh.cli.options import options_of
 from expertmesh.cli.parse import made, split_words, value_of, values_in_file, wants_help
 from expertmesh.config.fields import Operation, OptionsFile, Spelling, Word
 from expertmesh.config.run import RunConfig, with_fitting_warmup
-from expertmesh.config.values import shown
+from expertmesh.config.values import shown, some_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family, Recipes
 from expertmesh.models.registry import DEFAULT, absent_families, find_family, recipe_owners
@@ -26,16 +26,18 @@ class TrainVerb(Operation):
       expertmesh train gpt-moe-demo --model.moe.num-experts 16 --model.moe.top-k 4 --dry-run
     """
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Options of training that the verb does not have, with the reason and the fix."""
     recipe: Annotated[str | None, Spelling("RECIPE"), Word] = None
-    """recipe; its defaults: expertmesh train RECIPE --help"""
+    """recipe; expertmesh train RECIPE --help shows its values"""
     dry_run: bool = False
-    """print the resolved configuration, parameter counts and memory, and stop"""
+    """print the resolved configuration, parameter counts and memory, without training"""
     verbose: bool = False
-    """name every text that is left out, and not only how many and why"""
-    family: str | None = None
-    """model family by its name, or one of your own as module:name (docs/extending.md)"""
+    """name each skipped text, instead of counts by reason"""
+    family: Annotated[str | None, Spelling("NAME")] = None
+    """model family by its name, or your own as module:name, see docs/extending.md (default: the recipe's)"""
     config: OptionsFile | None = None
-    """YAML file with values, for example a run's config.json; options beside it win"""
+    """YAML or JSON file with option values, such as a run's config.json; options on the command line take precedence"""
 
 
 class ParsedRun(NamedTuple):
@@ -99,7 +101,7 @@ def parse_run_config(
         ends = [texts[-1] for option, texts in split.flags.values() if option.is_list and texts]
         near = [one for text in ends for one in difflib.get_close_matches(text, recipes, n=1)]
         hint = f"did you mean {near[0]}? known: " if near else f"say one after '{verb}': "
-        raise ConfigError(f"no recipe given; {hint}{', '.join(recipes)}")
+        raise ConfigError(f"no recipe given; {hint}{some_of(recipes)}")
     if len(words) > 1:
         fix = "options look like --section.field value"
         raise ConfigError(f"unexpected word {shown(words[1])!r}; {fix}")
@@ -138,7 +140,8 @@ def print_train_help(
         more = "\n".join(["recipes:", *rows])
     own = options_of(kind)
     options = own | options_of(type(default), default=default) | own
-    text = help_of(kind, options, more=more)
+    shown_options = {one: option for one, option in options.items() if one not in kind.refused}
+    text = help_of(kind, shown_options, more=more)
     print(text if recipe is None else text.replace("[RECIPE]", recipe, 1))
 
 
@@ -151,5 +154,5 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
         return recipes[name]
     near = difflib.get_close_matches(name, recipes, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    known = f"known: {', '.join(recipes)}{absent_families()}"
+    known = f"known: {some_of(recipes)}{absent_families()}"
     raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}{known}")

@@ -21,9 +21,10 @@ from expertmesh.cli.prompts import (
 )
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.base import expanded
 from expertmesh.config.engine import DecodingConfig
 from expertmesh.config.fields import Flat, Folder, ModelFolder, NewFile, Positive, Spelling
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ServingDegrees
 from expertmesh.config.sampling import OF_OUTPUTS, TEXT_DEFAULTS, SamplingParams
 from expertmesh.errors import ConfigError, command, text_of
@@ -43,7 +44,7 @@ _NO_PROMPT = "no prompt; write it last, and -- before one that begins with -: ge
 
 
 class GenerateVerb(OnDevice):
-    """Continues a text with the newest checkpoint of a run, or with a model as the hub has it.
+    """Generates text with the newest checkpoint of a run, or with a Hugging Face model folder.
 
     examples:
       expertmesh generate runs/gpt-moe-demo "def main("
@@ -52,28 +53,28 @@ class GenerateVerb(OnDevice):
       expertmesh generate runs/gpt-moe-demo --input prompts.txt   # a prompt on each line
       expertmesh generate runs/chat --chat --input asked.jsonl --output answered.jsonl
       expertmesh generate runs/gpt-moe-demo --interactive
-      expertmesh generate models/Qwen3-30B-A3B "import os"   # a folder as the hub has it
-      expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
-      torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts cut over 8 GPUs
-      torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   # attention, too
+      expertmesh generate models/Qwen3-30B-A3B "import os"   # a Hugging Face folder
+      expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run trained on conversations
+      torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts sharded over 8 GPUs
+      torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   # attention sharded as well
     """
 
     run: ModelFolder
-    """run directory, or a folder of the hub"""
+    """run directory, or a Hugging Face model folder"""
     prompt: Annotated[tuple[str, ...], Spelling("PROMPT", is_word=True, is_free=True)] = ()
-    """text to continue, or several; - alone reads it from standard input"""
+    """prompts to continue; - alone reads one from standard input"""
     input: Annotated[str | None, Spelling("FILE", also=("prompt_file",), is_read=True)] = None
-    """file with a prompt on each line; a .jsonl or .json file has objects with prompt, or with messages as for --chat"""
+    """file with one prompt per line, or .jsonl/.json objects with the key prompt or (with --chat) messages"""
     output: Annotated[NewFile | None, Spelling("FILE.jsonl")] = None
-    """file for an object with prompt, text and finish_reason of each prompt (default: standard output)"""
+    """JSON Lines file with prompt, text and finish_reason of each prompt (default: standard output)"""
     interactive: bool = False
-    """ask for prompts until the end of the input; with --chat as one conversation"""
+    """read prompts interactively; with --chat, as one conversation"""
     chat: bool = False
-    """apply the chat template: each prompt is a user's message"""
+    """apply the model's chat template; each prompt is a user message"""
     chat_template_kwargs: Annotated[str | None, Spelling("JSON")] = None
-    """variables of the model's chat template, for example '{"enable_thinking": false}' of Qwen3"""
+    """variables of the chat template, for example '{"enable_thinking": false}' for Qwen3"""
     no_start: bool = False
-    """put nothing before a prompt (what the tokenizer puts there; the end of text, of a run that was not converted)"""
+    """prepend no BOS token (default: as the tokenizer does; its end-of-text token for runs trained here)"""
     greedy: bool = False
     """greedy decoding: always the most likely token"""
     sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(
@@ -82,7 +83,7 @@ class GenerateVerb(OnDevice):
     batch_size: Positive = 32
     """batch size in prompts"""
     adapter: Folder | None = None
-    """low-rank adapter to generate with, a folder as peft saves it"""
+    """folder of a low-rank adapter in peft's format"""
     engine: Annotated[DecodingConfig, Flat] = DecodingConfig()
     parallel: ServingDegrees = ServingDegrees()
 
@@ -93,7 +94,7 @@ class GenerateVerb(OnDevice):
             raise ConfigError(_NO_PROMPT)
         if sum(ways) > 1:
             raise ConfigError(
-                "prompts, --input and --interactive are three ways to say the same; use one of them"
+                "prompts, --input and --interactive exclude one another; use one of them"
             )
         fix = "leave one of them out"
         self.require(

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping
 from pydantic import BaseModel
 
 from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.options import Option, entry_kind, options_of
+from expertmesh.cli.options import Option, entry_kind, flag_name, options_of
 
 _HEAD = 26
 """Columns of the names of options."""
+_OTHER = re.compile(r"(?<![\w.\-=/(])[a-z]+(?:[._][a-z0-9]+)+(?![\w(])")
+"""Name of a field in a text."""
+_NONE = re.compile(r"; none: ([^;]*)$")
+"""Meaning of none at the end of a text."""
 
 
 def name_of(kind: type[BaseModel]) -> str:
@@ -36,15 +40,16 @@ def help_of(
     usage = [
         f"usage: expertmesh {name_of(kind)}",
         *map(_word, words),
-        *(f"{option.flag} {usage_words(option)}" for option in needed),
+        *map(_flag, needed),
         "[options]",
     ]
     parts = [" ".join(usage), " ".join(about.split())]
+    flags = _flags_by_name(options.values())
     if words:
-        parts.append("\n".join(_row(usage_words(o), o, is_word=True) for o in words))
+        parts.append("\n".join(_row(usage_words(o), o, flags, is_word=True) for o in words))
     parts += [more] if more else []
     parts += [
-        "\n".join([f"{title}:", *(_row(_flag(one), one) for one in group)])
+        "\n".join([f"{title}:", *(_row(_flag(one), one, flags) for one in group)])
         for title, group in _groups(options.values())
     ]
     return fitted("\n\n".join([*parts, *[examples] * bool(examples)]))
@@ -58,7 +63,7 @@ def _groups(options: Iterable[Option]) -> Iterable[tuple[str, list[Option]]]:
             continue
         section = option.spelled.rpartition(".")[0]
         about = (option.section.__doc__ or "").strip().partition("\n")[0]
-        title = f"{about.rstrip('.')} (--{section})" if section else "options"
+        title = f"{about.rstrip('.')} ({flag_name(section)})" if section else "options"
         groups.setdefault(title, []).append(option)
     return groups.items()
 
@@ -81,31 +86,60 @@ def _word(option: Option) -> str:
 
 
 def _flag(option: Option) -> str:
-    if option.is_bool and option.field.default is not True:
+    if option.is_bool and option.default is False:
         return option.flag
     several = " ..." if option.is_list and not option.is_each else ""
     return f"{option.flag} {usage_words(option)}{several}"
 
 
-def _row(head: str, option: Option, *, is_word: bool = False) -> str:
+def _flags_by_name(options: Iterable[Option]) -> dict[str, str]:
+    """Flags by the names of their fields, with and without sections."""
+    flags: dict[str, str] = {}
+    for option in options:
+        flags[option.name] = option.flag
+        flags.setdefault(option.name.rpartition(".")[2], option.flag)
+    return flags
+
+
+def _row(head: str, option: Option, flags: Mapping[str, str], *, is_word: bool = False) -> str:
     """Name and text of an option, the text below a long name."""
-    text = " ".join((option.field.description or "").partition("\n\n")[0].split()).removesuffix(".")
-    first = text.partition(" ")[0]
-    text = text if first[1:] != first[1:].lower() else text[:1].lower() + text[1:]
-    value = _default(option.default)
+    text = _text(option, flags)
     if is_word and option.spelling.also:
         text += f"; or {option.flag} {usage_words(option)}"
-    if value and "default:" not in text:
-        text += f" (default: {value})"
     if is_word or len(head) <= _HEAD:
         return f"  {head:<{_HEAD}}  {text}"
     return f"  {head}\n{' ' * (_HEAD + 4)}{text}"
 
 
-def _default(value: object) -> str:
-    """Default of an option as it is typed; "" where it is off, or stands for something else."""
-    if value is None or value is False or value in ((), {}, ""):
+def _text(option: Option, flags: Mapping[str, str]) -> str:
+    """Text of an option as one line: other options as they are typed, and the default at its end."""
+    text = " ".join((option.field.description or "").partition("\n\n")[0].split()).removesuffix(".")
+    first = text.partition(" ")[0]
+    text = text if first[1:] != first[1:].lower() else text[:1].lower() + text[1:]
+    section = option.name.rpartition(".")[0]
+
+    def typed(name: re.Match[str]) -> str:
+        inside = f"{section}.{name[0]}" if section else name[0]
+        return flags.get(inside, flags.get(name[0], name[0]))
+
+    text = _OTHER.sub(typed, text)
+    if option.is_list and option.is_each and not option.spelling.is_word and "repeated" not in text:
+        text += "; may be repeated"
+    if "(default:" in text:
+        return text
+    usual = _default(option)
+    if not usual and (stated := _NONE.search(text)):
+        text, usual = text[: stated.start()], stated[1]
+    return f"{text} (default: {usual})" if usual else text
+
+
+def _default(option: Option) -> str:
+    """Default of an option as it is typed; "" of a bare word, of one that must be given, or of a switch that is off."""
+    value = option.default
+    if option.is_bool and not value:
         return ""
-    several = isinstance(value, tuple | list)
-    text = " ".join(map(str, value)) if several else str(value)  # type: ignore[call-overload]
-    return text.lower() if value is True else text
+    if value is None or value in ((), {}, ""):
+        return ""
+    values = value if isinstance(value, tuple | list) else (value,)
+    texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+    return "true" if value is True else " ".join(texts)

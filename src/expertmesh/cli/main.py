@@ -21,12 +21,10 @@ from typing import Any, NoReturn
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.help_wrapping import fitted
-from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.cli.torchrun import another_speaks, leave, linger, report_to_elastic
 from expertmesh.cli.waiting import wait_passively
-from expertmesh.config.base import launched_rank
-from expertmesh.config.output_file import naming
+from expertmesh.config.launched import launched_rank
 from expertmesh.errors import (
     CheckpointError,
     CollectiveError,
@@ -48,20 +46,20 @@ def _run_verb(name: str, argv: list[str]) -> int:
 
 
 _HELP = {
-    "train": "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
-    "sweep": "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
-    "generate": 'continue a text:              expertmesh generate runs/demo "def main"',
-    "serve": "OpenAI's interface, and a page: expertmesh serve runs/demo",
-    "runs": "list runs, remove old parts:  expertmesh runs runs/ --keep 1",
-    "report": "summarise a run:              expertmesh report runs/demo",
-    "export": "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
-    "convert": "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
-    "quantize": "experts in 8 or 4 bits:       expertmesh quantize runs/demo --to models/demo-int8 --format int8",
-    "experts": "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
-    "evaluate": "lm-evaluation-harness:        expertmesh evaluate runs/demo --tasks quiz.yaml",
-    "doctor": "what this machine can do:     expertmesh doctor",
-    "plan": "what a cluster would need:    expertmesh plan gpt-1.1t --cluster a100-80x512",
-    "bench": "links between ranks, a server: torchrun ... -m expertmesh bench comm; expertmesh bench serve",
+    "train": "train a model from a recipe",
+    "sweep": "train one run per learning rate",
+    "generate": "generate text",
+    "serve": "serve a model with an OpenAI-compatible API",
+    "runs": "list runs, and remove old checkpoints",
+    "report": "summarize runs: learning curves, evaluation, samples",
+    "export": "export weights to one safetensors file",
+    "convert": "convert models from and to Hugging Face format",
+    "quantize": "quantize experts to 8 or 4 bits",
+    "experts": "prune the experts of a run, or join those of two",
+    "evaluate": "evaluate with lm-evaluation-harness",
+    "doctor": "check what this machine and installation support",
+    "plan": "estimate memory, time and price on a cluster",
+    "bench": "benchmark the links between ranks, or a server",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
 """Function of each verb of the core, and its line of help; `FAMILY_VERBS` has the others."""
@@ -83,7 +81,15 @@ usage: expertmesh [--debug] VERB [options]
 verbs:
 {verbs}
 
-`expertmesh VERB --help` lists the options of a verb. `--debug` shows the traceback of an error.
+options:
+  --help     show this help; of a verb: expertmesh VERB --help
+  --version  show the version
+  --debug    show the traceback of an error
+
+examples:
+  expertmesh train gpt-moe-demo --train.run-dir runs/demo
+  expertmesh generate runs/demo "def main"
+  expertmesh serve runs/demo
 """
     return fitted(text)
 
@@ -115,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if was_closed:
             _check_closed(words)
-        if words and (words[0] in VERBS or words[0] in FAMILY_VERBS):
+        if words and not words[0].startswith("-"):
             _check_folder()
             _check_address_space(words)
         try:
@@ -214,8 +220,13 @@ def _name_failures(stream: Any) -> None:
 
     def naming_it(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
-            with naming(Path("standard output")):
+            try:
                 return function(*args)
+            except OSError as error:
+                from expertmesh.config.output_file import naming
+
+                with naming(Path("standard output")):
+                    raise error
 
         return called
 
@@ -229,6 +240,12 @@ def _verb(name: str) -> Callable[[list[str]], int]:
     if name in FAMILY_VERBS.names:
         return FAMILY_VERBS[name]
     known = [*VERBS, *FAMILY_VERBS]
+    if name.startswith("-"):
+        if near := difflib.get_close_matches(name, ("--help", "--version", "--debug"), n=1):
+            raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
+        raise ConfigError(
+            f"{name}: the first word must be a verb; write it before the options: {', '.join(known)}"
+        )
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     raise ConfigError(f"unknown verb {name!r}; {hint}")
@@ -240,16 +257,23 @@ def _is_of_all_ranks(verb: str) -> bool:
     )
 
 
+def _spelled(error: Exception, verb: str) -> str:
+    """Text of an error with the options of a verb as they are typed."""
+    from expertmesh.cli.prog_name import Flags
+
+    return Flags(verb).spell(error)
+
+
 def _report_error(error: Exception, verb: str) -> int:
     """Print the error of a verb on one line and return the exit code."""
     if isinstance(error, PeerError):
-        return 1 if another_speaks() else _fail(Flags(verb).spell(error), 1, follows=True)
+        return 1 if another_speaks() else _fail(_spelled(error, verb), 1, follows=True)
     if isinstance(error, CollectiveError):
-        code = _fail(Flags(verb).spell(error), 1, follows=True)
+        code = _fail(_spelled(error, verb), 1, follows=True)
         linger()
         return code
     if isinstance(error, ConfigError | CheckpointError | TrainingDivergedError):
-        return _fail(Flags(verb).spell(error), _MISTAKE if isinstance(error, ConfigError) else 1)
+        return _fail(_spelled(error, verb), _MISTAKE if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         try:
             sys.stdout.flush()

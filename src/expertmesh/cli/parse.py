@@ -241,7 +241,7 @@ def _texts_after(
         if not is_several:
             break
     if not following and not option.is_bool:
-        empty = ", or none" if option.may_be_empty else ""
+        empty = ", or none" if option.may_be_empty and not option.field.is_required() else ""
         raise ConfigError(f"{option.flag} needs a value{empty}; write it after the option")
     return following
 
@@ -309,7 +309,9 @@ def what_of(option: Option) -> str:
 
 def example_of(kind: type[Operation]) -> str:
     """First example of a verb's help, as a command."""
-    examples = re.findall(r"^ +expertmesh (.+?)(?:  +#.*)?$", kind.__doc__ or "", re.MULTILINE)
+    examples = re.findall(
+        r"^ +(?:torchrun .*-m )?expertmesh (.+?)(?:  +#.*)?$", kind.__doc__ or "", re.MULTILINE
+    )
     return command(examples[0] if examples else name_of(kind))
 
 
@@ -370,7 +372,9 @@ def _said(text: str, kind: object) -> Any:
             return int(_whole(text))
         if kind is bool:
             return {"true": True, "false": False}.get(text.lower(), text)
-        return float(text) if kind is float else parse_json(text) if kind is dict else text
+        if kind is float:
+            return int(text) if text.removeprefix("-").isdecimal() else float(text)
+        return parse_json(text) if kind is dict else text
     except ValueError:
         return text
 

@@ -17,7 +17,7 @@ _MOVED = {
 
 
 class PlanVerb(Operation):
-    """Says what a model costs on a cluster: memory, time, days and price, with error bars.
+    """Estimates memory, time and price of a model on a cluster, with error bars.
 
     examples:
       expertmesh plan gpt-1.3b-moe128 --cluster a100-80x128
@@ -27,35 +27,35 @@ class PlanVerb(Operation):
     """
 
     model: Annotated[str, Spelling("MODEL"), Word]
-    """recipe, run, config.json of the hub or its folder, or published model"""
+    """recipe, run, Hugging Face config.json or model folder, or name of a published model"""
     cluster: Annotated[str, Spelling("NAME")]
-    """DEVICExNUMBER (h100x64), or a TOML file"""
+    """cluster as DEVICExNUMBER, for example h100x64, or a TOML file"""
     goal: Literal["throughput", "memory", "latency"] | None = None
-    """goal of the search (default: throughput)"""
+    """objective of the layout (default: throughput)"""
     tokens_per_batch: int | None = None
-    """tokens of an optimizer step (default: the recipe's)"""
+    """batch size in tokens per optimizer step (default: the recipe's)"""
     max_context: int | None = None
-    """tokens of a sequence (default: the recipe's)"""
+    """training sequence length in tokens (default: the recipe's)"""
     tokens: float | None = None
-    """tokens of the whole training (default: the recipe's)"""
+    """number of training tokens (default: the recipe's)"""
     imbalance: float | None = None
-    """rows of the fullest rank over the mean, 1 for forced balance (default: 1.15)"""
+    """load imbalance: tokens of the fullest rank over the mean; 1: balanced (default: 1.15)"""
     states: Annotated[str | None, Spelling("KIND")] = None
-    """optimizer states: ours, bf16_moments, int8_moments, fairseq, ... (default: the recipe's, or ours)"""
+    """optimizer states of train (ours, in float32; bf16_moments, int8_moments, fp16_scaled_moments, torchao_int8_moments, torchao_int4_moments) or of fsdp2, megatron, deepspeed or fairseq (default: the recipe's, or ours)"""
     pp: int | None = None
-    """pipeline stages of a published run; training here has none"""
+    """number of pipeline stages, to model published runs; train has no pipeline (default: 1)"""
     vpp: int | None = None
-    """virtual stages of each pipeline stage"""
+    """number of virtual stages per pipeline stage (default: 1)"""
     page: NewFile | None = None
-    """HTML page to write: the front, bars by part, scaling"""
+    """HTML report: Pareto front, time and memory breakdown, scaling"""
     measured: InputFile | None = None
-    """TOML file of your own measurements, on which the cost model is fitted, too"""
+    """TOML file with your own measurements, to which the cost model is also fitted"""
     serve: bool = False
-    """plan generation: time per token, price, memory"""
+    """plan inference instead of training: time per token, price, memory"""
     batch: int | None = None
-    """number of sequences at once on all devices, with --serve"""
+    """batch size in sequences on all devices; required with --serve"""
     context: int | None = None
-    """number of tokens of each sequence, with --serve"""
+    """sequence length in tokens; required with --serve"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -66,11 +66,11 @@ class PlanVerb(Operation):
             raise ConfigError(f"{flag}: must be given with --serve; for example {flag} 64")
         for name in given:
             is_of_generation = name in of_generation
-            rule = "is of generation" if is_of_generation else "is of training"
+            rule = "is an option of inference" if is_of_generation else "is an option of training"
             fix = (
-                "give --serve, too, or leave it out"
+                "add --serve, or leave it out"
                 if is_of_generation
-                else "leave it out, or --serve"
+                else "leave it out, or leave --serve out"
             )
             self.require(is_of_generation == self.serve, name, rule, fix)
         return self

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
 from expertmesh.cli.options import declared_by, flag_name, library_names
-from expertmesh.errors import ConfigError, Line
+from expertmesh.errors import Line
 
 
 def prog_name() -> str:
@@ -25,12 +25,9 @@ def prog_name() -> str:
 def _names_of(verb: str) -> dict[str, str]:
     """Flags of a verb by the names that the library has for them."""
     module = f"expertmesh.cli.{verb.replace(' ', '_')}"
-    if verb in FAMILY_VERBS.names:
-        try:
-            module = FAMILY_VERBS[verb].run.partition(":")[0]
-        except ConfigError:  # its package cannot be imported, which is the error that is written
-            return {}
-    elif not verb or find_spec(module) is None:
+    if verb in FAMILY_VERBS:
+        module = FAMILY_VERBS[verb].run.partition(":")[0]
+    elif not verb.replace(" ", "").isidentifier() or find_spec(module) is None:
         return {}
     return {k: v for kind in declared_by(module) for k, v in library_names(kind).items()}
 

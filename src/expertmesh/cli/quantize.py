@@ -9,7 +9,7 @@ from expertmesh.config.fields import Folder, InputFile, ModelFolder, Operation, 
 
 
 class QuantizeVerb(Operation):
-    """Rounds the experts' matrices to 8 or 4 bits, with the scales that leave the least squared error, and writes a compressed-tensors folder: for expertmesh generate and em.Engine, and under the hub's names for vLLM, where the hub has such a model.
+    """Quantizes experts to 8 or 4 bits with MSE-optimal scales, and writes a compressed-tensors folder for expertmesh generate and serve and, if the architecture is Hugging Face's, vLLM.
 
     examples:
       expertmesh quantize runs/gpt-moe-demo --to models/demo-int8 --format int8
@@ -18,19 +18,19 @@ class QuantizeVerb(Operation):
     """
 
     run: Annotated[ModelFolder, Spelling(stands_for=("source",))]
-    """run directory, or a model in the hub's format"""
+    """run directory, or a Hugging Face model folder"""
     to: Annotated[Folder, Spelling(stands_for=("target",))]
-    """new folder"""
+    """folder to create"""
     format: Literal["int8", "int4", "fp8"]
-    """int8: a scale per row; int4: one per group of a row; fp8: one per block of 128 by 128"""
+    """number format; int8: a scale per row; int4: per group of a row; fp8: per block of 128 by 128"""
     group_size: Literal[32, 64, 128] | None = None
-    """numbers that share a scale in int4 (default: 64)"""
+    """group size of int4: number of weights per scale (default: 64)"""
     layers: Literal["experts", "all"] = "experts"
-    """layers to round: the experts, or the matrices of attention and dense MLPs, too"""
+    """layers to quantize: experts, or also attention and dense MLPs (all)"""
     calibration: InputFile | None = None
-    """text such as the model will read, which weighs the rounding errors (default: all weigh the same)"""
+    """text file for calibration, to weight rounding errors (default: no calibration)"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """type of all other weights, and of products (default: as in the source)"""
+    """dtype of all other weights and of computation (default: as in the source)"""
 
 
 def run(argv: list[str]) -> int:

@@ -13,7 +13,6 @@ from expertmesh.config.fields import Count, DataPlace, Each, Positive, Ratio, Sp
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Family
-from expertmesh.models.registry import DEFAULT
 
 if TYPE_CHECKING:
     from expertmesh.data.corpus import Corpus
@@ -91,33 +90,33 @@ class _Runs:
 
 
 class ReportVerb(OnDevice):
-    """Summarises a run: its learning curve, its measure beside a simple baseline, and samples.
+    """Summarizes a run: learning curve, evaluation against a baseline (texts: byte trigrams; images: nearest neighbours), and samples.
 
     examples:
       expertmesh report runs/gpt-moe-demo
       expertmesh report runs/one runs/two --page compared.html
 
-    exit code: 0; 1 with --check unless the model is better than the baseline; 2 for a mistake
+    exit code: 0; 1 with --check unless the model is better than the baseline; 2 for invalid input
     """
 
     run: Annotated[tuple[str, ...], Spelling("RUN", also=("run", "run_dir"), is_word=True)]
-    """run directory; several are compared"""
+    """run directories; several are compared"""
     page: Annotated[str | None, Spelling("FILE")] = None
     """HTML page to write (default: report.html in the first run's directory)"""
-    family: str | None = None
-    """model family of your own, as module:name"""
+    family: Annotated[str | None, Spelling("MODULE:NAME")] = None
+    """your own model family as module:name (default: the run's)"""
     samples: Count = 8
     """number of continuations to sample"""
     prompt: Annotated[tuple[str, ...], Each] = ()
     """prompt to sample from; may be repeated (default: openings of validation texts)"""
     tokens: Positive = 100
-    """number of tokens of each sample"""
+    """number of tokens to generate per sample"""
     temperature: Ratio = 0.7
     """sampling temperature; 0: greedy"""
     seed: int = 0
     """random seed"""
     check: bool = False
-    """exit code 1 unless the model is better than the baseline"""
+    """exit with code 1 unless the model is better than the baseline"""
     data: DataPlace = DataPlace()
 
 
@@ -297,7 +296,7 @@ def _print_measures(
     return is_better
 
 
-def curve_table(metrics: list[dict[str, Any]], family: Family = DEFAULT) -> str:
+def curve_table(metrics: list[dict[str, Any]], family: Family) -> str:
     """Table of selected steps of the learning curve; rows with an evaluation are preferred."""
     if not metrics:
         return "no metrics"

@@ -18,19 +18,17 @@ _WIDTH = 1000
 
 
 class RunsVerb(Operation):
-    """Lists the runs below a folder with their steps, losses and sizes, and removes old checkpoints if asked to.
+    """Lists the runs below a folder with their steps, losses and sizes, and removes old checkpoints with --keep.
 
     examples:
       expertmesh runs runs/
       expertmesh runs runs/ --keep 1
-
-    --keep removes checkpoints: the newest N of each run stay, with the best one and the checkpoints of its train.keep_every.
     """
 
     folder: Annotated[str, Spelling("DIR", also=("run", "run_dir"), is_word=True)]
-    """folder that the runs are in, . for this one"""
+    """folder that contains the runs"""
     keep: Positive | None = None
-    """remove all checkpoints of each run but the newest N, the best, and the checkpoints of train.keep_every"""
+    """number of newest checkpoints to keep per run, besides the best and multiples of --train.keep-every; others are removed (default: all are kept)"""
 
 
 def run(argv: list[str]) -> int:

@@ -14,9 +14,10 @@ from expertmesh.cli.decoding import check_several, load_adapter, say_precision
 from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
-from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.base import expanded
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.fields import Flat, ModelFolder, Operation
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ParallelConfig, ServingDegrees
 from expertmesh.config.server import ServerConfig
 from expertmesh.data.encoding import NotTextError, decoded
@@ -36,19 +37,19 @@ _SWITCH_S = 0.001
 
 
 class ServeVerb(Operation):
-    """Serves a model by OpenAI's interface: /v1/completions, /v1/chat/completions; a page at /.
+    """Serves a model with an OpenAI-compatible API (/v1/completions, /v1/chat/completions), and a web page at /.
 
     examples:
       expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
       expertmesh serve models/Qwen3-30B-A3B --port 8001 --dtype bfloat16 --max-sequences 128
       expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
-      expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems code=adapters/code   # "model": "poems" in a request
+      expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems   # then "model": "poems"
       torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
       curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
     """
 
     run: ModelFolder
-    """run directory, or a folder of the hub"""
+    """run directory, or a Hugging Face model folder"""
     server: Annotated[ServerConfig, Flat] = ServerConfig()
     engine: Annotated[EngineConfig, Flat] = EngineConfig()
     parallel: ServingDegrees = ServingDegrees()

@@ -1,15 +1,15 @@
 """`expertmesh sweep RECIPE --rates 1e-3,2e-3`: train at several learning rates, and compare the results in a table."""
 
 import signal
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from expertmesh.cli.flags import TrainVerb
 from expertmesh.cli.options import flag_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
-from expertmesh.config.base import launched_rank
 from expertmesh.config.fields import Spelling
+from expertmesh.config.launched import launched_rank
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 
 
 class SweepVerb(TrainVerb):
-    """Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best; started again it goes on where it stopped. It has all options of train but --optim.lr and --train.resume.
+    """Trains the recipe once for each learning rate, in --train.run-dir/lr-RATE, and prints the rate of the best validation metric; a rerun resumes. All options of train but --optim.lr, --train.resume and --dry-run.
 
     examples:
       expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3
       expertmesh sweep gpt-moe-demo --rates 1e-3 2e-3 --train.run-dir runs/rates --train.steps 200
     """
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "optim.lr": "has no effect in a sweep, whose rates --rates gives; leave it out",
+        "train.resume": "a sweep always goes on where it stopped; leave it out",
+        "dry_run": "is for one run; use expertmesh train with it",
+    }
     rates: Annotated[tuple[float, ...], Spelling("RATE")]
-    """learning rates, with blanks or commas between, or the option before each"""
+    """learning rates"""
 
 
 def run(argv: list[str]) -> int:
@@ -43,13 +48,13 @@ def run(argv: list[str]) -> int:
     """
     parsed = parse_and_begin(argv, SweepVerb)
     assert isinstance(parsed.options, SweepVerb)
-    _check_its_own(parsed.from_words)
+    for name, fix in SweepVerb.refused.items():
+        if name in parsed.from_words or (name == "dry_run" and parsed.dry_run):
+            raise ConfigError(f"{flag_name(name)}: {fix}")
     if launched_rank()[1] > 1:
         raise ConfigError(
             "sweep under torchrun: it starts one run after the other; use one process"
         )
-    if parsed.dry_run:
-        raise ConfigError("--dry-run: is for one run; use expertmesh train with it")
     if (
         "optim.lr" in parsed.from_file
     ):  # a run's config.json has all options, so this is not an error
@@ -76,16 +81,6 @@ def run(argv: list[str]) -> int:
         return 1
     print(f"best: --optim.lr {best.lr!r}")
     return 0
-
-
-def _check_its_own(names: Collection[str]) -> None:
-    """Raise ConfigError for options that a sweep sets itself."""
-    for name, fix in (
-        ("optim.lr", "has no effect in a sweep, whose rates --rates gives; leave it out"),
-        ("train.resume", "a sweep always goes on where it stopped; leave it out"),
-    ):
-        if name in names:
-            raise ConfigError(f"{flag_name(name)}: {fix}")
 
 
 def table(runs: Sequence["SweptRate"], family: Family) -> str:

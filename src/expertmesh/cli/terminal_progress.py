@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from expertmesh.config.base import launched_rank
+from expertmesh.config.launched import launched_rank
 from expertmesh.errors import Line
 
 _FIRST_S = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from expertmesh.config.base import (
+from expertmesh.config.launched import (
     is_first_on_host,
     is_launched,
     launched_rank,

@@ -8,7 +8,7 @@ from expertmesh.cli.flags import TrainVerb
 from expertmesh.cli.prog_name import prog_name
 from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
-from expertmesh.config.base import launched_rank
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.models.family import Family
 

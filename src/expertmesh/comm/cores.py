@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from expertmesh.comm.bind import read_text
-from expertmesh.config.base import is_launched, ranks_on_host
+from expertmesh.config.launched import is_launched, ranks_on_host
 
 _ROOT = Path("/")
 _CGROUPS = "sys/fs/cgroup"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from expertmesh.config.base import is_first_on_host, is_launched
+from expertmesh.config.launched import is_first_on_host, is_launched
 
 _POLL_S = 1.0
 _GRACE_S = 300.0

@@ -1,29 +1,32 @@
 """Options of the inference engine."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config
+from expertmesh.config.fields import Spelling
 from expertmesh.errors import named
 
 _THEIRS = named("implementation", "transformers")
 
 
 class DecodingConfig(Config):
-    """Drafts and placement of experts, which `expertmesh generate` has as well."""
+    """Speculative decoding and placement of experts: options of `serve` and of `generate`."""
 
     num_draft_tokens: int = Field(default=0, ge=0, le=64)
-    """Draft tokens per step, from earlier text of the same sequence (n-gram speculative decoding): the same answers, sooner where they
-    repeat something; 0: none."""
+    """Number of draft tokens per step, from earlier text of the sequence (n-gram speculative decoding); answers stay the same; 0: no drafts."""
     expert_slots: int | None = Field(default=None, gt=0)
-    """Experts of each layer on the device at a time, for a model opened from a folder; the others stay in the files; none: all experts."""
+    """Number of experts per layer kept on the device; others are loaded from disk on demand; none: all experts.
+
+    Experts are loaded for a model opened from a folder.
+    """
     enable_eplb: bool = False
-    """Whether experts move between ranks while serving, as their counted load asks (DeepSeek's EPLB)."""
+    """Whether experts are rebalanced across ranks by measured load (DeepSeek's EPLB)."""
     num_redundant_experts: int = Field(default=0, ge=0)
-    """Extra copies of hot experts in each layer, beside one of each expert, with enable_eplb."""
+    """Number of extra copies of hot experts per layer, with enable_eplb."""
     eplb_step_interval: int = Field(default=3000, gt=0)
-    """Steps between two placements of the experts, with enable_eplb."""
+    """Number of steps between rebalancings, with enable_eplb."""
 
     @model_validator(mode="after")
     def _check_eplb(self) -> Self:
@@ -40,32 +43,41 @@ class DecodingConfig(Config):
 class EngineConfig(DecodingConfig):
     """Device, cache, batch and expert options of the engine; every field is a keyword of `Engine`."""
 
-    device: str | None = None
-    """Device of a model that the engine opens: auto, cpu, cuda or cuda:N; none: the device of its training."""
+    device: Annotated[str | None, Spelling("NAME")] = None
+    """Device: auto, cpu, cuda or cuda:N; none: as in training.
+
+    A model given as a module stays on its own.
+    """
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
-    """Type of weights and products of a model that the engine opens; none: the type of its files."""
+    """Dtype of weights and computation; none: as in the files.
+
+    A model given as a module keeps its own.
+    """
     implementation: Literal["expertmesh", "transformers"] = "expertmesh"
-    """Class of a model that the engine opens: our GPT, or transformers' own, with paged attention and experts of ours."""
+    """Implementation: ExpertMesh's GPT, or the class of transformers with ExpertMesh's paged attention and experts."""
     max_len: int | None = Field(default=None, gt=0)
-    """Tokens of a sequence, prompt and answer together, at most; none: as many as the model has places for."""
+    """Maximum sequence length in tokens, prompt and answer together; none: the model's maximum length."""
     block_size: int = Field(default=32, gt=0)
-    """Tokens of a block of the key-value cache; the prefix cache shares whole blocks."""
+    """Block size of the key-value cache in tokens; the prefix cache shares whole blocks."""
     num_blocks: int | None = Field(default=None, gt=0)
-    """Blocks of the key-value cache; none: enough for max_sequences of max_len, within cache_bytes."""
+    """Number of blocks of the key-value cache; none: enough for max_sequences of max_len, within cache_bytes."""
     cache_bytes: int = Field(default=2**30, gt=0)
-    """Bytes of the key-value cache, at most, where num_blocks is not given."""
+    """Maximum size of the key-value cache in bytes, if num_blocks is not given."""
     token_budget: int = Field(default=2048, gt=0)
-    """Tokens of a step, at most; longer prompts are cut into several steps."""
+    """Maximum number of tokens per step; longer prompts are split over several steps (chunked prefill)."""
     max_sequences: int = Field(default=64, gt=0)
-    """Sequences that are computed in one step, at most."""
+    """Maximum number of sequences per step."""
     prefix_caching: bool = True
-    """Whether requests reuse cache blocks of earlier requests that begin with the same tokens."""
+    """Whether requests reuse cache blocks of earlier requests with the same prefix."""
     deterministic: bool = False
-    """Whether tokens and logprobs have the same bits alone and in any batch; a model that is given must have batch_invariant in its config."""
+    """Batch-invariant: tokens and logprobs are bitwise the same whatever else is in the batch.
+
+    A model given as a module needs batch_invariant in its config.
+    """
     compile: bool | None = None
-    """Whether steps on a CPU are compiled, in the background; none: for a large model, with a C++ compiler, not in deterministic mode."""
+    """Whether CPU decoding is compiled, in the background; none: for large models, if there is a C++ compiler and deterministic is off."""
     expert_fetch_ahead: bool | None = None
-    """Whether the experts that the next layer may choose are copied while this layer computes, with expert_slots; none: not on a CPU."""
+    """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except on a CPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

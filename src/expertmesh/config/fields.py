@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from expertmesh.config.base import EMPTY, Config, FieldError, launched_rank
+from expertmesh.config.base import EMPTY, Config, FieldError
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.output_file import output_file
 
 
@@ -131,7 +132,7 @@ def _all(value: Any) -> tuple[str, ...]:
 
 
 class DataPlace(Config):
-    """Place of a run's data."""
+    """Data of the run."""
 
     path: Annotated[tuple[str, ...] | None, Spelling("PATH")] = None
-    """folders or files with the run's data (default: where they were)"""
+    """folders or files with the run's data (default: as in training)"""

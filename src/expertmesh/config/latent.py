@@ -12,17 +12,17 @@ class LatentAttentionConfig(Config):
     """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector per token."""
 
     kv_lora_rank: int | None = Field(default=None, gt=0)
-    """Size of the vector that keys and values come from, which a cache keeps beside the rotary key; none: ordinary attention."""
+    """Rank of the compressed keys and values, which the cache holds; none: ordinary attention."""
     q_lora_rank: int | None = Field(default=None, gt=0)
-    """Size of the vector that queries come from; none: they come from the token itself."""
+    """Rank of the compressed queries; none: queries are not compressed."""
     qk_nope_head_dim: int = Field(default=128, gt=0)
-    """Dimensions of each query and key without a position."""
+    """Dimensions per head of queries and keys without rotary positions."""
     qk_rope_head_dim: int = Field(default=64, gt=0)
-    """Dimensions of each query that turn with the position; all heads share their key."""
+    """Rotary dimensions per query head; one rotary key is shared by all heads."""
     v_head_dim: int = Field(default=128, gt=0)
-    """Size of each head's value."""
+    """Dimensions per head of values."""
     interleaved: bool = True
-    """Whether positions turn pairs (2 i, 2 i + 1), as in DeepSeek's files; else (i, i + qk_rope_head_dim / 2)."""
+    """Whether rotary pairs are (2 i, 2 i + 1), as in DeepSeek's files, instead of (i, i + qk_rope_head_dim / 2)."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -49,21 +49,21 @@ class RopeScalingConfig(Config):
     """YaRN (Peng et al. 2023): rotary positions of a model that was extended to longer sequences."""
 
     factor: float = Field(default=1.0, ge=1)
-    """Ratio of the new context length to the original; 1: not extended."""
+    """Ratio of the new context length to the original one; 1: no YaRN."""
     original_max_seq_len: int = Field(default=4096, gt=0)
-    """Original context length, in tokens."""
+    """Original context length in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """Pairs that turn more often than this within the original length keep their frequency."""
+    """Number of rotations within the original length above which a pair keeps its frequency."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """Pairs that turn less often than this get a `factor`-th of it; those between, a mixture."""
+    """Number of rotations within the original length below which a frequency is divided by `factor`; between beta_slow and beta_fast: interpolated."""
     attention_factor: float | None = Field(default=None, gt=0)
     """Factor on cosines and sines; none: from mscale and mscale_all_dim where both are set, else 0.1 ln(factor) + 1."""
     mscale: float = Field(default=0.0, ge=0)
     """DeepSeek's factor on ln(factor) in the numerator of the attention factor; 0: none."""
     mscale_all_dim: float = Field(default=0.0, ge=0)
-    """DeepSeek's factor on ln(factor) in the denominator, whose square multiplies the scores of latent attention; 0: none."""
+    """DeepSeek's factor on ln(factor) in the denominator; its square also scales latent attention's scores; 0: none."""
     truncate: bool = True
-    """Whether the first and last mixed pair are whole numbers."""
+    """Whether the bounds of the interpolated pairs are rounded to whole numbers."""
 
     @property
     def cos_factor(self) -> float:

@@ -13,19 +13,19 @@ class LoadConfig(Config):
     num_requests: int = Field(default=100, ge=1)
     """Number of requests."""
     rate: float | None = Field(default=None, gt=0)
-    """Requests per second, at random times (Poisson); none: as soon as concurrency allows."""
+    """Request rate in requests per second (Poisson arrivals); none: as fast as concurrency allows."""
     concurrency: int = Field(default=64, ge=1)
-    """Open requests at a time, at most."""
+    """Maximum number of concurrent requests."""
     prompt_tokens: tuple[int, int] = (16, 128)
-    """Tokens of a prompt behind its prefix, from and to; uniformly distributed."""
+    """Minimum and maximum prompt length in tokens, without the prefix; lengths are uniformly distributed."""
     answer_tokens: tuple[int, int] = (16, 96)
-    """Tokens of an answer, from and to."""
+    """Minimum and maximum answer length in tokens; lengths are uniformly distributed."""
     prefix_tokens: int = Field(default=0, ge=0)
-    """Tokens of the prefix with which a prompt begins."""
+    """Length in tokens of the shared prefix of prompts."""
     num_prefixes: int = Field(default=1, ge=1)
-    """Number of different prefixes."""
+    """Number of different shared prefixes."""
     seed: int = Field(default=0, ge=0)
-    """Seed of prompts, lengths and arrival times."""
+    """Random seed of prompts, lengths and arrival times."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -39,80 +39,80 @@ class LayerChoices(Config):
     """Options that a layer and a model's configuration share; the names are the keywords of `expertmesh.MoELayer`."""
 
     num_experts: Any
-    """Experts (E)."""
+    """Number of experts (E)."""
     top_k: int = Field(default=2, gt=0)
-    """Experts per token (K), from 1 to the number of experts."""
+    """Number of experts per token (K)."""
     hidden_dim: int = Field(default=512, gt=0)
-    """Hidden size of one expert (F)."""
+    """Hidden size of an expert (F)."""
     router: RouterKind = "topk"
     """Router: tokens choose experts (topk, cosine), experts choose tokens (expert_choice), or a hash of the token ids."""
     score_function: ScoreFunction = "softmax"
-    """Function from router logits to scores."""
+    """Score function applied to router logits."""
     normalize_weights: NormalizeWeights = "auto"
-    """Divide the weights by their sum over the chosen (topk) or the surviving (kept) experts; auto: topk if top_k > 1."""
+    """Normalization of routing weights: by their sum over the chosen experts (topk), or over those that kept the token (kept); auto: topk if top_k > 1."""
     weight_scale: float = Field(default=1.0, gt=0)
-    """Factor on the routing weights (DeepSeek's routed scaling factor)."""
+    """Factor on the routing weights (routed_scaling_factor of DeepSeek)."""
     router_noise: RouterNoise = "none"
     """Noise on the logits in training: gumbel (DeepSpeed's RSample), gaussian (Tutel's gate noise), or gumbel_after_first, on all
     but the best logit (DeepSpeed's sampling of the second expert)."""
     router_noise_std: float = Field(default=1.0, ge=0)
-    """Scale of the router noise."""
+    """Standard deviation (scale) of the router noise."""
     input_jitter: float = Field(default=0.0, ge=0, lt=1)
-    """Router input times a uniform factor in 1 +- this, in training."""
+    """Router input jitter in training: inputs are multiplied by uniform factors in 1 +- this."""
     input_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the router input, in training."""
     expert_output_masking: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the (token, expert) rows whose output is left out in training, the others scaled up (NLLB)."""
+    """Fraction of (token, expert) rows whose output is dropped in training, the others scaled up (NLLB)."""
     logit_temperature: float = Field(default=1.0, gt=0)
-    """Logits are divided by this."""
+    """Temperature of the router: divisor of its logits."""
     num_expert_groups: int = Field(default=1, gt=0)
-    """Groups of experts for group-limited (node-limited) routing; 1: no limit."""
+    """Number of expert groups for group-limited (node-limited) routing; 1: no limit."""
     num_limited_groups: int = Field(default=1, gt=0)
-    """Groups that a token may use, when there are several."""
+    """Number of groups that a token may use, with several num_expert_groups."""
     group_score: GroupScore = "top2_sum"
     """Score of a group: the sum of its two best scores (top2_sum, DeepSeek-V3), or the best one (max, DeepSeek-V2)."""
     bias_update_rate: float = Field(default=0.0, ge=0)
-    """Step of the aux-loss-free balancing bias; 0: no bias."""
+    """Update rate of the bias for loss-free balancing (DeepSeek-V3); 0: no bias."""
     cosine_dim: int = Field(default=256, gt=0)
-    """Dimensions in which the cosine router compares tokens with experts."""
+    """Number of dimensions in which the cosine router compares tokens with experts."""
     capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """Rows per expert in training as a ratio of the even share; none: dropless."""
+    """Capacity factor in training: maximum rows per expert, as a ratio of the even share; none: dropless."""
     eval_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """Rows per expert in evaluation as a ratio of the even share; none: dropless."""
+    """Capacity factor in evaluation; none: dropless."""
     min_capacity: int = Field(default=4, ge=0, lt=2**31)
-    """Least rows per expert and routing group when a capacity is set."""
+    """Minimum capacity in rows per expert and routing group."""
     max_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """Upper bound on any expert's rows as a ratio of the even share, also for a dropless layer; none: no bound."""
+    """Upper bound on the capacity factor of training, evaluation and single calls, dropless ones among them; none: no bound."""
     drop_policy: DropPolicy = "random"
-    """Order in which rows keep their place when an expert is over capacity."""
+    """Tokens that an expert keeps over capacity: the first, the ones with the highest score (priority) or routing weight, or random ones."""
     routing_group_size: int | None = Field(default=None, gt=0)
-    """Tokens per routing group for capacity and balance loss; none: all tokens of a call."""
+    """Number of tokens per routing group, for capacity and balance loss; none: the whole micro-batch."""
     num_shared_experts: int = Field(default=0, ge=0)
-    """Experts that every token passes, beside the routed ones."""
+    """Number of shared experts, which every token passes."""
     shared_hidden_dim: int | None = Field(default=None, gt=0)
     """Hidden size of the shared experts' MLP; none: num_shared_experts * hidden_dim."""
     shared_gate: bool = False
-    """The shared experts' output times the sigmoid of a learned linear map of the token (Qwen2-MoE)."""
+    """Whether the shared experts' output is multiplied by a learned sigmoid gate (Qwen2-MoE)."""
     residual: bool = False
-    """PR-MoE's residual layer: a dense MLP beside the experts, mixed by a learned two-way coefficient."""
+    """Whether a dense MLP beside the experts is mixed in by a learned coefficient (residual MoE of PR-MoE)."""
     balance_loss: BalanceLoss = "switch"
-    """Form of the load-balancing loss: switch counts all choices of a token, gshard the first ones."""
+    """Load-balancing loss: switch counts all choices of a token, gshard the first choices."""
     balance_loss_scope: LossScope = "group"
-    """Tokens over which the balance loss counts: each routing group, or the whole batch."""
+    """Scope of the balance loss: each routing group, or the global batch."""
     aux_loss_weight: float = Field(default=0.01, ge=0)
     """Weight of the balance loss."""
     z_loss_weight: float = Field(default=0.0, ge=0)
     """Weight of the router z-loss."""
     bias: bool = False
-    """Biases in the experts."""
+    """Whether experts have biases."""
     router_bias: bool = False
-    """Bias on the router's logits, learned with its weight; bias_update_rate has another one, for the choice alone."""
+    """Whether the router's linear layer has a learned bias (not the balancing bias of bias_update_rate)."""
     recompute_h: bool = False
-    """Compute the experts' pre-activations again in the backward instead of keeping them: less memory, more time."""
+    """Whether the experts' pre-activations are recomputed in the backward pass: less memory, more time."""
     backend: Backend = "auto"
-    """Implementation of the operators."""
+    """Implementation of the expert operators."""
     batch_invariant: bool = False
-    """A token gets the same bits in every batch, in evaluation (slower); model.batch_invariant sets this option."""
+    """Whether outputs in evaluation are bitwise the same in every batch; slower; set by model.batch_invariant."""
 
     @property
     @abstractmethod
@@ -256,7 +256,7 @@ class LayerOptions(LayerChoices):
     model_config = ConfigDict(strict=True)
 
     num_experts: int = Field(gt=0)
-    """Experts (E)."""
+    """Number of experts (E)."""
     dim: int = Field(gt=0)
     """Size of a token (D)."""
     activation: Activation = "swiglu"

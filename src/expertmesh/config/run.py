@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.dispatch_options import AllToAll, DispatchDtype
+from expertmesh.config.fields import Spelling
 from expertmesh.errors import ConfigError, named
 
 Frozen = Literal["experts", "router"]
@@ -73,19 +74,19 @@ class OptimConfig(Config):
     """The optimizer and its learning-rate schedule."""
 
     name: Optimizer = "adamw"
-    """adamw, or muon: Muon for the matrices of attention, dense layers and experts, one expert at a time, and AdamW for the rest."""
+    """adamw, or muon: Muon for attention, dense and expert matrices (per expert), AdamW for the rest."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate as a ratio of the peak."""
+    """Final learning rate as a ratio of the peak."""
     schedule: Schedule = "cosine"
-    """After the warm-up: cosine decay, or warm-up-stable-decay (wsd)."""
+    """Learning-rate schedule after the warm-up: cosine decay, or warmup-stable-decay (wsd)."""
     warmup_steps: int = Field(default=50, ge=0)
-    """Steps of linear warm-up."""
+    """Number of linear warm-up steps."""
     schedule_steps: int | None = Field(default=None, gt=0)
-    """Steps that the schedule spans; none: train.steps. Give it to train in parts with one schedule."""
+    """Length of the schedule in steps, if training spans several runs; none: train.steps."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps that wsd spends on its final linear decay."""
+    """Fraction of the steps in the final linear decay of wsd."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's first-moment decay."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -93,13 +94,13 @@ class OptimConfig(Config):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon's momentum."""
+    """Momentum of Muon."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices; norms, biases and embeddings are not decayed."""
+    """Weight decay of matrices; norms, biases and embeddings are not decayed."""
     grad_clip: float = Field(default=1.0, gt=0)
-    """Largest global gradient norm."""
+    """Maximum global gradient norm (gradient clipping)."""
     state_dtype: StateDtype = "float32"
-    """Moments of large tensors: float32 (the parameters' own), bfloat16, int8 with a scale per block, fp16-scaled with one per tensor, as fairseq's fp16-adam-stats; torchao-int8 and torchao-int4 are torchao's AdamW, on one process."""
+    """Dtype of the moments of large tensors; int8: a scale per block; fp16-scaled: a scale per tensor (fairseq's fp16-adam-stats); torchao-*: torchao's AdamW, one process only."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -127,53 +128,53 @@ class TrainConfig(Config):
     """The training loop."""
 
     steps: int = Field(default=1000, gt=0)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: int = Field(default=16, gt=0)
-    """Sequences (or other samples) per optimizer step."""
+    """Global batch size: sequences (or other samples) per optimizer step."""
     micro_batch_size: int | None = Field(default=None, gt=0)
-    """Samples per forward pass (gradient accumulation); none: batch_size."""
+    """Batch size of one forward pass; smaller than batch_size means gradient accumulation; none: batch_size."""
     gradient_accumulation_steps: int | None = Field(default=None, gt=0)
-    """Forward passes per optimizer step, instead of micro_batch_size = batch_size / this; none: micro_batch_size decides."""
+    """Number of forward passes per optimizer step; another way to say micro_batch_size; none: from micro_batch_size."""
     seed: int = Field(default=0, ge=0)
-    """Seed of initialisation, data order and router noise."""
-    run_dir: str = "runs/default"
+    """Random seed of initialization, data order and router noise."""
+    run_dir: Annotated[str, Spelling("DIR")] = "runs/default"
     """Folder for metrics, checkpoints and the resolved configuration."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    device: Annotated[str, Spelling("NAME")] = "auto"
+    """Device: auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 where the GPU has it, or AMX multiplies products of this model's size, else float32; kept with the run."""
-    init_from: str | None = None
-    """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
-    branch_from: str | None = None
-    """Run with schedule=wsd, the trunk, whose checkpoint at the step where this run's decay begins is continued; none: no branch."""
+    """Compute precision; auto: bfloat16 if the GPU supports it or AMX pays off at this model size, else float32; saved with the run."""
+    init_from: Annotated[str | None, Spelling("RUN")] = None
+    """Run whose newest weights, model options and tokenizer are the start of this one, for example a converted model; none: random weights."""
+    branch_from: Annotated[str | None, Spelling("RUN")] = None
+    """Run with optim.schedule=wsd to branch from, at its checkpoint of the step where this run's decay begins; none: no branch."""
     freeze: tuple[Frozen, ...] = ()
-    """Parts of the mixture-of-experts layers that do not learn: experts, router, or both; best with init_from."""
+    """Frozen parts of the MoE layers; useful with init_from."""
     resume: Resume = "never"
-    """auto: from the newest good checkpoint if there is one; never: the run directory must be new; required."""
+    """Resume from the newest intact checkpoint; auto: if there is one; required: or fail; never: the run directory must be new."""
     checkpoint_every: int = Field(default=200, gt=0)
-    """Steps between checkpoints; the last step is always saved."""
+    """Number of steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(default=2, gt=0)
-    """Newest checkpoints kept, beside the best."""
+    """Number of newest checkpoints to keep, besides the best."""
     keep_every: int | None = Field(default=None, gt=0)
-    """Checkpoints of multiples of this step stay, too, for branches; a multiple of checkpoint_every. None: only the newest."""
+    """Interval in steps of checkpoints that are kept for good, a multiple of checkpoint_every; none: no others are kept."""
     eval_every: int = Field(default=100, gt=0)
-    """Steps between evaluations; the first and the last step are always evaluated."""
+    """Number of steps between evaluations; the first and the last step are always evaluated."""
     eval_batches: int = Field(default=16, gt=0)
-    """Batches of the validation split per evaluation."""
+    """Number of validation batches per evaluation."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass."""
     max_bad_steps: int = Field(default=10, gt=0)
-    """Non-finite steps in a row after which the run stops."""
+    """Number of consecutive non-finite steps after which the run stops."""
     log_every: int | None = Field(default=None, gt=0)
-    """Steps between lines of progress where the output is no terminal; none: 40 lines in a run. Files have every step."""
+    """Number of steps between progress lines if not on a terminal; metrics.jsonl has every step; none: 40 lines per run."""
     max_time: float | None = Field(default=None, gt=0)
-    """Seconds, or a time such as 90m, 1h30m or 12:00:00, after which the run has saved and stopped, to go on with train.resume; none: no limit."""
+    """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves and stops, to be resumed; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
-    """Evaluations in a row without a lower validation loss after which the run is done; none: all steps."""
+    """Number of consecutive evaluations without a lower validation loss after which the run stops (early stopping); none: no early stopping."""
     tensorboard: bool = True
-    """Write TensorBoard events where the package is installed."""
+    """Whether TensorBoard events are written, if the package is installed."""
     trackers: tuple[TrackerName, ...] = ()
-    """Services that get the numbers of every step, too: tensorboard, wandb, mlflow."""
+    """Experiment trackers that receive the metrics of every step."""
 
     @field_validator("max_time", mode="before")
     @classmethod
@@ -229,10 +230,10 @@ class TrainConfig(Config):
 
 
 class SlicesConfig(Config):
-    """Slices of experts over several ranks, which torchrun starts."""
+    """Parallelism of experts over the ranks that torchrun starts."""
 
     es_degree: int | None = Field(default=None, gt=0)
-    """Slices of each expert's hidden size; none: as few as the ranks allow."""
+    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: all, if their number divides it."""
 
     def given(self) -> dict[str, Any]:
         """Options that were set."""
@@ -240,47 +241,53 @@ class SlicesConfig(Config):
 
 
 class ServingDegrees(SlicesConfig):
-    """Ranks that share a model which generates text; torchrun starts them."""
+    """Parallelism of generation over the ranks that torchrun starts."""
 
     tp_degree: int = Field(default=1, gt=0)
-    """Neighbouring ranks that share sequences: each has a part of their tokens and of the dense layers' matrices."""
+    """Tensor-parallel degree: number of consecutive ranks that shard attention, dense matrices and the key-value cache."""
     ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Expert shards that tokens are routed over, one number or one per MoE layer: route_degree = ep_degree x es_degree; none: as route_degree says."""
+    """Expert-parallel degree: number of equal parts of a layer's experts, on different ranks; none: number of ranks / es_degree."""
+    es_degree: int | None = Field(default=None, gt=0)
+    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: as few as possible."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds after which a collective that some rank does not join fails."""
+    """Timeout in seconds of a collective that some rank does not join."""
 
 
 class ParallelConfig(ServingDegrees):
-    """Threads, ranks and their degrees of parallelism; degrees matter with several ranks, which torchrun starts."""
+    """CPU threads, and parallelism over the ranks that torchrun starts."""
 
+    tp_degree: int = Field(default=1, gt=0)
+    """Tensor-parallel degree: number of consecutive ranks that shard dense matrices and (sequence parallelism) tokens."""
+    ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    """Expert-parallel degree, one number or one per MoE layer: route_degree / es_degree; none: from route_degree."""
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads of this process; none: OMP_NUM_THREADS if it is set, else as many as products of the model's size keep busy, at most the cores; kept with the run."""
+    """Number of CPU threads of this process, kept with the run; none: OMP_NUM_THREADS, else by the model's size."""
     dp_replicate_degree: int = Field(default=1, gt=0)
-    """Copies of the model; each is spread over the other ranks."""
+    """Number of model replicas (HSDP), each sharded over ranks / dp_replicate_degree."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
-    """Ranks over which one copy's parameters are spread; none: all that dp_replicate_degree leaves."""
+    """Number of ranks over which a replica's parameters are sharded; none: all that dp_replicate_degree leaves."""
     route_degree: int | None = Field(default=None, gt=0)
-    """Ranks that a token may travel over; the rest of the experts' weights is gathered. 1: tokens stay; none: all."""
+    """Number of ranks per expert-parallel all-to-all group; across groups, expert weights are sharded and gathered; 1: no dispatch; none: all ranks."""
     overlap_degree: int = Field(default=1, gt=0)
-    """Parts that tokens travel in: one is under way while the experts compute on another. 1: all at once."""
+    """Number of chunks of tokens whose dispatch overlaps with computation; 1: no overlap."""
     all_to_all: AllToAll = "flat"
-    """flat: tokens go straight to the ranks of their experts; hierarchical: between nodes first, once to each node; auto: the faster by the cost model."""
+    """All-to-all algorithm: flat, straight to the experts' ranks; hierarchical, once per node first; auto, the faster one by the cost model."""
     ranks_per_node: int | None = Field(default=None, gt=0)
-    """Neighbouring ranks on one node, for adaptive and all_to_all hierarchical or auto; none: as torchrun started them."""
+    """Number of consecutive ranks per node, for adaptive and for all_to_all hierarchical or auto; none: as torchrun started them."""
     dispatch_dtype: DispatchDtype = "same"
-    """Type in which tokens are dispatched: their own (same), or 8 bits with a scale for every 128 elements."""
+    """Dtype of dispatched tokens: their own (same), or 8 bits with a scale for every 128 elements."""
     replicated_experts: int = Field(default=0, ge=0)
-    """Hot experts of a layer, those with most tokens in the step before, whose weights come to the tokens."""
+    """Number of hot experts per layer, those with most tokens in the last step, whose weights are sent to the tokens' ranks."""
     adaptive: bool = False
-    """Choose route_degree, overlap_degree, all_to_all and replicated_experts per layer and load; what is given stays."""
+    """Whether route_degree, overlap_degree, all_to_all and replicated_experts are tuned per layer and load; options set explicitly are not tuned."""
     bind: Bind = "auto"
-    """auto: ranks of a machine with several NUMA nodes run on the cores of one each, where the launcher has not bound them; off."""
+    """CPU binding: auto binds each rank to the cores of one NUMA node, unless the launcher has bound it; off."""
     expert_order: ExpertOrder = "slices_inner"
-    """Neighbouring ranks hold slices of the same experts (slices_inner), or other experts (experts_inner)."""
+    """Placement on consecutive ranks: slices of the same experts (slices_inner), or different experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
-    """3: weights are gathered for each use; 2: kept through a step; 1: dense gradients, too, are reduced once per step."""
+    """ZeRO stage; 3: gather weights per use; 2: gather dense weights once per micro-batch, experts once per step; 1: as 2, and reduce dense gradients once per step."""
     offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory; weights are copied to the device for each use."""
+    """Whether parameters, gradients and optimizer state are kept in host memory (offload); weights are copied to the device for each use."""
 
     def ep_degree_of(self, moe_layer: int, *, num_moe_layers: int) -> int | None:
         """The ep_degree of one MoE layer, counted from 0 among them; None where route_degree decides.
@@ -312,17 +319,17 @@ class ParallelConfig(ServingDegrees):
         self.require(
             self.ranks_per_node is None or self.all_to_all != "flat" or self.adaptive,
             "ranks_per_node",
-            "says where nodes end, which all_to_all=flat does not ask",
+            "has no effect with all_to_all=flat",
             "leave it out, or use all_to_all=hierarchical",
         )
         for still, why in (
-            (self.adaptive, "adaptive=True it is measured whether they do"),
-            (self.route_degree == 1, f"{named('route_degree', '1')} none does"),
+            (self.adaptive, "adaptive=True it is measured whether any are"),
+            (self.route_degree == 1, f"{named('route_degree', '1')} no token is dispatched"),
         ):
             self.require(
                 self.dispatch_dtype == "same" or not still,
                 "dispatch_dtype",
-                f"rounds tokens that travel, and with {why}",
+                f"rounds dispatched tokens, and with {why}",
                 "leave one out",
             )
         self.require(
@@ -336,20 +343,20 @@ class ParallelConfig(ServingDegrees):
 
 
 class DistillConfig(Config):
-    """A teacher whose predictions a run learns beside the data (Hinton et al. 2015), staged as Mixture-of-Students is."""
+    """Knowledge distillation from a teacher (Hinton et al. 2015), staged as in Mixture-of-Students."""
 
-    teacher: str | None = None
-    """Run directory of the teacher: a run of the same family, vocabulary and data; none: no teacher."""
+    teacher: Annotated[str | None, Spelling("RUN")] = None
+    """Run of the teacher, of the same family, vocabulary and data; none: no distillation."""
     beta: float = Field(default=1.0, gt=0)
-    """Weight of the divergence from the teacher beside the loss of the data."""
+    """Weight of the divergence from the teacher's predictions, relative to the loss of the data."""
     temperature: float = Field(default=1.0, gt=0)
-    """Logits of both are divided by it, and the divergence is multiplied by its square."""
+    """Distillation temperature: divisor of both models' logits; the divergence is multiplied by its square."""
     until: float = Field(default=1.0, gt=0, le=1)
-    """Share of the schedule's steps after which the teacher is silent."""
+    """Fraction of the schedule's steps with distillation."""
     decay: Literal["stop", "linear"] = "stop"
-    """Until then: the whole weight (stop), or a line from it down to zero (linear)."""
+    """Weight over the steps of distillation: constant (stop), or linear decay to zero (linear)."""
     init_from_teacher: bool = False
-    """Start from the teacher's weights; a layer takes them from the nearest layer of the same shape."""
+    """Whether layers start from the teacher's weights, each from the nearest layer of the same shapes."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -89,7 +89,7 @@ class SamplingParams(Config):
     temperature: Annotated[float, Fix("use 0 for the most likely token")] = Field(
         default=1.0, ge=0, le=_LARGEST
     )
-    """Divisor of the logits; 0: greedy decoding, the smaller id on a tie."""
+    """Sampling temperature; 0: greedy, lowest id on a tie."""
     top_k: int | None = Field(default=None, ge=1, le=MOST_INT64)
     """Number of most likely tokens to sample from; none: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -100,19 +100,21 @@ class SamplingParams(Config):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Minimum probability of a token, relative to the most likely one."""
     presence_penalty: Penalty = 0.0
-    """Number subtracted from the logit of each token that was generated."""
+    """Presence penalty: number subtracted from the logit of each token generated so far."""
     frequency_penalty: Penalty = 0.0
-    """Number subtracted from the logit of a token for each time that it was generated."""
+    """Frequency penalty: number subtracted from a token's logit for each time it was generated."""
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=_LARGEST)
-    """Divisor of positive logits, factor of negative ones, of tokens in prompt or answer (Keskar et al. 2019)."""
+    """Repetition penalty of tokens in prompt or answer: divisor of positive logits, factor of negative ones (Keskar et al. 2019)."""
     logit_bias: Annotated[
-        dict[TokenId, Bias], must("be numbers by token id", "give that"), BeforeValidator(_biases)
+        dict[TokenId, Bias],
+        must("be numbers by token id", 'for example {"13": -100}'),
+        BeforeValidator(_biases),
     ] = {}
-    """Numbers added to the logits of these token ids."""
+    """Biases added to the logits, by token id."""
     n: int = Field(default=1, ge=1, le=1024)
     """Number of answers to the prompt, sampled independently."""
     seed: int | None = Field(default=None, ge=0, le=MOST_INT64)
-    """Random seed; none: a fresh one.
+    """Random seed; none: unseeded.
 
     Random numbers depend only on it, the answer's index and the position. If one call gives it to several prompts, all
     behind the first draw by a hash of it and their index.
@@ -125,13 +127,15 @@ class SamplingParams(Config):
     """Minimum number of tokens before an end token or stop string can end the answer."""
     stop: Annotated[
         tuple[StopText, ...],
-        must("be a string, or several", "give that"),
+        must("be a string, or several", "give one"),
         Field(max_length=64),
         BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     ] = ()
-    """Stop string, or several; an answer ends before them."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], must("be a list of token ids", "give that")] = ()
-    """End tokens in addition to the model's."""
+    """Stop strings; the answer ends before the first of them."""
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...], must("be a list of token ids", "for example [13]")
+    ] = ()
+    """Token ids that end the answer, in addition to the model's end tokens."""
     ignore_eos: Switch = False
     """Whether the model's end tokens are ignored."""
     logprobs: Tops | None = None
@@ -143,7 +147,7 @@ class SamplingParams(Config):
     json_schema: Annotated[
         InstanceOf[Mapping[str, Any]] | None, must("be a JSON schema", "give a mapping")
     ] = None
-    """JSON schema of the answer, {} for any JSON; needs the extra `json`. None: any text.
+    """JSON schema of the answer, {} for any JSON; needs the extra `json`; none: any text.
 
     max_tokens or a stop may cut the answer. Where nothing else may follow, the model's end tokens are allowed despite
     `ignore_eos` and `min_tokens`.

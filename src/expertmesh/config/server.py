@@ -1,47 +1,48 @@
 """Options of the server."""
 
 import ipaddress
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config
+from expertmesh.config.fields import Spelling
 from expertmesh.errors import named
 
 
 class ServerConfig(Config):
     """Address, keys and limits of the server; every field is an option of `expertmesh serve`."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; any other than this machine's own needs a key."""
+    host: Annotated[str, Spelling("HOST")] = "127.0.0.1"
+    """Address to listen on; addresses that other machines reach need an API key."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0: a free one, which is printed."""
-    model_name: str | None = None
-    """Name of the model, as clients write it; none: the folder's name."""
-    adapter: tuple[str, ...] = ()
-    """Low-rank adapters as peft saves them, each as NAME=FOLDER; a request chooses one by its field model. None: the model alone."""
-    api_key_file: str | None = None
-    """File with a key on each line; a client sends one as `Authorization: Bearer KEY`. None: whoever reaches the port is answered."""
+    """Port to listen on; 0: a free port, which is printed."""
+    model_name: Annotated[str | None, Spelling("NAME")] = None
+    """Model name in requests and responses; none: the folder's name."""
+    adapter: Annotated[tuple[str, ...], Spelling("NAME=DIR")] = ()
+    """Low-rank adapters in peft's format, each as NAME=DIR; the field `model` of a request selects one; none: no adapter."""
+    api_key_file: Annotated[str | None, Spelling("FILE")] = None
+    """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: no key is needed."""
     without_key: bool = False
-    """Listen on an address that other machines reach, without a key."""
-    allow_origin: tuple[str, ...] = ()
-    """Web pages of these origins may use the server (CORS), for example https://chat.example.org; none: only its own page."""
+    """Let other machines connect without an API key."""
+    allow_origin: Annotated[tuple[str, ...], Spelling("ORIGIN")] = ()
+    """Origins of web pages that may use the server (CORS), for example https://chat.example.org; none: only the server's own page."""
     max_waiting: int = Field(default=256, ge=0)
-    """Waiting answers, beside the running ones, at most; beyond, a request gets 429 and retry-after."""
+    """Maximum number of waiting answers (n per request), besides running ones; beyond it requests get status 429 with Retry-After."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
-    """Bytes of a request, at most."""
+    """Maximum size of a request in bytes."""
     max_answer: int | None = Field(default=None, ge=1)
-    """Tokens of an answer, at most; a request for more gets so many. None: as many as the model has room for."""
+    """Maximum number of tokens to generate per answer; requests for more are limited to it; none: up to the model's maximum length."""
     max_n: int = Field(default=128, ge=1, le=128)
-    """Answers to one prompt, at most."""
+    """Maximum number of answers per prompt (n of a request)."""
     max_logprobs: int = Field(default=20, ge=0, le=20)
-    """Alternatives with logprobs per token that a request may ask for, at most."""
+    """Maximum number of most likely tokens whose logprobs a request may ask for."""
     idle_s: float = Field(default=30.0, gt=0)
-    """Seconds in which a client has to send its request, and in which a new one follows on the same connection."""
+    """Timeout in seconds for receiving a request, and for the next request on an open connection."""
     drain_s: float = Field(default=300.0, ge=0)
-    """Seconds that answers have to end after SIGTERM."""
+    """Time limit in seconds for running answers after SIGTERM."""
     access_log: bool = False
-    """A line on standard error for each request."""
+    """Whether each request is logged on standard error."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -63,7 +64,7 @@ class ServerConfig(Config):
             self.require(
                 bool(name and folder),
                 "adapter",
-                "each must be NAME=FOLDER",
+                "each must be NAME=DIR",
                 "write a name, = and a folder of peft's save_pretrained",
             )
         names = [one.partition("=")[0] for one in self.adapter]

@@ -1,11 +1,12 @@
 """Options of text data."""
 
 import re
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, expanded
+from expertmesh.config.fields import Spelling
 from expertmesh.config.run import check_encoding
 from expertmesh.errors import named
 
@@ -13,30 +14,30 @@ from expertmesh.errors import named
 class TextConfig(Config):
     """Source of the text, its tokenizer and its token sequences."""
 
-    path: str | tuple[str, ...] | None = None
-    """File of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, each also .gz or .zst), folder or pattern; repeated for several, PATH:2 to use one twice per epoch; none: the source of Python's standard library."""
-    encoding: str | None = None
-    """Encoding of the text, as Python calls it (latin-1, cp1252, shift_jis, utf-16-le); none: UTF-8. A mark at the beginning of a file counts more."""
-    column: str | None = None
-    """Field or column with the text, or the list of messages; none: text, or a conversation in one of the shapes that are known."""
-    tokenizer: str | None = None
-    """The tokenizer.json with which Megatron's .bin and .idx files were made; they become text again."""
-    dataset: str | None = None
-    """Name of a Hugging Face dataset (needs the 'train' extra), read as a table is: see column."""
+    path: Annotated[str | tuple[str, ...] | None, Spelling("PATH")] = None
+    """Files, folders or patterns of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, also .gz or .zst); PATH:2 is used twice per epoch; none: the source of Python's standard library."""
+    encoding: Annotated[str | None, Spelling("NAME")] = None
+    """Text encoding by its Python name (latin-1, cp1252, shift_jis, utf-16-le); a byte-order mark takes precedence; none: UTF-8."""
+    column: Annotated[str | None, Spelling("NAME")] = None
+    """Field or column with the text or the list of messages; none: text, or a known conversation format."""
+    tokenizer: Annotated[str | None, Spelling("FILE")] = None
+    """tokenizer.json with which Megatron .bin/.idx data were encoded; none: text data."""
+    dataset: Annotated[str | None, Spelling("NAME")] = None
+    """Name of a Hugging Face dataset, whose text is in data.column; needs the extra `train`; none: data.path."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the documents kept for validation; a document is on one side only."""
+    """Fraction of the documents for validation."""
     max_bytes: int | None = Field(default=None, gt=0)
-    """Use only about this many bytes of the corpus, chosen by a hash of the document's name; none: all."""
+    """Maximum size of the corpus in bytes; documents are chosen by a hash of their names; none: all documents."""
     seq_len: int = Field(default=256, gt=0)
-    """Tokens per training sequence; at most model.max_seq_len."""
+    """Sequence length in training, in tokens; at most model.max_seq_len."""
     document_mask: bool = False
-    """Tokens attend within their own document only, where a sequence has several."""
+    """Whether attention is limited to a token's own document."""
     pack: bool = False
-    """Several conversations per sequence, each attending to itself only, so that a batch has more of them and less padding."""
-    encode_with: str | None = None
-    """The byte-level tokenizer.json with which the text becomes tokens; none: one is learned from the corpus."""
-    cache_dir: str | None = None
-    """Folder for tokenizers and token shards; none: the user's cache folder."""
+    """Whether conversations are packed, several per sequence, each attending to itself only."""
+    encode_with: Annotated[str | None, Spelling("FILE")] = None
+    """Byte-level tokenizer.json that encodes the text; none: a tokenizer is learned from the corpus."""
+    cache_dir: Annotated[str | None, Spelling("DIR")] = None
+    """Cache folder for tokenizers and token shards; none: the user's cache folder."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

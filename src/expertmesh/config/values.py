@@ -36,15 +36,27 @@ def python_number(value: Any) -> Any:
 def shown(value: object) -> str:
     """A value for an error message: short, on one line, text without quotes; halves of characters are escaped."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
-    text = text.encode(errors="backslashreplace").decode()
+    text = text.encode(errors="backslashreplace").decode()  # half a character cannot be printed
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def type_of(value: object) -> str:
+    """Type of a value with its article, such as "an int"."""
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
 def quoted(value: object) -> str:
     """A value as Python writes it, short and on one line; of tensors, arrays and huge integers the type."""
     if getattr(value, "ndim", 0) or (isinstance(value, int) and value.bit_length() > 200):
-        return f"a {type(value).__name__}"
+        return type_of(value)
     return shown(str(value) if is_number(value) else repr(value))
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Names for an error message, as many as fit on a line."""
+    text = ", ".join(names)
+    return text if len(text) <= 200 else f"{text[:200].rpartition(', ')[0]}, ..."
 
 
 class Number(NamedTuple):
@@ -91,7 +103,9 @@ class Number(NamedTuple):
             return False
         number: Any = value
         # no sizes of a graph are compared with infinity
-        if (Real in self.types and number == inf) or (self.most != inf and not number <= self.most):
+        if (Real in self.types and number in (inf, -inf)) or (
+            self.most != inf and not number <= self.most
+        ):
             return False
         return bool(self.least < number if self.is_open else self.least <= number)
 
@@ -105,7 +119,8 @@ def written(number: float) -> str:
     """A limit for an error message: every digit of a whole number."""
     if number in (MOST_INT64, -(2**63)):
         return "2^63 - 1" if number > 0 else "-2^63"
-    return f"{number:,}" if isinstance(number, int) else f"{number:,.10g}"
+    is_whole = isinstance(number, int) or (number.is_integer() and abs(number) < 2**53)
+    return f"{number:,.0f}" if is_whole else f"{number:g}"
 
 
 def choice_rule(value: object, known: Iterable[object]) -> tuple[str, str]:
@@ -132,7 +147,7 @@ def check_choice(name: str, value: object, known: Iterable[object]) -> None:
 
 def wrong_type(name: str, value: object, what: str, fix: str = "give one") -> ConfigError:
     """Error of an argument of a wrong type; `what` says what it must be."""
-    return ConfigError(f"{name} is a {type(value).__name__}; it must be {what}; {fix}")
+    return ConfigError(f"{name} is {type_of(value)}; it must be {what}; {fix}")
 
 
 def check_type(

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.config.values import WHOLE, Number, check_type, is_number, plain, quoted, wrong_type
+from expertmesh.config.values import (
+    WHOLE,
+    Number,
+    check_type,
+    is_number,
+    plain,
+    quoted,
+    type_of,
+    wrong_type,
+)
 from expertmesh.engine.request import SamplingParams, for_prompts, token_ids_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import EncoderDecoder
@@ -19,9 +28,7 @@ def why_not(model: Any) -> str | None:
     wanted = ("end_ids", "vocab_size", "max_seq_len", "device", "config")
     has_all = all(hasattr(model, name) for name in wanted) and hasattr(model.config, "moe")
     if not has_all or isinstance(model, EncoderDecoder):
-        return (
-            f"model is a {type(model).__name__}: the engine serves a GPT; give one, as em.load does"
-        )
+        return f"model is {type_of(model)}: the engine serves a GPT; give one, as em.load does"
     if not any(model.config.experts_per_layer()):
         return None
     bound = model.config.moe.max_capacity_factor

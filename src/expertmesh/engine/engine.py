@@ -37,7 +37,7 @@ from expertmesh.engine.checks import (
     prompts_of,
     room_for,
 )
-from expertmesh.engine.compiled import compiled_forward
+from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.grammar import CompiledSchema, JsonRules
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
@@ -56,7 +56,7 @@ from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.parallel.redundant_experts import PlacementCounts
 from expertmesh.parallel.serving import as_plain, world_of
-from expertmesh.runs.paged import paged_layers
+from expertmesh.runs.paged import paging_of
 from expertmesh.text.format import TextFormat, text_format
 
 Prompt = str | Seq[int]
@@ -168,7 +168,7 @@ class Engine:
         ]
         self._runner: Runner
         self._scheduler: Scheduler | GroupScheduler
-        compiled = compiled_forward(model, self.config)
+        compiled = faster_forward(model, self.config)
         if ranks is None:
             self._runner = Runner(model, cache, compiled)
             (self._scheduler,) = schedulers
@@ -559,7 +559,6 @@ class Engine:
             for name, tensor in state.items():
                 own[name].copy_(tensor)
         finally:  # what is half copied is not to be mixed with what the former weights computed
-            self._runner.forget_weights()
             self._scheduler.forget_prefixes()
 
     def stats(self) -> EngineStats:
@@ -579,7 +578,7 @@ class Engine:
 
     def expert_paging(self) -> list[PagingCounts]:
         """Counters of each layer's expert slots; empty if all experts are on the device."""
-        return [replace(layer.counts) for layer in paged_layers(self.model)]
+        return [replace(paging.counts) for paging in paging_of(self.model)]
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.config.sampling import SamplingParams
-from expertmesh.config.values import WHOLE, Number
+from expertmesh.config.values import WHOLE, Number, type_of
 from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
 from expertmesh.engine.drawing import FILTERS, sampling_batch
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
@@ -132,7 +132,7 @@ class Lockstep:
                     raise ConfigError(
                         name,
                         repr(getattr(one, name)),
-                        f"is not served for a {type(self.model).__name__}, which the engine cannot page",
+                        f"is not served for {type_of(self.model)}, which the engine cannot page",
                         "leave it out",
                     )
         return [
@@ -245,9 +245,7 @@ def check_sources(
     """
     if not isinstance(model, EncoderDecoder):
         if sources is not None:
-            raise ConfigError(
-                f"sources: a {type(model).__name__} reads none; put them before the prompts"
-            )
+            raise ConfigError(f"sources: {type_of(model)} reads none; put them before the prompts")
         return None
     if sources is None or len(sources) != num_prompts:
         raise ConfigError(
@@ -276,13 +274,7 @@ def check_context_room(
             f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
         )
     new_tokens = limit - longest if max_tokens is None else max_tokens
-    if new_tokens < 1:
-        raise ConfigError(
-            "max_tokens",
-            repr(new_tokens),
-            "must be at least 1, and whole",
-            "ask for a token or more",
-        )
+    Number(1, fix="ask for a token or more", types=WHOLE).check("max_tokens", new_tokens)
     if longest + new_tokens > limit:
         raise ConfigError(
             "max_tokens",

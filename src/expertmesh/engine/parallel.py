@@ -432,7 +432,7 @@ class RankedRunner(Runner):
         if failed:
             self.unload_adapter(name)
             raise ConfigError(
-                f"adapter {name!r}: {failed} of the other ranks cannot read {loaded.folder}, and say why; let it lie under this path on every host"
+                f"adapter {name!r}: {failed} of the other ranks cannot read {loaded.folder}, as they report; copy it to this path on every host"
             )
 
     def unload_adapter(self, name: str) -> None:

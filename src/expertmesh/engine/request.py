@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 from expertmesh.config.sampling import SamplingParams
-from expertmesh.config.values import plain
+from expertmesh.config.values import plain, type_of
 from expertmesh.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -30,7 +30,7 @@ def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
         shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
         text = "a text, or " if what == "prompt" and not isinstance(given, str) else ""
         raise ConfigError(
-            f"{what} is a {type(given).__name__}{shape}; it must be {text}a list of token ids; give one"
+            f"{what} is {type_of(given)}{shape}; it must be {text}a list of token ids; give one"
         )
     return [plain(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from expertmesh.checkpoints.peft_folder import Factors, read_adapter_files, read_factors
 from expertmesh.config.engine import EngineConfig
-from expertmesh.config.values import check_type, quoted
+from expertmesh.config.values import check_type, quoted, type_of
 from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dense_parts import Linear
@@ -49,13 +49,7 @@ def folders_by_name(adapters: Any) -> Mapping[str, Any]:
 
 
 def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -> None:
-    """Raise ConfigError if an engine does not support adapters.
-
-    Args:
-        model: the engine's model.
-        config: the engine's options.
-        is_whole: whether each rank has whole experts and all of the dense parts; None: a single process.
-    """
+    """Raise ConfigError if an engine does not support adapters; see `OVER_RANKS` for `is_whole`; None: one process."""
     layers = (module for module in model.modules() if isinstance(module, MoELayer))
     if is_whole is None:
         fits = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
@@ -66,7 +60,7 @@ def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -
         problem = "compile=True: steps with adapters are not compiled; leave one of them out"
     elif not hasattr(model, "spec"):
         problem = (
-            f"adapters on a {type(model).__name__} are not served, only on a GPT of ours; open the folder without"
+            f"adapters on {type_of(model)} are not served, only on a GPT of ours; open the folder without"
             " implementation=transformers"
         )
     elif not fits:
@@ -79,21 +73,14 @@ def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """Adapter of an engine.
+    """Adapter of an engine."""
 
-    Attributes:
-        name: name for requests.
-        folder: folder that it was read from.
-        root: unique root prefix of its requests' tokens, below `ROOT`.
-        of_module: low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts.
-        num_bytes: bytes of its factors.
-    """
-
-    name: str
-    folder: Path
-    root: int
+    name: str  # name for requests
+    folder: Path  # folder that it was read from
+    root: int  # unique root prefix of its requests' tokens, below `ROOT`
+    # low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts
     of_module: dict[str, dict[str, LowRank]]
-    num_bytes: int = 0
+    num_bytes: int = 0  # bytes of its factors
 
 
 class AdapterSpan(NamedTuple):
@@ -207,13 +194,7 @@ class Adapters:
     def on(
         self, runs: tuple[AdapterSpan, ...], of_experts: tuple[AdapterSpan, ...] | None = None
     ) -> Iterator[None]:
-        """Context of a step, with the adapters of its tokens.
-
-        Args:
-            runs: adapter spans of the step.
-            of_experts: adapter spans of the tokens that this rank's experts receive, if other ranks send some; None: as
-                `runs`.
-        """
+        """Context of a step, with the adapters of its tokens, and of those that other ranks send to this one's experts."""
         self._runs, self._expert_runs = runs, runs if of_experts is None else of_experts
         try:
             yield
@@ -223,13 +204,14 @@ class Adapters:
     def _check(self, path: str, folder: Path) -> None:
         """Raise ConfigError if the module of an adapter is of an unsupported kind."""
         module = self._model.get_submodule(path)
-        if not isinstance(module, Linear | DenseMLP | GroupedExperts):
-            kind = type(module).__name__
+        is_paged = getattr(module, "paging", None) is not None
+        if is_paged or not isinstance(module, Linear | DenseMLP | GroupedExperts):
+            kind = "module of experts in slots" if is_paged else type(module).__name__
             raise ConfigError(
-                f"{folder}: has an adapter on {path}, a {kind}: quantised experts and experts in slots take none; open the model with all"
-                " its experts as they were trained, or train the adapter on attention alone"
+                f"{folder}: has an adapter on {path}, a {kind}, which takes none; open the model with all its experts, or train the"
+                " adapter on attention alone"
             )
-        if isinstance(module, GroupedExperts) and module.adapters is not None:
+        if getattr(module, "adapters", None) is not None:
             raise ConfigError(
                 f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
             )
@@ -261,11 +243,11 @@ class Adapters:
                 module.register_forward_hook(partial(_add_to, own, path))
             elif isinstance(module, DenseMLP):
                 module.of_rows.append(partial(_of_tokens, own, path))
-            elif isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
+            elif isinstance(module, MoELayer) and module.grouped is not None:
                 way = module.dispatcher
                 is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
                 each = module.top_k if is_exact else 1
-                module.experts.of_rows.append(
+                module.grouped.of_rows.append(
                     partial(_of_expert_rows, own, f"{path}.experts", each)
                 )
 
@@ -299,8 +281,8 @@ def detach_collected(model: nn.Module) -> None:
         for key, hook in list(module._forward_hooks.items()):
             if _is_idle(hook):
                 del module._forward_hooks[key]
-        if isinstance(module, DenseMLP | GroupedExperts):
-            module.of_rows = [hook for hook in module.of_rows if not _is_idle(hook)]
+        if (hooks := getattr(module, "of_rows", None)) is not None:
+            hooks[:] = [hook for hook in hooks if not _is_idle(hook)]
 
 
 def _is_idle(hook: Any) -> bool:

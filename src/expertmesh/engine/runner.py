@@ -11,21 +11,16 @@ import torch
 from torch import Tensor
 
 from expertmesh.engine.block_pool import ROOT
-from expertmesh.engine.compiled import CompiledForward
 from expertmesh.engine.drawing import sampling_batch
+from expertmesh.engine.faster_forward import FasterForward
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, ones_of, span_of
 from expertmesh.engine.output import NO_MAXIMUM, NOT_FINITE, Logprob
 from expertmesh.engine.request import Sequence
 from expertmesh.engine.request_adapters import Adapters, AdapterSpan
 from expertmesh.engine.scheduler import Chunk, Step
-from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.invariant.kept import Kept, keeping
 from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
 from expertmesh.parallel.inference import broadcast_from_rank0
-
-KEPT_BYTES = 1 << 30
-"""Approximate bytes of expert weights that deterministic mode keeps in the layout of its matmuls."""
 
 
 @dataclass(frozen=True)
@@ -125,32 +120,18 @@ class Runner:
     """
 
     def __init__(
-        self, model: Any, cache: PagedCache, compiled: CompiledForward | None = None
+        self, model: Any, cache: PagedCache, compiled: FasterForward | None = None
     ) -> None:
         self.model, self.cache, self.compiled = model, cache, compiled
         self.adapters: Adapters | None = None
         self._from_rank0 = broadcast_from_rank0(model)
-        self._kept = None
-        if model.config.batch_invariant:
-            self._kept = Kept(self._lasting(), most_bytes=KEPT_BYTES)
+        self._is_invariant = model.config.batch_invariant
         self.device = cache.k.device
         self.expert_load = [
             torch.zeros(num + 1, dtype=torch.int64, device=self.device)
             for num in model.config.experts_per_layer()
             if num
         ]
-
-    def _lasting(self) -> list[Tensor]:
-        """Parameters that do not change between steps: all except paged experts."""
-        modules = [m for m in self.model.modules() if not isinstance(m, PagedExperts)]
-        return [p for module in modules for p in module.parameters(recurse=False)]
-
-    def forget_weights(self) -> None:
-        """Drop data derived from weights."""
-        if self._kept is not None:
-            self._kept.clear()
-        if self.compiled is not None:
-            self.compiled.forget_weights()
 
     @torch.no_grad()
     def run(self, step: Step) -> RunnerOutput:
@@ -174,7 +155,7 @@ class Runner:
             ids += one.ids
             positions += range(one.start, stop)
             places += cache.places(one.blocks, one.start, stop)
-            if count == 1 and self._kept is not None:
+            if count == 1 and self._is_invariant:
                 ones.append((first, one.blocks, stop))
                 continue
             spans.append(
@@ -216,14 +197,13 @@ class Runner:
         """Logits of the rows, and (T, K) expert ids of each MoE layer."""
         if self.compiled is not None and (found := self.compiled(ids_T, context, rows_R)):
             return found
-        with keeping(self._kept):
-            output = self.model(
-                ids_T,
-                context=context,
-                logit_rows_R=rows_R,
-                capacity_factor=self.model.config.moe.dropless_factor,
-                losses=False,
-            )
+        output = self.model(
+            ids_T,
+            context=context,
+            logit_rows_R=rows_R,
+            capacity_factor=self.model.config.moe.dropless_factor,
+            losses=False,
+        )
         return output.logits_BSV, [one.topk_expert_ids_TK for one in output.stats]
 
     def _count(self, ids_of_layers: list[Tensor]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expertmesh.config.evaluation_task import check_task
 from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.values import WHOLE, Number, type_of
 from expertmesh.engine.lockstep import pad_right
 from expertmesh.engine.texts import continue_prompts
 from expertmesh.errors import ConfigError
@@ -46,10 +47,9 @@ class ExpertMeshLM(TemplateLM):
         super().__init__()
         if not isinstance(model, GPT):
             raise ConfigError(
-                f"a {type(model).__name__}: lm-evaluation-harness asks for likelihoods, which a gpt has; use a run of one"
+                f"{type_of(model)}: lm-evaluation-harness asks for likelihoods, which a gpt has; use a run of one"
             )
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: must be at least 1; use 1 or more")
+        Number(1, fix="use 1 or more", types=WHOLE).check("batch_size", batch_size)
         self.model, self.tokenizer_file = model, tokenizer
         self.end_id, self.batch_size = end_id, batch_size
         self._text = text_format(tokenizer, model=model)

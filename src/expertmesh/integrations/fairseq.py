@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.comm.world import World
+from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import keep_where_refused
@@ -156,7 +157,7 @@ class MOELayer(nn.Module):
         super().__init__()
         if not isinstance(gate, _Gate):
             raise ConfigError(
-                f"gate is a {type(gate).__name__}; use Top1Gate or Top2Gate of expertmesh.integrations.fairseq"
+                f"gate is {type_of(gate)}; use Top1Gate or Top2Gate of expertmesh.integrations.fairseq"
             )
         own = experts if isinstance(experts, nn.ModuleList) else nn.ModuleList([experts])
         world = World(group) if dist.is_initialized() else None

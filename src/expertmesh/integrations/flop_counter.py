@@ -52,7 +52,7 @@ def _moe_mlp(_x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_:
 def _moe_mlp_backward(
     _x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any
 ) -> int:
-    _b_in, _b_out, _scales, maps, *_words, _grad, hidden, needs = rest[:10]
+    _b_in, _b_out, _scales, maps, *_words, _grad, hidden, needs = rest[:11]
     need_x, _need_weights, *need_parameters = needs
     again = [w for w, h in zip(w_in, hidden, strict=True) if h[0] == 0]
     wanted = [w for w, needed in zip((*w_in, *w_out), need_parameters, strict=False) if needed]
@@ -62,6 +62,11 @@ def _moe_mlp_backward(
 @_count(_OPERATORS.grouped_linear)
 def _grouped_linear(x_RK: Shape, w: Shape, *_: Any, **__: Any) -> int:
     return x_RK[0] * _of_row(w)
+
+
+@_count(_OPERATORS.frozen_linear)
+def _frozen_linear(x_RK: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
+    return x_RK[0] * _of_row((1, x_RK[1], out_shape[1]))
 
 
 @_count(_OPERATORS.grouped_linear_weight_grad)

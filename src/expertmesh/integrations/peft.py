@@ -56,7 +56,8 @@ def save_adapters(model: GPT, folder: str | Path) -> None:
     targets = sorted({name.rpartition(".")[2] for name in found}, reverse=True)
     tensors = {}
     for name, adapter in found.items():
-        if name.endswith("w_in") and model.get_parameter(name).shape[1] != 2:
+        experts: Any = model.get_submodule(name.rpartition(".")[0])
+        if name.endswith("w_in") and experts.shape[1] != 2:
             raise ConfigError(
                 f"activation={model.config.activation}: peft's format names gated experts only; keep the adapters in a checkpoint"
             )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.comm.world import World
+from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
@@ -257,8 +258,7 @@ class MOELayer(nn.Module):
     def _route_degree(self, adaptive_r: int | None) -> int | None:
         """Route degree for Tutel's r; None on one process."""
         r = self.adaptive_degree if adaptive_r is None else adaptive_r
-        if r not in self.valid_rs:
-            raise ConfigError(f"adaptive_r={r}: must be one of {self.valid_rs}; choose one")
+        check_choice("adaptive_r", r, self.valid_rs)
         if self._num_ranks == 1:
             return None
         return 1 if r == 0 else self._num_ranks // self.sharded_count * r

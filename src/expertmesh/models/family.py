@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from expertmesh.config.run import RunConfig
+from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError, text_of
 
 Recipes = Mapping[str, Callable[[], RunConfig]]
@@ -81,7 +82,7 @@ class Family:
             raise ConfigError(
                 "family",
                 self.name,
-                f"needs a {self.config.__name__}, got a {type(config).__name__}",
+                f"needs a {self.config.__name__}, got {type_of(config)}",
                 f"use the family of that configuration, or a {self.config.__name__}",
             )
         return self._resolved(self.task)(config)
@@ -116,7 +117,7 @@ class Family:
             raise ConfigError(
                 "train.init_from",
                 where,
-                f"runs of family {self.name} begin with no other's weights",
+                f"family {self.name} does not support it",
                 "leave it out",
             )
         if not isinstance(other, self.config):

@@ -16,11 +16,11 @@ MASK = Arg("BS", BOOL, "one entry per token, True for real ones")
 _IDS = Arg(
     "BS",
     IDS,
-    "integer ids of (sequences, tokens)",
+    "token ids of B sequences",
     some="S",
     below="V",
     fix="use the tokenizer that the model was trained with",
-    reshape="one sequence is ids[None]",
+    reshape="give one sequence of S tokens as ids[None]",
 )
 
 

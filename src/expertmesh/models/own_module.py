@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.run import RunConfig
+from expertmesh.config.values import type_of
 from expertmesh.data.samples import data_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.builder import ModelBuilder
@@ -48,7 +49,7 @@ class OwnBuilder(ModelBuilder):
         module = self._module if isinstance(self._module, nn.Module) else self._module()
         if not isinstance(module, nn.Module):
             raise ConfigError(
-                f"module: made a {type(module).__name__}; give an nn.Module, its class, or a function that returns one"
+                f"module: made {type_of(module)}; give an nn.Module, its class, or a function that returns one"
             )
         return module.to(device, dtype)
 
@@ -137,7 +138,7 @@ class OwnModule(Task):
         value, *others = found if isinstance(found, tuple | list) else (found,)
         if not isinstance(value, Tensor) or value.ndim:
             is_tensor = isinstance(value, Tensor)
-            what = f"shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            what = f"shape {tuple(value.shape)}" if is_tensor else f"{type_of(value)}"
             raise ConfigError(f"loss: returned {what}; {_RETURN}")
         stats: list[RoutingStats] = []
         measures: dict[str, Any] = {}
@@ -148,7 +149,7 @@ class OwnModule(Task):
                 stats += other if isinstance(other, tuple | list) else [other]
         for one in stats:
             if not isinstance(one, RoutingStats):
-                raise ConfigError(f"loss: returned a {type(one).__name__} after it; {_RETURN}")
+                raise ConfigError(f"loss: returned {type_of(one)} after it; {_RETURN}")
         for name, owner in _TAKEN.items():
             if name in measures:
                 raise ConfigError(

@@ -4,6 +4,7 @@ from typing import Any
 
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import spread_gpt_for_engine
@@ -21,6 +22,6 @@ def spread_for_engine(
     """
     if not isinstance(model, GPT):
         raise ConfigError(
-            f"parallel: a {type(model).__name__} is served by one process; leave it out, or open the model as our GPT"
+            f"parallel: {type_of(model)} is served by one process; leave it out, or open the model as our GPT"
         )
     return spread_gpt_for_engine(model, config, world)

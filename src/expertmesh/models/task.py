@@ -138,7 +138,7 @@ class Task(ABC):
         self.config = config
         if not hasattr(self, "builder_class"):
             raise ConfigError(
-                f"{type(self).__name__}: says not how its model is made; set builder_class to a ModelBuilder with a build()"
+                f"{type(self).__name__}: does not set builder_class; set it to a ModelBuilder with a build()"
             )
         self.builder = self.builder_class(config)
 
@@ -206,7 +206,7 @@ class Task(ABC):
         raise ConfigError(
             "family",
             self.config.family,
-            "its task has labels and says of no sample which it has",
+            "its task defines labels but not label_of",
             "write its label_of, or leave labels empty",
         )
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
-from expertmesh.models.expert_copies import ExpertCopies, check_whole
+from expertmesh.models.expert_copies import ExpertCopies
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.upcycle import upcycle_gpt
 from expertmesh.moe.check_arguments import check_module
@@ -154,9 +155,7 @@ def upcycle(
         ['1']
     """
     check_module(model)
-    check_whole(every=every)
-    if every < 1:
-        raise ConfigError(f"every={every}: must be at least 1; use 2 for every other block")
+    Number(1, fix="use 2 for every other block", types=WHOLE).check("every", every)
     if isinstance(model, GPT):
         _check_options(options)
         copies = ExpertCopies(num_experts, top_k, granularity, noise_std, redraw, seed)

@@ -7,7 +7,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 
-from expertmesh.config.values import WHOLE, Number, check_type, shown, wrong_type
+from expertmesh.config.values import WHOLE, Number, check_type, shown, type_of, wrong_type
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.init import draw_seed, init_normal_
@@ -106,7 +106,7 @@ def _resizable(model: Any) -> LanguageModel:
         weight = module._parameters.get("weight")
         if weight is None or hasattr(module, "_hf_hook"):
             raise ConfigError(
-                f"{name} is a {type(module).__name__} that something else wraps; add tokens first, then wrap the model"
+                f"{name} is {type_of(module)} that something else wraps; add tokens first, then wrap the model"
             )
         if type(weight.data) is not Tensor or getattr(model, "shared", None) is not None:
             raise ConfigError(

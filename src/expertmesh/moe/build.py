@@ -16,13 +16,7 @@ from expertmesh.ops.op_set import select_op_set
 
 
 def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Make the router that the options name. Its parameters are FP32, or FP64 in an FP64 layer.
-
-    Args:
-        options: the options of the layer.
-        device: device of the parameters, or None.
-        dtype: dtype of the layer, or None.
-    """
+    """Make the router that the options name. Its parameters are FP32, or FP64 in an FP64 layer (`dtype`)."""
     return ROUTERS[options.router](
         dim=options.dim,
         num_experts=options.num_experts,
@@ -55,13 +49,7 @@ def make_experts(
     experts: nn.ModuleList | Callable[[int], nn.Module] | None,
     **place: Any,
 ) -> GroupedExperts | ExpertList:
-    """Make grouped experts, or an `ExpertList` of the user's modules.
-
-    Args:
-        options: the options of the layer.
-        experts: the user's modules, or a function that makes the e-th of them; None: grouped experts.
-        **place: device and dtype of grouped experts.
-    """
+    """Make grouped experts, or an `ExpertList` of the user's modules; `place` is device and dtype of grouped experts."""
     if experts is None:
         return GroupedExperts(
             num_experts=options.num_experts,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.renamed import with_current_names
+from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.layer_call import LayerCall
@@ -75,16 +76,7 @@ class Experts(Protocol):
 def apply_experts(
     experts: Experts, tokens: Dispatched, parameters: ExpertParameters | None = None
 ) -> Tensor:
-    """Run experts on tokens that have arrived.
-
-    Args:
-        experts: the experts of this process.
-        tokens: the tokens, with local expert ids.
-        parameters: weights to compute with in place of the module's own, or None.
-
-    Returns:
-        (T, D) one partial sum per token.
-    """
+    """Run experts on tokens that have arrived, with local expert ids: (T, D), one partial sum per token."""
     with phase("experts"):
         return experts(
             tokens.x_TD,
@@ -158,10 +150,8 @@ def check_at_home(way: DispatchOptions) -> None:
 
 def _check_options(way: Any) -> DispatchOptions:
     """Raise ConfigError unless these are the options of a call."""
-    if not isinstance(way, DispatchOptions):
-        raise ConfigError(
-            f"dispatch={way!r}: must be a DispatchOptions; give em.DispatchOptions(route_degree=...)"
-        )
+    fix = "give em.DispatchOptions(route_degree=...)"
+    check_type("dispatch", way, DispatchOptions, "a DispatchOptions", fix)
     return way
 
 
@@ -176,7 +166,7 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
         return AS_USUAL if given is None else _check_options(given)
     if given is not None:
         raise ConfigError(
-            f"dispatch= and {', '.join(choices)}=: both say how tokens travel; give dispatch= alone"
+            f"dispatch= and {', '.join(choices)}=: both set the dispatch of tokens; give dispatch= alone"
         )
     choices = with_current_names(choices)
     unknown = [name for name in choices if name not in _AT_HOME]

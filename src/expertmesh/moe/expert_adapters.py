@@ -16,19 +16,9 @@ TARGETS = ("w_in", "w_out")
 
 
 class Adapter(nn.Module):
-    """Factors A and B of the adapter on one stack of matrices W (E, N, K).
+    """Factors of the adapter s B A on one stack of matrices W (E, rows, columns).
 
     Parameters: `a` (e, r, columns) and `b` (e, rows, r), where e is E, or 1 where all experts share it.
-
-    Args:
-        num_experts: E.
-        rows: N of W (E, N, K).
-        columns: K.
-        rank: r.
-        scaling: s.
-        shared: whether all experts share one adapter.
-        device: the device of the factors.
-        dtype: the type of the factors.
     """
 
     def __init__(

@@ -7,23 +7,14 @@ from dataclasses import dataclass
 
 @dataclass
 class PagingCounts:
-    """Counters of one layer's expert slots.
+    """Counters of one layer's expert slots."""
 
-    Attributes:
-        hits: experts of a step that were in a slot.
-        misses: experts of a step that had to be copied, in bypassing steps too.
-        fetched_ahead: experts prefetched before their step.
-        useful: prefetched experts that their step then used; they count as hits, too.
-        bypasses: steps that needed more experts than there are slots.
-        bytes_copied: bytes copied from the host's memory or from files.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    fetched_ahead: int = 0
-    useful: int = 0
-    bypasses: int = 0
-    bytes_copied: int = 0
+    hits: int = 0  # experts of a step that were in a slot
+    misses: int = 0  # experts of a step that had to be copied, in bypassing steps too
+    fetched_ahead: int = 0  # experts prefetched before their step
+    useful: int = 0  # prefetched experts that their step then used; they count as hits, too
+    bypasses: int = 0  # steps that needed more experts than there are slots
+    bytes_copied: int = 0  # bytes copied from the host's memory or from files
 
 
 class ExpertSlots:

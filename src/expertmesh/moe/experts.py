@@ -1,23 +1,30 @@
 """Routed experts (grouped tensors, or one custom module per expert) and the dense MLP beside them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_adapters import ExpertAdapters
+from expertmesh.moe.expert_paging import ExpertPaging
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
 from expertmesh.ops.experts.moe_mlp import compute
-from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
+from expertmesh.ops.experts.weights import (
+    FORMATS,
+    TENSORS,
+    ExpertWeights,
+    WeightGradients,
+)
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 from expertmesh.ops.permute import combine, permute
+from expertmesh.ops.quantized.mxfp4 import BLOCK as MXFP4_BLOCK
 from expertmesh.ops.route_metadata import route_metadata
 
 OfRows = Callable[[], tuple[AdapterRun, ...]]
@@ -30,17 +37,10 @@ def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Weights that replace the own weights of a `GroupedExperts` in one call, with the handling of their gradients.
-
-    Attributes:
-        weights: the weights, indexed by the expert ids of the call.
-        context: context manager around the experts' operator, for example saved-tensor hooks.
-        main_grads: see `moe_mlp`; the owner of the weights passes the gradients on.
-        late: see `moe_mlp`; the owner of the weights asks for the gradients.
-    """
+    """Weights for one call, indexed by its expert ids, and what their owner does with their gradients (see `moe_mlp`)."""
 
     weights: ExpertWeights
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # around the operator
     main_grads: WeightGradients | None = None
     late: DeferredWeightGradients | None = None
 
@@ -93,18 +93,11 @@ class DenseMLP(nn.Module):
         )
 
 
-class HasBackend(Protocol):
-    """Protocol of a module that calls the experts' operators."""
-
-    arithmetic: OpSet
-    backend: str
-    training: bool
-
-
 class GroupedExperts(nn.Module):
     """E experts in stacked tensors, run by one autograd operator (`expertmesh.functional.moe_mlp`).
 
-    Parameters: w_in (E, G, F, D), w_out (E, D, F), and with bias b_in (E, G, F), b_out (E, D).
+    Parameters: w_in (E, G, F, D), w_out (E, D, F), and with bias b_in (E, G, F), b_out (E, D). In another format than
+    "dense" (`ops/experts/quantized_formats.py`) they are frozen buffers, with w_in_scale and w_out_scale beside them.
 
     Args:
         num_experts: E.
@@ -117,7 +110,18 @@ class GroupedExperts(nn.Module):
         backend: see `ops.backend.resolve_backend`.
         device: the device of the parameters.
         dtype: the type of the parameters.
+
+    Attributes:
+        format: name of the weights' format in `FORMATS`.
+        paging: slots in place of the tensors, see `put_into_slots`; None: all experts are here.
     """
+
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+    w_in_scale: Tensor | None
+    w_out_scale: Tensor | None
 
     def __init__(
         self,
@@ -142,14 +146,110 @@ class GroupedExperts(nn.Module):
         self.adapters: ExpertAdapters | None = None
         self.of_rows: list[OfRows] = []
         self.compute_device: torch.device | None = None  # if not the parameters'
+        self.paging: ExpertPaging | None = None
+        self._dense_dtype = torch.bfloat16
 
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, device=device, dtype=dtype)
 
-        self.w_in = parameter(num_experts, branches, hidden_dim, dim)
-        self.w_out = parameter(num_experts, dim, hidden_dim)
-        self.b_in = parameter(num_experts, branches, hidden_dim) if bias else None
-        self.b_out = parameter(num_experts, dim) if bias else None
+        tensors = {
+            "w_in": empty(num_experts, branches, hidden_dim, dim),
+            "w_out": empty(num_experts, dim, hidden_dim),
+        }
+        if bias:
+            tensors["b_in"] = empty(num_experts, branches, hidden_dim)
+            tensors["b_out"] = empty(num_experts, dim)
+        self.hold("dense", tensors)
+
+    def hold(self, format: str, tensors: Mapping[str, Tensor], *, is_saved: bool = True) -> None:
+        """Replace all tensors, by name: parameters of a dense format, else frozen buffers.
+
+        Without `is_saved` matrices that are not dense are not in the state dict.
+        """
+        for name in TENSORS:
+            if name in self._parameters or name in self._buffers:
+                delattr(self, name)
+            tensor = tensors.get(name)
+            if format == "dense" and not name.endswith("_scale"):
+                self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+            else:
+                self.register_buffer(name, tensor, persistent=is_saved or name.startswith("b_"))
+        self.format = format
+
+    @torch.no_grad()
+    def convert(
+        self, format: str, *, group_size: int = 64, dtype: torch.dtype | None = None
+    ) -> None:
+        """Round the matrices to a format, or widen them to "dense"; adapters stay, main gradients go.
+
+        Dense matrices are new parameters, for an optimizer made afterwards.
+
+        Args:
+            format: dense, int8, int4, fp8 or mxfp4.
+            group_size: input columns per scale of int4.
+            dtype: dtype of dense matrices, or of scales; None: as it is.
+
+        Raises:
+            ConfigError: there is no such format, the experts are in slots or on several ranks, columns are no
+                whole groups, or a number is not finite.
+        """
+        known = [name for name, one in FORMATS.items() if one.name == name]
+        if format not in known:
+            raise ConfigError("format", format, f"must be {' or '.join(known)}", "use int8")
+        if self.paging is not None or type(self.w_in.data) is not Tensor:
+            raise ConfigError(
+                "format", format, "experts are in slots or on several ranks", "convert before"
+            )
+        *_, F, D = self.shape
+        unit = {"int4": group_size, "mxfp4": MXFP4_BLOCK}.get(format, 1)
+        if D % unit or F % unit:
+            raise ConfigError(
+                "format", format, f"groups of {unit} must divide {D} and {F}", "use int8"
+            )
+        dtype = dtype or self.dtype
+        dense = self.weights().slices()[0].unpacked(dtype)
+        found = {n: b.detach() for n in ("b_in", "b_out") if (b := getattr(self, n)) is not None}
+        for name, w in (("w_in", dense.w_in_EGFD), ("w_out", dense.w_out_EDF)):
+            if format != "dense" and not w.isfinite().all():
+                fix = "mend them first"
+                raise ConfigError("format", format, f"{name} has numbers that are not finite", fix)
+            tensors = FORMATS[format].pack(w.detach(), dtype, group_size)
+            found |= {name + end: tensor for end, tensor in tensors.items()}
+        self._dense_dtype, self.main_grads = dtype, None
+        self.hold(format, found)
+
+    def put_into_slots(self, num_slots: int, **how: Any) -> "ExpertPaging":
+        """Keep `num_slots` experts only, for inference; see `ExpertPaging` for the arguments. The state dict is then empty."""
+        self.paging = ExpertPaging(self, num_slots=num_slots, **how)
+        self.hold(self.format, {})
+        return self.paging
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape (E, G, F, D) of the matrices, of all experts that are here."""
+        return self.weights().slices()[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights, or of their scales; for powers of two of the weights that were converted."""
+        one = self.weights().slices()[0]
+        found = (one.w_in_EGFD if one.scales_in is None else one.scales_in).dtype
+        return found if found.is_floating_point else self._dense_dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "GroupedExperts":
+        """Move or cast; dtypes of quantised numbers stay, because a rounded scale is another weight."""
+        biases = {id(t) for t in (self.b_in, self.b_out)}
+
+        def moved(tensor: Tensor) -> Tensor:
+            found: Tensor = fn(tensor)
+            if found.dtype == tensor.dtype or id(tensor) in biases:
+                return found
+            return tensor if found.device == tensor.device else tensor.to(found.device)
+
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        super()._apply(fn if self.format == "dense" else moved, recurse=False)
+        return self
 
     def accumulate_main_grads(self, enabled: bool = True) -> None:
         """Accumulate the gradients of all parameters in FP32 buffers, `self.main_grads`, from now on.
@@ -162,7 +262,14 @@ class GroupedExperts(nn.Module):
 
         Args:
             enabled: False goes back to autograd's gradients and drops the buffers.
+
+        Raises:
+            ConfigError: the experts are quantised, or in slots, and have no gradients.
         """
+        if enabled and (self.format != "dense" or self.paging is not None):
+            raise ConfigError(
+                f"main gradients of {self.format} experts: they are frozen; leave main gradients out"
+            )
 
         def buffer(parameter: Tensor | None) -> Tensor | None:
             if parameter is None:
@@ -202,8 +309,21 @@ class GroupedExperts(nn.Module):
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
-        own = parameters or ExpertParameters(self.weights(), main_grads=self.main_grads)
-        call = call_of_module(self, x_TD, weights_TK, own.weights, expert_ids_TK)
+        if parameters is not None:
+            own = parameters
+        elif self.paging is not None:
+            weights = self.paging.weights(x_TD, expert_ids_TK)
+            own = ExpertParameters(weights, torch.no_grad)  # the next call changes them
+        else:
+            own = ExpertParameters(self.weights(), main_grads=self.main_grads)
+        call = ExpertsCall(
+            x_TD,
+            weights_TK,
+            own.weights,
+            self.backend,
+            expert_ids_TK,
+            batch_invariant=self.arithmetic.in_mode(self.training).batch_invariant,
+        )
         if self.adapters is not None:
             call = call._replace(adapters=self.adapters())
         if self.of_rows:
@@ -220,9 +340,18 @@ class GroupedExperts(nn.Module):
             )
 
     def weights(self) -> ExpertWeights:
-        """The parameters as the operators take them."""
-        return ExpertWeights.of(
-            self.w_in, self.w_out, self.activation, b_in=self.b_in, b_out=self.b_out
+        """The tensors as the operators take them; of experts in slots those that have one."""
+        if self.paging is not None:
+            return self.paging.in_slots()
+        return ExpertWeights(
+            (self.w_in,),
+            (self.w_out,),
+            self.activation,
+            () if self.b_in is None else (self.b_in,),
+            self.b_out,
+            self.format,
+            () if self.w_in_scale is None else (self.w_in_scale,),
+            () if self.w_out_scale is None else (self.w_out_scale,),
         )
 
     def _check_main_grads(self, is_invariant: bool) -> None:
@@ -237,24 +366,6 @@ class GroupedExperts(nn.Module):
                 "main gradients with adapters (expertmesh.lora): their backward does not add to them; "
                 "freeze the experts, or call accumulate_main_grads(False)"
             )
-
-
-def call_of_module(
-    module: HasBackend, x_TD: Tensor, weights_TK: Tensor, experts: ExpertWeights, ids_TK: Tensor
-) -> ExpertsCall:
-    """Build the operator call of a module of experts.
-
-    Args:
-        module: the experts; backend, op set and mode are read.
-        x_TD: (T, D).
-        weights_TK: (T, K).
-        experts: the weights to compute with.
-        ids_TK: (T, K) expert ids.
-    """
-    is_invariant = module.arithmetic.in_mode(module.training).batch_invariant
-    return ExpertsCall(
-        x_TD, weights_TK, experts, module.backend, ids_TK, batch_invariant=is_invariant
-    )
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
@@ -332,11 +443,9 @@ class ExpertList(nn.ModuleList):
 
 
 def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
-    """(0, D) slices of parameters: a `torch.cat` with them gives the parameters zero gradients, even if weights are not finite.
+    """(0, D) slices of parameters, in the dtype of `like` (n, D): a `torch.cat` with them gives zero gradients, even if weights are not finite.
 
-    Args:
-        parameters: the parameters; those without a gradient and DTensors are left out.
-        like: (n, D) tensor of the slices' dtype.
+    Parameters without a gradient and DTensors are left out.
     """
     if not torch.is_grad_enabled():
         return []

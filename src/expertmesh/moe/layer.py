@@ -1,6 +1,6 @@
 """The mixture-of-experts layer: route -> assign -> dispatch -> experts -> combine (+ shared)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from expertmesh.moe.dispatch import (
     TokenDispatcher,
     dispatch_options,
 )
+from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.keywords import KEYWORDS, check_keywords, signature_with
 from expertmesh.moe.large_sizes import names_large_sizes
@@ -192,6 +193,11 @@ class MoELayer(ConstantBuffers):
         self.earlier_sums_RE: Tensor | None = (
             None  # sums of earlier micro-batches, see `BatchBalance`; no buffer, which casts would round
         )
+
+    @property
+    def grouped(self) -> GroupedExperts | None:
+        """The experts, if they are stacked tensors in any format; None: they are modules of the user's."""
+        return self.experts if isinstance(self.experts, GroupedExperts) else None
 
     @classmethod
     def from_config(
@@ -376,3 +382,10 @@ class MoELayer(ConstantBuffers):
 MoELayer.__init__.__signature__ = signature_with(  # type: ignore[attr-defined]
     MoELayer.__init__, KEYWORDS
 )
+
+
+def grouped_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer, GroupedExperts]]:
+    """Name, layer and experts of each layer of a model whose experts are stacked tensors, in any format."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and module.grouped is not None:
+            yield name, module, module.grouped

@@ -17,7 +17,6 @@ from expertmesh.moe.check_arguments import (
     check_routing,
     check_top_k,
 )
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
 from expertmesh.moe.routing_noise import (
     STREAM_OUTPUT_MASK,
@@ -34,43 +33,25 @@ from expertmesh.ops.transforms import refuse_transforms
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Arguments of one call of the layer, checked and flattened, with the layer's options and state.
+    """Arguments of one call of the layer, checked and flattened, with the layer's options and state."""
 
-    Attributes:
-        options: the layer's options.
-        x_TD: tokens; masked ones are zero.
-        token_mask_T: True for real tokens, or None.
-        token_ids_T: vocabulary ids, or None.
-        given_index_T: int64 global indices of the tokens; None: consecutive.
-        routing: a choice to replay, or None.
-        top_k: K of this call.
-        training: whether noise, jitter and dropout are on.
-        arithmetic: op set of this call.
-        noise_key: (2,) int64 key of the random numbers.
-        noise_samples: (2,) int64, see `first_index`; None: tokens count from 0.
-        expert_bias_E: the balancing bias, or None.
-        given_factor: the capacity factor given for this call, or None.
-        drop_factor: capacity factor by which choices are dropped, (numerator, denominator); None: dropless.
-        groups: routing groups shared with other processes, or None.
-        losses: whether the caller wants losses and counts.
-    """
-
-    options: LayerOptions
-    x_TD: Tensor
-    token_mask_T: Tensor | None
-    token_ids_T: Tensor | None
-    given_index_T: Tensor | None
-    routing: Routing | None
-    top_k: int
-    training: bool
-    arithmetic: OpSet
-    noise_key: Tensor
-    noise_samples: Tensor | None
-    expert_bias_E: Tensor | None
-    given_factor: float | None
+    options: LayerOptions  # the layer's options
+    x_TD: Tensor  # tokens; masked ones are zero
+    token_mask_T: Tensor | None  # True for real tokens, or None
+    token_ids_T: Tensor | None  # vocabulary ids, or None
+    given_index_T: Tensor | None  # int64 global indices of the tokens; None: consecutive
+    routing: Routing | None  # a choice to replay, or None
+    top_k: int  # K of this call
+    training: bool  # whether noise, jitter and dropout are on
+    arithmetic: OpSet  # op set of this call
+    noise_key: Tensor  # (2,) int64 key of the random numbers
+    noise_samples: Tensor | None  # (2,) int64, see `first_index`; None: tokens count from 0
+    expert_bias_E: Tensor | None  # the balancing bias, or None
+    given_factor: float | None  # the capacity factor given for this call, or None
+    # capacity factor by which choices are dropped, (numerator, denominator); None: dropless
     drop_factor: Ratio | None
-    groups: SharedGroups | None
-    losses: bool
+    groups: SharedGroups | None  # routing groups shared with other processes, or None
+    losses: bool  # whether the caller wants losses and counts
 
     @property
     def capacity_factor(self) -> float | None:
@@ -142,28 +123,17 @@ def make_layer_call(
 ) -> LayerCall:
     """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings.
 
-    Args:
-        layer: the called MoELayer.
-        x: (..., D), the layer's input.
-        token_mask: see `MoELayer.forward`, as for all that follow.
-        token_ids: see there.
-        token_index: see there.
-        routing: see there.
-        top_k: see there.
-        capacity_factor: see there.
-        shared_tokens: see there.
-        losses: see there.
-
     Raises:
         ConfigError: an argument does not fit the layer.
     """
     refuse_transforms("a MoE layer", lambda: (x, *layer.parameters()))
-    grouped = layer.experts if isinstance(layer.experts, GroupedExperts) else None
+    grouped = layer.grouped
+    # with accelerate's hook, weights are loaded from disk when the experts are called
+    is_typed = grouped and grouped.format == "dense" and not hasattr(grouped, "_hf_hook")
     check_input(
         x,
         dim=layer.dim,
-        # with accelerate's hook, weights are loaded from disk when the experts are called
-        weight=None if grouped is None or hasattr(grouped, "_hf_hook") else grouped.w_in,
+        weight=grouped.w_in if is_typed else None,
         device=None if grouped is None else grouped.compute_device,
     )
     training, E = layer.training, layer.num_experts

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.experts import ExpertList
 from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
 
 
@@ -15,15 +14,7 @@ from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
 def reset_layer(
     layer: Any, seed: int | None, *, std: float | None, out_std: float | None, custom: bool
 ) -> None:
-    """Reinitialise every parameter of a MoELayer; see its `reset_parameters`.
-
-    Args:
-        layer: a MoELayer.
-        seed: the seed of the whole model; None: a fresh one from torch's default generator.
-        std: standard deviation of all matrices but w_out; None: 1 / sqrt(fan_in).
-        out_std: standard deviation of w_out; None: 1 / sqrt(fan_in).
-        custom: whether custom routers and experts are reset too.
-    """
+    """Reinitialise every parameter of a MoELayer as its `reset_parameters` says, custom modules' too if `custom`."""
     seed = draw_seed() if seed is None else seed
     prefix = f"layers.{layer.layer_index}.moe."
     for name, parameter in _builtin_parameters(layer):
@@ -50,7 +41,7 @@ def reset_layer(
     layer.fill_constants()
     if custom and layer.options.router_kind == "module":
         reset_custom_modules(layer.router, seed=seed, name=prefix + "router")
-    if custom and isinstance(layer.experts, ExpertList):
+    if custom and layer.grouped is None:
         for index, expert in layer.experts.named_children():
             reset_custom_modules(expert, seed=seed, name=f"{prefix}experts.{index}")
 
@@ -59,6 +50,6 @@ def _builtin_parameters(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Named parameters of the layer that are not in a custom router or custom expert."""
     for name, parameter in layer.named_parameters():
         custom_router = layer.options.router_kind == "module" and name.startswith("router.")
-        custom_expert = isinstance(layer.experts, ExpertList) and name.startswith("experts.")
+        custom_expert = layer.grouped is None and name.startswith("experts.")
         if not (custom_router or custom_expert):
             yield name, parameter

@@ -38,7 +38,12 @@ def warm_up(
         >>> warm_up(MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2), token_counts=[1, 4])
     """
     parameters = [p for p in layer.parameters() if p.requires_grad]
-    some = next(layer.experts.parameters(), None)
+    grouped = layer.grouped
+    if grouped is None:
+        some: Tensor | None = next(layer.experts.parameters(), None)
+    else:
+        some = grouped.weights().w_in[0]
+        dtype = dtype or grouped.dtype  # of a quantised base not the numbers', nor the adapters'
     device = torch.get_default_device() if some is None else some.device
     device = getattr(layer.experts, "compute_device", None) or device  # of offloaded experts
     dtype = dtype or (torch.get_default_dtype() if some is None else some.dtype)

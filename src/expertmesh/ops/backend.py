@@ -117,7 +117,7 @@ def _explain_native() -> BackendReport:
     found = loaded()
     if found.kernels is None:
         return BackendReport("native", False, f"{found.problem}; auto uses torch on the CPU")
-    why = f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts in inference, and for batch-invariant products"
+    why = f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts and few BF16 rows in inference, and for batch-invariant products"
     if not found.kernels.has_threads:
         why += "; on one thread, as torch's OpenMP runtime is not found"
     return BackendReport("native", True, f"{why}; {found.problem}" if found.problem else why)

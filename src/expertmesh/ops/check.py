@@ -130,9 +130,8 @@ def check_dense(name: str, value: Tensor) -> None:
     """Raise ConfigError unless a tensor is dense."""
     if value.is_nested or value.layout != torch.strided:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise ConfigError(
-            f"{name} is a {kind} tensor; it must be a dense one; convert it, for example with padding and a mask"
-        )
+        fix = "pad it, and give a mask" if value.is_nested else "convert it with .to_dense()"
+        raise ConfigError(f"{name} is a {kind} tensor; it must be a dense one; {fix}")
 
 
 def check_like(
@@ -206,8 +205,8 @@ def _fits(shape: tuple[int, ...], wanted: list[Any], some: str) -> bool:
     if len(shape) != first + len(wanted):
         return False
     for axis, one in enumerate(wanted, first):
-        # not shape == wanted, which torch.compile cannot guard on where a size is a symbol
-        if (one in some and shape[axis] < 1) if isinstance(one, str) else shape[axis] != one:
+        # no == of shapes and no bool, which torch.compile cannot guard on where a size is a symbol
+        if shape[axis] < int(one in some) if isinstance(one, str) else shape[axis] != one:
             return False
     return True
 

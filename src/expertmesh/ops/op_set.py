@@ -13,15 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.ops import native_linear
 from expertmesh.ops.activation import activate
 from expertmesh.ops.attention import dense as dense_attention
 from expertmesh.ops.attention import fixed_blocks as invariant_attention
 from expertmesh.ops.cpu import norms, products
-from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.router_linear import router_linear
 
 
@@ -74,6 +76,10 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def _linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    is_plain = runs_plainly(x, w_NK, b_N) and autocast_dtype(x.device) is None
+    if is_plain and native_linear.is_faster(x, w_NK, b_N):
+        y_RN = native_linear.linear(x.reshape(-1, x.shape[-1]), w_NK, b_N)
+        return y_RN.view(*x.shape[:-1], w_NK.shape[0])
     return products.linear(x, w_NK) if b_N is None else F.linear(x, w_NK, b_N)
 
 
@@ -112,8 +118,8 @@ def _mlp(
         given: dict[str, Any] = {"b_in_GF": b_in_GF, "b_out_D": b_out_D, "activation": activation}
         return _of_one_expert(x_TD, w_in_GFD, w_out_DF, **given, backend=backend, runs=runs)
     b_in = None if b_in_GF is None else b_in_GF.flatten()
-    h_TGF = F.linear(x_TD, w_in_GFD.flatten(0, 1), b_in).unflatten(-1, w_in_GFD.shape[:2])
-    return F.linear(activate(h_TGF, activation), w_out_DF, b_out_D)
+    h_TGF = _linear(x_TD, w_in_GFD.flatten(0, 1), b_in).unflatten(-1, w_in_GFD.shape[:2])
+    return _linear(activate(h_TGF, activation), w_out_DF, b_out_D)
 
 
 def _of_one_expert(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
@@ -24,11 +25,13 @@ def can_look_at(tensor: Tensor) -> bool:
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors needs no dispatch: CPU, no compiler, no tracing, no autograd, no dispatch mode.
+    """Whether a call with these tensors needs no dispatch and reads their memory as it is: CPU, no compiler, no autograd, no mode.
 
     A `torch.library` operator costs 20 us in PyTorch's dispatcher with warm caches, and several times as much with cold
     ones, as in token-by-token generation. On a CPU that is as long as reading an expert takes.
     """
-    if not is_plain(*tensors) or is_in_torch_dispatch_mode():
+    if not is_plain(*tensors) or is_in_torch_dispatch_mode() or get_interpreter_stack():
+        return False
+    if forward_ad._current_level >= 0 or any(t is not None and t.is_neg() for t in tensors):
         return False
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))

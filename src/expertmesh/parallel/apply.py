@@ -22,11 +22,10 @@ from expertmesh.comm.mesh import (
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.config.run import ParallelConfig
-from expertmesh.config.values import check_type
+from expertmesh.config.values import check_type, type_of
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.check_arguments import check_module
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.adaptive import adapt, may_choose
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
@@ -156,7 +155,7 @@ def _blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]
     for index, block in enumerate(found):
         if not isinstance(block, nn.Module) or block not in inside or block is model:
             raise ConfigError(
-                f"blocks: number {index}, a {type(block).__name__}, is no module inside the model; give the model's layers"
+                f"blocks: number {index}, {type_of(block)}, is no module inside the model; give the model's layers"
             )
     return found
 
@@ -175,7 +174,7 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
         )
     if isinstance(model, FSDPModule):
         raise ConfigError(
-            f"model is a {type(model).__name__}, spread already; call parallelize once, on a model that fully_shard has not seen"
+            f"model is {type_of(model)}, spread already; call parallelize once, on a model that fully_shard has not seen"
         )
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     experts = {p for layer in layers for p in layer.experts.parameters()}
@@ -303,12 +302,12 @@ def _plan_of(
     """Expert-slicing degree of a layer, and its dispatch options."""
     ep_degree = config.ep_degree_of(index, num_moe_layers=num_moe_layers)
     es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
-    if isinstance(layer.experts, GroupedExperts):
+    if layer.grouped is not None:
         split = expert_split(
             config,
             degrees=degrees,
             num_experts=layer.num_experts,
-            hidden_dim=layer.experts.w_in.shape[2],
+            hidden_dim=layer.grouped.shape[2],
             ep_degree=ep_degree,
         )
         es_degree, route_degree = split.storage.f, split.route_degree
@@ -470,7 +469,7 @@ def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
         raise ConfigError(
             "parallel.dispatch_dtype",
             config.dispatch_dtype,
-            "is for tokens that travel between ranks, and there is one",
+            "is for dispatch between ranks, and there is one rank",
             "start several with torchrun, or leave it out",
         )
     return dense_degrees(

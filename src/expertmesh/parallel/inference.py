@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from expertmesh.comm.collectives import broadcast_
 from expertmesh.comm.world import World
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
 from expertmesh.parallel.experts.exchange import AllReduceExchange
@@ -52,10 +51,7 @@ def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | Non
 
 def _slices(layer: MoELayer, num_ranks: int) -> int | None:
     """Number of ranks if it divides the experts' hidden size, else None."""
-    experts = layer.experts
-    if isinstance(experts, GroupedExperts) and experts.w_in.shape[2] % num_ranks == 0:
-        return num_ranks
-    return None
+    return num_ranks if layer.grouped and layer.grouped.shape[2] % num_ranks == 0 else None
 
 
 def broadcast_from_rank0(model: object) -> Callable[[Tensor], Tensor]:

@@ -17,7 +17,6 @@ from expertmesh.comm.group import RankGroup, wait
 from expertmesh.costs.eplb import Placement, in_order, placed
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher, SlotTables
 from expertmesh.parallel.serving import ServingDegrees, own_tensors, part_of, put_tensor
 
@@ -78,7 +77,7 @@ class RedundantExperts:
                 "leave it out, or let ep_degree be above 1",
             )
         for layer in self._layers:
-            if isinstance(layer.experts, PagedExperts):
+            if layer.grouped is not None and layer.grouped.paging is not None:
                 raise ConfigError(
                     "enable_eplb",
                     True,

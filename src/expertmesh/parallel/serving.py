@@ -22,9 +22,7 @@ from expertmesh.comm.start import start_group
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.parallel.experts.coordinated import (
@@ -41,23 +39,16 @@ _EXPERT_AXES = {"w_in": 2, "w_out": 2, "b_in": 2, "w_in_scale": 2, "w_out_scale"
 """Hidden-size axis of each expert tensor."""
 ADDED_ONCE = ("b_out", "out.bias")
 """Biases that are added after a sum over slices, so on one rank only."""
-_STACKED = (GroupedExperts, QuantizedExperts)
 
 
 @dataclass(frozen=True)
 class ServingDegrees:
-    """Parallel degrees of a model on p ranks.
+    """Parallel degrees of a model on p ranks."""
 
-    Attributes:
-        num_ranks: p.
-        tp: L, ranks of a tensor group.
-        e: parts of the experts.
-        f: slices of each expert's hidden size. e f is p, or p / L if the ranks of a group have the same experts.
-    """
-
-    num_ranks: int
-    tp: int
-    e: int
+    num_ranks: int  # p
+    tp: int  # L, ranks of a tensor group
+    e: int  # parts of the experts
+    # slices of each expert's hidden size. e f is p, or p / L if the ranks of a group have the same experts
     f: int
 
     @property
@@ -84,15 +75,9 @@ def serving_degrees(
     hidden_dim: int,
     unit: int = 1,
 ) -> ServingDegrees:
-    """Parallel degrees of a model that an engine serves.
+    """Parallel degrees of a model that an engine serves; `unit` divides the hidden size of every slice, see `slice_unit`.
 
-    Args:
-        config: tp_degree, ep_degree and es_degree are read; options of training must have their defaults. If one of ep_degree and es_degree is unset, it follows
-            from the other; if both are, experts get as few slices as possible.
-        num_ranks: p.
-        num_experts: number of experts of each MoE layer.
-        hidden_dim: hidden size of an expert.
-        unit: number that divides the hidden size of every slice; see `WeightFormat.unit`.
+    If one of ep_degree and es_degree is unset, it follows from the other; if both are, experts get as few slices as possible.
 
     Raises:
         ConfigError: an option has no effect here, or the degrees do not fit.
@@ -149,11 +134,7 @@ def serving_degrees(
 
 def slice_unit(model: nn.Module) -> int:
     """Number of hidden columns of which every slice of the experts must be a multiple, over all formats of a model."""
-    slices = [
-        module.experts.weights().slices()[0]
-        for module in model.modules()
-        if isinstance(module, MoELayer) and isinstance(module.experts, _STACKED)
-    ]
+    slices = [experts.weights().slices()[0] for _, _, experts in grouped_layers(model)]
     return math.lcm(*(FORMATS[one.format].unit(one) for one in slices))
 
 
@@ -198,28 +179,19 @@ def spread_layers(
 ) -> None:
     """Shard the parameters of a model as DTensors, and give its layers their collectives. Every rank must call.
 
-    Args:
-        model: with the same parameters on all ranks, or on the meta device. Call `as_plain` once it has its weights.
-        world: the ranks.
-        degrees: parallel degrees.
-        groups: process groups of this rank.
-        sizes: sizes of the current step; the caller updates them before each forward.
-        dense: modules that are cut over a tensor group, with the cut axis by parameter name.
+    The model has the same parameters on all ranks, or is on the meta device; call `as_plain` once it has its weights. The
+    caller updates `sizes` before each forward. Modules of `dense` are cut, by the axis of each parameter, over a tensor group.
 
     Raises:
-        ConfigError: experts are not stacked tensors, have adapters, or are in an order that cannot be cut.
+        ConfigError: experts are not stacked tensors, or have adapters.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
-        experts = layer.experts
-        if not isinstance(experts, _STACKED) or getattr(experts, "adapters", None) is not None:
+        experts = layer.grouped
+        if experts is None or experts.adapters is not None or experts.paging is not None:
             raise ConfigError(
                 f"layer {layer.layer_index}: an engine spreads experts of ours without adapters over ranks; use one process, or"
                 " merge them"
-            )
-        if isinstance(experts, QuantizedExperts) and experts.is_arranged:
-            raise ConfigError(
-                f"layer {layer.layer_index}: its numbers are in the order of this CPU's product already; give the engine the folder"
             )
     if degrees.tp > 1:
         mesh = world.mesh((degrees.num_groups, degrees.tp), ("group", "tp"), range(world.size))
@@ -328,10 +300,7 @@ def bring_rows_home(
     """Add a hook that gathers the rows of all tensor groups on rank 0 before a module runs; other ranks continue with
     no rows.
 
-    Args:
-        module: the norm before the logits, from which only rank 0 computes.
-        groups: process groups of this rank.
-        sizes: sizes of the current step.
+    The module is the norm before the logits, from which only rank 0 computes.
     """
 
     def gathered(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -349,11 +318,7 @@ def gather_home(
 ) -> Tensor | None:
     """Concatenate the rows of all tensor groups on rank 0; None elsewhere. The first rank of each group must call.
 
-    Args:
-        x_RD: rows of this rank's group.
-        groups: process groups of this rank.
-        counts: number of rows of each group.
-        where: layer and purpose, for errors and the byte counter.
+    `counts` are the numbers of rows of all groups.
     """
     leaders, most = groups.leaders, max(counts)
     if leaders.size == 1 or most == 0:

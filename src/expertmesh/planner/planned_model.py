@@ -10,7 +10,7 @@ from typing import Any
 from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.base import expanded, is_there, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
-from expertmesh.config.values import shown
+from expertmesh.config.values import shown, some_of
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.errors import CheckpointError, ConfigError, text_of
 from expertmesh.models.bound_files import check_run, newest_state
@@ -87,10 +87,10 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     if name in published_models():
         return _of_sizes(name, published_models()[name])
     if is_folder:
-        raise ConfigError(f"plan {name}: has no config.json; give a run, or a folder of the hub")
+        raise ConfigError(f"plan {name}: has no config.json; give a run, or a Hugging Face folder")
     known = [*RECIPES, *published_models()]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    hint = f"did you mean {near[0]}?" if near else f"known: {some_of(known)}"
     raise ConfigError(
         f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}"
     )

@@ -19,6 +19,7 @@ from expertmesh.data.json_records import JSON
 from expertmesh.data.records import NoRecordsError
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import grouped_layers
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.runs.open import LoadedModel
@@ -41,11 +42,8 @@ def importance_of(
 ) -> Mapping[str, Tensor]:
     """Mean squares of the inputs of each expert column, or mean products of all pairs of columns.
 
-    Args:
-        opened: the model.
-        text: a text of the kind that the model will read, or a JSON file of texts; packed or not.
-        most_bytes: limit of the bytes of all experts' mean products; beyond it, mean squares are returned.
-        on_read: function that is told in which type the model will compute, once the text is known to be long enough.
+    `text` is a text of the kind that the model will read, or a JSON file of texts, packed or not. Beyond `most_bytes` for all
+    mean products, mean squares are returned. `on_read` is told the precision once the text is known to be long enough.
 
     Returns:
         (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.
@@ -80,7 +78,7 @@ def importance_of(
         )
     if on_read is not None:
         on_read(opened.precision)
-    layers = {n: m for n, m in opened.model.named_modules() if isinstance(m, GroupedExperts)}
+    layers = {f"{name}.experts": experts for name, _, experts in grouped_layers(opened.model)}
     sizes = [m.w_in.shape for m in layers.values()]
     pairs = sum(4 * E * (D * D + F * F) for E, _, F, D in sizes) <= most_bytes
     seen: dict[str, _InputSums] = {}

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from expertmesh.config.base import option_names, ranks_on_host
+from expertmesh.config.base import option_names
+from expertmesh.config.launched import ranks_on_host
 from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family

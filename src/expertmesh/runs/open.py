@@ -23,7 +23,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.task import Task
-from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import grouped_layers
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.serving import as_plain
@@ -36,7 +36,7 @@ from expertmesh.runs.precision import (
     resolve_device,
     trained_precision,
 )
-from expertmesh.runs.quantized import arrange, put_quantized
+from expertmesh.runs.quantized import put_quantized
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_run
 from expertmesh.text.format import TextFormat, text_format, told_by_files
 
@@ -198,12 +198,7 @@ def open_model(
 
 @dataclass(frozen=True)
 class Slots:
-    """Options for experts that stay in their files and are copied to slots on the device.
-
-    Attributes:
-        count: slots of each layer.
-        fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: not on a CPU, which copies itself.
-    """
+    """Slots of each layer for experts that stay in their files; see `put_slots`."""
 
     count: int
     fetch_ahead: bool | None = None
@@ -247,15 +242,13 @@ def _open_empty(
     read_into(weights, model.state_dict())
     if share is not None:
         as_plain(model)
-    arrange(model)
     return LoadedModel(run, task, model.eval(), tokenizer, precision, ranks)
 
 
 def _keep_narrow(model: nn.Module, precision: Precision) -> None:
     """Keep experts in the type that autocast casts them to."""
-    for module in model.modules():
-        if isinstance(module, GroupedExperts):
-            module.to(precision.compute_dtype)
+    for _, _, experts in grouped_layers(model):
+        experts.to(precision.compute_dtype)
 
 
 def device_of(run: Run, device: str | torch.device | None) -> torch.device:

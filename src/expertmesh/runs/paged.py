@@ -1,16 +1,12 @@
 """Models with paged experts: slots in place of the experts, filled from the files when tokens choose them."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from expertmesh.checkpoints.source import TensorSource, local_parts
 from expertmesh.errors import ConfigError
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.paged_experts import PagedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.expert_paging import ExpertPaging
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.parallel.serving import ADDED_ONCE, as_plain
 
 
@@ -22,21 +18,14 @@ def put_slots(
     fetch_ahead: bool | None,
     device: torch.device,
 ) -> None:
-    """Replace a model's routed experts by slots, the only memory that they take on a device.
+    """Put the routed experts of a model on the meta device into slots, of each layer `num_slots` on a rank.
 
-    A rank has slots for its own part of the experts.
-
-    Args:
-        model: the model, on the meta device.
-        source: source of its weights.
-        num_slots: slots of each layer on a rank.
-        fetch_ahead: whether experts of the next layer are fetched while a layer computes; None: unless the device is a CPU.
-        device: device of the slots.
+    Experts of the next layer are fetched while a layer computes with `fetch_ahead`; None: unless the device is a CPU.
 
     Raises:
         ConfigError: a layer has fewer experts on a rank than slots, or the model has no experts.
     """
-    layers = list(_layers(model))
+    layers = list(grouped_layers(model))
     if not layers:
         raise ConfigError(
             "expert_slots", num_slots, "the model has no routed experts", "leave it out"
@@ -50,41 +39,21 @@ def put_slots(
             f"a layer has {fewest} experts{' on a rank' if is_cut else ''}",
             f"use at most {fewest}, or leave it out",
         )
-    made: list[tuple[MoELayer, PagedExperts]] = []
+    made: list[tuple[MoELayer, ExpertPaging]] = []
     for name, layer, experts in layers:
         read = _Reader(source, f"{name}.experts.", experts)
         as_plain(experts)
-        paged = PagedExperts(
-            experts,
-            num_slots=num_slots,
-            read=read,
-            device=device,
-            first_expert=read.boxes["w_in"][0].start,
-        )
-        setattr(layer, "experts", paged)  # noqa: B010 - a module of another class
-        made.append((layer, paged))
+        first = read.boxes["w_in"][0].start
+        paging = experts.put_into_slots(num_slots, read=read, device=device, first_expert=first)
+        made.append((layer, paging))
     if not (device.type != "cpu" if fetch_ahead is None else fetch_ahead):
         return
-    for (_, paged), (layer, later) in zip(made, made[1:], strict=False):
-        paged.ahead = layer.router, layer.top_k, later
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer, GroupedExperts | QuantizedExperts]]:
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer) and isinstance(
-            module.experts, GroupedExperts | QuantizedExperts
-        ):
-            yield name, module, module.experts
+    for (_, paging), (layer, later) in zip(made, made[1:], strict=False):
+        paging.ahead = layer.router, layer.top_k, later
 
 
 class _Reader:
-    """Reader of single experts of a layer from a source, or of this rank's slices of them.
-
-    Args:
-        source: of the weights.
-        prefix: before the names of the experts' tensors there.
-        experts: that are there, perhaps cut over ranks.
-    """
+    """Reader of single experts of a layer, perhaps cut over ranks, from a source with `prefix` before their names."""
 
     def __init__(self, source: TensorSource, prefix: str, experts: nn.Module) -> None:
         self.source, self.prefix = source, prefix
@@ -100,6 +69,6 @@ class _Reader:
         self.source.read(self.prefix + name, (slice(number, number + 1), *rest), into[None])
 
 
-def paged_layers(model: nn.Module) -> list[PagedExperts]:
-    """The paged experts of a model, layer by layer."""
-    return [module for module in model.modules() if isinstance(module, PagedExperts)]
+def paging_of(model: nn.Module) -> list[ExpertPaging]:
+    """The slots of a model's experts, layer by layer."""
+    return [e.paging for _, _, e in grouped_layers(model) if e.paging is not None]

@@ -17,19 +17,14 @@ from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.moe.layer import grouped_layers
 
 REPORT = "quantization.json"
 """File of the folder with the quantisation's settings and sizes."""
 
 
 def open_quantized(folder: Path, config: Any) -> QuantizedModel:
-    """The weights of a quantised folder.
-
-    Args:
-        folder: the folder.
-        config: configuration of the run, or of a run with the hub's model, of family gpt.
+    """The weights of a quantised folder, with the configuration of its run, of family gpt.
 
     Raises:
         ConfigError: config.json has no quantisation that can be read.
@@ -65,26 +60,16 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
 
 
 def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
-    """Replace a model's routed experts by modules for quantised ones, on the same device, usually meta."""
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, GroupedExperts)
-    ]
-    for parent, name, child in places:
-        made = QuantizedExperts(
-            child,
-            format=source.scheme.format,
-            group_size=source.scheme.group_size,
-            scale_dtype=source.scale_dtype,
-            device=child.w_in.device,
-        )
-        setattr(parent, name, made)
-
-
-def arrange(model: nn.Module) -> None:
-    """Arrange the quantised values of all experts for their device, after reading."""
-    for module in model.modules():
-        if isinstance(module, QuantizedExperts):
-            module.arrange()
+    """Give a model's routed experts the tensors of a quantised folder's format, empty and on the same device, usually meta."""
+    scheme = source.scheme
+    for _, _, experts in grouped_layers(model):
+        found = {
+            n: torch.empty_like(b)
+            for n in ("b_in", "b_out")
+            if (b := getattr(experts, n)) is not None
+        }
+        for name in ("w_in", "w_out"):
+            w = getattr(experts, name)
+            for end, (shape, dtype) in scheme.kept(w.shape, source.scale_dtype).items():
+                found[name + end] = torch.empty(shape, dtype=dtype, device=w.device)
+        experts.hold(scheme.format, found)

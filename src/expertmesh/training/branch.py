@@ -109,7 +109,7 @@ def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) 
         raise ConfigError(
             "distill.until",
             config.distill.until,
-            f"is a share of {total} steps here and of {trunk.total_schedule_steps} in {folder.path}, so that the teacher "
-            "falls silent elsewhere",
+            f"is a share of {total} steps here and of {trunk.total_schedule_steps} in {folder.path}, so that "
+            "distillation ends at another step",
             "use until=1 and decay=stop in both",
         )

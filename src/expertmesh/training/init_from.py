@@ -14,6 +14,7 @@ from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming, new_folder
 from expertmesh.config.run import RunConfig
+from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.bound_files import RECORD, hashes_in
 from expertmesh.models.decoder import LanguageModel
@@ -21,8 +22,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.models.task import Data
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import find_model
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
@@ -115,18 +115,23 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     wanted: Any = getattr(config, "model", None)
     if not isinstance(model, LanguageModel) or type(model.config) is not type(wanted):
         raise ConfigError(
-            f"model is a {type(model).__name__}, and the run that it is saved like has a {type(wanted).__name__}; give that of load()"
+            f"model is {type_of(model)}, and the run that it is saved like has {type_of(wanted)}; give that of load()"
         )
     if not isinstance(tokenizer, Tokenizer) or tokenizer.get_vocab_size() > model.vocab_size:
         raise ConfigError(
-            f"tokenizer: is a {type(tokenizer).__name__}, or has more tokens than the model's {model.vocab_size}; give the model's, and "
+            f"tokenizer: is {type_of(tokenizer)}, or has more tokens than the model's {model.vocab_size}; give the model's, and "
             "add tokens to both with add_tokens"
         )
     for layer in model.modules():
         if isinstance(layer, MoELayer) and not isinstance(layer.dispatcher, LocalDispatcher):
             raise ConfigError("model is spread over ranks; save it on one process, loaded whole")
-        if isinstance(layer, GroupedExperts) and layer.adapters is not None:
+    for _, _, experts in grouped_layers(model):
+        if experts.adapters is not None:
             raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
+        if experts.format != "dense":
+            raise ConfigError(
+                f"model has {experts.format} experts; give the one that was quantised"
+            )
 
 
 def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:

@@ -20,7 +20,6 @@ from expertmesh.config.values import WHOLE, Number
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.task import Data, Task
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.runs.data_paths import with_data
@@ -237,7 +236,11 @@ def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
             raise ConfigError(
                 f"run {run.path}: has model.moe.{what}, which fixes who its experts are; use a model without it"
             )
-        if not isinstance(layer.experts, GroupedExperts):
+        if layer.grouped is not None and layer.grouped.format != "dense":
+            raise ConfigError(
+                f"run {run.path}: its experts are {layer.grouped.format}; name the run they were made of"
+            )
+        if layer.grouped is None:
             raise ConfigError(
                 f"run {run.path}: its experts are modules of their own ({type(layer.experts).__name__}), not rows of one tensor;"
                 " name a run whose MoE layers have num_experts and hidden_dim only"

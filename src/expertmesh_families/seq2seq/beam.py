@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.config.values import WHOLE, Number, type_of
 from expertmesh.engine.lockstep import check_context_room, check_sources, pad_right
 from expertmesh.engine.output import NOT_FINITE
 from expertmesh.errors import CheckpointError, ConfigError
@@ -86,12 +87,8 @@ def beam_search(
         ConfigError: a value breaks a rule, or a source is too long or outside the vocabulary.
         CheckpointError: the model's logits are not finite.
     """
-    if not 1 <= num_beams <= MOST_BEAMS:
-        raise ConfigError("num_beams", num_beams, f"must be from 1 to {MOST_BEAMS}", "5 is usual")
-    if not 0 <= length_penalty <= _MOST_PENALTY:
-        raise ConfigError(
-            "length_penalty", length_penalty, f"must be from 0 to {_MOST_PENALTY}", "1 is usual"
-        )
+    Number(1, MOST_BEAMS, "5 is usual", types=WHOLE).check("num_beams", num_beams)
+    Number(0, _MOST_PENALTY, "1 is usual").check("length_penalty", length_penalty)
     sources = check_sources(model, sources, num_prompts=len(sources)) or []
     given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)
     if len(given) != len(sources):
@@ -116,7 +113,7 @@ def _search(
     B, device, steps = len(sources), model.device, max(limits)
     cache = model.new_cache(batch_size=B, max_len=len(start) + steps)
     if not isinstance(cache, BeamCache):
-        raise ConfigError(f"a {type(cache).__name__} has no beams; give one whose cache can branch")
+        raise ConfigError(f"{type_of(cache)} has no beams; give one whose cache can branch")
     source_BS, source_mask_BS = pad_right(sources, device=device)
     model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
     cache.branch(K)

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError, expanded
+from expertmesh.config.fields import Spelling
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
 from expertmesh.config.run import RunConfig, check_encoding
@@ -49,11 +50,11 @@ class Seq2SeqConfig(Config):
     """An encoder-decoder: RMSNorm, rotary positions, a deep encoder, a shallow decoder, MoE in every n-th layer of both."""
 
     vocab_size: int = Field(default=8192, gt=0)
-    """Tokens in the vocabulary (V), which all languages share."""
+    """Vocabulary size (V), shared by all languages."""
     max_source_len: int = Field(default=128, gt=2)
-    """Longest source in tokens, its two special tokens included."""
+    """Maximum source length in tokens, with two special tokens."""
     max_seq_len: int = Field(default=128, gt=1)
-    """Longest target in tokens, its special token included."""
+    """Maximum target length in tokens, with one special token."""
     dim: int = Field(default=256, gt=0)
     """Model width (D)."""
     num_encoder_layers: int = Field(default=4, gt=0)
@@ -61,7 +62,7 @@ class Seq2SeqConfig(Config):
     num_decoder_layers: int = Field(default=2, gt=0)
     """Layers of the decoder, which generates the target."""
     num_heads: int = Field(default=4, gt=0)
-    """Attention heads (H)."""
+    """Number of attention heads (H)."""
     ffn_hidden_dim: int = Field(default=1024, gt=0)
     """Hidden size of the dense feed-forward layers, and of the residual MLP of a residual MoE layer."""
     activation: Activation = "relu"
@@ -69,7 +70,7 @@ class Seq2SeqConfig(Config):
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Dropout rate of the embeddings and of each layer's outputs."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the target's probability that the training loss spreads over all tokens."""
+    """Label smoothing: share of the target's probability that is spread over all tokens."""
     tie_embeddings: bool = True
     """Share one matrix between the embeddings of both sides and the output projection."""
     positions: Literal["rotary", "untied"] = "rotary"
@@ -169,19 +170,19 @@ class Seq2SeqConfig(Config):
 class ParallelTextConfig(Config):
     """Parallel text in several languages, and the tasks that are learned from it."""
 
-    path: tuple[str, ...] = ()
+    path: Annotated[tuple[str, ...], Spelling("PATH")] = ()
     """Folders with a file per split and language, SPLIT.LANG, .gz or .zst; line i is the same text in all (blank: not translated)."""
-    encoding: str | None = None
-    """Encoding of the files by its Python name (latin-1, cp1252, utf-16-le); none: UTF-8. A byte-order mark has precedence."""
-    languages: tuple[str, ...] = ()
+    encoding: Annotated[str | None, Spelling("NAME")] = None
+    """Encoding of the files by its Python name (latin-1, cp1252, utf-16-le); none: UTF-8. A byte-order mark takes precedence."""
+    languages: Annotated[tuple[str, ...], Spelling("LANG")] = ()
     """Languages to use; none: all that the folders have."""
-    pairs: tuple[str, ...] = ()
+    pairs: Annotated[tuple[str, ...], Spelling("FROM-TO")] = ()
     """Directions to learn, such as en-de; none: from every language to every other."""
-    without_pairs: tuple[str, ...] = ()
+    without_pairs: Annotated[tuple[str, ...], Spelling("FROM-TO")] = ()
     """Directions to leave out of training but not of evaluation, for translation without examples (zero-shot)."""
-    train_split: str = "train"
+    train_split: Annotated[str, Spelling("NAME")] = "train"
     """Name of the files to train on."""
-    validation_split: str = "val"
+    validation_split: Annotated[str, Spelling("NAME")] = "val"
     """Name of the files to evaluate on."""
     temperature: float = Field(default=1.0, ge=1)
     """Directions are drawn in proportion to (number of examples)^(1 / temperature): 1 as they are, larger: rare ones more often."""
@@ -195,9 +196,9 @@ class ParallelTextConfig(Config):
     """Put the sentences of a noised text in a random order."""
     neighbours: int = Field(default=64, gt=0)
     """Number of consecutive samples of similar length, to reduce padding; best the batch size."""
-    encode_with: str | None = None
+    encode_with: Annotated[str | None, Spelling("FILE")] = None
     """The tokenizer.json of a run, whose vocabulary and languages are used; none: one is learned from the text. train.init_from sets it."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Folder for tokenizers and tokens; none: the user's cache folder."""
 
     @model_validator(mode="after")

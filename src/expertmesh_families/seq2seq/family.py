@@ -4,7 +4,6 @@ from typing import Any
 
 from expertmesh.models.family import Family, Metric
 from expertmesh_families.seq2seq.config import Seq2SeqRunConfig, begun_with
-from expertmesh_families.seq2seq.costs import seq2seq_costs
 from expertmesh_families.seq2seq.recipes import RECIPES
 
 
@@ -19,7 +18,7 @@ SEQ2SEQ = Family(
     task=_task,
     config=Seq2SeqRunConfig,
     recipes=RECIPES,
-    costs=seq2seq_costs,
+    costs="expertmesh_families.seq2seq.costs:seq2seq_costs",
     items="tokens",
     metric=Metric("loss", "nats per target token", "nats/token"),
     free=("model.moe.backend",),

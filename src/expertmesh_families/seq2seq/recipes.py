@@ -80,7 +80,7 @@ _WITH_ENGLISH = tuple(
 
 
 def translate_twelve() -> Seq2SeqRunConfig:
-    """Twelve languages from and to English, some among themselves, and denoising: LibreOffice's help and Multi30k.
+    """Twelve languages to and from English, some pairs without English, denoising; LibreOffice help, Multi30k.
 
     Czech and French are never translated into one another in training.
     """
@@ -124,8 +124,8 @@ class PublishedTranslator:
     @property
     def summary(self) -> str:
         """Description in the list of recipes, one line."""
-        kind = f"{self.num_experts[0]} experts" if self.num_experts else "dense"
-        return f"Z-code M3's encoder-decoder, {kind}: 24 + 12 layers, top-1."
+        kind = f"{self.num_experts[0]} experts, top-1" if self.num_experts else "dense"
+        return f"Z-code M3's encoder-decoder, {kind}: 24 + 12 layers."
 
     def __call__(self) -> Seq2SeqRunConfig:
         """The complete configuration."""

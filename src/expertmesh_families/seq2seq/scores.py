@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError
 
 _SHORTER = {
@@ -89,7 +90,7 @@ def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> N
         for line in given:
             if not isinstance(line, str):
                 raise ConfigError(
-                    f"{name}: one is a {type(line).__name__}; there is one text for each, give it"
+                    f"{name}: one is {type_of(line)}; there is one text for each, give it"
                 )
     if not lines:
         raise ConfigError(f"0 {what}: no score has a meaning; give at least one")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
+from expertmesh.config.values import WHOLE, Number, type_of
 from expertmesh.data.data_progress import Progress
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
@@ -54,9 +55,8 @@ def translate(
         ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
     """
     if not isinstance(model, EncoderDecoder):
-        raise ConfigError(f"a {type(model).__name__} reads no sources; use an encoder-decoder")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
+        raise ConfigError(f"{type_of(model)} reads no sources; use an encoder-decoder")
+    Number(1, fix="32 is usual", types=WHOLE).check("batch_size", batch_size)
     parts = [[text] for text in texts]
     if split_long:
         around = len(translation.before) + len(translation.after)

@@ -9,8 +9,9 @@ from expertmesh.cli.parse import parsed
 from expertmesh.cli.prompts import read_standard_input
 from expertmesh.cli.terminal_progress import tell, told_of_data
 from expertmesh.cli.torchrun import once_per_host
-from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.base import expanded
 from expertmesh.config.fields import ModelFolder, NewFile, Positive, Ratio, Spelling
+from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import SlicesConfig
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
@@ -30,21 +31,21 @@ class TranslateVerb(OnDevice):
     run: ModelFolder
     """run directory"""
     text: Annotated[tuple[str, ...], Spelling("TEXT", is_word=True, is_free=True)] = ()
-    """texts to translate; - reads lines from standard input"""
+    """texts to translate; - reads one per line from standard input"""
     to: Annotated[str, Spelling("LANG")]
     """target language"""
     input: Annotated[str | None, Spelling("FILE", is_read=True)] = None
-    """file with a text to translate on each line; - reads standard input"""
+    """file with one text per line; - reads standard input"""
     output: NewFile | None = None
     """file for the translations (default: standard output)"""
     reference: Annotated[str | None, Spelling("FILE", is_read=True)] = None
     """file with reference translations: prints BLEU and chrF"""
     beams: Annotated[Positive, Spelling(stands_for=("num_beams",))] = 5
-    """number of beams of the beam search"""
+    """beam size of beam search"""
     length_penalty: Ratio = 1.0
-    """length penalty; larger: longer translations; 0: none"""
+    """exponent of the length penalty; larger: longer translations; 0: no penalty"""
     split_long: bool = False
-    """translate texts that the model cannot read at once in pieces, cut where sentences end"""
+    """split texts that are too long for the model into sentences"""
     batch_size: Positive = 32
     """batch size in texts"""
     parallel: SlicesConfig = SlicesConfig()

@@ -4,7 +4,7 @@ from expertmesh.cli.family_verbs import Verb
 
 TRANSLATE = Verb(
     "translate",
-    'translate a text:             expertmesh translate runs/translate-multi30k --to de "a dog"',
+    "translate texts",
     run="expertmesh_families.seq2seq.translate_verb:run",
     is_of_all_ranks=True,
     memory_fix="lower --batch-size, or use a smaller model",

@@ -10,6 +10,7 @@ from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.config.base import expanded
 from expertmesh.config.fields import DataPlace, ModelFolder, NewFile, Positive, Spelling
+from expertmesh.config.moe_rules import DropPolicy
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import ConfigError
 from expertmesh_families.swin.config import Fit
@@ -34,23 +35,23 @@ class ClassifyVerb(OnDevice):
     run: ModelFolder
     """run directory"""
     image: Annotated[tuple[str, ...], Spelling("IMAGE", is_word=True, is_read=True)] = ()
-    """image files; of an IDX file the N-th image is FILE@N, from 0"""
+    """image files; FILE@N is the N-th image of an IDX file, from 0"""
     fit: Annotated[Fit | None, Spelling(stands_for=("data.fit",))] = None
-    """how images of another size are fitted (default: as in training)"""
+    """fitting of images of another size: pad with zeros, resize the central square, or exact, an error (default: as in training)"""
     top: Positive | None = None
     """number of classes to show (default: 3)"""
     picture: NewFile | None = None
-    """PNG picture to write of which expert took which patch"""
+    """PNG file to write: the experts chosen for each patch"""
     score: bool = False
     """print the accuracy on the run's validation images instead"""
     capacity: Annotated[float | None, Spelling(stands_for=("model.moe.eval_capacity_factor",))] = (
         None
     )
-    """capacity factor of the experts (default: no limit, so that images are classified alone)"""
-    drop_policy: Annotated[str | None, Spelling("NAME", stands_for=("model.moe.drop_policy",))] = (
+    """capacity factor of the experts (default: none, no limit)"""
+    drop_policy: Annotated[DropPolicy | None, Spelling(stands_for=("model.moe.drop_policy",))] = (
         None
     )
-    """tokens that stay over capacity (default: as in training)"""
+    """tokens that an expert keeps over capacity (default: as in training)"""
     batch_size: Positive = 64
     """batch size in images"""
     data: DataPlace = DataPlace()

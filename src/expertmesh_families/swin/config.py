@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError
+from expertmesh.config.fields import Spelling
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import RunConfig
 
@@ -23,15 +24,15 @@ class SwinConfig(Config):
     num_channels: Literal[1, 3] = 3
     """Channels of the images: 1 grey, 3 red, green and blue."""
     num_classes: int = Field(default=1000, gt=0)
-    """Classes of the head."""
+    """Number of classes."""
     patch_size: int = Field(default=4, gt=0)
     """Height and width of a patch in pixels; a patch is a token of the first stage."""
     dim: int = Field(default=96, gt=0)
     """Width of the first stage (D); each further stage is twice as wide, on a map of half the side."""
     depths: tuple[Annotated[int, Field(gt=0)], ...] = (2, 2, 6, 2)
-    """Blocks of each stage."""
+    """Number of blocks of each stage."""
     num_heads: tuple[Annotated[int, Field(gt=0)], ...] = (3, 6, 12, 24)
-    """Attention heads of each stage."""
+    """Number of attention heads of each stage."""
     window_size: int = Field(default=8, gt=0)
     """Height and width of a window in tokens; a smaller map is one window."""
     pretrained_window_sizes: tuple[Annotated[int, Field(gt=0)], ...] = ()
@@ -41,7 +42,7 @@ class SwinConfig(Config):
     drop_path: float = Field(default=0.2, ge=0, lt=1)
     """Stochastic depth rate of the last block; it decreases linearly to 0 in the first."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the target's probability that the training loss spreads over all classes."""
+    """Label smoothing: share of the target's probability that is spread over all classes."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of LayerNorm."""
     init_std: float = Field(default=0.02, gt=0)
@@ -189,7 +190,7 @@ def begun_with(config: "SwinRunConfig", other: "SwinRunConfig") -> "SwinRunConfi
 class ImagesConfig(Config):
     """Labelled images and their augmentation."""
 
-    path: tuple[str, ...] = ()
+    path: Annotated[tuple[str, ...], Spelling("PATH")] = ()
     """Folders: with a folder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, .gz too). The split is
     given by folders train/ and val/ (or test/), or by train- and test- before an IDX file's name. Classes of all folders are joined."""
     train_images: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -197,7 +198,7 @@ class ImagesConfig(Config):
     validation_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Share of the images for validation in a folder without a split: the last ones of IDX files, some of each class of a folder."""
     fit: Fit = "resize"
-    """Treatment of images of another size: pad (smaller ones get a border of zeros), resize, or exact (they are errors)."""
+    """Fitting of images of another size: pad (border of zeros, for smaller ones), resize (scale the central square), or exact (error)."""
     flip: bool = False
     """Mirror half of the images."""
     rotate: float = Field(default=0.0, ge=0, le=180)
@@ -220,7 +221,7 @@ class ImagesConfig(Config):
     """Alpha of cutmix: a rectangle comes from another image, its area from Beta(alpha, alpha); 0: never. With mixup, half each."""
     mix: float = Field(default=1.0, gt=0, le=1)
     """Share of the images to which mixup or cutmix is applied."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Cache folder for data computed from the images; none: the user's cache folder."""
 
     @model_validator(mode="after")

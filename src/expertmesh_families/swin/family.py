@@ -4,7 +4,6 @@ from typing import Any
 
 from expertmesh.models.family import Family, Metric
 from expertmesh_families.swin.config import SwinRunConfig, begun_with
-from expertmesh_families.swin.costs import swin_costs
 from expertmesh_families.swin.recipes import RECIPES
 
 
@@ -19,7 +18,7 @@ SWIN = Family(
     task=_task,
     config=SwinRunConfig,
     recipes=RECIPES,
-    costs=swin_costs,
+    costs="expertmesh_families.swin.costs:swin_costs",
     items="images",
     metric=Metric("accuracy", "accuracy", "accuracy", higher_is_better=True),
     free=("model.moe.backend",),

@@ -24,7 +24,7 @@ def _noisy(num_experts: int) -> dict[str, Any]:
 
 
 def swin_test() -> SwinRunConfig:
-    """A model that trains in seconds, for tests: two stages of 8 and 16, 4 experts, images of 16 pixels."""
+    """A model that trains in seconds, for tests: stages 8 and 16 wide, 4 experts, 16 x 16 images."""
     return SwinRunConfig(
         model=SwinConfig(
             image_size=16,
@@ -53,7 +53,7 @@ def swin_test() -> SwinRunConfig:
 
 
 def swin_mnist() -> SwinRunConfig:
-    """Handwritten digits: 8 experts in two of six blocks, batch-prioritised routing, minutes on a core."""
+    """Handwritten digits: 8 experts in two of six blocks, batch-prioritized routing, minutes on a core."""
     return SwinRunConfig(
         model=SwinConfig(
             image_size=32,
@@ -97,7 +97,7 @@ def swin_mnist() -> SwinRunConfig:
 
 
 def swin_union67() -> SwinRunConfig:
-    """Digits, silhouettes of animals and glyphs of many fonts, 67 classes: 16 experts where three domains meet."""
+    """Digits, silhouettes of animals and glyphs of many fonts, 67 classes: 16 experts in three of eight blocks."""
     return swin_mnist().updated(
         {
             "model.num_classes": 67,

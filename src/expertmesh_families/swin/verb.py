@@ -4,7 +4,7 @@ from expertmesh.cli.family_verbs import Verb
 
 CLASSIFY = Verb(
     "classify",
-    "classify images:              expertmesh classify runs/swin-mnist a.png",
+    "classify images",
     run="expertmesh_families.swin.classify_verb:run",
     memory_fix="lower --batch-size, or use a smaller model",
 )

@@ -167,8 +167,9 @@ def test_the_host_asks_once_per_token():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"num_beams": 0}, "num_beams=0: must be from 1 to 1000"),
-        ({"length_penalty": -1}, "length_penalty=-1: must be from 0 to 10"),
+        ({"num_beams": 0}, "num_beams=0: must be a whole number from 1 to 1,000"),
+        ({"length_penalty": -1}, "length_penalty=-1: must be a number from 0 to 10"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan: must be a number from 0 to 10"),
         ({"max_tokens": 9}, "max_tokens=9: with a prompt of 1 tokens it passes"),
         ({"sources": [[1] * 6]}, "source of 6 tokens: the model reads at most 5"),
     ],

@@ -50,14 +50,11 @@ def chosen(call):
     return next(name for name, backend in BACKENDS.items() if backend.serves(call))
 
 
-WITHOUT_A_COMPILER = {"native": "few_rows", "native_rows": "invariant"}
-
-
 def names(*wanted):
     """Names of rows, or of those that compute where the native kernels are not."""
     if loaded().kernels is not None:
         return set(wanted)
-    return {WITHOUT_A_COMPILER.get(name, name) for name in wanted}
+    return {"torch" if name == "native" else name for name in wanted}
 
 
 LOW_RANK = LowRank(torch.zeros(E, 2, D), torch.zeros(E, 2 * F, 2), 1.0, False)
@@ -71,10 +68,10 @@ LOW_RANK = LowRank(torch.zeros(E, 2, D), torch.zeros(E, 2 * F, 2), 1.0, False)
         ({"b_out": torch.zeros(E, D)}, {}, "native"),
         ({}, {"backend": "reference"}, "reference"),
         ({}, {"backend": "triton"}, "triton"),
-        ({"sizes": (16, 32)}, {"batch_invariant": True}, "native_rows"),
-        ({}, {"batch_invariant": True, "backend": "triton"}, "invariant_triton"),
+        ({"sizes": (16, 32)}, {"batch_invariant": True}, "native"),
+        ({}, {"batch_invariant": True, "backend": "triton"}, "triton"),
         ({}, {"adapters": (LOW_RANK, None)}, "adapters"),
-        ({"dtype": torch.float64}, {"dtype": torch.float64, "batch_invariant": True}, "invariant"),
+        ({"dtype": torch.float64}, {"dtype": torch.float64, "batch_invariant": True}, "torch"),
     ],
 )
 def test_the_first_that_serves_computes(given, options, name):
@@ -99,9 +96,7 @@ def test_every_backend_computes_the_same():
             found.add(chosen(call))
             y_TD = compute(call)
             assert_two_times(y_TD, plain, exact, what=str(options), dtype=torch.float32)
-    assert found - {"invariant"} == names(
-        "native", "torch", "triton", "native_rows", "adapters"
-    ) - {"invariant"}
+    assert found == names("native", "torch", "triton", "adapters")
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
@@ -124,7 +119,7 @@ def test_slots(backend):
 class HalfBytes(WeightFormat):
     """int8 with a scale per expert, as a format that only "torch" and what joins slices read."""
 
-    backends = ("torch", "reference", "invariant")
+    backends = ("torch", "reference")
 
     def num_bytes(self, shape, dtype):
         E, G, F, D = shape
@@ -185,7 +180,7 @@ def test_one_place_chooses():
     for path in sources("ops/experts", "moe", "parallel"):
         for node in ast.walk(ast.parse(path.read_text())):
             text = ast.unparse(node) if isinstance(node, ast.Call) else ""
-            if text.startswith(("few_rows.serves(", "Backend(")):
+            if text.startswith(("native.serves(", "Backend(")):
                 says.add(path.name)
             if text == "backend.serves(call)":
                 asks.add(path.name)

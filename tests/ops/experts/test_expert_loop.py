@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from tests.oracle.numerics import assert_two_times, sums_of_product
+from tests.oracle.numerics import assert_two_times
 from tests.support.poison import poisoned_empty
 
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import products
 from expertmesh.ops.experts import torch_forward as expert_loop
 
 
@@ -54,47 +53,3 @@ def test_runs_of_experts_without_gradients(threshold, dtype, num_tokens, limit):
         plain = run(tensors, metadata, dtype, "reference")
         exact = run(tensors, metadata, torch.float64, "reference")
     assert_two_times(ours, plain, exact, what="y", dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("change", "holds_back", "is_used"),
-    [
-        ({}, True, True),
-        ({"dtype": torch.float32}, True, False),
-        ({"dtype": torch.float32}, False, True),
-        ({"dim": 20}, False, False),
-        ({"hidden_dim": 20}, False, False),
-        ({"num_experts": 64}, False, False),
-        ({"num_tokens": 300}, False, False),
-    ],
-)
-@pytest.mark.usefixtures("products_in_the_type_of_the_input")
-def test_grouped_product_serves_few_rows_only(processor, change, holds_back, is_used):
-    shape = {
-        "num_tokens": 6,
-        "num_experts": 6,
-        "top_k": 2,
-        "dim": 32,
-        "hidden_dim": 48,
-        "dtype": torch.bfloat16,
-    }
-    tensors, metadata = make_call(**(shape | change))
-    dtype = tensors[0].dtype
-    processor(mkl_holds_back=holds_back)
-    with torch.no_grad():
-        with torch.profiler.profile() as profile:
-            ours = run(tensors, metadata, dtype, "torch")
-        plain, exact = (run(tensors, metadata, t, "reference") for t in (dtype, torch.float64))
-    grouped = [event for event in profile.events() if event.name == "aten::_grouped_mm"]
-    assert len(grouped) == 2 * is_used
-    assert_two_times(ours, plain, exact, what="y", dtype=dtype)
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_products_of_few_rows(num_rows, dtype):
-    x, w = torch.randn(num_rows, 260).to(dtype), torch.randn(300, 260).to(dtype)
-    out = torch.full((num_rows, 300), torch.nan, dtype=dtype)
-    products.rows_times_weight(x, w, out)
-    exact, sums = x.double() @ w.double().T, sums_of_product(x, w.T)
-    assert_two_times(out, x @ w.T, exact, what="product", sums=sums)

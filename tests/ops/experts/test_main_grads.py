@@ -252,6 +252,7 @@ def test_opcheck_of_the_operator_that_adds(backend):
         "swiglu",
         "dense",
         backend,
+        False,
     )
     hidden, main = [case.x_TD.new_empty(0, 32)], [torch.zeros_like(w) for w in weights]
     args = (*call, case.grad_TD, hidden, [True] * 6, main)

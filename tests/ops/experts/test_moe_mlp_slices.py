@@ -96,7 +96,7 @@ def test_opcheck(bias, sizes, dtype, grad):
     lists = [cut(t, sizes, 2) for t in (w_in, w_out, *([b_in] if bias else []))]
     lists += [[b_out]] if bias else [[], []]
     maps = list(vars(case.metadata).values())
-    args = [x, weights, *lists, [], maps, "swiglu", "dense", "torch", [], grad]
+    args = [x, weights, *lists, [], maps, "swiglu", "dense", "torch", False, [], grad]
     for tensor in (x, weights, *itertools.chain(*lists)):
         tensor.requires_grad_(grad)
     torch.library.opcheck(torch.ops.expertmesh.moe_mlp.default, args)

@@ -1,5 +1,6 @@
 """The experts by the kernels in C, with every instruction set that this processor has."""
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +17,7 @@ from expertmesh.kernels.cpu.build import built
 from expertmesh.kernels.cpu.instructions import flags_of_processor, sets_of
 from expertmesh.kernels.cpu.library import Kernels, Loaded
 from expertmesh.ops.experts.backends import BACKENDS
-from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
 from expertmesh.ops.experts.moe_mlp import compute, moe_mlp
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.quantized.pack import from_nibbles, nibbles
@@ -121,6 +122,18 @@ def test_every_activation(dtype, activation, bias):
 )
 def test_odd_sizes_and_empty_experts(dtype, shape, kind):
     check(make_call(shape, dtype=dtype, kind=kind, bias=shape[0] % 2 == 0))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_sizes_that_nobody_chose(seed):
+    """For `make kernels-sanitized`, too: each size is drawn, odd ones and those beside a block's included."""
+    draw = random.Random(seed)
+    num_experts = draw.choice((1, 2, 7, 33))
+    T, top_k = draw.choice((1, 2, 15, 16, 17, 65, 130)), draw.randint(1, min(num_experts, 4))
+    shape = (T, draw.randint(1, 200), draw.randint(1, 150), num_experts, top_k)
+    kind = draw.choice(("uniform", "hot", "sparse", "dropped", "zipf"))
+    options = {"dtype": draw.choice(TYPES), "activation": draw.choice(ACTIVATIONS)}
+    check(make_call(shape, kind=kind, bias=seed % 2 == 0, **options))
 
 
 def test_more_rows_of_an_expert_than_panels_hold():
@@ -338,3 +351,36 @@ def test_ordinary_calls_are_served_without_gradients_only(dtype):
     with torch.no_grad():
         assert BACKENDS["native"].serves(call)
         assert not BACKENDS["native"].serves(call._replace(backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_with_adapters_have_the_same_bits_alone_and_beside_others(dtype):
+    call = make_call((37, 70, 50, 5, 2), dtype=dtype, bias=True)
+    generator = torch.Generator().manual_seed(5)
+
+    def low_rank(rows, columns):
+        a, b = (
+            torch.randn(5, 3, columns, generator=generator),
+            torch.randn(5, rows, 3, generator=generator),
+        )
+        return LowRank(a.to(dtype), b.to(dtype), 0.5, False)
+
+    def adapted(call, runs):
+        with torch.no_grad():
+            return compute(call._replace(runs=runs))
+
+    runs = (
+        AdapterRun(0, 20, low_rank(100, 70), low_rank(70, 50)),
+        AdapterRun(24, 30, None, low_rank(70, 50)),
+    )
+    whole, plain = adapted(call, runs), computed(call)
+    for t in range(37):
+        part = call._replace(
+            x_TD=call.x_TD[t : t + 1],
+            ids_TK=call.ids_TK[t : t + 1],
+            weights_TK=call.weights_TK[t : t + 1],
+        )
+        own = [run for run in runs if run.first <= t < run.stop]
+        found = adapted(part, tuple(run._replace(first=0, stop=1) for run in own))
+        assert torch.equal(found[0], whole[t]), t
+        assert torch.equal(whole[t], plain[t]) != bool(own), t

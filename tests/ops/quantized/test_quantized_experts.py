@@ -4,15 +4,10 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
 
-from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
-from expertmesh.ops.experts import quantized_rows
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import FORMATS, ExpertWeights
-from expertmesh.ops.quantized.pack import nibbles
-from expertmesh.ops.quantized.rounding import rounded
 
 E = 5
 FORMS = ("int8", "int4", "fp8")
@@ -21,18 +16,16 @@ FORMS = ("int8", "int4", "fp8")
 def experts(form, *, dim=128, hidden_dim=64, dtype=torch.bfloat16, activation="swiglu", bias=False):
     """Quantised experts with random weights."""
     sizes = {"num_experts": E, "dim": dim, "hidden_dim": hidden_dim}
-    like = GroupedExperts(**sizes, activation=activation, bias=bias, dtype=dtype)
+    made = GroupedExperts(**sizes, activation=activation, bias=bias, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
-    made = QuantizedExperts(like, format=form, group_size=32, scale_dtype=dtype)
-    for name in ("w_in", "w_out"):
-        w = 0.2 * torch.randn(getattr(like, name).shape, generator=generator)
-        found = rounded(w, form, group_size=32, scale_dtype=dtype)
-        values = nibbles(found.values) if form == "int4" else found.values
-        getattr(made, name).copy_(values)
-        getattr(made, f"{name}_scale").copy_(found.scales)
-    for name in ("b_in", "b_out") if bias else ():
-        b = getattr(made, name)
-        b.copy_(torch.randn(b.shape, generator=generator))
+    with torch.no_grad():
+        for name in ("w_in", "w_out"):
+            w = getattr(made, name)
+            w.copy_(0.2 * torch.randn(w.shape, generator=generator))
+        for name in ("b_in", "b_out") if bias else ():
+            b = getattr(made, name)
+            b.copy_(torch.randn(b.shape, generator=generator))
+    made.convert(form, group_size=32)
     return made.eval()
 
 
@@ -70,56 +63,16 @@ def assert_computes(made, c):
 @pytest.mark.parametrize("form", FORMS)
 def test_widened_matrices_are_multiplied(form, dtype, num_tokens):
     made = experts(form, dtype=dtype)
-    made.arrange()
     assert_computes(made, call(made, num_tokens, dtype=dtype))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_other_ways_to_compute(form):
     made = experts(form, activation="relu2", bias=True)
-    made.arrange()
     assert_computes(made, call(made))
     made = experts(form, dim=96, hidden_dim=160)
     for options in ({"batch_invariant": True}, {"backend": "reference"}):
         assert_computes(made, call(made)._replace(**options))
-
-
-HAS_PRODUCTS = quantized_rows.has_products_of(torch.bfloat16)
-"""Whether this processor has BF16 products, without which no call is served so."""
-
-
-@pytest.mark.parametrize(
-    ("form", "sizes", "serves"),
-    [
-        ("int8", {}, True),
-        ("int8", {"dim": 96, "hidden_dim": 32}, True),
-        ("int8", {"dim": 500}, False),
-        ("int8", {"hidden_dim": 33}, False),
-        ("int4", {}, quantized_rows.cpu_reads_blocks()),
-        ("int4", {"dim": 96}, False),
-        ("fp8", {}, False),
-        ("int8", {"dtype": torch.float32}, False),
-        ("int8", {"bias": True}, True),
-        ("int4", {"bias": True}, quantized_rows.cpu_reads_blocks()),
-    ],
-)
-def test_products_of_the_processor_are_asked_only_for_sizes_that_they_take(
-    processor, form, sizes, serves
-):
-    processor(loaded=Loaded(None))
-    made = experts(form, **sizes)
-    made.arrange()
-    c = call(made)
-    assert quantized_rows.serves(c) is (serves and HAS_PRODUCTS)
-    assert_computes(made, c)
-
-
-def test_many_rows_of_an_expert_go_the_other_way():
-    made = experts("int8")
-    c = call(made, quantized_rows.MOST_ROWS["int8"] * E)
-    assert quantized_rows.serves(c) is HAS_PRODUCTS
-    if HAS_PRODUCTS:
-        assert quantized_rows.forward(c, []) is None
 
 
 @pytest.mark.parametrize("form", FORMS)

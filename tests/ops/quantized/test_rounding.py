@@ -5,11 +5,8 @@ import torch
 
 from expertmesh.ops.quantized.pack import (
     bytes_of_words,
-    for_cpu,
-    from_cpu,
     from_nibbles,
     int8_of_bytes,
-    nibbles,
     to_words,
 )
 from expertmesh.ops.quantized.rounding import BLOCK, rounded, widened
@@ -88,11 +85,6 @@ def test_words_come_back(bits, columns):
     data = bytes_of_words(to_words(q, bits))
     back = int8_of_bytes(data) if bits == 8 else from_nibbles(data)
     assert torch.equal(back[:, :columns], q)
-
-
-def test_the_order_of_the_cpu_comes_back():
-    q = torch.randint(-8, 8, (128, 96), dtype=torch.int8)
-    assert torch.equal(from_cpu(for_cpu(nibbles(q))).T, q)
 
 
 def test_columns_make_up_for_those_before_them():

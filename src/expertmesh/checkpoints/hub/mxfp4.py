@@ -12,10 +12,7 @@ from torch import Tensor
 from expertmesh.checkpoints.box import Box
 from expertmesh.checkpoints.safetensors import Entry, HubFiles
 from expertmesh.errors import CheckpointError
-
-_BLOCK = 32
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the E2M1 codes 0 to 7; codes 8 to 15 are their negatives."""
+from expertmesh.ops.quantized.mxfp4 import BLOCK, widened
 
 
 class Mxfp4Files(HubFiles):
@@ -45,7 +42,7 @@ class Mxfp4Files(HubFiles):
                     f"{folder}: has both {matrix} and {name} for one tensor of the model; take one of them away"
                 )
             E, N, groups, _ = blocks.shape
-            shape = (E, groups * _BLOCK, N)
+            shape = (E, groups * BLOCK, N)
             self.entries[matrix] = Entry(blocks.path, torch.bfloat16, shape, blocks.begin)
             self._packed[matrix] = blocks, scales
 
@@ -54,10 +51,10 @@ class Mxfp4Files(HubFiles):
         if name not in self._packed:
             return super().part(name, at)
         experts, columns, rows = at
-        first, last = columns.start // _BLOCK, -(-columns.stop // _BLOCK)
+        first, last = columns.start // BLOCK, -(-columns.stop // BLOCK)
         groups = experts, rows, slice(first, last)
         blocks, scales = (entry.mapped(groups) for entry in self._packed[name])
-        within = slice(columns.start - first * _BLOCK, columns.stop - first * _BLOCK, columns.step)
+        within = slice(columns.start - first * BLOCK, columns.stop - first * BLOCK, columns.step)
         return widened(blocks, scales)[..., within].mT
 
     def copy(self, name: str, at: Box, into: Tensor, *, dtype: torch.dtype, along: int = 0) -> None:
@@ -70,25 +67,5 @@ def _fit(blocks: Entry, scales: Entry) -> bool:
     return (
         types == {torch.uint8}
         and len(blocks.shape) == 4
-        and blocks.shape == (*scales.shape, _BLOCK // 2)
+        and blocks.shape == (*scales.shape, BLOCK // 2)
     )
-
-
-def widened(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Values in MXFP4 widened to BF16, exactly; bitwise equal to transformers'.
-
-    Args:
-        blocks: (..., groups, 16) uint8, the lower four bits of each byte first.
-        scales: (..., groups) uint8.
-
-    Returns:
-        (..., groups * 32) BF16.
-    """
-    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
-    found = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
-    for half, nibbles in enumerate((blocks & 15, blocks >> 4)):
-        found[..., half] = table[nibbles.int()]
-    found = found.flatten(-2)
-    exponents = scales[..., None].int() - 127
-    torch.ldexp(found, exponents, out=found)
-    return found.flatten(-2)

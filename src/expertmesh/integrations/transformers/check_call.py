@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from expertmesh.config.values import Number, check_choice, wrong_type
+from expertmesh.config.values import Number, check_choice, type_of, wrong_type
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.inputs import check_ids
@@ -97,7 +97,7 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
         raise wrong_type("past_key_values", cache, "a DynamicCache of transformers", fix)
     if cache.is_compileable:
         raise ConfigError(
-            f"past_key_values: a {type(cache).__name__} has a fixed size; use a DynamicCache, or leave "
+            f"past_key_values: {type_of(cache)} has a fixed size; use a DynamicCache, or leave "
             "cache_implementation out"
         )
     past, new = int(cache.get_seq_length()), input_ids.shape[1]

@@ -16,7 +16,7 @@ from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, rou
 from expertmesh.integrations.transformers.peft_experts import PeftFactors, weight_and_adapters
 from expertmesh.integrations.transformers.weighted_gate import weighted_gate
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.experts.adapted_linear import adapted_linear
+from expertmesh.ops.experts.adapted_linear import adapted_linear, low_rank
 from expertmesh.ops.experts.weighted_activation import weighted_activation
 
 _INNER: dict[Any, str] = {
@@ -49,8 +49,7 @@ class Stack(NamedTuple):
             x_RK, self.w, offsets_E, a_ErK, b_ENr, scaling, bias_EN=self.b_EN, **given
         )
         for a_ErK, b_ENr, scaling in others:
-            narrow_Rr = grouped_linear(x_RK, a_ErK, offsets_E) * scaling
-            y_RN = y_RN + grouped_linear(narrow_Rr, b_ENr, offsets_E)
+            y_RN = y_RN + low_rank(x_RK, offsets_E, a_ErK, b_ENr, scaling)
         return y_RN
 
 

@@ -21,26 +21,15 @@ _LENT = "_expertmesh_adapters"
 
 
 class PeftFactors(NamedTuple):
-    """Low-rank addition to a stack of matrices, W + scaling * lhs @ rhs.
+    """Low-rank addition to a stack of matrices, W + scaling * lhs @ rhs."""
 
-    Attributes:
-        lhs: (E, rows, r).
-        rhs: (E, r, columns).
-        scaling: scalar factor.
-    """
-
-    lhs: Tensor
-    rhs: Tensor
+    lhs: Tensor  # (E, rows, r)
+    rhs: Tensor  # (E, r, columns)
     scaling: float
 
 
 def weight_and_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[PeftFactors, ...]]:
-    """Weight of the experts, and the adapters on it; if they cannot be separated, their sum and no adapters.
-
-    Args:
-        experts: the experts module.
-        name: name of its parameter.
-    """
+    """Weight of the experts, and the adapters on it; if they cannot be separated, their sum and no adapters."""
     lent: dict[str, tuple[PeftFactors, ...]] = experts.__dict__.get(_LENT, {})
     parametrised = getattr(experts, "parametrizations", {})
     if name not in parametrised:
@@ -53,12 +42,7 @@ def weight_and_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[PeftFact
 
 
 def lend_factors(model: nn.Module, name: str) -> None:
-    """Make peft's wrappers of expert stacks lend their factors, if the experts run on an implementation.
-
-    Args:
-        model: a model, with such wrappers or without.
-        name: name of the `experts_implementation`.
-    """
+    """Make peft's wrappers of expert stacks lend their factors, if the experts run on the `experts_implementation`."""
     for module in model.modules():
         wrapper: Any = module
         if type(module).__name__ == _WRAPPER and hasattr(module, "get_delta_factors"):

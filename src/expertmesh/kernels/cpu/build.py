@@ -1,4 +1,4 @@
-"""Compiles the kernels at first use, and keeps the object in the user's cache folder.
+"""Finds the kernels' object: shipped beside the sources, or compiled at first use and kept in the user's cache folder.
 
 An object is loaded only if nobody else can have written it: folder and file belong to the user, no other may write to
 them or to a folder above, none of them is a link, and the file's name holds the hash of its content. Otherwise the
@@ -24,6 +24,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.kernels.cpu.instructions import InstructionSet
 
 SOURCES = Path(__file__).parent
+SHIPPED = SOURCES / "objects"
+"""Folder of the objects that a wheel for one platform brings; absent elsewhere."""
 COMPILERS = ("cc", "gcc", "clang")
 OPTIONS = (
     "-O3",
@@ -43,24 +45,38 @@ class BuildError(Exception):
 
 
 @contextmanager
-def built(instructions: InstructionSet) -> Iterator[Path]:
-    """Path of the object for an instruction set, from the cache or compiled now; valid inside the context.
+def built(instructions: InstructionSet, *, shipped: Path = SHIPPED) -> Iterator[Path]:
+    """Path of the object for an instruction set: shipped, cached, or compiled now; valid inside the context.
+
+    Args:
+        instructions: the instruction set.
+        shipped: folder of shipped objects, which are not read if CC names a compiler.
 
     Raises:
-        BuildError: there is no compiler, or it fails.
+        BuildError: none is shipped, and there is no compiler, or it fails.
     """
+    ready = shipped / shipped_name(instructions)
+    if not os.environ.get("CC") and ready.is_file():
+        yield ready
+        return
     with contextlib.ExitStack() as stack:
-        compiler, found = _compiler(), None
+        compiler, found = compiler_command(), None
         # no home, a full disk, a file system without locks
         with contextlib.suppress(OSError, ConfigError, BuildError):
             found = _cached(compiler, instructions, user_cache_dir() / "kernels")
         if found is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-")))
-            found = _compile(compiler, instructions, folder)
+            found = compiled(compiler, instructions, folder)
         yield found
 
 
-def _compiler() -> list[str]:
+def shipped_name(instructions: InstructionSet, sources: Path = SOURCES) -> str:
+    """Name of a shipped object: changed sources have no object of this name."""
+    digest = _digest(sources, *OPTIONS, *instructions.options, platform.machine())
+    return f"{instructions.name}-{digest}.so"
+
+
+def compiler_command() -> list[str]:
     """Command of the compiler: CC, else the first of `COMPILERS` that exists."""
     given = os.environ.get("CC", "")
     try:
@@ -77,8 +93,12 @@ def _compiler() -> list[str]:
     raise BuildError(f"there is no C compiler ({', '.join(COMPILERS)})")
 
 
-def _compile(compiler: list[str], instructions: InstructionSet, folder: Path) -> Path:
-    """Compile into a new file of the folder."""
+def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) -> Path:
+    """Compile into a new file of the folder, and return its path.
+
+    Raises:
+        BuildError: the compiler fails.
+    """
     out = folder / f"{instructions.name}-{os.getpid()}.so"
     words = [*compiler, *OPTIONS, *instructions.options, str(SOURCES / "experts.c"), "-o", str(out)]
     try:
@@ -107,17 +127,14 @@ def _key(compiler: list[str], instructions: InstructionSet) -> str:
     """Hash of all that an object depends on: sources, command, compiler, kind of processor."""
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
     about = program.stat()
-    words = [
-        *compiler,
-        str(program),
-        about.st_size,
-        about.st_mtime_ns,
-        *OPTIONS,
-        *instructions.options,
-        platform.machine(),
-    ]
+    words = (*compiler, str(program), about.st_size, about.st_mtime_ns)
+    return _digest(SOURCES, *words, *OPTIONS, *instructions.options, platform.machine())
+
+
+def _digest(sources: Path, *words: object) -> str:
+    """Hash of words and of all sources."""
     digest = hashlib.sha256(repr(words).encode())
-    for path in sorted(SOURCES.glob("*.[ch]")):
+    for path in sorted(sources.glob("*.[ch]")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -139,7 +156,7 @@ def _cached(compiler: list[str], instructions: InstructionSet, folder: Path) -> 
             if _is_untouched(path):
                 return path
             path.unlink()
-        new = _compile(compiler, instructions, folder)
+        new = compiled(compiler, instructions, folder)
         new.chmod(0o700)
         return new.rename(folder / f"{name}-{_hash(new)}.so")
 

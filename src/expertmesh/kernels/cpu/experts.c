@@ -58,7 +58,7 @@ static void make_chunks(Plan *p, const int64_t *starts) {
     const Call *call = p->work.call;
     int64_t unit = p->work.has_tiles ? GROUP : 1;
     int64_t bytes = (p->work.x_width + p->work.a_width) * size_of(p->work.x_kind);
-    int64_t most = PANEL_BYTES * call->num_threads / bytes / (2 * GROUP) * (2 * GROUP);
+    int64_t most = PANEL_BYTES * call->num_threads / (bytes ? bytes : 1) / (2 * GROUP) * (2 * GROUP);
     if (most < 2 * GROUP) most = 2 * GROUP;
     Chunk *chunk = NULL;
     int64_t num_spans = 0;
@@ -79,9 +79,9 @@ static void make_chunks(Plan *p, const int64_t *starts) {
 
 static inline int64_t take(int64_t *taken) { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); }
 
-/* Blocks of an item, out of `num` blocks of so many bytes. */
+/* Blocks of an item, out of `num` blocks of so many bytes; none of a row that is repeated. */
 static int64_t item_size(int64_t num, int64_t bytes, int64_t threads) {
-    int64_t size = ITEM_BYTES / bytes, most = num / (ITEMS_PER_THREAD * threads);
+    int64_t size = ITEM_BYTES / (bytes ? bytes : 1), most = num / (ITEMS_PER_THREAD * threads);
     size = least(size, most);
     return size < 1 ? 1 : size;
 }

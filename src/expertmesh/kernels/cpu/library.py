@@ -71,13 +71,17 @@ os.register_at_fork(after_in_child=_is_child.set)
 
 
 def _entries_of_runtime() -> list[int] | None:
-    """Addresses of the functions that `threads.h` calls, in the one OpenMP runtime of this process; None: there is none, or several."""
+    """Addresses of the functions that `threads.h` calls, in the OpenMP runtime that torch brings, else in the one of this process."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
     files = {words[5] for words in (line.split(maxsplit=5) for line in lines) if len(words) == 6}
     paths = {path for path in files if Path(path).name.startswith(_RUNTIMES)}
+    home = Path(torch.__file__).parent
+    brought = (home, home.with_name("torch.libs"))
+    own = {path for path in paths if any(Path(path).is_relative_to(one) for one in brought)}
+    paths = own or paths
     if len(paths) != 1:
         return None
     names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
@@ -175,7 +179,11 @@ class Kernels:
             raise TilesError("the system does not let this process use tiles")
         entries = _entries_of_runtime()
         self.has_threads = entries is not None
-        if entries is not None:
+        if entries is None:
+            _log.warning(
+                "the kernels in C compute on one thread: which OpenMP runtime is torch's is not known"
+            )
+        else:
             loaded.expertmesh_use_threads(*map(ctypes.c_void_p, entries))
 
     def experts(

@@ -19,57 +19,57 @@ class ModelConfig(Config):
     """A GPT: RMSNorm, RoPE, grouped-query attention, and MoE in every n-th layer."""
 
     vocab_size: int = Field(default=4096, gt=0, lt=2**31)
-    """Tokens in the vocabulary (V)."""
+    """Vocabulary size (V)."""
     max_seq_len: int = Field(default=256, gt=0)
-    """Longest sequence (S)."""
+    """Maximum sequence length in tokens (S)."""
     dim: int = Field(default=256, gt=0)
     """Model width (D)."""
     num_layers: int = Field(default=6, gt=0, le=100_000)
-    """Transformer layers."""
+    """Number of transformer layers."""
     num_heads: int = Field(default=4, gt=0)
-    """Attention heads (H)."""
+    """Number of attention heads (H)."""
     num_kv_heads: int | None = Field(default=None, gt=0)
-    """Key and value heads of grouped-query attention; none: num_heads."""
+    """Number of key-value heads (grouped-query attention); none: num_heads."""
     head_dim: int | None = Field(default=None, gt=0)
-    """Size of one head; none: dim / num_heads."""
+    """Head size; none: dim / num_heads."""
     ffn_hidden_dim: int = Field(default=1024, gt=0)
     """Hidden size of the dense feed-forward layers, and of the residual MLP of a residual MoE layer."""
     activation: Activation = "swiglu"
     """Activation of experts and dense feed-forward layers."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys of every head."""
+    """Whether queries and keys are normalized by RMSNorm."""
     qk_norm_scope: Literal["head", "projection"] = "head"
-    """Axis of the query and key norms: each head, or all queries (and all keys) of a token together, as in OLMoE."""
+    """Axis of the norms of qk_norm: per head, or over all heads of a token (projection, as in OLMoE)."""
     qkv_bias: bool = False
-    """Biases on queries, keys and values."""
+    """Whether the query, key and value projections have biases."""
     out_bias: bool = False
-    """Bias on the output projection of attention."""
+    """Whether the output projection of attention has a bias."""
     sinks: bool = False
-    """A learned score per head that takes part in the softmax and has no value, as in gpt-oss."""
+    """Whether attention has a learned sink logit per head, as in gpt-oss."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Window of attention in tokens, the token itself included; none: a token sees all tokens before it."""
+    """Sliding window of attention in tokens, the token itself included; none: no window."""
     full_attention_every: int | None = Field(default=None, gt=1)
-    """Every n-th layer sees all tokens before, without a window (2: layers 1, 3, 5, ...); none: all layers have the window."""
+    """Interval of layers with full attention instead of sliding_window (2: layers 1, 3, 5, ...); none: all layers have the window."""
     tie_embeddings: bool = True
-    """Share one matrix between input embedding and output projection."""
+    """Whether input embedding and output projection share a matrix."""
     rope_base: float = Field(default=10000.0, gt=1)
     """Base of the rotary position embedding."""
     rope_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of each head's dimensions that are rotated by position; the others stay unchanged."""
+    """Fraction of each head's dimensions with rotary positions."""
     norm_eps: float = Field(default=1e-6, gt=0)
     """Epsilon of RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     moe_every: int = Field(default=1, gt=0)
-    """Every n-th layer is MoE, counted from the first group's last layer (2: layers 1, 3, 5, ...)."""
+    """Interval of MoE layers (1: all layers; 2: layers 1, 3, 5, ..., counted from 0)."""
     first_dense_layers: int = Field(default=0, ge=0)
-    """Number of dense layers at the beginning, whatever moe_every is."""
+    """Number of dense layers at the beginning, before moe_every applies."""
     batch_invariant: bool = False
-    """Evaluate so that a token's logits are the same to the bit in every batch; slower. No effect in training."""
+    """Whether logits in evaluation are bitwise the same in every batch; slower; no effect in training."""
     end_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a generated text besides the tokenizer's end of text; conversion sets them."""
+    """Token ids that end a generated text, besides the tokenizer's end of text; set by convert."""
     start_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Tokens put before a prompt; none: the tokens that the tokenizer adds there, else its end of text. Conversion sets them."""
+    """Token ids put before a prompt; set by convert; none: as the tokenizer does, else its end of text."""
     latent: LatentAttentionConfig = LatentAttentionConfig()
     """Multi-head latent attention, as in DeepSeek-V2."""
     rope_scaling: RopeScalingConfig = RopeScalingConfig()

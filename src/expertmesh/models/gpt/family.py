@@ -4,7 +4,6 @@ from typing import Any
 
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.gpt.config import GPTRunConfig, begun_with
-from expertmesh.models.gpt.costs import dominant_products, gpt_costs
 from expertmesh.models.gpt.recipes import RECIPES
 
 
@@ -19,8 +18,8 @@ GPT = Family(
     task=_task,
     config=GPTRunConfig,
     recipes=RECIPES,
-    costs=gpt_costs,
-    products=dominant_products,
+    costs="expertmesh.models.gpt.costs:gpt_costs",
+    products="expertmesh.models.gpt.costs:dominant_products",
     items="tokens",
     metric=Metric("bits_per_byte", "bits per byte", "bits/byte"),
     fixed=("data.seq_len", "data.document_mask", "data.pack"),

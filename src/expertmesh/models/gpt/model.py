@@ -366,7 +366,7 @@ class GPT(LanguageModel):
         """Attention context of whole sequences, without a cache."""
         if document_BS is not None and not self.counts_padding:
             raise ConfigError(
-                "document_BS with batch_invariant: documents are told apart in whole windows only; leave one of them out"
+                "document_BS with batch_invariant: document masks need whole sequences; leave one of them out"
             )
         return DenseContext.of(
             ids_BS.shape[1],
@@ -501,7 +501,7 @@ class GPT(LanguageModel):
             context = self._context(ids_BS, token_mask_BS=token_mask_BS, document_BS=document_BS)
         elif document_BS is not None:
             raise ConfigError(
-                "document_BS with a context: documents are told apart in whole windows only; leave one of them out"
+                "document_BS with a context: document masks need whole sequences; leave one of them out"
             )
         cos, sin = self._rope(context.positions)
         call: dict[str, Any] = {

@@ -54,12 +54,12 @@ class PublishedGPT:
     def summary(self) -> str:
         """Description in the list of recipes, one line."""
         if not self.num_experts:
-            return "Dense base of the published GPT family."
+            return "Dense base of the DeepSpeed-MoE family."
         kind = "Pyramid-residual MoE" if self.residual else "MoE"
         kind = "Mixture-of-Students" if self.teacher else kind
         most, fewest = max(self.num_experts), min(self.num_experts)
         experts = f"{fewest} and {most}" if most > fewest else f"{most}"
-        return f"{kind} of the published GPT family: {experts} experts in every other layer, top-1."
+        return f"{kind} of the DeepSpeed-MoE family: {experts} experts in every other layer, top-1."
 
     def __call__(self) -> GPTRunConfig:
         """The complete configuration."""
@@ -136,7 +136,7 @@ PUBLISHED = (
 
 
 def gpt_moe_1b() -> GPTRunConfig:
-    """GPT of about 1.0 billion parameters, of which a token uses 0.2: 18 layers, 16 SwiGLU experts, top-2, dropless."""
+    """GPT of 1.0 billion parameters, 0.2 billion active: 18 layers, 16 SwiGLU experts, top-2, dropless."""
     return GPTRunConfig(
         model=ModelConfig(
             vocab_size=32000,

@@ -78,7 +78,7 @@ def gpt_dense_demo() -> GPTRunConfig:
 
 
 def gpt_prmoe_demo() -> GPTRunConfig:
-    """The demo as pyramid-residual MoE: 8 layers, 16, 16, 16 and 32 experts in every other one, top-1 beside a dense MLP."""
+    """The demo as pyramid-residual MoE: 8 layers, every other one MoE: 16, 16, 16, 32 experts, top-1 + dense MLP."""
     return _pyramid("gpt-prmoe-demo", num_layers=8, num_experts=(16, 16, 16, 32))
 
 

@@ -46,7 +46,7 @@ class LargeGPT:
     def summary(self) -> str:
         """Description in the list of recipes, one line."""
         if not self.num_experts:
-            return "Dense base for a cluster, of which `model.moe.num_experts` makes a mixture."
+            return "Dense base for a cluster; --model.moe.num-experts makes it an MoE."
         return f"MoE for a cluster: {self.num_experts} experts in every other layer, top-2."
 
     def __call__(self) -> GPTRunConfig:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.cpu.expert_rows import ExpertRows, rows_by_expert
-from expertmesh.ops.cpu.products import gemm_rows, product_into, rows_times_weight
+from expertmesh.ops.cpu.products import gemm_rows, product_into
 
 PANEL_ROWS = {"tiles": 512, "dots": 256, "none": 1}
 """Maximum number of rows of a panel, by the processor's instructions for the dtype. Multiplying by zeros costs little
@@ -142,7 +142,7 @@ def forward(
     for panel in panels(bounds, w_ENK, x_RK.dtype, _rows_together(a_ErK, b_ErN)):
         for block in panel.blocks:
             y = block.room(y_RN)
-            rows_times_weight(block.each(x_RK), w_ENK[block.expert], y)
+            product_into(block.each(x_RK), w_ENK[block.expert].T, y)
             block.keep(y, y_RN)
         a, b = a_ErK[panel.experts].flatten(0, 1), b_ErN[panel.experts].flatten(0, 1)
         wide = x_RK.new_empty(panel.rows.size, len(a))

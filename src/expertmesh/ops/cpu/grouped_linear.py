@@ -13,7 +13,6 @@ from expertmesh.ops.cpu.products import (
     grouped_mm_serves,
     linear_into,
     product_into,
-    rows_times_weight,
 )
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 
@@ -42,10 +41,8 @@ def forward(
         x_e, y_e, w_NK = block.each(x), block.room(y), w_ENK[block.expert].to(dtype)
         if b_EN is not None:
             linear_into(x_e, w_NK, y_e, bias_N=b_EN[block.expert].to(dtype))
-        elif transposed:
-            product_into(x_e, w_NK.T, y_e)
         else:
-            rows_times_weight(x_e, w_NK, y_e)
+            product_into(x_e, w_NK.T, y_e)
         block.keep(y_e, y)
     y[live:].zero_()
     return y.to(x_RK.dtype)

@@ -200,33 +200,6 @@ def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
     )
 
 
-def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
-    """Whether the product is faster with the weight as the left factor, W x^T; a single row must then be doubled.
-
-    It is faster, by up to a factor of two, if MKL runs AVX2 code on AVX-512, for up to 4 FP32 rows and weights from
-    2^16 elements to 8 MiB; not for other dtypes or more rows (docs/log.md).
-    """
-    has_the_size = 1 << 16 <= w_NK.shape[-2] * w_NK.shape[-1] < 1 << 21
-    return (
-        num_rows <= 4
-        and has_the_size
-        and w_NK.dtype == torch.float32
-        and w_NK.device.type == "cpu"
-        and mkl_holds_back()
-    )
-
-
-def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
-    """Write x W^T into a tensor."""
-    num_rows = x_RK.shape[0]
-    if not weight_goes_first(w_NK, num_rows):
-        product_into(x_RK, w_NK.T, out_RN)
-    elif num_rows > 1:
-        out_RN.copy_(torch.mm(w_NK, x_RK.T).T)
-    else:
-        out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
-
-
 def selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
     """Select entries along the first dimension; one unbind of all entries is cheaper if more than half are wanted."""
     if 2 * len(indices) > values.shape[0]:

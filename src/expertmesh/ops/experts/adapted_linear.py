@@ -70,8 +70,21 @@ def adapted_linear(
         y: Tensor = _adapted_linear(x_RK, w_ENK, offsets_E, a_ErK, b_ENr, scaling)[0]
         return y
     y = grouped_linear(x_RK, w, offsets_E, b_EN=bias_EN, transposed=transposed, backend=backend)
+    return y + low_rank(x_RK, offsets_E, a_ErK, b_ENr, scaling, backend=backend)
+
+
+def low_rank(
+    x_RK: Tensor,
+    offsets_E: Tensor,
+    a_ErK: Tensor,
+    b_ENr: Tensor,
+    scaling: float,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply every row by its expert's adapter alone: s (x A^T) B^T."""
     low_Rr = grouped_linear(x_RK, a_ErK, offsets_E, backend=backend) * scaling
-    return y + grouped_linear(low_Rr, b_ENr, offsets_E, backend=backend)
+    return grouped_linear(low_Rr, b_ENr, offsets_E, backend=backend)
 
 
 _CALL = "Tensor w_ENK, Tensor offsets_E, Tensor a_ErK, Tensor b_ENr, float scaling"

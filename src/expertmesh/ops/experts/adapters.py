@@ -16,24 +16,28 @@ from torch.nn import functional as F
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate
 from expertmesh.ops.experts import native
-from expertmesh.ops.experts.adapted_linear import adapted_linear
+from expertmesh.ops.experts.adapted_linear import adapted_linear, low_rank
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
+from expertmesh.ops.experts.frozen_linear import frozen_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.invariant import forward_of_runs as invariant_forward
 from expertmesh.ops.experts.weighted_activation import weighted_activation
+from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
-Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function ((R, K) rows sorted by expert, (E, N, K) matrices, (E, N) biases or None) -> (R, N) products with the adapted matrices."""
+Times = Callable[[Tensor, ExpertSlice, Tensor | None, bool], Tensor]
+"""Function ((R, K) rows sorted by expert, experts, (E, N) biases or None, whether of w_in) -> (R, N) adapted products."""
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """Compute `moe_mlp` with adapters shared by all tokens: (T, D), differentiable; `buffers` is not read.
+    """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read.
 
     Raises:
         ConfigError: the adapters have another number of experts.
     """
+    if call.runs:
+        return _forward_of_runs(call)
     assert call.maps is not None and call.adapters is not None
     for adapter in call.adapters:
         if adapter is not None and not adapter.is_shared:
@@ -43,7 +47,7 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     return _between(call, on_in, on_out)
 
 
-def forward_of_runs(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
+def _forward_of_runs(call: ExpertsCall) -> Tensor:
     """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not synchronise."""
     assert call.maps is not None
     if call.batch_invariant:
@@ -82,18 +86,20 @@ def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
     """Compute `moe_mlp`, (T, D), with the given functions for the two products."""
     metadata, backend = call.maps, call.backend
     assert metadata is not None
-    one = call.experts.joined(call.x_TD.dtype)
+    # quantised experts are never cut into slices, and stay as they are
+    is_dense = call.experts.format == "dense"
+    one = call.experts.joined(call.x_TD.dtype) if is_dense else call.experts.slices()[0]
     x_RD = permute(call.x_TD, metadata, backend=backend)
     bias = None if one.b_in_EGF is None else one.b_in_EGF.flatten(1)
-    h_RN = on_in(x_RD, one.w_in_EGFD.flatten(1, 2), bias)
+    h_RN = on_in(x_RD, one, bias, True)
     s_R = call.weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
     if one.b_out_ED is None:
         a_RF = weighted_activation(h_RN, s_R, activation=one.activation)
-        y_RD = on_out(a_RF, one.w_out_EDF, None)
+        y_RD = on_out(a_RF, one, None, False)
     else:
         _, G, width, _ = one.shape
         a_RF = activate(h_RN.unflatten(1, (G, width)), one.activation)
-        y_RD = on_out(a_RF, one.w_out_EDF, one.b_out_ED)
+        y_RD = on_out(a_RF, one, one.b_out_ED, False)
         y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
     return combine(y_RD, metadata, call.weights_TK.shape[1], backend=backend)
 
@@ -103,30 +109,48 @@ def _check(adapter: LowRank, num_experts: int) -> None:
     if here != num_experts:
         raise ConfigError(
             f"adapters of {here} experts and weights of {num_experts}: weights are gathered, and adapters are not; "
-            "leave route_degree out, so that tokens travel to all ranks"
+            "leave route_degree out, so that tokens are dispatched to all ranks"
         )
 
 
 def _times(
     adapter: LowRank | None,
     x_RK: Tensor,
-    w_ENK: Tensor,
+    experts: ExpertSlice,
     b_EN: Tensor | None,
-    *,
-    offsets_E: Tensor,
-    backend: str,
+    is_in: bool,
+    **how: Any,
 ) -> Tensor:
     """Multiply (R, K) rows sorted by expert by the adapted matrices: (R, N)."""
-    if adapter is None:
-        return grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
+    if adapter is None or adapter.is_shared or experts.format != "dense":
+        y_RN = _base(x_RK, experts, b_EN, is_in, **how)
+        return y_RN if adapter is None else y_RN + _added(x_RK, adapter, **how)
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-    if not adapter.is_shared:
-        return adapted_linear(
-            x_RK, w_ENK, offsets_E, a, b, adapter.scaling, bias_EN=b_EN, backend=backend
-        )
-    y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
-    low_Rr = F.linear(x_RK, a[0])
-    return y_RN + F.linear(low_Rr, b[0] * adapter.scaling)
+    w_ENK = _dense(experts, is_in)
+    return adapted_linear(
+        x_RK, w_ENK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, bias_EN=b_EN, **how
+    )
+
+
+def _dense(experts: ExpertSlice, is_in: bool) -> Tensor:
+    return experts.w_in_EGFD.flatten(1, 2) if is_in else experts.w_out_EDF
+
+
+def _base(
+    x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, **how: Any
+) -> Tensor:
+    """Multiply rows by the matrices without adapters."""
+    if experts.format == "dense":
+        return grouped_linear(x_RK, _dense(experts, is_in), b_EN=b_EN, **how)
+    return frozen_linear(x_RK, experts, how["offsets_E"], is_in=is_in, b_EN=b_EN)
+
+
+def _added(x_RK: Tensor, adapter: LowRank, **how: Any) -> Tensor:
+    """Multiply rows by s B A of their experts."""
+    a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+    if adapter.is_shared:
+        return F.linear(F.linear(x_RK, a[0]), b[0] * adapter.scaling)
+    return low_rank(x_RK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, **how)
 
 
 class _Rows(NamedTuple):
@@ -146,19 +170,15 @@ def _rows_of(run: AdapterRun, maps: RouteMetadata, top_k: int) -> _Rows:
 def _times_of_runs(
     runs: list[tuple[_Rows, LowRank | None]],
     x_RK: Tensor,
-    w_ENK: Tensor,
+    experts: ExpertSlice,
     b_EN: Tensor | None,
-    *,
-    offsets_E: Tensor,
-    backend: str,
+    is_in: bool,
+    **how: Any,
 ) -> Tensor:
     """Multiply as `_times` does, each run's rows with its own adapter."""
-    y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
+    y_RN = _base(x_RK, experts, b_EN, is_in, **how)
     for rows, adapter in runs:
-        if adapter is None or not len(rows.index_n):
-            continue
-        a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-        low_nr = grouped_linear(x_RK[rows.index_n], a, rows.offsets_E, backend=backend)
-        more_nN = grouped_linear(low_nr * adapter.scaling, b, rows.offsets_E, backend=backend)
-        y_RN.index_add_(0, rows.index_n, more_nN)
+        if adapter is not None and len(rows.index_n):
+            own = {**how, "offsets_E": rows.offsets_E}
+            y_RN.index_add_(0, rows.index_n, _added(x_RK[rows.index_n], adapter, **own))
     return y_RN

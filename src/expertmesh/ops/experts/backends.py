@@ -14,11 +14,9 @@ from expertmesh.ops import reference
 from expertmesh.ops.experts import (
     adapters,
     call,
-    few_rows,
     invariant,
     native,
     quantized_formats,
-    quantized_rows,
     quantized_triton,
     torch_backward,
     torch_forward,
@@ -26,7 +24,6 @@ from expertmesh.ops.experts import (
 )
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS
-from expertmesh.ops.plain_call import runs_plainly
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,11 @@ class Backend:
             (`maps` is None), then for the call checked, cast, with `maps`, and with "torch", "triton" or "reference" as
             `backend`.
         forward: with a `backward`: (call, *, save_h) -> y and H of every slice, run inside the operator, not seen by
-            autograd. Without one: (call, buffers) -> y, differentiable by itself or not at all; None passes the call to
-            the next backend that serves it.
+            autograd. Without one: (call, buffers) -> y, differentiable by itself or not at all.
+        of_ids: (call) -> y of a call with ids only, not differentiable; None: `forward` computes it.
         backward: (call, grad_TD, hidden, needs, main) -> gradients of `ExpertsCall.differentiable`.
         trains: whether it supports main gradients and, if the caller wants it, saves H for the backward.
+        saves_invariant_h: whether it saves H of batch-invariant calls as well; else their backward recomputes it.
         is_triton: whether gradients of interleaved weights are interleaved too.
         data_grads: first half of the backward, for deferred weight gradients.
         weight_grads: second half of the backward.
@@ -50,43 +48,12 @@ class Backend:
     serves: Callable[[ExpertsCall], bool]
     forward: Callable[..., Any]
     backward: Callable[..., list[Tensor | None]] | None = None
+    of_ids: Callable[[ExpertsCall], Tensor] | None = None
     trains: bool = False
+    saves_invariant_h: bool = False
     is_triton: bool = False
     data_grads: Callable[..., Any] | None = None
     weight_grads: Callable[..., Any] | None = None
-
-
-def _has_few_rows(c: ExpertsCall) -> bool:
-    experts = c.experts
-    return (
-        c.ids_TK is not None
-        and c.is_direct
-        and "few_rows" in FORMATS[experts.format].backends
-        and few_rows.serves(
-            c.x_TD,
-            c.ids_TK.numel(),
-            experts.w_in[0],
-            experts.w_out[0],
-            c.weights_TK,
-            backend=c.backend,
-        )
-        and runs_plainly(*experts.b_in, experts.b_out)
-    )
-
-
-def _few_rows(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
-    experts = c.experts
-    assert c.ids_TK is not None
-    return few_rows.moe_mlp_of_few(
-        c.x_TD,
-        experts.w_in[0],
-        experts.w_out[0],
-        c.ids_TK,
-        c.weights_TK,
-        activation=experts.activation,
-        b_in_EGF=experts.b_in[0] if experts.b_in else None,
-        b_out_ED=experts.b_out,
-    )
 
 
 def _reference(c: ExpertsCall, buffers: list[Tensor]) -> Tensor:
@@ -112,60 +79,52 @@ def _reference(c: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     )
 
 
-def _reads(c: ExpertsCall, name: str) -> bool:
-    """Whether the call has `maps`, and the named backend reads its weight format."""
-    return c.maps is not None and name in FORMATS[c.experts.format].backends
+def _triton(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
+    if c.batch_invariant:
+        return invariant.forward_triton(c)
+    return call.forward(triton_backend.forward, c, save_h=save_h)
+
+
+def _torch(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
+    if c.batch_invariant:
+        return invariant.forward(c)
+    return call.forward(torch_forward.forward, c, save_h=save_h)
 
 
 assert quantized_formats.QUANTIZED  # the import adds its formats to FORMATS
-_BY_TORCH = partial(call.backward, torch_backward.backward)
-_BY_TRITON = partial(call.backward, triton_backend.backward)
+_BY_TORCH: dict[str, Any] = {
+    "backward": partial(call.backward, torch_backward.backward),
+    "trains": True,
+    "data_grads": partial(call.data_grads, torch_backward.data_grads),
+    "weight_grads": partial(call.weight_grads, torch_backward.weight_grads),
+}
 
 BACKENDS: dict[str, Backend] = {
-    "native": Backend(native.serves_ids, native.forward_of_ids),
-    "few_rows": Backend(_has_few_rows, _few_rows),
-    "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
-    "adapter_runs": Backend(
-        lambda c: c.maps is not None and bool(c.runs), adapters.forward_of_runs
+    "native": Backend(
+        native.serves,
+        native.forward_of_rows,
+        of_ids=native.forward_of_ids,
+        saves_invariant_h=True,
+        **_BY_TORCH,
     ),
-    "adapters": Backend(lambda c: c.maps is not None and c.adapters is not None, adapters.forward),
+    "adapters": Backend(lambda c: c.maps is not None and c.has_adapters, adapters.forward),
     "reference": Backend(
         lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True
     ),
     "quantized_triton": Backend(quantized_triton.serves, quantized_triton.forward),
-    "native_rows": Backend(
-        native.serves_rows,
-        native.forward_of_rows,
-        _BY_TORCH,
-        trains=True,
-        data_grads=partial(call.data_grads, torch_backward.data_grads),
-        weight_grads=partial(call.weight_grads, torch_backward.weight_grads),
-    ),
-    "invariant_triton": Backend(
-        lambda c: c.batch_invariant and c.backend == "triton" and _reads(c, "invariant_triton"),
-        invariant.forward_triton,
-        _BY_TRITON,
-        is_triton=True,
-    ),
-    "invariant": Backend(
-        lambda c: c.batch_invariant and c.maps is not None, invariant.forward, _BY_TORCH
-    ),
     "triton": Backend(
-        lambda c: c.backend == "triton" and _reads(c, "triton"),
-        partial(call.forward, triton_backend.forward),
-        _BY_TRITON,
+        lambda c: (
+            c.maps is not None
+            and c.backend == "triton"
+            and "triton" in FORMATS[c.experts.format].backends
+        ),
+        _triton,
+        partial(call.backward, triton_backend.backward),
         trains=True,
         is_triton=True,
         data_grads=partial(call.data_grads, triton_backend.data_grads),
         weight_grads=partial(call.weight_grads, triton_backend.weight_grads),
     ),
-    "torch": Backend(
-        lambda c: c.maps is not None,
-        partial(call.forward, torch_forward.forward),
-        _BY_TORCH,
-        trains=True,
-        data_grads=partial(call.data_grads, torch_backward.data_grads),
-        weight_grads=partial(call.weight_grads, torch_backward.weight_grads),
-    ),
+    "torch": Backend(lambda c: c.maps is not None, _torch, **_BY_TORCH),
 }
 """Backends by name, in the order in which they are asked."""

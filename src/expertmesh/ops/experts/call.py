@@ -21,35 +21,21 @@ from expertmesh.ops.route_metadata import RouteMetadata
 
 
 class LowRank(NamedTuple):
-    """Low-rank adapter of every expert's matrix W: W + scaling * B A.
+    """Low-rank adapter of every expert's matrix W: W + scaling * B A."""
 
-    Attributes:
-        a_ErK: (E, r, K), or (1, r, K) if all experts share it.
-        b_ENr: (E, N, r), or (1, N, r).
-        scaling: s.
-        is_shared: whether all experts share it.
-    """
-
-    a_ErK: Tensor
-    b_ENr: Tensor
-    scaling: float
-    is_shared: bool
+    a_ErK: Tensor  # (E, r, K), or (1, r, K) if all experts share it
+    b_ENr: Tensor  # (E, N, r), or (1, N, r)
+    scaling: float  # s
+    is_shared: bool  # whether all experts share it
 
 
 class AdapterRun(NamedTuple):
-    """Run of consecutive tokens with their own adapters.
+    """Run of consecutive tokens with their own adapters."""
 
-    Attributes:
-        first: first token.
-        stop: last token + 1.
-        on_in: adapter of w_in, or None.
-        on_out: adapter of w_out, or None.
-    """
-
-    first: int
-    stop: int
-    on_in: LowRank | None
-    on_out: LowRank | None
+    first: int  # first token
+    stop: int  # last token + 1
+    on_in: LowRank | None  # adapter of w_in, or None
+    on_out: LowRank | None  # adapter of w_out, or None
 
 
 class ExpertsCall(NamedTuple):
@@ -84,19 +70,6 @@ class ExpertsCall(NamedTuple):
         return self.adapters is not None or bool(self.runs)
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the call has ids and whole weights, and asks for nothing that only backends with `maps` have."""
-        return (
-            self.maps is None
-            and self.ids_TK is not None
-            and not self.has_adapters
-            and not self.batch_invariant
-            and self.experts.is_whole
-            and self.backend in ("auto", "torch")
-            and self.ids_TK.shape == self.weights_TK.shape
-        )
-
-    @property
     def differentiable(self) -> list[Tensor]:
         """Tensors of the operator that may require gradients: x, routing weights, parameters."""
         return [self.x_TD, self.weights_TK, *self.experts.parameters]
@@ -118,12 +91,13 @@ class ExpertsCall(NamedTuple):
             w.activation,
             w.format,
             self.backend,
+            self.batch_invariant,
         )
 
 
 FLAT = (
     "Tensor x_TD, Tensor weights_TK, Tensor[] w_in, Tensor[] w_out, Tensor[] b_in, Tensor[] b_out, Tensor[] scales, "
-    "Tensor[] maps, str activation, str format, str backend"
+    "Tensor[] maps, str activation, str format, str backend, bool batch_invariant"
 )
 """Schema of the arguments that `ExpertsCall.flat` returns."""
 
@@ -143,6 +117,7 @@ def make_experts_call(
     activation: str,
     format: str,
     backend: str,
+    batch_invariant: bool,
 ) -> ExpertsCall:
     """Rebuild a call from the arguments of `ExpertsCall.flat`."""
     half = len(scales) // 2
@@ -156,7 +131,10 @@ def make_experts_call(
         tuple(scales[:half]),
         tuple(scales[half:]),
     )
-    return ExpertsCall(x_TD, weights_TK, experts, backend, maps=RouteMetadata(*maps))
+    order = RouteMetadata(*maps)
+    return ExpertsCall(
+        x_TD, weights_TK, experts, backend, maps=order, batch_invariant=batch_invariant
+    )
 
 
 def forward(

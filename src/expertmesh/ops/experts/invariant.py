@@ -1,11 +1,11 @@
-"""Batch-invariant experts: a token's result is bitwise the same in every batch.
+"""Batch-invariant experts where no kernels of ours compute them: a token's result is bitwise the same in every batch.
 
 Made for inference, but differentiable once, by the backward of the other backends, which recomputes H. Slices are
 concatenated by a copy. Without Triton it synchronises with a GPU to read the offsets.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,16 +15,14 @@ from expertmesh.ops.dtypes import gemm_dtype
 from expertmesh.ops.experts import triton_backend
 from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.torch_forward import row_weights
-from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.invariant.operators import BlockProduct, block_of
 from expertmesh.ops.permute import sum_rows_in_order
 
 _CHUNK_ROWS = 1024
 """Number of rows processed together; bounds the memory of FP32 intermediates."""
 
 
-def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
+def forward_triton(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute y (T, D) by kernels whose tiles do not depend on the number of rows; H has no rows."""
     assert call.maps is not None
     y_TD, _ = triton_backend.forward(
@@ -38,35 +36,37 @@ def forward_triton(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Ten
     return y_TD, _without_rows(call)
 
 
-def forward(call: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
-    """Compute y (T, D) expert by expert, with rows in blocks of one shape; H has no rows."""
+def forward(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
+    """Compute y (T, D) expert by expert, by batch-invariant products; H has no rows."""
     return forward_of_runs(call), _without_rows(call)
 
 
 def forward_of_runs(call: ExpertsCall) -> Tensor:
     """Compute y (T, D) with each token's adapters; rows without adapters get the bits of `forward`."""
-    x_TD, weights_TK, maps = call.x_TD, call.weights_TK, call.maps
+    x_TD, maps = call.x_TD, call.maps
     assert maps is not None
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
     experts = call.experts.joined(dtype)
+    _, G, F, D = experts.shape
     bounds = maps.offsets_E.tolist()
-    y_RD = x_TD.new_empty(bounds[-1], x_TD.shape[1], dtype=dtype)
-    s_R1 = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)[:, None]
+    s_R1 = row_weights(call.weights_TK, maps, bounds[-1], x_TD.dtype)[:, None]
+    y_RD = x_TD.new_empty(bounds[-1], D, dtype=dtype)
     run_of_T = _run_of_tokens(call)
-    for pieces in _pieces(bounds):
-        rows = slice(pieces[0][1], pieces[-1][2])
-        _multiply(
-            x_TD,
-            maps.token_of_row_N[rows],
-            s_R1[rows],
-            experts,
-            pieces,
-            y_RD[rows],
-            call=call,
-            run_of_T=run_of_T,
-        )
-    y_TD = sum_rows_in_order(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
-    return y_TD.to(x_TD.dtype)
+    for e, rows in _chunks(bounds):
+        token_n, s_n1 = maps.token_of_row_N[rows], s_R1[rows]
+        run_of_n = None if run_of_T is None else run_of_T[token_n]
+        b_EGF, b_ED = experts.b_in_EGF, experts.b_out_ED
+        b_H = None if b_EGF is None else b_EGF[e].flatten().to(dtype)
+        x_nD = x_TD.index_select(0, token_n).to(dtype)
+        h_nH = invariant.plain_linear(x_nD, experts.w_in(e, dtype), b_H, "torch")
+        _add_adapters([run.on_in for run in call.runs], run_of_n, e, x_nD, h_nH)
+        h_nGF = h_nH.to(s_n1.dtype).unflatten(1, (G, F))
+        a_nF = (invariant.activate(h_nGF, inner_name(experts.activation)) * s_n1).to(dtype)
+        y_nD = invariant.plain_linear(a_nF, experts.w_out(e, dtype), None, "torch")
+        _add_adapters([run.on_out for run in call.runs], run_of_n, e, a_nF, y_nD)
+        y_RD[rows] = y_nD if b_ED is None else y_nD + s_n1 * b_ED[e]
+    top_k = call.weights_TK.shape[1]
+    return sum_rows_in_order(y_RD, maps.offsets_E, maps.row_of_slot_N, top_k).to(x_TD.dtype)
 
 
 def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
@@ -79,129 +79,31 @@ def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
     return run_of_T
 
 
-class _LowRanks:
-    """Adapters of rows that may have different ones.
-
-    Args:
-        of_runs: the adapter of each run.
-        run_of_R: the run of each row, -1 without one; None: no row has an adapter.
-    """
-
-    def __init__(self, of_runs: Sequence[LowRank | None], run_of_R: Tensor | None) -> None:
-        self._of_runs, self._run_of_R = of_runs, run_of_R
-
-    def add(self, expert: int, rows: slice, x_RK: Tensor, y_RN: Tensor) -> None:
-        """Add the adapters' products to the products of one expert's rows; each row's sum is independent of the others."""
-        if self._run_of_R is None:
-            return
-        run_of_n, x, y = self._run_of_R[rows], x_RK[rows], y_RN[rows]
-        for number in run_of_n.unique().tolist():
-            adapter = None if number < 0 else self._of_runs[number]
-            if adapter is None:
-                continue
-            at = (run_of_n == number).nonzero()[:, 0]
-            a_rK, b_Nr = (factor[expert].to(y.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-            own = x.index_select(0, at)
-            low_nr = BlockProduct.of(a_rK).into(own, y.new_empty(len(at), len(a_rK)))
-            more_nN = BlockProduct.of(b_Nr).into(
-                low_nr * adapter.scaling, y.new_empty(len(at), len(b_Nr))
-            )
-            y[at] = y[at] + more_nN
-
-
-def _pieces(bounds: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Groups of (expert, first row, last row + 1), each of at most `_CHUNK_ROWS` rows."""
-    found: list[tuple[int, int, int]] = []
-    for e, (first, end) in enumerate(pairwise(bounds)):
-        while first < end:
-            began = found[0][1] if found else first
-            stop = min(end, began + _CHUNK_ROWS)
-            found.append((e, first, stop))
-            first = stop
-            if stop == began + _CHUNK_ROWS:
-                yield found
-                found = []
-    if found:
-        yield found
-
-
-def _multiply(
-    x_TD: Tensor,
-    token_of_row_R: Tensor,
-    s_R1: Tensor,
-    experts: ExpertSlice,
-    pieces: list[tuple[int, int, int]],
-    y_RD: Tensor,
-    *,
-    call: ExpertsCall,
-    run_of_T: Tensor | None,
+def _add_adapters(
+    of_runs: Sequence[LowRank | None],
+    run_of_n: Tensor | None,
+    expert: int,
+    x_nK: Tensor,
+    y_nN: Tensor,
 ) -> None:
-    """Write s * act(x W_in^T + b_in) W_out^T + s b_out of sorted rows; H is rounded to the dtype of y."""
-    _, G, F, D = experts.shape
-    dtype = y_RD.dtype
-    ins, outs = ([one(experts, e, dtype) for e, _, _ in pieces] for one in (_first, _second))
-    counts = [stop - first for _, first, stop in pieces]
-    sizes = [
-        max(count, a.rows.least, b.rows.least)
-        for count, a, b in zip(counts, ins, outs, strict=True)
-    ]
-    # each expert gets at least as many rows as its product takes; missing rows repeat another one
-    places = _spread(counts, sizes)
-    if places is not None:
-        source = torch.tensor(places[0], device=x_TD.device)
-        token_of_row_R, s_R1 = token_of_row_R[source], s_R1[source]
-    x_RD = x_TD.index_select(0, token_of_row_R).to(dtype)
-    run_of_R = None if run_of_T is None else run_of_T[token_of_row_R]
-    on_in = _LowRanks([run.on_in for run in call.runs], run_of_R)
-    on_out = _LowRanks([run.on_out for run in call.runs], run_of_R)
-    ends = list(accumulate(sizes))
-    slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    h_RH = x_RD.new_empty(x_RD.shape[0], G * F)
-    for (e, _, _), block, rows in zip(pieces, ins, slices, strict=True):
-        block.into(x_RD[rows], h_RH[rows])
-        on_in.add(e, rows, x_RD, h_RH)
-    h_RGF = h_RH.to(s_R1.dtype).unflatten(1, (G, F))
-    a_RF = (invariant.activate(h_RGF, inner_name(experts.activation)) * s_R1).to(dtype)
-    own_RD = y_RD if places is None else x_RD.new_empty(x_RD.shape[0], D)
-    for (e, _, _), block, rows in zip(pieces, outs, slices, strict=True):
-        block.into(a_RF[rows], own_RD[rows])
-        on_out.add(e, rows, a_RF, own_RD)
-        if experts.b_out_ED is not None:
-            own_RD[rows] += s_R1[rows] * experts.b_out_ED[e]
-    if places is not None:
-        torch.index_select(own_RD, 0, torch.tensor(places[1], device=y_RD.device), out=y_RD)
+    """Add each run's adapter, thin products of its rows alone, to the products of an expert's rows."""
+    numbers = [] if run_of_n is None else run_of_n.unique().tolist()
+    for number in numbers:
+        adapter = None if number < 0 else of_runs[number]
+        if adapter is None:
+            continue
+        at = (run_of_n == number).nonzero()[:, 0]
+        e = 0 if adapter.is_shared else expert
+        a_rK, b_Nr = (factor[e].to(y_nN.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+        low_nr = invariant.plain_linear(x_nK.index_select(0, at), a_rK, None, "torch")
+        y_nN[at] += invariant.plain_linear(low_nr * adapter.scaling, b_Nr, None, "torch")
 
 
-def _spread(counts: list[int], sizes: list[int]) -> tuple[list[int], list[int]] | None:
-    """Map between rows and padded places: the row of each place, and the place of each row; None without padding."""
-    if counts == sizes:
-        return None
-    rows: list[int] = []
-    places: list[int] = []
-    first = 0
-    for count, size in zip(counts, sizes, strict=True):
-        places += range(len(rows), len(rows) + count)
-        rows += [*range(first, first + count), *[first] * (size - count)]
-        first += count
-    return rows, places
-
-
-def _first(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
-    """Prepare the first product of an expert."""
-    b_EGF = experts.b_in_EGF
-    return block_of(
-        experts.w_in(e, experts.w_in_EGFD.dtype),
-        None if b_EGF is None else b_EGF[e].flatten(),
-        dtype,
-        owner=(experts.w_in_EGFD, b_EGF),
-        part=e,
-    )
-
-
-def _second(experts: ExpertSlice, e: int, dtype: torch.dtype) -> BlockProduct:
-    """Prepare the second product of an expert, without its bias."""
-    w_EDF = experts.w_out_EDF
-    return block_of(experts.w_out(e, w_EDF.dtype), None, dtype, owner=(w_EDF, None), part=e)
+def _chunks(bounds: list[int]) -> Iterator[tuple[int, slice]]:
+    """Rows of each expert, at most `_CHUNK_ROWS` at a time."""
+    for e, (first, stop) in enumerate(pairwise(bounds)):
+        for start in range(first, stop, _CHUNK_ROWS):
+            yield e, slice(start, min(start + _CHUNK_ROWS, stop))
 
 
 def _without_rows(call: ExpertsCall) -> list[Tensor]:

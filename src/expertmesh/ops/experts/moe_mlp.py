@@ -111,9 +111,8 @@ def compute(
         call = call._replace(ids_TK=ids_TK, experts=call.experts.by_slot())
     for backend in BACKENDS.values():
         if backend.serves(call):
-            y_TD: Tensor | None = backend.forward(call, [])
-            if y_TD is not None:
-                return y_TD
+            of_ids: Tensor = backend.of_ids(call) if backend.of_ids else backend.forward(call, [])
+            return of_ids
     assert call.ids_TK is not None
     num_slots = call.experts.num_slots
     maps = route_metadata(call.ids_TK, num_slots, max_rows=max_rows, backend=call.backend)
@@ -136,7 +135,8 @@ def compute_rows(
     if backend.backward is None:
         y_TD: Tensor = backend.forward(call, buffers)
         return y_TD
-    save_h = backend.trains and not recompute_h and _wants_gradients(call)
+    can_save = backend.saves_invariant_h if call.batch_invariant else backend.trains
+    save_h = can_save and not recompute_h and _wants_gradients(call)
     call = call._replace(backend=name)
     if late is not None and backend.trains:
         return late.run(call, buffers, save_h=save_h)

@@ -7,8 +7,9 @@ and pre-activations are FP32; only s * act(h) is rounded to the type of the prod
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.cpu.library import ExpertMatrices, Kernels, loaded
-from expertmesh.ops.activation import inner_name
+from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu.library import ExpertMatrices, loaded
+from expertmesh.ops.activation import inner_name, num_branches
 from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, ExpertWeights
@@ -25,6 +26,16 @@ def is_loaded() -> bool:
     return loaded().kernels is not None
 
 
+def _has_bf16() -> bool:
+    kernels = loaded().kernels
+    return kernels is not None and kernels.instructions.has_bf16
+
+
+# what torch.compiler.assume_constant_result sets, without its import of the compiler: a graph knows the processor
+for _constant in (is_loaded, _has_bf16):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def dtype_of_rows(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Type in which a token's batch-invariant outputs are rounded before they are added."""
     return (
@@ -34,12 +45,16 @@ def dtype_of_rows(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     )
 
 
+def serves(c: ExpertsCall) -> bool:
+    """Whether a call is computed here: by `forward_of_ids` as long as it has ids only, then by `forward_of_rows`."""
+    return serves_ids(c) if c.maps is None else serves_rows(c)
+
+
 def serves_ids(c: ExpertsCall) -> bool:
     """Whether `forward_of_ids` computes a call with ids: inference, and as fast as any other way or batch-invariant."""
     ids_TK, experts = c.ids_TK, c.experts
-    if c.maps is not None or ids_TK is None:
+    if ids_TK is None:
         return False
-    # first, because a compiler would guard on what follows
     tensors = (
         c.x_TD,
         ids_TK,
@@ -49,20 +64,27 @@ def serves_ids(c: ExpertsCall) -> bool:
         *experts.scales_out,
     )
     dtype = _dtype_of(c)
-    if (
-        not runs_plainly(*tensors)
-        or not _takes(c, dtype)
-        or not _reads(experts, c.x_TD.shape[1], dtype)
-    ):
+    if ids_TK.dim() != 2 or c.weights_TK.dim() != 2 or ids_TK.shape[0] != c.x_TD.shape[0]:
         return False
-    kernels = loaded().kernels
-    return kernels is not None and (c.batch_invariant or _is_fast(c, kernels))
+    if ids_TK.shape[0] != c.weights_TK.shape[0] or ids_TK.shape[1] != c.weights_TK.shape[1]:
+        return False
+    if not _sees(*tensors) or not _takes(c, dtype) or not _reads(experts, c.x_TD.shape[1], dtype):
+        return False
+    return is_loaded() and (c.batch_invariant or _is_fast(c))
 
 
 def serves_rows(c: ExpertsCall) -> bool:
     """Whether `forward_of_rows` computes a call with `maps`: a batch-invariant one, which may want gradients."""
     is_asked = c.maps is not None and c.batch_invariant and c.x_TD.device.type == "cpu"
     return is_asked and _takes(c, c.x_TD.dtype) and loaded().kernels is not None
+
+
+def _sees(*tensors: Tensor | None) -> bool:
+    """Whether the operator takes these tensors: on a CPU, of PyTorch's own types, without gradients; in a graph as well."""
+    if not torch.compiler.is_compiling():
+        return runs_plainly(*tensors)
+    wants = torch.is_grad_enabled()
+    return all(t is None or (t.is_cpu and not (wants and t.requires_grad)) for t in tensors)
 
 
 def _dtype_of(c: ExpertsCall) -> torch.dtype:
@@ -86,6 +108,8 @@ def _reads(experts: ExpertWeights, dim: int, dtype: torch.dtype) -> bool:
     if not experts.is_whole or "native" not in FORMATS[experts.format].backends:
         return False
     one = experts.slices()[0]
+    if not _fits(one, experts.num_experts, dim):
+        return False
     rows = (one.w_in_EGFD, one.w_out_EDF, one.scales_in, one.scales_out, one.b_in_EGF, one.b_out_ED)
     given = [t for t in rows if t is not None]
     is_typed = experts.format != "dense" or one.w_in_EGFD.dtype == one.w_out_EDF.dtype == dtype
@@ -93,19 +117,42 @@ def _reads(experts: ExpertWeights, dim: int, dtype: torch.dtype) -> bool:
         is_typed
         and all(t.stride(-1) == 1 for t in given)
         and all(t.dtype in _DTYPES for t in given if t.is_floating_point())
-        and one.shape[3] == dim
     )
 
 
-def _is_fast(c: ExpertsCall, kernels: Kernels) -> bool:
-    """Whether nothing else is faster: BF16 by its own instructions, else few rows of an expert."""
+def _fits(one: ExpertSlice, num_experts: int, dim: int) -> bool:
+    """Whether all sizes fit, as the kernels take them unseen; others go on to the checks of a call with `maps`."""
+    w_in, w_out = one.w_in_EGFD, one.w_out_EDF
+    if w_in.dim() != 4 or w_out.dim() != 3:
+        return False
+    E, G, F, per_byte = num_experts, num_branches(one.activation), w_in.shape[2], 1
+    if w_in.dtype == torch.uint8:
+        per_byte = 2
+    rows_in, rows_out = (E, G, F), (E, dim)
+    if w_in.shape != (*rows_in, dim // per_byte) or w_out.shape[:2] != rows_out:
+        return False
+    if w_out.shape[2] * per_byte != F or dim % per_byte:
+        return False
+    for scales, rows, columns in ((one.scales_in, rows_in, dim), (one.scales_out, rows_out, F)):
+        if scales is not None and (
+            scales.shape[:-1] != rows or not scales.shape[-1] or columns % scales.shape[-1]
+        ):
+            return False
+    biases = ((one.b_in_EGF, rows_in), (one.b_out_ED, rows_out))
+    return all(b is None or b.shape == rows for b, rows in biases)
+
+
+def _is_fast(c: ExpertsCall) -> bool:
+    """Whether nothing else is faster: BF16 by its own instructions, else few rows of an expert, whose number no graph knows."""
     assert c.ids_TK is not None
-    if _dtype_of(c) == torch.bfloat16 and kernels.instructions.has_bf16:
+    if _dtype_of(c) == torch.bfloat16 and _has_bf16():
         return True
+    if torch.compiler.is_compiling():
+        return False
     return c.ids_TK.numel() <= MOST_ROWS * min(c.experts.num_experts, max(c.ids_TK.numel(), 1))
 
 
-def forward_of_ids(c: ExpertsCall, _: list[Tensor]) -> Tensor:
+def forward_of_ids(c: ExpertsCall) -> Tensor:
     """Compute y (T, D) of a call that `serves_ids` accepts.
 
     Raises:
@@ -113,7 +160,14 @@ def forward_of_ids(c: ExpertsCall, _: list[Tensor]) -> Tensor:
     """
     assert c.ids_TK is not None
     check_expert_ids(c.ids_TK)
-    return _computed(c, c.experts.slices()[0], c.ids_TK, c.x_TD.to(_dtype_of(c)), None)
+    dtype, E = _dtype_of(c), c.experts.num_experts
+    # as `checked` does it: biases of quantised experts have the type of the products, too
+    one = (c.experts if dtype == c.x_TD.dtype else c.experts.to(dtype)).slices()[0]
+    matrices = (one.w_in_EGFD, one.w_out_EDF, one.scales_in, one.scales_out)
+    biases, x_TD = (one.b_in_EGF, one.b_out_ED), c.x_TD.to(dtype)
+    compute = _operator if torch.compiler.is_compiling() else _of_tensors
+    y_TD: Tensor = compute(x_TD, c.ids_TK, c.weights_TK, *matrices, *biases, one.activation, E)
+    return y_TD
 
 
 def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
@@ -128,7 +182,8 @@ def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tenso
     _, G, F, _ = experts.shape
     num_rows = c.maps.token_of_row_N.shape[0] if save_h else 0
     hidden_RH = c.x_TD.new_empty(num_rows, G * F)
-    y_TD = _computed(c, experts, ids_TK, c.x_TD, hidden_RH if save_h else None)
+    E, hidden = c.experts.num_experts, hidden_RH if save_h else None
+    y_TD = _computed(c.x_TD, ids_TK, c.weights_TK, experts, E, hidden)
     sizes = [one.shape[2] for one in c.experts.slices()]
     if len(sizes) == 1:
         return y_TD, [hidden_RH]
@@ -146,16 +201,23 @@ def ids_of(maps: RouteMetadata, shape: torch.Size) -> Tensor:
 
 
 def _computed(
-    c: ExpertsCall, experts: ExpertSlice, ids_TK: Tensor, x_TD: Tensor, hidden_RH: Tensor | None
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: ExpertSlice,
+    num_experts: int,
+    hidden_RH: Tensor | None,
 ) -> Tensor:
     kernels = loaded().kernels
-    assert kernels is not None
-    E = c.experts.num_experts
+    if kernels is None:
+        raise ConfigError(
+            "this graph computes experts by the kernels in C, which are not here; install a C compiler, or export it again"
+        )
     b_out_ED, scales_out = experts.b_out_ED, experts.scales_out
     y_TD, least, most = kernels.experts(
         x_TD.contiguous(),
         ids_TK.to(torch.int64).contiguous(),
-        c.weights_TK.to(torch.float32).contiguous(),
+        weights_TK.to(torch.float32).contiguous(),
         ExpertMatrices(experts.w_in_EGFD, experts.scales_in, experts.b_in_EGF),
         ExpertMatrices(
             experts.w_out_EDF[:, None],
@@ -163,8 +225,41 @@ def _computed(
             None if b_out_ED is None else b_out_ED[:, None],
         ),
         inner=inner_name(experts.activation),
-        num_experts=E,
+        num_experts=num_experts,
         hidden_RH=hidden_RH,
     )
-    check_range_of_ids(least, most, E)
+    check_range_of_ids(least, most, num_experts)
     return y_TD
+
+
+def _of_tensors(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    scales_in: Tensor | None,
+    scales_out: Tensor | None,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: str,
+    num_experts: int,
+) -> Tensor:
+    one = ExpertSlice(w_in, w_out, b_in, b_out, activation, "", scales_in, scales_out)
+    return _computed(x_TD, ids_TK, weights_TK, one, num_experts, None)
+
+
+_LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
+_LIBRARY.define(
+    "native_experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, Tensor w_in, Tensor w_out, Tensor? scales_in, "
+    "Tensor? scales_out, Tensor? b_in, Tensor? b_out, str activation, int num_experts) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("native_experts", _of_tensors, "CPU")
+_LIBRARY.impl("native_experts", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake(
+    "expertmesh::native_experts",
+    lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+    lib=_LIBRARY,
+)
+_operator = torch.ops.expertmesh.native_experts.default

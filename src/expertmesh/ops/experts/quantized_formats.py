@@ -4,27 +4,41 @@
 |---|---|---|
 | int8 | int8, as dense | (E, G, F, 1), (E, D, 1) |
 | int4 | two numbers to a byte, (E, G, F, D / 2) and (E, D, F / 2) | (E, G, F, D / g), (E, D, F / g) |
-| int4_cpu | the same bytes in the order of the CPU's product, see `pack.for_cpu` | (E, D / g, G * F, 2), (E, F / g, D,
-2), the second of two 0 | | fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
+| fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
+| mxfp4 | as int4 | uint8 exponents, (E, G, F, D / 32), (E, D, F / 32) |
 """
+
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, WeightFormat
-from expertmesh.ops.quantized.pack import from_cpu, from_nibbles
-from expertmesh.ops.quantized.rounding import BLOCK, Rounded, widened
+from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, Kept, Shape, WeightFormat
+from expertmesh.ops.quantized import mxfp4
+from expertmesh.ops.quantized.pack import from_nibbles, nibbles
+from expertmesh.ops.quantized.rounding import BLOCK, Format, Rounded, rounded, widened
 
 
 class QuantizedFormat(WeightFormat):
-    """Format of values with scales; this class has one byte per number and scales that `widened` takes."""
+    """Format of values with scales; this class has one byte per number and scales that `widened` takes.
 
-    backends: tuple[str, ...] = ("native", "quantized_rows", "quantized_triton", "torch")
+    Attributes:
+        name: see `WeightFormat`; a format of `rounded`.
+    """
 
-    def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-        """See `WeightFormat`; dtype is the dtype of the scales."""
-        E, G, F, D = shape
-        return E * ((G + 1) * F * D + (G * F + D) * dtype.itemsize)
+    name: str = "int8"
+    backends: tuple[str, ...] = ("native", "quantized_triton", "torch")
+
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
+        """See `WeightFormat`: int8 with a scale per row."""
+        return {"": (shape, torch.int8), "_scale": ((*shape[:-1], 1), dtype)}
+
+    def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
+        """See `WeightFormat`."""
+        values, scales = rounded(
+            w, cast(Format, self.name), group_size=group_size, scale_dtype=dtype
+        )
+        return {"": values, "_scale": scales}
 
     def unpack(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `WeightFormat`; rounded to the dtype of the scales first, as compressed-tensors does."""
@@ -34,7 +48,7 @@ class QuantizedFormat(WeightFormat):
         """Unpack the first matrix only."""
         assert experts.scales_in is not None
         # each branch separately, because an FP8 block does not span two branches
-        return self.wide(experts.w_in_EGFD[e], experts.scales_in[e], dtype).flatten(0, 1)
+        return self.wide(experts.w_in_EGFD[e], experts.scales_in[e], dtype).flatten(0, -2)
 
     def unpack_out(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
         """Unpack the second matrix only."""
@@ -49,13 +63,14 @@ class QuantizedFormat(WeightFormat):
 class Fp8(QuantizedFormat):
     """FP8 (e4m3) with one scale per block of 128 by 128."""
 
+    name: str = "fp8"
     backends: tuple[str, ...] = ("quantized_triton", "torch")
 
-    def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-        """See `WeightFormat`; dtype is the dtype of the scales."""
-        E, G, F, D = shape
-        blocks = -(-F // BLOCK) * -(-D // BLOCK)
-        return E * (G + 1) * (F * D + blocks * dtype.itemsize)
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
+        """See `WeightFormat`."""
+        *lead, N, K = shape
+        scales = (*lead, -(-N // BLOCK), -(-K // BLOCK))
+        return {"": (shape, torch.float8_e4m3fn), "_scale": (scales, dtype)}
 
     def unit(self, experts: ExpertSlice) -> int:
         """See `WeightFormat`: a block."""
@@ -65,10 +80,17 @@ class Fp8(QuantizedFormat):
 class Int4(QuantizedFormat):
     """Four bits per number, with one scale per group of columns."""
 
-    def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-        """See `WeightFormat`; for groups of 64; dtype is the dtype of the scales."""
-        E, G, F, D = shape
-        return E * (G + 1) * F * (D // 2 + -(-D // 64) * dtype.itemsize)
+    name: str = "int4"
+
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
+        """See `WeightFormat`."""
+        *lead, K = shape
+        return {"": ((*lead, K // 2), torch.uint8), "_scale": ((*lead, K // group_size), dtype)}
+
+    def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
+        """See `WeightFormat`."""
+        found = super().pack(w, dtype, group_size)
+        return {**found, "": nibbles(found[""])}
 
     def shape(self, experts: ExpertSlice) -> tuple[int, int, int, int]:
         """See `WeightFormat`."""
@@ -85,28 +107,30 @@ class Int4(QuantizedFormat):
         return widened(Rounded(from_nibbles(values), scales), dtype)
 
 
-class Int4ForCpu(Int4):
-    """Int4 in the order of PyTorch's product on the CPU; unpacked matrices are transposed in memory."""
+class Mxfp4(Int4):
+    """MXFP4: 4-bit floating-point numbers with one power of two per 32 columns."""
 
-    backends: tuple[str, ...] = ("quantized_rows", "torch")
+    name: str = "mxfp4"
+    backends: tuple[str, ...] = ("torch",)
 
-    def unpack_in(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
-        """See `QuantizedFormat`."""
-        assert experts.scales_in is not None
-        return self.wide(experts.w_in_EGFD[e].flatten(0, 1), experts.scales_in[e], dtype)
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
+        """See `WeightFormat`."""
+        return super().kept(shape, torch.uint8, mxfp4.BLOCK)
+
+    def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
+        """See `WeightFormat`."""
+        return dict(zip(("", "_scale"), mxfp4.packed(w), strict=True))
 
     def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `QuantizedFormat`."""
-        q_KN, s_GN = from_cpu(values), scales[..., 0]
-        wide = q_KN.to(s_GN.dtype).unflatten(0, (s_GN.shape[0], -1)).mul_(s_GN[:, None])
-        return wide.flatten(0, 1).to(dtype).T
+        """See `QuantizedFormat`; exact in BF16."""
+        return mxfp4.widened(values.unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales).to(dtype)
 
 
 QUANTIZED: dict[str, QuantizedFormat] = {
     "int8": QuantizedFormat(),
     "int4": Int4(),
-    "int4_cpu": Int4ForCpu(),
     "fp8": Fp8(),
+    "mxfp4": Mxfp4(),
 }
 """Quantised formats by name."""
 FORMATS.update(QUANTIZED)

@@ -6,12 +6,11 @@ tokens are copied. Nothing here is seen by autograd. The backward is in `torch_b
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.activation_passes import passes_for
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
-from expertmesh.ops.experts.expert_spans import ExpertSpan, make_runs
+from expertmesh.ops.experts.expert_spans import make_runs
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.route_metadata import RouteMetadata
@@ -46,27 +45,20 @@ def forward(
         direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
         h = h_all[start : start + m] if direct else h_buffer[:m]
         a = a_buffer[:m]
-        offsets_E = None if save_h else _grouped_offsets(run, experts, maps, dtype)
-        if offsets_E is None:
-            x_rows, h_rows = run.rows_of(x, start), run.rows_of(h, start)
-            w_ins = experts.w_ins(run.experts, dtype)
-            for w_in, e, x_nD, h_nH in zip(w_ins, run.experts, x_rows, h_rows, strict=True):
-                hidden(experts, e, x_nD, h_nH, w_in)
-        else:
-            h = grouped_mm(x, experts.w_in_EGFD.flatten(1, 2).mT, offs=offsets_E)
+        x_rows, h_rows = run.rows_of(x, start), run.rows_of(h, start)
+        w_ins = experts.w_ins(run.experts, dtype)
+        for w_in, e, x_nD, h_nH in zip(w_ins, run.experts, x_rows, h_rows, strict=True):
+            hidden(experts, e, x_nD, h_nH, w_in)
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
         passes.forward(h[:n], s_R[start:stop], a)
         # oneDNN's AMX products with F not a multiple of 32 read into the next row and multiply it by zeros
         a[n:].zero_()
         y = y_RD[start : start + m]
-        if offsets_E is None:
-            a_rows, y_rows = run.rows_of(a, start), run.rows_of(y, start)
-            w_outs = experts.w_outs(run.experts, dtype)
-            for w_out, a_nF, y_nD in zip(w_outs, a_rows, y_rows, strict=True):
-                cpu_products.rows_times_weight(a_nF, w_out, y_nD)
-        else:
-            y.copy_(grouped_mm(a, experts.w_out_EDF.mT, offs=offsets_E))
+        a_rows, y_rows = run.rows_of(a, start), run.rows_of(y, start)
+        w_outs = experts.w_outs(run.experts, dtype)
+        for w_out, a_nF, y_nD in zip(w_outs, a_rows, y_rows, strict=True):
+            cpu_products.product_into(a_nF, w_out.T, y_nD)
     if experts.b_out_ED is not None:
         for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             if stop > start:
@@ -78,32 +70,11 @@ def forward(
 def hidden(experts: ExpertSlice, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
     """Write the pre-activations of one expert's rows with its `w_in`, all in the dtype of the products."""
     if experts.b_in_EGF is None:
-        cpu_products.rows_times_weight(x_RD, w_in, out_RH)
+        cpu_products.product_into(x_RD, w_in.T, out_RH)
     else:
         # bias inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
         bias = experts.b_in_EGF[e].flatten().to(x_RD.dtype)
         cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
-
-
-def _grouped_offsets(
-    run: ExpertSpan, experts: ExpertSlice, maps: RouteMetadata, dtype: torch.dtype
-) -> Tensor | None:
-    """Ends of all experts' rows for PyTorch's grouped product, if it is the fastest choice; None: use a loop.
-
-    The grouped product has no bias and allows no row behind the last offset.
-    """
-    w_in, w_out = experts.w_in_EGFD, experts.w_out_EDF
-    serves = (
-        dtype == w_in.dtype
-        and experts.b_in_EGF is None
-        and w_in.is_contiguous()
-        and cpu_products.grouped_mm_serves(w_in.flatten(1, 2), len(run.experts))
-        and cpu_products.grouped_mm_serves(w_out, len(run.experts))
-        and max(run.counts) < 64  # gemm_rows pads larger counts
-    )
-    if not serves or run.rows != slice(0, int(maps.offsets_E[-1])):
-        return None
-    return maps.offsets_E[1:]
 
 
 def _gather_tokens(

@@ -14,8 +14,16 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.products import selected
 
+Shape = tuple[int, ...]
+Kept = tuple[Shape, torch.dtype]
+"""Shape and dtype of a tensor of a format."""
+
 Weights = Tensor | Sequence[Tensor]
 """Tensor, or its slices along F, as `ExpertWeights.of` takes them."""
+
+
+TENSORS = ("w_in", "w_in_scale", "w_out", "w_out_scale", "b_in", "b_out")
+"""Names of the tensors of a layer's experts, in any format."""
 
 
 class WeightFormat:
@@ -23,25 +31,36 @@ class WeightFormat:
     override all methods.
 
     Attributes:
+        name: name of the format that `pack` makes.
         backends: names of the backends, in `expertmesh.ops.experts.backends.BACKENDS`, that read matrices of this
             format. "torch" reads every format by `unpack`.
     """
 
+    name: str = "dense"
     backends: tuple[str, ...] = (
         "native",
-        "few_rows",
         "adapters",
         "reference",
-        "invariant_triton",
-        "invariant",
         "triton",
         "torch",
     )
 
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
+        """Shapes and dtypes of the tensors that hold matrices (..., N, K), by the endings of their names.
+
+        `dtype` is the type of the products and of the scales, `group_size` the columns per scale in a format of groups.
+        """
+        return {"": (shape, dtype)}
+
+    def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
+        """Values of the tensors of `kept` for a stack of matrices; a format of weights that are only read has none."""
+        return {"": w.to(dtype)}
+
     def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
         """Bytes of both matrices of experts of shape (E, G, F, D), for products in a dtype; scales included."""
-        _, G, _, _ = shape
-        return prod(shape) * (G + 1) // G * dtype.itemsize
+        E, _, F, D = shape
+        kept = [*self.kept(shape, dtype).values(), *self.kept((E, D, F), dtype).values()]
+        return sum(prod(size) * of.itemsize for size, of in kept)
 
     def shape(self, experts: "ExpertSlice") -> tuple[int, int, int, int]:
         """Shape (E, G, F, D) of a slice's matrices once unpacked."""
@@ -71,27 +90,16 @@ FORMATS: dict[str, WeightFormat] = {"dense": WeightFormat()}
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """Slice along F of all experts, as a backend takes it; gradients use the same class.
+    """Slice along F of all experts, as a backend takes it; gradients use the same class."""
 
-    Attributes:
-        w_in_EGFD: first weights, in their stored format.
-        w_out_EDF: second weights, in their stored format.
-        b_in_EGF: first biases, or None.
-        b_out_ED: second biases; None without biases and in all slices but the first.
-        activation: the name of the activation.
-        format: name of the weights' format in `FORMATS`.
-        scales_in: scales of w_in; None in a format without scales.
-        scales_out: scales of w_out, or None.
-    """
-
-    w_in_EGFD: Tensor
-    w_out_EDF: Tensor
-    b_in_EGF: Tensor | None
-    b_out_ED: Tensor | None
-    activation: str
-    format: str = "dense"
-    scales_in: Tensor | None = None
-    scales_out: Tensor | None = None
+    w_in_EGFD: Tensor  # first weights, in their stored format
+    w_out_EDF: Tensor  # second weights, in their stored format
+    b_in_EGF: Tensor | None  # first biases, or None
+    b_out_ED: Tensor | None  # second biases; None without biases and in all slices but the first
+    activation: str  # the name of the activation
+    format: str = "dense"  # name of the weights' format in `FORMATS`
+    scales_in: Tensor | None = None  # scales of w_in; None in a format without scales
+    scales_out: Tensor | None = None  # scales of w_out, or None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -193,11 +201,20 @@ class ExpertWeights:
         )
 
     @staticmethod
-    def of_names(slices: Mapping[str, Sequence[Tensor]], activation: str) -> "ExpertWeights":
-        """Make dense weights from the slices of each parameter, by the names w_in, w_out, b_in, b_out."""
-        b_in, b_out = tuple(slices.get("b_in", ())), slices.get("b_out")
-        first = None if b_out is None else b_out[0]
-        return ExpertWeights(tuple(slices["w_in"]), tuple(slices["w_out"]), activation, b_in, first)
+    def of_names(
+        slices: Mapping[str, Sequence[Tensor]],
+        activation: str,
+        format: str = "dense",
+        slot_of_expert_E: Tensor | None = None,
+    ) -> "ExpertWeights":
+        """Make weights from the slices of each tensor, by the names in `TENSORS`."""
+        w_in, scales_in, w_out, scales_out, b_in, b_out = (
+            tuple(slices.get(n, ())) for n in TENSORS
+        )
+        first = b_out[0] if b_out else None
+        return ExpertWeights(
+            w_in, w_out, activation, b_in, first, format, scales_in, scales_out, slot_of_expert_E
+        )
 
     @property
     def num_slots(self) -> int:
@@ -393,12 +410,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class HiddenGradients:
-    """Hidden rows that `data_grads` passes to `weight_grads`; their layout depends on the backend.
+    """Hidden rows that `data_grads` passes to `weight_grads`; their layout depends on the backend."""
 
-    Attributes:
-        a_RF: s * act(H); None if no gradient of w_out is needed.
-        d_h_RH: gradient of H; None if no gradient before H is needed.
-    """
-
-    a_RF: Tensor | None
-    d_h_RH: Tensor | None
+    a_RF: Tensor | None  # s * act(H); None if no gradient of w_out is needed
+    d_h_RH: Tensor | None  # gradient of H; None if no gradient before H is needed

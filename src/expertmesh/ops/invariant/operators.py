@@ -16,7 +16,7 @@ They are slower than the ordinary operators, and differ from them by rounding. `
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
-from expertmesh.ops import triton_linear
+from expertmesh.ops import native_linear, triton_linear
 from expertmesh.ops.activation import second_branch
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.check import wrong_shape
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
-from expertmesh.ops.invariant import native_linear
-from expertmesh.ops.invariant.kept import kept_now
-from expertmesh.ops.onednn import can_pack, onednn_linear, pack
 from expertmesh.ops.plain_call import runs_plainly
 
 BLOCK_ROWS = 16
@@ -49,8 +47,6 @@ _MOST_ROWS_SUMMED = 256
 """Maximum number of rows of a row-sum call; every smaller number is tested too."""
 _BATCHES = (64, 32, 16, 8, 4, 2, 1)
 """Numbers of matrices of a batched-product call; all of these are tested."""
-_SMALLEST_WEIGHT = 1 << 16
-"""Fewest elements of a weight that oneDNN multiplies."""
 _TRIALS = 3
 _SHIFT = 5
 """Shift between the two halves of cancelling products, so that no order of sums cancels exactly."""
@@ -157,15 +153,8 @@ def _rows_of(
     return _tried(product, lambda count: draw(count, num_products))
 
 
-def _goes_to_onednn(w_NK: Tensor) -> bool:
-    """Whether oneDNN multiplies, whose weights can be packed; small weights are not worth its call."""
-    return w_NK.is_cpu and w_NK.numel() >= _SMALLEST_WEIGHT and can_pack(w_NK.dtype)
-
-
 def _product(x: Tensor, w_NK: Tensor, b_N: Tensor | None, out: Tensor) -> Tensor:
-    """Compute the product, in `out` or in new memory."""
-    if _goes_to_onednn(w_NK):
-        return onednn_linear(x, w_NK, b_N)
+    """Write the product into `out`, and return it."""
     if b_N is None:
         return torch.mm(x, w_NK.T, out=out)
     return torch.addmm(b_N, x, w_NK.T, out=out)
@@ -184,16 +173,12 @@ class BlockProduct:
         b_N: (N',) bias or None.
         num_columns: N.
         rows: numbers of rows of a call.
-        packed: the weight in oneDNN's order, if products with it have the same bits; None: not packed.
-        is_copy: whether w_NK is a copy of the weight.
     """
 
     w_NK: Tensor
     b_N: Tensor | None
     num_columns: int
     rows: RowRange
-    packed: Tensor | None = None
-    is_copy: bool = False
 
     @staticmethod
     def of(w_NK: Tensor, b_N: Tensor | None = None) -> "BlockProduct":
@@ -213,21 +198,6 @@ class BlockProduct:
         )
         return BlockProduct(w_NK, b_N, N, rows)
 
-    def in_order(self) -> "BlockProduct":
-        """Pack the weight, if that changes no bit; worth it if the weight is used again."""
-        w, b = self.w_NK, self.b_N
-        shape = *w.shape, b is not None, w.dtype, w.device, self.rows, torch.get_num_threads()
-        if not _goes_to_onednn(w) or not _is_aligned(w) or not _packs_alike(*shape):
-            return self
-        # only shape and dtype of the unpacked weight are still needed
-        return replace(self, w_NK=w.new_empty(()).expand(w.shape), packed=pack(w))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the copy of the weight."""
-        is_own = self.is_copy or self.packed is not None
-        return self.w_NK.numel() * self.w_NK.element_size() if is_own else 0
-
     def into(self, x_RK: Tensor, out_RN: Tensor) -> Tensor:
         """Write x W^T + b of rows (R, K) to (R, N), each of any floating-point type, and return it."""
         num_rows, N = x_RK.shape[0], self.w_NK.shape[0]
@@ -236,12 +206,9 @@ class BlockProduct:
             x, out = (x_RK, out_RN) if is_all else (x_RK[part], out_RN[part])
             size = x.shape[0]
             x = self._ready(x, count)
-            if self.packed is not None:
-                y = onednn_linear(x, self.packed, self.b_N)
-            else:
-                fits = count == size and out.dtype == x.dtype and out.shape[1] == N
-                given = out if fits and _is_aligned(out) else x.new_empty(count, N)
-                y = _product(x, self.w_NK, self.b_N, given)
+            fits = count == size and out.dtype == x.dtype and out.shape[1] == N
+            y = out if fits and _is_aligned(out) else x.new_empty(count, N)
+            _product(x, self.w_NK, self.b_N, y)
             if y is not out:
                 out.copy_(y[:size, : self.num_columns])
         return out_RN
@@ -258,64 +225,6 @@ class BlockProduct:
         x_block = self.w_NK.new_zeros(count, K)
         x_block[:size, :width].copy_(x)
         return x_block
-
-
-@functools.cache
-def _packs_alike(
-    num_columns: int,
-    num_products: int,
-    with_bias: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    rows: RowRange,
-    num_threads: int,
-) -> bool:
-    """Whether products with the packed weight have the same bits as without, for all numbers of rows; tested once."""
-    draw = _drawing(num_columns * 65537 + num_products, torch.empty(0, dtype=dtype))
-    w_NK = _doubled(draw(num_columns, num_products), 1)
-    b_N = draw(num_columns) * 2**-20 if with_bias else None
-    packed = pack(w_NK)
-    for trial in range(_TRIALS):
-        x_RK = draw(LARGE_BLOCK_ROWS, num_products)
-        x_RK = _doubled(x_RK, -1) if trial else x_RK
-        for count in {*range(max(rows.least, 1), min(rows.most, BLOCK_ROWS) + 1), rows.most}:
-            x = x_RK[:count]
-            y = _product(x, w_NK, b_N, w_NK.new_empty(count, num_columns))
-            if not torch.equal(onednn_linear(x, packed, b_N), y):
-                return False
-    return True
-
-
-def block_of(
-    w_NK: Tensor,
-    b_N: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    owner: tuple[Tensor, Tensor | None] | None = None,
-    part: int | None = None,
-) -> BlockProduct:
-    """Prepare a weight (N, K) for products in a dtype, or take it from the active cache.
-
-    Args:
-        w_NK: the weight.
-        b_N: (N,) bias or None.
-        dtype: the dtype of the product.
-        owner: the parameters that weight and bias are parts of; None: they are parameters themselves.
-        part: index of the part; None: all of the parameter.
-    """
-
-    def make(is_kept: bool) -> BlockProduct:
-        made = BlockProduct.of(w_NK.to(dtype), None if b_N is None else b_N.to(dtype))
-        if not is_kept:
-            return made
-        is_copy = made.w_NK.data_ptr() != w_NK.data_ptr()
-        return replace(made, is_copy=is_copy).in_order()
-
-    kept = kept_now()
-    if kept is None:
-        return make(False)
-    w, b = (w_NK, b_N) if owner is None else owner
-    return kept.get(w, b, make, part=part)
 
 
 @functools.cache
@@ -382,7 +291,8 @@ def _in_batches(x_BRK: Tensor, w_BKN: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
+def plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
+    """Compute `linear` of rows (R, K), not seen by autograd or autocast."""
     with without_autocast(x_RK.device):
         if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (
             x_RK.dtype != torch.float64
@@ -395,12 +305,16 @@ def _plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) 
             )
         if native_linear.serves(x_RK, w_NK, b_N):
             return native_linear.linear(x_RK, w_NK, b_N)
+        if x_RK.shape[1] != w_NK.shape[1]:  # blocks are padded, so no product would refuse it
+            raise wrong_shape(
+                "x", x_RK, f"(..., {w_NK.shape[1]}) with this weight", "check the inputs"
+            )
         dtype = gemm_dtype(x_RK.device, x_RK.dtype)
-        block = block_of(w_NK, b_N, dtype)
+        block = BlockProduct.of(w_NK.to(dtype), None if b_N is None else b_N.to(dtype))
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
 
 
-_linear = torch.library.custom_op("expertmesh::invariant_linear", _plain_linear, mutates_args=())
+_linear = torch.library.custom_op("expertmesh::invariant_linear", plain_linear, mutates_args=())
 _linear.register_fake(lambda x, w, b, backend: x.new_empty(x.shape[0], w.shape[0]))
 
 
@@ -439,7 +353,7 @@ def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str =
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, w_NK, b_N = x.to(dtype), w_NK.to(dtype), None if b_N is None else b_N.to(dtype)
-    run = _plain_linear if runs_plainly(x, w_NK, b_N) else _linear
+    run = plain_linear if runs_plainly(x, w_NK, b_N) else _linear
     y_RN: Tensor = run(x.reshape(-1, x.shape[-1]), w_NK, b_N, backend)
     return y_RN.view(*x.shape[:-1], w_NK.shape[0])
 

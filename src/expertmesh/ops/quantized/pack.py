@@ -1,13 +1,9 @@
-"""Packed layouts of quantised numbers: of compressed-tensors files, and of the CPU's products."""
+"""Packed layouts of quantised numbers of compressed-tensors files."""
 
 import sys
-from functools import cache
 
 import torch
 from torch import Tensor
-
-_CPU_ROWS = 64
-"""Rows per block of the CPU's int4 product."""
 
 
 def nibbles(values: Tensor) -> Tensor:
@@ -59,34 +55,3 @@ def _swapped(data: Tensor) -> Tensor:
     if sys.byteorder == "little":
         return data
     return data.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
-
-
-def for_cpu(packed: Tensor) -> Tensor:
-    """Reorder (N, K / 2) nibbles for `_weight_int4pack_mm_for_cpu`, (N, K / 2): columns of blocks of 64 rows.
-
-    Args:
-        packed: result of `nibbles`; N must be a multiple of 64.
-    """
-    N, half = packed.shape
-    q = (from_nibbles(packed) + 8).to(torch.uint8)
-    blocks = q.view(-1, 2, _CPU_ROWS // 2, 2 * half)
-    return (blocks[:, 0] | blocks[:, 1] << 4).transpose(1, 2).contiguous().view(N, half)
-
-
-def from_cpu(packed: Tensor) -> Tensor:
-    """Unpack the bytes of `for_cpu` to the transposed matrix, (K, N) int8 in [-8, 7], which is contiguous in whole rows of blocks."""
-    N, half = packed.shape
-    blocks = packed.view(N // _CPU_ROWS, 2 * half, _CPU_ROWS // 2)
-    both = torch.cat((blocks & 15, blocks >> 4), -1).to(torch.int8) - 8
-    return both.transpose(0, 1).reshape(2 * half, N)
-
-
-@cache
-def cpu_reads_blocks() -> bool:
-    """Whether PyTorch's int4 product exists here and packs like `for_cpu`, as with AVX-512."""
-    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
-        return False
-    generator = torch.Generator("cpu").manual_seed(0)
-    q = torch.randint(0, 16, (2 * _CPU_ROWS, 64), generator=generator, dtype=torch.int32)
-    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    return torch.equal(theirs, for_cpu(nibbles((q - 8).to(torch.int8))))

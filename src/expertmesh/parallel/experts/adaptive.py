@@ -19,7 +19,6 @@ from expertmesh.config.dispatch_options import AllToAll, DispatchOptions
 from expertmesh.costs.communication import Network, RouteShape
 from expertmesh.costs.layer_time import LayerShape, Machine
 from expertmesh.moe.dispatch import Dispatched
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.activation import num_branches
 from expertmesh.parallel.experts.load_record import route_shape
@@ -148,9 +147,9 @@ def layer_shape(
     layer: MoELayer, *, num_ranks: int, num_gathers: int, num_layers: int
 ) -> LayerShape:
     """Shape of one of `num_layers` layers for the cost model; element_bytes is the size of its parameters' dtype."""
-    experts = layer.experts
-    assert isinstance(experts, GroupedExperts)
-    _, branches, hidden_dim, dim = experts.w_in.shape
+    experts = layer.grouped
+    assert experts is not None
+    _, branches, hidden_dim, dim = experts.shape
     size = experts.w_in.element_size()
     return LayerShape(
         num_experts=layer.num_experts,
@@ -167,8 +166,7 @@ def layer_shape(
 
 def may_choose(layer: MoELayer) -> bool:
     """Whether a layer has several dispatch options: grouped experts without adapters."""
-    experts = layer.experts
-    return isinstance(experts, GroupedExperts) and experts.adapters is None
+    return layer.grouped is not None and layer.grouped.adapters is None
 
 
 def adapt(
@@ -263,9 +261,9 @@ def _agreed_least(world: Any, mine: float) -> float:
 
 def _flops_per_s(layer: MoELayer) -> float:
     """Measured matmul speed at the experts' sizes, while all ranks of the machine measure it and share its cores."""
-    experts = layer.experts
-    assert isinstance(experts, GroupedExperts)
-    _, branches, F, D = experts.w_in.shape
+    experts = layer.grouped
+    assert experts is not None
+    _, branches, F, D = experts.shape
     device = experts.compute_device or experts.w_in.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,6 +10,7 @@ step's description, so the host never waits for row counts. Requires `torch.no_g
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,8 @@ from expertmesh.comm.group import Pending, RankGroup, wait
 from expertmesh.config.dispatch_options import AS_USUAL, DispatchOptions
 from expertmesh.costs.eplb import Placement
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
-from expertmesh.moe.experts import ExpertParameters, GroupedExperts
-from expertmesh.moe.paged_experts import PagedExperts
+from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.phases import phase
-from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.native import dtype_of_rows
 from expertmesh.ops.permute import sum_rows_in_order
@@ -238,13 +237,10 @@ class CoordinatedRoundTrip:
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
     """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
-    if isinstance(experts, PagedExperts):  # paged experts cast when they are used
+    grouped: Any = experts  # those in slots are cast when they are used
+    if grouped.paging is not None or (grouped.format == "dense" and grouped.dtype == dtype):
         return None
-    assert isinstance(experts, GroupedExperts | QuantizedExperts)
-    is_dense = isinstance(experts, GroupedExperts)
-    if is_dense and experts.w_in.dtype == dtype:
-        return None
-    return ExpertParameters(experts.weights().to(dtype))
+    return ExpertParameters(grouped.weights().to(dtype))
 
 
 def _in_slot_order(y_ND: Tensor, top_k: int) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from expertmesh.costs.communication import (
 )
 from expertmesh.costs.eplb import hottest
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
-from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.experts import ExpertList
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.phases import phase
 from expertmesh.ops.dtypes import autocast_dtype
@@ -441,12 +442,12 @@ def spread_experts(
         dispatch_dtype=dispatch_dtype,
         offload=offload,
     )
-    experts, name = layer.experts, f"layer {layer.layer_index}"
+    name = f"layer {layer.layer_index}"
     storage: ExpertShards
-    if isinstance(experts, GroupedExperts):
+    if layer.grouped is not None:
         device = compute_device(world.device_type) if offload else None
         storage = ExpertStorage(
-            experts,
+            layer.grouped,
             world,
             degrees,
             keep=keep,
@@ -456,7 +457,9 @@ def spread_experts(
             plain=plain,
         )
     else:
-        storage = ExpertModules(experts, world, degrees, layer=name, plain=plain)
+        storage = ExpertModules(
+            cast(ExpertList, layer.experts), world, degrees, layer=name, plain=plain
+        )
         layer.experts = storage.modules
     if not plain:
         layer.set_deepspeed_parallelism = partial(refuse_engine, name)  # type: ignore[assignment]

@@ -1,14 +1,14 @@
 """Checks that the experts of a layer can be sharded with given options, before anything is changed."""
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import cast, get_args
 
 from expertmesh.comm.mesh import ExpertDegrees, expert_degrees
 from expertmesh.config.dispatch_options import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
-from expertmesh.config.values import check_choice
+from expertmesh.config.values import WHOLE, Number, check_choice
 from expertmesh.errors import ConfigError
-from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.experts import ExpertList
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.modules import MODULES_STAY, check_modules, module_degrees
 from expertmesh.parallel.experts.route_split import make_split
@@ -47,7 +47,7 @@ def check_spread(
     Raises:
         ConfigError: the degrees do not fit, an option has no such value, or the layer is sharded already.
     """
-    name, experts = f"layer {layer.layer_index}", layer.experts
+    name = f"layer {layer.layer_index}"
     if hasattr(layer.dispatcher, "storage"):  # an `ExpertDispatcher`, whose module imports this one
         raise ConfigError(
             f"the experts of layer {layer.layer_index} are spread already; spread a layer, or a model with it, once"
@@ -59,11 +59,16 @@ def check_spread(
     check_choice("order", order, get_args(ExpertOrder))
     check_choice("keep", keep, get_args(Keep))
     each = num_ranks // num_replicas
-    if isinstance(experts, GroupedExperts):
+    if (experts := layer.grouped) is not None:
+        if experts.format != "dense" or experts.paging is not None:
+            raise ConfigError(
+                f"{name}: its experts are {experts.format if experts.paging is None else 'in slots'}, and only dense ones are spread"
+                " for training; give em.Engine(..., parallel=) the folder, or spread dense experts"
+            )
         degrees = expert_degrees(
             each,
             num_experts=layer.num_experts,
-            hidden_dim=experts.w_in.shape[2],
+            hidden_dim=experts.shape[2],
             es_degree=es_degree,
             order=order,
         )
@@ -77,7 +82,7 @@ def check_spread(
             route_degree=way.route_degree,
             offload=offload,
         )
-        check_modules(experts, degrees)
+        check_modules(cast(ExpertList, layer.experts), degrees)
         stay = MODULES_STAY
     make_split(degrees, way.route_degree)
     check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=num_ranks)
@@ -111,13 +116,8 @@ def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange
     Raises:
         ConfigError: an option has no such value, or two options conflict.
     """
-    if way.overlap_degree is not None and way.overlap_degree < 1:
-        raise ConfigError(
-            "overlap_degree",
-            way.overlap_degree,
-            "must be at least 1",
-            "use 1 to send all tokens at once",
-        )
+    fix = "use 1 to send all tokens at once"
+    Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", way.overlap_degree)
     if not 0 <= (way.replicated_experts or 0) <= num_experts:
         raise ConfigError(
             f"replicated_experts={way.replicated_experts}: must be from 0 to the {num_experts} experts; choose fewer"

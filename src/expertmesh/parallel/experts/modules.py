@@ -44,7 +44,7 @@ def module_degrees(
         "route_degree": (
             route_degree,
             num_ranks,
-            "they stay where they are, so tokens must travel",
+            "they stay where they are, so tokens must be dispatched",
         ),
         "offload": (offload or None, False, "their parameters are their own"),
     }
@@ -258,7 +258,7 @@ class ExpertModules(ExpertShards):
         if split.route_degree != W:
             raise ConfigError(
                 f"{named('route_degree', split.route_degree)} with {self.stay}: they stay where they are, so tokens must "
-                f"travel; use {named('route_degree', W)} or leave it out"
+                f"be dispatched; use {named('route_degree', W)} or leave it out"
             )
 
     def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:

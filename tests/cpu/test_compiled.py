@@ -7,7 +7,9 @@ import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 from tests.oracle.numerics import assert_two_times_rms
 
+from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.engine import Engine
+from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
@@ -80,17 +82,6 @@ def test_compiled_steps_are_the_models_own_and_see_new_weights(dtype, kind):
     assert_two_times_rms(*zip(*draws, strict=True), what="logprobs", dtype=dtype)
 
 
-def test_weights_changed_through_data_are_packed_again():
-    model = gpt(torch.float32)
-    engine = Engine(model, compile=True)
-    product, weight = engine._runner.compiled._packed.linear, model.layers[0].attention.qkv.weight
-    x_RK = torch.randn(4, weight.shape[1])
-    before = product(x_RK, weight)
-    weight.data.mul_(2)
-    engine.update_weights({})
-    assert torch.equal(product(x_RK, weight), 2 * before)
-
-
 def test_a_step_goes_on_where_nothing_can_be_compiled():
     model = gpt(torch.float32, moe={"top_k": 2})
     engine, plain = Engine(model, compile=True), Engine(model, compile=False)
@@ -120,3 +111,11 @@ def test_what_cannot_be_compiled_is_refused():
     with pytest.raises(ConfigError, match="without adapters"):
         Engine(adapted, compile=True)
     assert Engine(gpt(torch.float32))._runner.compiled is None, "small models gain too little"
+
+
+def test_without_the_optional_package_the_model_computes():
+    model = gpt(torch.float32, moe={"top_k": 2})
+    without = {"optional": "no_such_package", "known": ()}
+    assert faster_forward(model, EngineConfig(), **without) is None
+    with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
+        faster_forward(model, EngineConfig(compile=True), **without)

@@ -1,12 +1,11 @@
 """Compiled forward pass of a step, in pieces: makes decoding fast on a CPU.
 
 The pass is traced through the model's own modules, so all routers, layers and options are included. Matmuls with
-weights, attention over block tables and experts are called between the compiled pieces (`ops.cpu.pieces`).
+weights, attention over block tables and experts are called between the compiled pieces (`cpu/pieces.py`).
 """
 
 import copy
 import logging
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,19 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from expertmesh.config.engine import EngineConfig
+from expertmesh.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.engine.request_adapters import detach_collected
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.paged_experts import PagedExperts
-from expertmesh.moe.quantized_experts import QuantizedExperts
-from expertmesh.ops.activation import inner_name, pointwise
+from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.cpu.compiled_loops import DTYPES
-from expertmesh.ops.cpu.packed_linear import PackedWeights
-from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.call import make_experts_call
 from expertmesh.ops.experts.moe_mlp import compute
@@ -107,83 +101,13 @@ def _attend_now(
 
 def _experts_now(ids_TK: Tensor, *fields: Any) -> tuple[Tensor]:
     """Experts from expert ids, which replace the routing metadata."""
-    given: tuple[Any, ...] = (*fields[:-3], [ids_TK] * 4, *fields[-3:])
+    given: tuple[Any, ...] = (*fields[:-4], [ids_TK] * 4, *fields[-4:])
     call = make_experts_call(*given)
     return (compute(call._replace(ids_TK=ids_TK, maps=None)),)
 
 
-def _product_of_one(x_1K: Tensor, w_KN: Tensor) -> Tensor:
-    return (w_KN.t().float() * x_1K.float()).sum(-1)[None].to(x_1K.dtype)
-
-
-def _biased_product_of_one(b_N: Tensor, x_1K: Tensor, w_KN: Tensor) -> Tensor:
-    y_N = (w_KN.t().float() * x_1K.float()).sum(-1)
-    return (y_N + b_N.float())[None].to(x_1K.dtype)
-
-
-def _router(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    return (w_ED.float() * x_TD.float()[:, None]).sum(-1)
-
-
-def _no_order(ids_TK: Tensor, num_experts: int, *rest: Any) -> tuple[Tensor, ...]:
-    """Expert ids in place of `route_metadata`: rows keep the order of the tokens' choices."""
-    ids_N = ids_TK.flatten()
-    return ids_TK.new_empty(num_experts + 1), ids_N, ids_N, ids_N
-
-
-def _experts(*fields: Any) -> list[Tensor]:
-    """Experts on choices sorted by expert, a few at a time, so that a weight shared by several choices is read from memory once."""
-    x_TD, weights_TK, w_in, w_out, b_in, b_out, scales, maps, activation, format, *_ = fields
-    if len(w_in) != 1 or format != "dense":
-        return NotImplemented
-    (T, K), (num_experts, _, F, _) = weights_TK.shape, w_in[0].shape
-    ids_N, s_N, token_N = maps[1], weights_TK.flatten().float(), None
-    if T != 1:
-        ids_N, order_N = ids_N.sort()
-        s_N, token_N = s_N[order_N], order_N // K
-    at_once = 1 if T == 1 else math.gcd(K, 4)
-    s_N1 = torch.where(ids_N < num_experts, s_N, 0.0)[:, None]
-    ids_N = ids_N.clamp(max=num_experts - 1)
-    ids_BM = ids_N.view(-1, at_once)
-
-    def product(x_ND: Tensor, w: Tensor) -> Tensor:
-        x_BMD = x_ND.view(-1, at_once, x_ND.shape[1])
-        each = [(w[ids_BM[:, m]].float() * x_BMD[:, m][:, None]).sum(-1) for m in range(at_once)]
-        return torch.stack(each, 1).flatten(0, 1)
-
-    x_ND = x_TD.float().expand(K, -1) if token_N is None else x_TD[token_N].float()
-    h_NH = product(x_ND, w_in[0].flatten(1, 2))
-    if b_in:
-        h_NH = h_NH + b_in[0].flatten(1, 2)[ids_N].float()
-    gate, *up = h_NH.split(F, 1)
-    a_NF = pointwise(gate, inner_name(activation))
-    y_ND = product((a_NF * up[0] if up else a_NF) * s_N1, w_out[0])
-    if b_out:
-        y_ND = y_ND + b_out[0][ids_N].float() * s_N1
-    if token_N is not None:
-        y_ND = y_ND[order_N.argsort()]
-    return [y_ND.view(T, K, -1).sum(1).to(x_TD.dtype)]
-
-
-OF_FEW: dict[Any, Callable[..., Any]] = {
-    torch.ops.expertmesh.router_linear.default: _router,
-    torch.ops.expertmesh.route_metadata.default: _no_order,
-    torch.ops.expertmesh.moe_mlp.default: _experts,
-}
-"""Formulas for few choices: most experts then have one row and matmuls are bound by reading weights, so compiled loops match a library."""
-OF_ONE: dict[Any, Callable[..., Any]] = {
-    **OF_FEW,
-    _aten.mm.default: _product_of_one,
-    _aten.addmm.default: _biased_product_of_one,
-}
-
-
-_KINDS: dict[str, tuple[int, dict[Any, Callable[..., Any]]]] = {
-    "one": (1, OF_ONE),
-    "few": (3, OF_FEW),
-    "many": (7, {}),
-}
-"""Kinds of steps: number of tokens of the traced example, and formulas."""
+_KINDS = {"one": 1, "many": 7}
+"""Kinds of steps: number of tokens of the traced example."""
 
 
 class CompiledForward:
@@ -215,19 +139,10 @@ class CompiledForward:
         # tracing replaces tensors in modules for a while, and the model's own modules may be in use
         shared = {id(tensors[name]): tensors[name] for tensors, name in self._state}
         self._copy = copy.deepcopy(model, shared)
-        self._packed = PackedWeights()
         self._loops: dict[Any, Callable[..., Any]] = {}
         self._graphs: dict[str, fx.GraphModule] = {}
         self._steps: Counter[str] = Counter()
         self._worker: threading.Thread | None = None
-        self._are_dense = all(
-            module.weights().format == "dense"
-            for module in modules
-            if isinstance(module, GroupedExperts)
-        )
-        counts = [num for num in model.config.experts_per_layer() if num]
-        # with more choices, a library with prepacked weights is faster
-        self._most_few = 2 * min(counts, default=0) // model.config.moe.top_k
 
     def __call__(
         self, ids_T: Tensor, context: Any, rows_R: Tensor
@@ -241,7 +156,7 @@ class CompiledForward:
             rows_R: (R,) indices of the tokens that get logits.
         """
         T, R = len(ids_T), len(rows_R)
-        kind = "one" if T == 1 else "few" if self._most_few >= T else "many"
+        kind = "one" if T == 1 else "many"
         graph = self._graphs.get(kind)
         if graph is None:
             self._ask_for(kind)
@@ -257,12 +172,8 @@ class CompiledForward:
         """Compile every kind of step and wait; on failure `problem` gives the reason."""
         with self._going_on():
             for kind in _KINDS:
-                if kind not in self._graphs and (kind != "few" or self._most_few > 1):
+                if kind not in self._graphs:
                     self._graphs[kind] = self._compiled(kind)
-
-    def forget_weights(self) -> None:
-        """Drop data derived from weights."""
-        self._packed.clear()
 
     def _ask_for(self, kind: str) -> None:
         """Compile a kind of step in the background after enough such steps; one kind at a time."""
@@ -290,9 +201,7 @@ class CompiledForward:
 
     def _compiled(self, kind: str) -> fx.GraphModule:
         """Compiled function of (ids, positions, rows, *state, context)."""
-        num_tokens, formulas = _KINDS[kind]
-        if not self._are_dense:
-            formulas = {}
+        num_tokens = _KINDS[kind]
         _log.info("compiling steps of %s token(s), which takes some seconds", kind)
 
         def forward(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, *state: Tensor) -> Any:
@@ -309,7 +218,7 @@ class CompiledForward:
         ids_T = torch.zeros(num_tokens, dtype=torch.int64)
         rows_R = torch.zeros(1 if num_tokens == 1 else num_tokens + 2, dtype=torch.int64)
         state = [tensors[name].detach() for tensors, name in self._state]
-        module = traced(forward, (ids_T, ids_T.clone(), rows_R), state, formulas)
+        module = traced(forward, (ids_T, ids_T.clone(), rows_R), state)
         last = [node for node in module.graph.nodes if node.op == "placeholder"][-1]
         with module.graph.inserting_after(last):
             context = module.graph.placeholder("context")
@@ -323,23 +232,24 @@ class CompiledForward:
 
         def experts(graph: fx.Graph, node: fx.Node) -> fx.Node:
             given: Any = node.args
-            *fields, maps, activation, format, backend, _, _ = given
+            *fields, maps, activation, format, backend, is_invariant, _, _ = given
             ids = maps[0].args[0].args[0]  # argument of `route_metadata`
-            return graph.call_function(_experts_now, (ids, *fields, activation, format, backend))
+            words = activation, format, backend, is_invariant
+            return graph.call_function(_experts_now, (ids, *fields, *words))
 
         def product(graph: fx.Graph, node: fx.Node) -> fx.Node:
             given: Any = node.args
             *bias, x, w = given
             if w.target is not _aten.t.default or w.args[0].op != "placeholder":
                 return node
-            return graph.call_function(self._packed.linear, (x, w.args[0], *bias))
+            return graph.call_function(DEFAULT_OPS.linear, (x, w.args[0], *bias))
 
         def router(graph: fx.Graph, node: fx.Node) -> fx.Node:
             given: Any = node.args
             x, w = given
             wide = graph.call_function(_aten._to_copy.default, (x,), {"dtype": torch.float32})
             wide.meta["val"] = x.meta["val"].float()
-            return graph.call_function(self._packed.linear, (wide, w))
+            return graph.call_function(DEFAULT_OPS.linear, (wide, w))
 
         return {
             torch.ops.expertmesh.attend.default: attend,
@@ -368,7 +278,7 @@ def why_not_compiled(model: Any) -> str:
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     ):
         return "is for plain models: no parameter of another class, no hook"
-    if any(isinstance(module, QuantizedExperts | PagedExperts) for module in model.modules()):
+    if any(e.format != "dense" or e.paging is not None for _, _, e in grouped_layers(model)):
         return "is for experts that are neither quantised nor in slots"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):

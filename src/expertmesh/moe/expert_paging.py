@@ -10,14 +10,12 @@ its own input (Eliseev and Mazur 2023, arXiv 2312.17238).
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from expertmesh.moe.expert_slots import ExpertSlots, PagingCounts
-from expertmesh.moe.experts import ExpertParameters, GroupedExperts, call_of_module
-from expertmesh.moe.quantized_experts import QuantizedExperts
-from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.route_metadata import check_range_of_ids
 
@@ -31,41 +29,29 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="expertmesh-fetch")
 
 
-class PagedExperts(nn.Module):
-    """E experts of which `num_slots` are on the device; for inference only. The state dict is empty.
+class ExpertPaging:
+    """Tensors of `num_slots` of a layer's E experts, in any format; for inference only.
 
-    Args:
-        like: the experts to replace, usually on the meta device; sizes, dtypes and options are read.
-        num_slots: number of experts on the device.
-        read: copies an expert's tensor.
-        device: the device of the slots.
-        first_expert: number in the layer of the first of them, if another process has those before it.
-
-    Attributes:
-        counts: hits, misses and copies so far.
-        ahead: router, top_k and experts of the next layer, for prefetching; None: no prefetching.
+    `like` are the experts, usually on the meta device, of which sizes, dtypes and options are read, and `first_expert` the
+    number of the first in the layer, if another process has those before it.
     """
 
     def __init__(
         self,
-        like: GroupedExperts | QuantizedExperts,
+        like: Any,
         *,
         num_slots: int,
         read: Read,
         device: torch.device | str,
         first_expert: int = 0,
     ) -> None:
-        super().__init__()
-        self.num_experts, self.activation, self.backend = (
-            like.num_experts,
-            like.activation,
-            like.backend,
-        )
-        self.arithmetic = like.arithmetic
-        self.format = getattr(like, "format", "dense")
+        self.num_experts, self.activation = like.num_experts, like.activation
+        self.format = like.format
+        self._is_cast = like.arithmetic.batch_invariant
         self.num_slots, self._read, self.first_expert = num_slots, read, first_expert
         self.slots, self.counts = ExpertSlots(num_slots), PagingCounts()
-        self.ahead: tuple[Callable[[Tensor], object], int, PagedExperts] | None = None
+        # router, top_k and slots of the next layer, for prefetching
+        self.ahead: tuple[Callable[[Tensor], object], int, ExpertPaging] | None = None
         self._coming: tuple[Future[None], frozenset[int]] | None = None
         self._shapes = {name: (t.shape[1:], t.dtype) for name, t in like.state_dict().items()}
         self._tensors = self._empty(num_slots, device)
@@ -79,17 +65,8 @@ class PagedExperts(nn.Module):
         }
 
     @torch.no_grad()
-    def forward(
-        self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        max_rows: int | None,
-        parameters: ExpertParameters | None = None,
-    ) -> Tensor:
-        """Compute as `GroupedExperts.forward` does, without gradients; synchronises with the device once."""
-        assert parameters is None, "experts in slots keep their own parameters"
+    def weights(self, x_TD: Tensor, expert_ids_TK: Tensor) -> ExpertWeights:
+        """Weights of the experts that a step chooses; synchronises with the device once."""
         coming = self._arrived()
         E = self.num_experts
         found: list[int] = expert_ids_TK.unique().tolist()  # the only synchronisation
@@ -102,10 +79,8 @@ class PagedExperts(nn.Module):
         else:
             weights = self._in_slots(needed)
         self._fetch_ahead(x_TD)
-        if self.arithmetic.batch_invariant:  # tokens may come in the wider type of the products
-            weights = weights.to(x_TD.dtype)
-        call = call_of_module(self, x_TD, weights_TK, weights, expert_ids_TK)
-        return compute(call, max_rows=max_rows)
+        # tokens may come in the wider type of the products
+        return weights.to(x_TD.dtype) if self._is_cast else weights
 
     def _in_slots(self, needed: list[int]) -> ExpertWeights:
         missing = self.slots.place(needed)
@@ -113,6 +88,10 @@ class PagedExperts(nn.Module):
         self.counts.misses += len(missing)
         self._copy(missing)
         return self._weights(self._tensors, {e: self.slots.slot_of(e) for e in needed})
+
+    def in_slots(self) -> ExpertWeights:
+        """Weights of the slots, by their number."""
+        return self._weights(self._tensors, {}).by_slot()
 
     def _past_the_slots(self, needed: list[int]) -> ExpertWeights:
         """Copy the experts of one step beside the slots; experts that have a slot are copied from there."""
@@ -144,21 +123,9 @@ class PagedExperts(nn.Module):
 
     def _weights(self, tensors: dict[str, Tensor], slot_of: dict[int, int]) -> ExpertWeights:
         slots = [slot_of.get(e, 0) for e in range(self.num_experts)]
-        b_in, b_out = tensors.get("b_in"), tensors.get("b_out")
-        scales = [
-            (tensors[name],) if name in tensors else () for name in ("w_in_scale", "w_out_scale")
-        ]
-        return ExpertWeights(
-            (tensors["w_in"],),
-            (tensors["w_out"],),
-            self.activation,
-            () if b_in is None else (b_in,),
-            b_out,
-            self.format,
-            scales[0],
-            scales[1],
-            torch.tensor(slots, device=self._device),
-        )
+        slot_of_expert_E = torch.tensor(slots, device=self._device)
+        stacks = {name: (tensor,) for name, tensor in tensors.items()}
+        return ExpertWeights.of_names(stacks, self.activation, self.format, slot_of_expert_E)
 
     @property
     def _device(self) -> torch.device:

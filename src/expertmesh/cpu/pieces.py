@@ -45,7 +45,6 @@ def traced(
     function: Callable[..., Any],
     example: Iterable[Tensor],
     weights: Iterable[Tensor],
-    formulas: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
     """Trace a function of tensors with symbolic sizes (0 and 1 excepted) and of weights with fixed sizes.
 
@@ -53,7 +52,6 @@ def traced(
         function: takes the example's tensors, then the weights; returns a tuple of tensors.
         example: tensors of symbolic sizes; equal sizes are traced as always equal.
         weights: tensors of fixed sizes.
-        formulas: decompositions of operators into operators that the compiler knows.
 
     Raises:
         ValueError: the function's control flow depends on the sizes.
@@ -67,7 +65,7 @@ def traced(
     given = [mode.from_tensor(t) for t in example]
     given += [mode.from_tensor(t, static_shapes=True) for t in weights]
     with while_tracing(), torch.no_grad(), mode:
-        module: fx.GraphModule = make_fx(function, dict(formulas or {}))(*given)
+        module: fx.GraphModule = make_fx(function)(*given)
     if sizes.guards:
         raise ValueError(f"the function goes another way for other sizes: {sizes.guards[0].expr}")
     module.graph.eliminate_dead_code()
