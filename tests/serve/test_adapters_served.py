@@ -84,8 +84,8 @@ def test_an_unknown_name_is_404(client):
 def test_wrong_adapters_of_the_server_are_one_line(folder, adapters, tmp_path, capsys):
     poems = adapters["poems"]
     for words, said in (
-        (["poems"], "--adapter poems: each must be NAME=FOLDER; write a name"),
-        ([f"={poems}"], "each must be NAME=FOLDER"),
+        (["poems"], "--adapter poems: each must be NAME=DIR; write a name"),
+        ([f"={poems}"], "each must be NAME=DIR"),
         ([f"a={poems}", f"a={poems}"], ": names must differ"),
         (
             [f"tiny={poems}"],
