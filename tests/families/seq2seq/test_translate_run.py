@@ -245,7 +245,10 @@ def test_a_line_is_what_ends_with_a_newline():
         (["--to", "xx", "a dog", "--reference", "nowhere"], "--reference nowhere: is not a file"),
         (["--to", "xx", "a dog", "--reference", __file__], "lines for 1 texts"),
         (["--to", "xx", "--beams", "0", "a dog"], "--beams 0: must be at least 1"),
-        (["--to", "xx", "--beams", "9" * 9, "a dog"], "--beams 999999999: must be a whole number from 1 to"),
+        (
+            ["--to", "xx", "--beams", "9" * 9, "a dog"],
+            "--beams 999999999: must be a whole number from 1 to",
+        ),
         (["--to", "xx", "--length-penalty", "1e308", "a dog"], "--length-penalty 1e+308: must"),
         (["--to", "xx", "dog " * 100], "text 1: has"),
         (["--to", "xx", "dog " * 100], "translated in pieces by --split-long"),
