@@ -1,12 +1,12 @@
 """Wheels that bring the kernels compiled: their files, what they need, and that no compiler is asked for."""
 
-import importlib.util
 import shutil
 import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
+from tests.support.tools import tool
 
 from expertmesh.kernels.cpu import build
 from expertmesh.kernels.cpu.instructions import INSTRUCTION_SETS
@@ -22,10 +22,7 @@ PURE = {
 
 @pytest.fixture
 def release():
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("release")
 
 
 def test_a_wheel_for_a_platform_is_the_other_one_with_objects(release, tmp_path):

@@ -1,12 +1,20 @@
 """What the tests of the operators share."""
 
+from functools import cache
+
 import pytest
 import torch
 
+from expertmesh.kernels.cpu import library
+from expertmesh.kernels.cpu.build import built
+from expertmesh.kernels.cpu.instructions import flags_of_processor, sets_of
+from expertmesh.kernels.cpu.library import Kernels, Loaded
 from expertmesh.ops import native_linear
 from expertmesh.ops.cpu import products
 from expertmesh.ops.cpu.compiled_loops import example_values, make_loop
 from expertmesh.ops.experts import native, torch_backward, torch_forward
+
+SETS = {one.name: one for one in sets_of(flags_of_processor())}
 
 
 @pytest.fixture
@@ -38,3 +46,18 @@ def processor(monkeypatch):
                     monkeypatch.setattr(module, name, answer)
 
     return become
+
+
+@cache
+def kernels_of(name):
+    with built(SETS[name]) as path:
+        return Kernels(path, SETS[name])
+
+
+@pytest.fixture(params=SETS)
+def instructions(request, processor):
+    """Every instruction set that this processor has, for the kernels in C."""
+    if library.loaded().kernels is None:
+        pytest.skip("no C compiler")
+    processor(loaded=Loaded(kernels_of(request.param)))
+    return SETS[request.param]

@@ -1,37 +1,16 @@
 """Dense products by the kernels in C: with every instruction set, the same bits in every batch, and chosen where they are faster."""
 
-from functools import cache
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.oracle.numerics import assert_two_times
 from tests.support.poison import poisoned_empty
 
-from expertmesh.kernels.cpu import library
-from expertmesh.kernels.cpu.build import built
-from expertmesh.kernels.cpu.instructions import flags_of_processor, sets_of
-from expertmesh.kernels.cpu.library import Kernels, Loaded
 from expertmesh.ops import native_linear
 from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
 
-SETS = {one.name: one for one in sets_of(flags_of_processor())}
+pytestmark = pytest.mark.usefixtures("instructions")
 TYPES = (torch.bfloat16, torch.float32)
-
-
-@cache
-def kernels_of(name):
-    with built(SETS[name]) as path:
-        return Kernels(path, SETS[name])
-
-
-@pytest.fixture(params=SETS, autouse=True)
-def instructions(request, processor):
-    """Every test runs with every instruction set."""
-    if library.loaded().kernels is None:
-        pytest.skip("no C compiler")
-    processor(loaded=Loaded(kernels_of(request.param)))
-    return SETS[request.param]
 
 
 def make(dtype, rows, columns, products, *, bias=True):

@@ -1,20 +1,14 @@
 """Wheels come out of the pieces as they went in, and a missing or damaged piece is named."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from tests.support.tools import tool
 
 
 @pytest.fixture
 def wheels():
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / "tools" / "wheels.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("wheels")
 
 
 def test_pieces_make_the_same_wheels(wheels, tmp_path, capsys):

@@ -101,8 +101,11 @@ def values_in_file(
 
 def wants_help(argv: Sequence[str]) -> bool:
     """Whether a word in front of `--` asks for help."""
-    cut = list(argv).index("--") if "--" in argv else len(argv)
-    return not {"-h", "--help"}.isdisjoint(argv[:cut])
+    return not {"-h", "--help"}.isdisjoint(argv[: _num_before_dashes(argv)])
+
+
+def _num_before_dashes(argv: Sequence[str]) -> int:
+    return list(argv).index("--") if "--" in argv else len(argv)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def split_words(
     Raises:
         ConfigError: an option is unknown, has no value, or is given twice.
     """
-    cut = list(argv).index("--") if "--" in argv else len(argv)
+    cut = _num_before_dashes(argv)
     places = [option for option in options.values() if option.spelling.is_word]
     room = float("inf") if any(option.is_list for option in places) else len(places)
     has_texts = any(option.spelling.is_free for option in places)

@@ -24,11 +24,19 @@ from pydantic_core import ErrorDetails
 
 from expertmesh.config.field_texts import field_texts
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
-from expertmesh.config.values import WHOLE, Number, choice_rule, shown, some_of, written
+from expertmesh.config.values import (
+    LEAST_INT64,
+    MOST_INT64,
+    WHOLE,
+    Number,
+    choice_rule,
+    shown,
+    some_of,
+    written,
+)
 from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
-_TOO_LARGE = 2**63
 _SCALAR_TYPES = ("int_type", "float_type", "bool_type")
 _CHANGE = "change it"  # fix for a value that must be given
 UNKNOWN = "unknown option"
@@ -168,9 +176,11 @@ class Config(BaseModel):
         for name in type(self).model_fields:
             value, usual = getattr(self, name), type(self).model_fields[name].default
             for one in _listed(value):
-                if isinstance(one, int) and not -_TOO_LARGE <= one < _TOO_LARGE:
-                    bound, way = ("most 2^63 - 1", "lower") if one > 0 else ("least -2^63", "raise")
-                    raise FieldError(name, one, f"must be at {bound}", f"{way} it or leave it out")
+                if isinstance(one, int) and not LEAST_INT64 <= one <= MOST_INT64:
+                    rule, way = f"must be at most {written(MOST_INT64)}", "lower"
+                    if one < 0:
+                        rule, way = f"must be at least {written(LEAST_INT64)}", "raise"
+                    raise FieldError(name, one, rule, f"{way} it or leave it out")
                 if isinstance(one, str) and one != usual:
                     self._check_text(name, one)
         return self

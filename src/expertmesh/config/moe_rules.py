@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from expertmesh.config.base import Config, FieldError
-from expertmesh.config.values import MOST_INT64, python_number
+from expertmesh.config.values import LEAST_INT64, MOST_INT64, python_number
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu", "clamped_swiglu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
@@ -263,7 +263,7 @@ class LayerOptions(LayerChoices):
     """Activation of the experts, the shared experts and the residual MLP."""
     residual_hidden_dim: int | None = Field(default=None, gt=0)
     """Hidden size of the residual MLP; none: hidden_dim."""
-    seed: int | None = Field(default=None, ge=-(2**63), le=MOST_INT64)
+    seed: int | None = Field(default=None, ge=LEAST_INT64, le=MOST_INT64)
     """Seed of the initial weights and the hash."""
     layer_index: int = Field(default=0, ge=0)
     """Index of the layer in its model."""

@@ -10,7 +10,7 @@ from expertmesh.errors import ConfigError
 
 REAL: tuple[type, ...] = (int, float, Real)
 WHOLE: tuple[type, ...] = (int, Integral)
-MOST_INT64 = 2**63 - 1
+LEAST_INT64, MOST_INT64 = -(2**63), 2**63 - 1
 
 
 def is_number(value: object, types: type | tuple[type, ...] = REAL) -> bool:
@@ -117,7 +117,7 @@ class Number(NamedTuple):
 
 def written(number: float) -> str:
     """A limit for an error message: every digit of a whole number."""
-    if number in (MOST_INT64, -(2**63)):
+    if number in (MOST_INT64, LEAST_INT64):
         return "2^63 - 1" if number > 0 else "-2^63"
     is_whole = isinstance(number, int) or (number.is_integer() and abs(number) < 2**53)
     return f"{number:,.0f}" if is_whole else f"{number:g}"

@@ -278,12 +278,13 @@ def why_not_compiled(model: Any) -> str:
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     ):
         return "is for plain models: no parameter of another class, no hook"
-    if any(e.format != "dense" or e.paging is not None for _, _, e in grouped_layers(model)):
+    grouped = [experts for _, _, experts in grouped_layers(model)]
+    if any(experts.format != "dense" or experts.paging is not None for experts in grouped):
         return "is for experts that are neither quantised nor in slots"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
         return "is for models on one rank"
-    if any(getattr(layer.experts, "adapters", None) is not None for layer in layers):
+    if any(experts.adapters is not None for experts in grouped):
         return "is for experts without adapters"
     return ""
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.moe_rules import MOST_FACTOR, check_invariant_factor
-from expertmesh.config.values import MOST_INT64, Number, check_choice, check_type, wrong_type
+from expertmesh.config.values import (
+    LEAST_INT64,
+    MOST_INT64,
+    Number,
+    check_choice,
+    check_type,
+    wrong_type,
+)
 from expertmesh.errors import ConfigError
 from expertmesh.moe.types import Routing
 from expertmesh.ops.check import (
@@ -47,7 +54,7 @@ _FACTOR = Number(
     types=REAL,
     is_open=True,
 )
-_SEED = Number(-(2**63), MOST_INT64, "for example 0", types=WHOLE, optional=True)
+_SEED = Number(LEAST_INT64, MOST_INT64, "for example 0", types=WHOLE, optional=True)
 _STD = Number(0, fix="leave it out for 1 / sqrt(fan_in)", optional=True)
 
 

@@ -161,11 +161,8 @@ class GroupedExperts(nn.Module):
             tensors["b_out"] = empty(num_experts, dim)
         self.hold("dense", tensors)
 
-    def hold(self, format: str, tensors: Mapping[str, Tensor], *, is_saved: bool = True) -> None:
-        """Replace all tensors, by name: parameters of a dense format, else frozen buffers.
-
-        Without `is_saved` matrices that are not dense are not in the state dict.
-        """
+    def hold(self, format: str, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all tensors, by name: parameters of a dense format, else frozen buffers."""
         for name in TENSORS:
             if name in self._parameters or name in self._buffers:
                 delattr(self, name)
@@ -173,7 +170,7 @@ class GroupedExperts(nn.Module):
             if format == "dense" and not name.endswith("_scale"):
                 self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
             else:
-                self.register_buffer(name, tensor, persistent=is_saved or name.startswith("b_"))
+                self.register_buffer(name, tensor)
         self.format = format
 
     @torch.no_grad()

@@ -68,16 +68,6 @@ def pointwise_(h: Tensor, inner: str) -> Tensor:
     return h.square_() if inner == "relu2" else h
 
 
-def activate_(h: Tensor, activation: str) -> Tensor:
-    """Apply an activation along dimension 1, (R, G * F, ...) -> (R, F, ...), a view of h, which is overwritten; no autograd."""
-    gate, *up = h.chunk(num_branches(activation), 1)
-    inner = _INNER[activation]
-    act = pointwise_(gate, inner)
-    for branch in up:
-        act.mul_(second_branch(branch, inner))
-    return act
-
-
 def pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
     """Compute grad times the derivative of the point-wise function at h; no autograd."""
     if inner == "silu":

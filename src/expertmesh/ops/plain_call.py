@@ -17,11 +17,14 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def _is_direct(*tensors: Tensor | None) -> bool:
+    """Whether nothing stands between a call with these tensors and their memory: plain, no dispatch mode, no transform."""
+    return is_plain(*tensors) and not is_in_torch_dispatch_mode() and not get_interpreter_stack()
+
+
 def can_look_at(tensor: Tensor) -> bool:
     """Whether the host can read the values of a tensor without a device synchronisation or a graph break."""
-    if not is_plain(tensor) or is_in_torch_dispatch_mode() or get_interpreter_stack():
-        return False
-    return tensor.numel() > 0
+    return _is_direct(tensor) and tensor.numel() > 0
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:
@@ -30,7 +33,7 @@ def runs_plainly(*tensors: Tensor | None) -> bool:
     A `torch.library` operator costs 20 us in PyTorch's dispatcher with warm caches, and several times as much with cold
     ones, as in token-by-token generation. On a CPU that is as long as reading an expert takes.
     """
-    if not is_plain(*tensors) or is_in_torch_dispatch_mode() or get_interpreter_stack():
+    if not _is_direct(*tensors):
         return False
     if forward_ad._current_level >= 0 or any(t is not None and t.is_neg() for t in tensors):
         return False

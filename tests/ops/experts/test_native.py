@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -12,10 +11,6 @@ from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import route_metadata
-from expertmesh.kernels.cpu import library
-from expertmesh.kernels.cpu.build import built
-from expertmesh.kernels.cpu.instructions import flags_of_processor, sets_of
-from expertmesh.kernels.cpu.library import Kernels, Loaded
 from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
 from expertmesh.ops.experts.moe_mlp import compute, moe_mlp
@@ -23,24 +18,9 @@ from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.quantized.pack import from_nibbles, nibbles
 from expertmesh.ops.quantized.rounding import Rounded, rounded, widened
 
-SETS = {one.name: one for one in sets_of(flags_of_processor())}
+pytestmark = pytest.mark.usefixtures("instructions")
 TYPES = (torch.bfloat16, torch.float32)
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu2", "silu", "clamped_swiglu")
-
-
-@cache
-def kernels_of(name):
-    with built(SETS[name]) as path:
-        return Kernels(path, SETS[name])
-
-
-@pytest.fixture(params=SETS, autouse=True)
-def instructions(request, processor):
-    """Every test runs with every instruction set."""
-    if library.loaded().kernels is None:
-        pytest.skip("no C compiler")
-    processor(loaded=Loaded(kernels_of(request.param)))
-    return SETS[request.param]
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def serves_ids(c: ExpertsCall) -> bool:
         return False
     if not _sees(*tensors) or not _takes(c, dtype) or not _reads(experts, c.x_TD.shape[1], dtype):
         return False
-    return is_loaded() and (c.batch_invariant or _is_fast(c))
+    return is_loaded() and (c.batch_invariant or _is_fast(c, dtype))
 
 
 def serves_rows(c: ExpertsCall) -> bool:
@@ -142,10 +142,10 @@ def _fits(one: ExpertSlice, num_experts: int, dim: int) -> bool:
     return all(b is None or b.shape == rows for b, rows in biases)
 
 
-def _is_fast(c: ExpertsCall) -> bool:
+def _is_fast(c: ExpertsCall, dtype: torch.dtype) -> bool:
     """Whether nothing else is faster: BF16 by its own instructions, else few rows of an expert, whose number no graph knows."""
     assert c.ids_TK is not None
-    if _dtype_of(c) == torch.bfloat16 and _has_bf16():
+    if dtype == torch.bfloat16 and _has_bf16():
         return True
     if torch.compiler.is_compiling():
         return False
