@@ -19,6 +19,7 @@
 #define PANEL_BYTES (1 << 20) /* of a chunk, per thread */
 #define ITEM_BYTES (1 << 17)  /* of weights that a thread takes at a time */
 #define ITEMS_PER_THREAD 4    /* at least, if there are so many blocks */
+#define FEW 4                 /* rows of an expert up to which a block that is copied waits for memory, not for its products */
 #define ALIGNMENT 64
 
 typedef struct {
@@ -53,12 +54,15 @@ static int order_slots(Call *call, int64_t *starts, int32_t *slots) {
     return 0;
 }
 
+/* More for weights that are copied, once for each chunk: what the copy costs is worth more than the cache. */
+static int64_t panel_bytes(const Matrices *m) { return m->kind < INT8 ? PANEL_BYTES : 2 * PANEL_BYTES; }
+
 /* Rows of experts in chunks. An expert with more rows than a chunk holds is in several, and its weights are read for each. */
 static void make_chunks(Plan *p, const int64_t *starts) {
     const Call *call = p->work.call;
     int64_t unit = p->work.has_tiles ? GROUP : 1;
     int64_t bytes = (p->work.x_width + p->work.a_width) * size_of(p->work.x_kind);
-    int64_t most = PANEL_BYTES * call->num_threads / (bytes ? bytes : 1) / (2 * GROUP) * (2 * GROUP);
+    int64_t most = panel_bytes(&call->out) * call->num_threads / (bytes ? bytes : 1) / (2 * GROUP) * (2 * GROUP);
     if (most < 2 * GROUP) most = 2 * GROUP;
     Chunk *chunk = NULL;
     int64_t num_spans = 0;
@@ -110,6 +114,9 @@ static void fill_panel(const Work *w, int64_t thread, int64_t threads) {
     }
 }
 
+/* Whether a block is multiplied only once, so that its copy may stay in the L1 cache. */
+static inline int is_copied_in_pieces(const Work *w, const Span *span) { return w->has_tiles && span->count <= 2 * GROUP; }
+
 static inline void multiply(const Work *w, const Span *span, const Block *b, Ahead *next, int is_in) {
 #if defined(__AMX_BF16__)
     if (w->has_tiles) {
@@ -136,7 +143,9 @@ static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char
             ahead.left = 0;
             if (soon < num) look_ahead(&ahead, m, w->spans[soon / blocks].expert, soon % blocks);
             const Span *span = &w->spans[at / blocks];
-            take_block(&block, m, span->expert, at % blocks, w->call->x_kind, scratch);
+            char *copy = is_copied_in_pieces(w, span) ? NULL : scratch;
+            int64_t rate = span->count <= FEW ? rate_of(&ahead, 2 * GROUP) : 0;
+            take_block(&block, m, span->expert, at % blocks, w->call->x_kind, copy, &ahead, rate);
             multiply(w, span, &block, &ahead, is_in);
         }
         item = later;

@@ -23,43 +23,47 @@ static inline void configure_tiles(void) {
 /* The compiler does not know that a tile reads memory. */
 #define MEMORY_IS_WRITTEN __asm__ volatile("" ::: "memory")
 
-/* Sums of a block with one block of places: out[group][row][place]. */
-static inline void multiply_one(const Block *b, const char *x, int64_t tiles, float *out, Ahead *next, int64_t rate) {
-    MEMORY_IS_WRITTEN;
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t c = 0; c < tiles; c++) {
-        _tile_loadd(6, x + c * TILE_BYTES, 64);
-        _tile_loadd(4, b->group[0] + c * 64, b->stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, b->group[1] + c * 64, b->stride);
-        _tile_dpbf16ps(1, 5, 6);
-        prefetch(next, rate);
-    }
-    _tile_stored(0, out, 64);
-    _tile_stored(1, out + TILE_FLOATS, 64);
-}
+#define PIECE 4 /* tiles of each row of a block that are copied at a time, and so stay in the L1 cache */
+#define PIECE_STRIDE (PIECE * 64 + 64)
 
-/* The same with two blocks of places; the second one's sums lie behind the first one's. */
-static inline void multiply_two(const Block *b, const char *x, const char *y, int64_t tiles, float *out, Ahead *next, int64_t rate) {
+/* Sums of a block with one block of places, or two, whose second one's sums lie behind the first one's: out[place block][group][row][place]. */
+static inline void multiply_tiles(const Block *b, const Matrices *m, const char *x, const char *y, int64_t tiles, float *out,
+                                  Ahead *next, int64_t rate) {
+    char copy[2 * GROUP * PIECE_STRIDE] __attribute__((aligned(64)));
+    int64_t copied_rate = b->group[0] ? 0 : rate_of(next, (tiles + PIECE - 1) / PIECE * 2 * GROUP);
+    if (copied_rate) rate = 0;
     MEMORY_IS_WRITTEN;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t c = 0; c < tiles; c++) {
-        _tile_loadd(4, b->group[0] + c * 64, b->stride);
-        _tile_loadd(6, x + c * TILE_BYTES, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, b->group[1] + c * 64, b->stride);
-        _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(7, y + c * TILE_BYTES, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-        prefetch(next, rate);
+    for (int64_t c = 0; c < tiles;) {
+        const char *low = b->group[0], *high = b->group[1];
+        int64_t stride = b->stride, end = tiles;
+        if (low) low += c * 64, high += c * 64;
+        else {
+            end = least(c + PIECE, tiles);
+            low = copy, high = copy + GROUP * PIECE_STRIDE, stride = PIECE_STRIDE;
+            copy_columns(b, m, c * STEP, (end - c) * STEP, BF16, copy, stride, next, copied_rate);
+            MEMORY_IS_WRITTEN;
+        }
+        for (; c < end; c++, low += 64, high += 64) {
+            _tile_loadd(4, low, stride);
+            _tile_loadd(6, x + c * TILE_BYTES, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, high, stride);
+            _tile_dpbf16ps(1, 5, 6);
+            if (y) {
+                _tile_loadd(7, y + c * TILE_BYTES, 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            prefetch(next, rate);
+        }
     }
     _tile_stored(0, out, 64);
     _tile_stored(1, out + TILE_FLOATS, 64);
+    if (!y) return;
     _tile_stored(2, out + 2 * TILE_FLOATS, 64);
     _tile_stored(3, out + 3 * TILE_FLOATS, 64);
 }
@@ -169,8 +173,8 @@ static inline void tiles_multiply(const Work *w, const Span *span, const Block *
     for (int64_t place = span->place; place < end;) {
         const char *x = panel + place * width * 2;
         int blocks = end - place > GROUP ? 2 : 1;
-        if (blocks == 2) multiply_two(b, x, x + GROUP * width * 2, width / STEP, sums, next, rate);
-        else multiply_one(b, x, width / STEP, sums, next, rate);
+        const Matrices *m = is_in ? &w->call->in : &w->call->out;
+        multiply_tiles(b, m, x, blocks == 2 ? x + GROUP * width * 2 : NULL, width / STEP, sums, next, rate);
         for (int i = 0; i < blocks; i++, place += GROUP) {
             float *own = sums + i * 2 * TILE_FLOATS;
             if (is_in) tiles_activate(w, span, place, b, own, next, rate);

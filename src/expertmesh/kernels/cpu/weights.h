@@ -25,8 +25,9 @@ typedef struct {
 
 /* Two groups of 16 rows: the same rows of gate and up, or 32 rows of a matrix with one branch. Rows that do not exist are zeros. */
 typedef struct {
-    const char *group[2];
+    const char *group[2]; /* or NULL: pieces of columns are copied while they are multiplied */
     int64_t stride;
+    const char *rows[2], *scales[2]; /* as they are stored */
     int64_t first[2], valid[2]; /* first row in its branch, number of rows that exist */
     float scale[2][GROUP], bias[2][GROUP];
 } Block;
@@ -40,8 +41,24 @@ static inline int64_t num_blocks(const Matrices *m) {
     return m->branches == 2 ? padded(m->rows, STEP) / GROUP : padded(m->rows, STEP) / STEP;
 }
 
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef uint32_t Words8 __attribute__((vector_size(32)));
+typedef int32_t Ints8 __attribute__((vector_size(32)));
+typedef uint16_t Halves8 __attribute__((vector_size(16)));
+
+static inline Words8 rounded_to_bf16(Words8 bits) { return (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000; }
+
+/* Stores the first `count` of eight numbers, which are no longer than the type. */
+static inline void store_eight(Floats8 x, int64_t count, int64_t kind, char *to) {
+    Halves8 halves = __builtin_convertvector((Words8)x >> 16, Halves8);
+    if (count < 8 && kind == BF16) memcpy(to, &halves, (size_t)count * 2);
+    else if (count < 8) memcpy(to, &x, (size_t)count * 4);
+    else if (kind == BF16) memcpy(to, &halves, sizeof halves);
+    else memcpy(to, &x, sizeof x);
+}
+
 static inline void widen_int8(const int8_t *from, int64_t count, int64_t to_kind, char *to) {
-    int64_t i = 0;
+    int64_t i = 0, size = to_kind == BF16 ? 2 : 4;
 #if defined(__AVX512BF16__)
     for (; to_kind == BF16 && i + 32 <= count; i += 32) {
         __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i))));
@@ -50,15 +67,26 @@ static inline void widen_int8(const int8_t *from, int64_t count, int64_t to_kind
         memcpy(to + 2 * i, &both, 64);
     }
 #endif
-    for (; i < count; i++) {
-        if (to_kind == BF16) ((uint16_t *)to)[i] = bf16((float)from[i]);
-        else ((float *)to)[i] = (float)from[i];
+    const Words8 shifts = {24, 16, 8, 0, 24, 16, 8, 0};
+    for (uint32_t w[2]; i + 8 <= count; i += 8) {
+        memcpy(w, from + i, sizeof w);
+        Ints8 q = (Ints8)((Words8){w[0], w[0], w[0], w[0], w[1], w[1], w[1], w[1]} << shifts) >> 24;
+        store_eight(__builtin_convertvector(q, Floats8), 8, to_kind, to + i * size);
     }
+    for (; i < count; i++) store_eight((Floats8){(float)from[i]}, 1, to_kind, to + i * size);
+}
+
+/* Eight weights of 4 bits; rounded where scale or result is BF16. */
+static inline Floats8 of_nibbles(uint32_t word, float scale, int is_rounded) {
+    const Words8 shifts = {0, 4, 8, 12, 16, 20, 24, 28};
+    Ints8 q = (Ints8)((((Words8){0} + word) >> shifts) & 15) - 8;
+    Floats8 x = __builtin_convertvector(q, Floats8) * scale;
+    return is_rounded ? (Floats8)rounded_to_bf16((Words8)x) : x;
 }
 
 /* One group of columns with its scale; the first of two numbers is in the low half of a byte, offset by 8. */
 static inline void widen_int4(const uint8_t *from, int64_t count, float scale, int64_t scale_kind, int64_t to_kind, char *to) {
-    int64_t i = 0;
+    int64_t i = 0, size = to_kind == BF16 ? 2 : 4;
 #if defined(__AVX512BF16__)
     if (to_kind == BF16) {
         /* a word picks by its low five bits, of which the fifth may be of the other number: the table stands there twice */
@@ -72,29 +100,29 @@ static inline void widen_int4(const uint8_t *from, int64_t count, float scale, i
         }
     }
 #endif
-    float table[16];
-    for (int q = 0; i < count && q < 16; q++) {
-        table[q] = (float)(q - 8) * scale;
-        if (scale_kind == BF16) table[q] = wide(bf16(table[q]));
+    int is_rounded = scale_kind == BF16 || to_kind == BF16;
+    if (scale != scale) scale = __builtin_nanf("");
+    for (uint32_t word; i + 8 <= count; i += 8) {
+        memcpy(&word, from + i / 2, sizeof word);
+        store_eight(of_nibbles(word, scale, is_rounded), 8, to_kind, to + i * size);
     }
-    for (; i < count; i++) {
-        float x = table[from[i / 2] >> (i % 2 ? 4 : 0) & 15];
-        if (to_kind == BF16) ((uint16_t *)to)[i] = bf16(x);
-        else ((float *)to)[i] = x;
-    }
+    for (; i < count; i++)
+        store_eight(of_nibbles(from[i / 2] >> (i % 2 ? 4 : 0), scale, is_rounded), 1, to_kind, to + i * size);
 }
 
-/* A row in the type of the products, with zeros behind. */
-static inline void widen_row(const Matrices *m, const char *row, const char *scales, int64_t kind, char *to) {
-    int64_t size = kind == FP32 ? 4 : 2, columns = m->columns;
-    if (m->kind == INT8) widen_int8((const int8_t *)row, columns, kind, to);
+/* Columns of a row, from an even one on, which is in a group of columns, in the type of the products, with zeros behind the last one. */
+static inline void widen_columns(const Matrices *m, const char *row, const char *scales, int64_t first, int64_t group, int64_t count,
+                                 int64_t kind, char *to) {
+    int64_t size = kind == FP32 ? 4 : 2, last = least(first + count, m->columns);
+    if (m->kind == INT8) widen_int8((const int8_t *)row + first, last - first, kind, to);
     else if (m->kind == INT4)
-        for (int64_t c = 0; c < columns; c += m->group) {
-            float scale = number(scales, m->scale_kind, c / m->group);
-            widen_int4((const uint8_t *)row + c / 2, least(m->group, columns - c), scale, m->scale_kind, kind, to + c * size);
+        for (int64_t c = first, end; c < last; c = end, group++) {
+            float scale = number(scales, m->scale_kind, group);
+            end = least((group + 1) * m->group, last);
+            widen_int4((const uint8_t *)row + c / 2, end - c, scale, m->scale_kind, kind, to + (c - first) * size);
         }
-    else memcpy(to, row, (size_t)(columns * size));
-    memset(to + columns * size, 0, (size_t)((padded(columns, STEP) - columns) * size));
+    else memcpy(to, row + first * size, (size_t)((last - first) * size));
+    memset(to + (last - first) * size, 0, (size_t)((first + count - last) * size));
 }
 
 /* Type of a block: dense numbers as they are, others as wide as the tokens. */
@@ -107,41 +135,6 @@ static inline int is_stored_as_read(const Matrices *m) { return m->kind <= BF16 
 
 static inline const char *row_of(const Matrices *m, int64_t expert, int64_t branch, int64_t row) {
     return m->numbers + expert * m->of_expert + branch * m->of_branch + row * m->of_row;
-}
-
-/* Block i of an expert; copied to `scratch` unless its rows can be read where they lie. */
-static inline void take_block(Block *b, const Matrices *m, int64_t expert, int64_t i, int64_t x_kind, char *scratch) {
-    int64_t kind = block_kind(m, x_kind);
-    for (int g = 0; g < 2; g++) {
-        int64_t branch = m->branches == 2 ? g : 0, first = m->branches == 2 ? i * GROUP : (2 * i + g) * GROUP;
-        int64_t valid = m->rows - first;
-        valid = valid < 0 ? 0 : least(valid, GROUP);
-        b->first[g] = first, b->valid[g] = valid;
-        const char *rows = row_of(m, expert, branch, first);
-        const char *scales = m->scales + expert * m->scales_of_expert + branch * m->scales_of_branch;
-        if (is_stored_as_read(m) && valid == GROUP) b->group[g] = rows, b->stride = m->of_row;
-        else b->group[g] = NULL;
-        for (int n = 0; n < GROUP; n++) {
-            int is_int8 = m->kind == INT8 && n < valid;
-            b->scale[g][n] = is_int8 ? number(scales + (first + n) * m->scales_of_row, m->scale_kind, 0) : 1.0f;
-        }
-        const char *bias = m->bias + expert * m->bias_of_expert + branch * m->bias_of_branch;
-        for (int n = 0; n < GROUP; n++)
-            b->bias[g][n] = m->bias && n < valid ? number(bias, m->bias_kind, first + n) : 0.0f;
-    }
-    if (b->group[0] && b->group[1]) return;
-    b->stride = copied_stride(m);
-    for (int g = 0; g < 2; g++) {
-        int64_t branch = m->branches == 2 ? g : 0;
-        const char *scales = m->scales + expert * m->scales_of_expert + branch * m->scales_of_branch;
-        char *to = scratch + g * GROUP * b->stride;
-        b->group[g] = to;
-        for (int64_t n = 0; n < GROUP; n++) {
-            int64_t row = b->first[g] + n;
-            if (n >= b->valid[g]) memset(to + n * b->stride, 0, (size_t)b->stride);
-            else widen_row(m, row_of(m, expert, branch, row), scales + row * m->scales_of_row, kind, to + n * b->stride);
-        }
-    }
 }
 
 /* What is left to ask for of the block that will be taken next: two groups of rows, each one run of bytes, as memory streams it. Lines
@@ -165,6 +158,7 @@ static inline void look_ahead(Ahead *next, const Matrices *m, int64_t expert, in
 static inline int64_t rate_of(const Ahead *next, int64_t points) { return points ? (next->left + points - 1) / points : 0; }
 
 static inline void prefetch(Ahead *next, int64_t lines) {
+    if (!lines) return;
     lines = least(lines, next->left);
     next->left -= lines;
     for (; lines > 0; lines--) {
@@ -172,6 +166,43 @@ static inline void prefetch(Ahead *next, int64_t lines) {
         __builtin_prefetch(next->at[1], 0, 2);
         next->at[0] += 64, next->at[1] += 64;
     }
+}
+
+/* Columns of a block from `first` on, copied to `to`. */
+static inline void copy_columns(const Block *b, const Matrices *m, int64_t first, int64_t count, int64_t kind, char *to, int64_t stride,
+                                Ahead *next, int64_t rate) {
+    int64_t group = m->kind == INT4 ? first / m->group : 0;
+    for (int g = 0; g < 2; g++)
+        for (int64_t n = 0; n < GROUP; n++, to += stride) {
+            prefetch(next, rate);
+            if (n >= b->valid[g]) memset(to, 0, (size_t)(count * (kind == FP32 ? 4 : 2)));
+            else widen_columns(m, b->rows[g] + n * m->of_row, b->scales[g] + n * m->scales_of_row, first, group, count, kind, to);
+        }
+}
+
+/* Block i of an expert; copied to `scratch` unless its rows can be read where they lie, or `scratch` is NULL. */
+static inline void take_block(Block *b, const Matrices *m, int64_t expert, int64_t i, int64_t x_kind, char *scratch, Ahead *next,
+                              int64_t rate) {
+    int64_t kind = block_kind(m, x_kind);
+    for (int g = 0; g < 2; g++) {
+        int64_t branch = m->branches == 2 ? g : 0, first = m->branches == 2 ? i * GROUP : (2 * i + g) * GROUP;
+        int64_t valid = m->rows - first;
+        valid = valid < 0 ? 0 : least(valid, GROUP);
+        b->first[g] = first, b->valid[g] = valid;
+        b->rows[g] = row_of(m, expert, branch, first);
+        b->scales[g] = m->scales + expert * m->scales_of_expert + branch * m->scales_of_branch + first * m->scales_of_row;
+        for (int n = 0; n < GROUP; n++) {
+            int is_int8 = m->kind == INT8 && n < valid;
+            b->scale[g][n] = is_int8 ? number(b->scales[g] + n * m->scales_of_row, m->scale_kind, 0) : 1.0f;
+        }
+        const char *bias = m->bias + expert * m->bias_of_expert + branch * m->bias_of_branch;
+        for (int n = 0; n < GROUP; n++)
+            b->bias[g][n] = m->bias && n < valid ? number(bias, m->bias_kind, first + n) : 0.0f;
+    }
+    int is_read = is_stored_as_read(m) && b->valid[0] == GROUP && b->valid[1] == GROUP;
+    b->stride = is_read ? m->of_row : copied_stride(m);
+    for (int g = 0; g < 2; g++) b->group[g] = is_read ? b->rows[g] : scratch ? scratch + g * GROUP * b->stride : NULL;
+    if (!is_read && scratch) copy_columns(b, m, 0, padded(m->columns, STEP), kind, scratch, b->stride, next, rate);
 }
 
 #endif
