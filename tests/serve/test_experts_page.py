@@ -248,11 +248,22 @@ def test_tokens_have_colours_experts_and_alternatives(page, mode):
     tokens.nth(num_given + 3).tap()
     about = page.locator("#about").inner_text()
     assert "Could have been" in about and "Experts" in about and "layer 1" in about
-    assert len(re.findall(r"[\d.]+ %", about)) >= 5 and about.count("\u2713") == 2
+    assert len(re.findall(r"[\d.]+\s%", about)) >= 5 and about.count("\u2713") == 2
     tokens.last.tap()
     assert "No colour, no experts: this is the last token" in page.locator("#about").inner_text()
     assert page.locator("#first").is_visible() and page.locator("#second").is_visible()
     assert not page.locator("#keys").is_visible()
+
+
+def test_text_that_moves_below_a_resting_pointer_points_at_nothing(page):
+    generate(page)
+    tokens = page.locator("#text .token")
+    tokens.nth(1).tap()
+    tokens.nth(5).evaluate("one => one.dispatchEvent(new MouseEvent('mousemove', {bubbles: true}))")
+    assert page.locator(".token.chosen").get_attribute("data-index") == "1"
+    tokens.nth(0).hover()
+    tokens.nth(5).hover()
+    assert page.locator(".token.chosen").get_attribute("data-index") == "5"
 
 
 def test_bars_light_their_tokens_and_tokens_their_bars(page):
@@ -265,7 +276,7 @@ def test_bars_light_their_tokens_and_tokens_their_bars(page):
     for expert in range(4):
         said = page.locator("#readout").inner_text()
         found = re.fullmatch(
-            r"Expert (\d): (\d+) of (\d+) tokens \([\d.]+ %\), the first pick for \d+\.", said
+            r"Expert (\d): (\d+) of (\d+) tokens \([\d.]+\s%\), the first pick for \d+\.", said
         )
         assert found and slider.get_attribute("aria-valuetext") == said
         assert (int(found[1]), int(found[3])) == (expert, num_read)

@@ -13,7 +13,7 @@ const make = (tag, text = "", name = "") => {
   if (name) element.className = name;
   return element;
 };
-const percent = share => share > 0 && share < .0005 ? "<0.1 %" : `${(100 * share).toFixed(1)} %`;
+const percent = share => `${share > 0 && share < .0005 ? "<0.1" : (100 * share).toFixed(1)}\u00a0%`;
 const hue = expert => (expert * 137.508) % 360;
 const picked = (token, l = layer) => token.experts?.[l]?.filter(e => e >= 0) ?? [];
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
@@ -190,19 +190,19 @@ function tellToken(index) {
   }
   token.element.classList.add("chosen");
   const head = make("p"), name = label(token);
-  head.append(make("code", name), ` ${token.isPrompt ? "of your text" : "generated"}, token ${index + 1} of ${tokens.length}`);
+  const whence = !token.isPrompt ? "generated" : token.text === "" ? "put before your text" : "of your text";
+  head.append(make("code", name), ` ${whence}, token ${index + 1} of ${tokens.length}`);
   about.replaceChildren(head);
-  const marks = [[SPACE, "space"], [RETURN, "new line"], [TAB, "tab"]];
-  about.append(make("h3", "Could have been"), ...alternatives(token));
-  const used = marks.filter(([mark]) => about.textContent.includes(mark)).map(([mark, word]) => `${mark} is a ${word}`);
+  const marks = [["\u2713", "stands in the text"], [SPACE, "is a space"], [RETURN, "is a new line"], [TAB, "is a tab"]];
+  about.append(...alternatives(token), ...expertsOf(token));
+  const used = marks.filter(([mark]) => about.textContent.includes(mark)).map(([mark, word]) => `${mark} ${word}`);
   if (used.length) about.append(make("p", used.join(", "), "muted"));
-  about.append(...expertsOf(token));
   const current = about.querySelector(".current");
   if (current) current.closest(".scroll").scrollTop = current.offsetTop;
 }
 
 function alternatives(token) {
-  if (token.logprob == null) return [make("p", "The first token is given: the model did not predict it.", "muted")];
+  if (token.logprob == null) return [make("h3", "Could have been"), make("p", "The first token is given: the model did not predict it.", "muted")];
   const rows = token.top.map(([text, value, id]) => [named(text), Math.exp(value), id]);
   if (!rows.some(([, , id]) => id === token.id)) rows.push(["", Math.exp(token.logprob), token.id]);
   const rest = 1 - rows.reduce((sum, [, share]) => sum + share, 0), table = make("table");
@@ -216,8 +216,9 @@ function alternatives(token) {
   };
   for (const [text, share, id] of rows) add(id === token.id ? label(token) : text, share, id === token.id);
   if (rest > .0005) add("all others", rest, false);
-  const note = "\u2713 stands here. Probabilities before temperature and top-p.";
-  return [table, make("p", note, "muted")];
+  const head = make("h3", "Could have been ");
+  head.append(make("span", "before temperature and top-p", "muted"));
+  return [head, table];
 }
 
 function expertsOf(token) {
@@ -279,7 +280,7 @@ function drawLoad() {
   $("even").style.bottom = `${100 * even / top}%`;
   $("even").hidden = even > top;
   $("scale").textContent = `Share of the ${plural(load[layer].total, "coloured token")} that each expert got; a token goes to ${model.picks}. `
-    + `Dashed: ${percent(even)}, an even share.`;
+    + `Dashed: ${percent(even)}, if all got the same.`;
   drawLayers();
   tellExpert();
 }
@@ -300,7 +301,7 @@ function drawLayers() {
     const shares = sharesOf(l), most = Math.max(...shares), row = box.children[l], width = 100 / shares.length;
     const cells = shares.map((share, e) => `rgb(var(--ink) / ${(share / most).toFixed(2)}) ${e * width}% ${(e + 1) * width}%`);
     row.children[1].style.backgroundImage = `linear-gradient(to right, ${cells.join()})`;
-    row.children[2].textContent = `most: ${shares.indexOf(most)}, ${percent(most)}`;
+    row.children[2].textContent = `busiest ${shares.indexOf(most)}: ${percent(most)}`;
   });
 }
 
@@ -326,7 +327,7 @@ function tellExpert() {
   if (!load[layer]?.total) { $("readout").textContent = ""; return; }
   slider.setAttribute("aria-valuetext", sentence(Number(slider.value)));
   $("readout").textContent = lit >= 0 ? sentence(lit) : experts.length
-    ? `This token went to ${experts.map(e => `${e} (${percent(shareOf(layer, e))})`).join(", ")}. For an expert, point at its bar or move the slider.`
+    ? `Of all tokens ${experts.map(e => `expert ${e} got ${percent(shareOf(layer, e))}`).join(", ")}.`
     : "Point at a bar or move the slider: the numbers of an expert are here, and its tokens light up.";
 }
 
@@ -347,7 +348,10 @@ function point(index) {
 // ---- pointing: mouse, touch and keys
 
 const indexAt = event => Number(event.target.dataset?.index ?? -1);
-$("text").addEventListener("mouseover", event => indexAt(event) >= 0 && point(indexAt(event)));
+$("text").addEventListener("mousemove", event => {
+  const isMoved = event.movementX !== 0 || event.movementY !== 0;  // else the text has moved below the pointer
+  if (isMoved && indexAt(event) >= 0 && indexAt(event) !== pointed) point(indexAt(event));
+});
 $("text").addEventListener("mouseleave", () => held >= 0 && held !== pointed && point(held));
 $("text").addEventListener("click", event => indexAt(event) >= 0 && event.target.focus());
 $("text").addEventListener("focusin", event => {

@@ -130,8 +130,8 @@ function introduce() {
   lede.replaceChildren(make("b", name));
   if (sizes.length) {
     const each = size.length > 1 ? `${size[0]} to ${size.at(-1)}` : size[0];
-    const where = sizes.length > 1 ? `Text passes ${sizes.length} layers, one after the other, and each has ${each} small networks side by side, its experts`
-      : `Text passes a layer of ${each} small networks side by side, its experts`;
+    const where = sizes.length > 1 ? `A text passes through ${sizes.length} layers, one after the other, and each has ${each} small networks side by side, its experts`
+      : `A text passes through a layer of ${each} small networks side by side, its experts`;
     lede.append(` is a mixture-of-experts model. ${where}. For every token (a word or a part of one) a router picks ${picks || "a few"} of them, and `
       + "only those compute. The colours show which.");
     $("coloured").textContent = `Colours show layer ${layer}` + (sizes.length > 1 ? " (choose another under Experts)" : "");
