@@ -81,6 +81,7 @@ async function generate(request) {
   say("");
   $("progress").textContent = "waiting for the first token";
   if (request.isChat) $("prompt").value = "";
+  if ($("text").getBoundingClientRect().top > .8 * innerHeight) $("answer").scrollIntoView();
   try {
     for await (const event of eventsOf(await ask(request, control.signal))) feed(event, turn, begin);
     say(`${turn.pace}; ${ENDS[turn.end] ?? turn.end}; seed ${request.body.seed}`);
