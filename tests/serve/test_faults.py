@@ -286,9 +286,19 @@ def test_a_model_without_a_template_answers_no_conversations(tmp_path):
     config = make_run(tmp_path / "plain", marks=())
     with served(config) as server:
         body = {"messages": [{"role": "user", "content": "hi"}]}
-        answer = post(f"{server.address}/v1/chat/completions", json=body)
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_chat_template"
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = post(f"{server.address}{path}", json=body)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["code"] == "no_chat_template"
+            for fix in ("prompt", "/v1/completions", "chat_template.jinja", "run trained on"):
+                assert fix in error["message"]
+        assert server.said.read_text().endswith("; completions only: no chat template\n")
         assert is_well(server)
+
+
+def test_a_model_with_a_template_is_said_to_have_no_limits(server):
+    (line,) = server.said.read_text().splitlines()
+    assert line.endswith("/v1 (OpenAI's interface)")
 
 
 def tiny(folder):

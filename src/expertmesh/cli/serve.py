@@ -116,7 +116,8 @@ def run(argv: list[str]) -> int:
     )
 
     with stack:
-        code = serve(app, place, partial(say_address, name))
+        told = partial(say_address, name, can_chat=app.reader.text.can_chat)
+        code = serve(app, place, told)
         engine.close()
         engine.check_ranks()
     return code
@@ -166,14 +167,17 @@ def precision_of(engine: "Engine", run: str) -> "Precision":
     return plain_precision(weight.dtype, weight.device, reason)
 
 
-def say_address(name: str, address: str) -> None:
+def say_address(name: str, address: str, *, can_chat: bool = True) -> None:
     """Print where a server answers, or log it if standard output cannot be written: the server goes on.
 
     Args:
         name: name of the model.
         address: address of the server.
+        can_chat: whether it answers conversations.
     """
     text = f"serving {name} at {address} (the page), {address}/v1 (OpenAI's interface)"
+    if not can_chat:
+        text += "; completions only: no chat template"
     try:
         print(text, flush=True)
     except OSError as error:

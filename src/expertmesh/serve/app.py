@@ -16,7 +16,7 @@ from expertmesh.engine.engine import Engine
 from expertmesh.errors import ConfigError
 from expertmesh.serve.answer import Answer
 from expertmesh.serve.description import ANSWERS, describe
-from expertmesh.serve.experts_page import PAGE
+from expertmesh.serve.experts_page import PAGE, PAGE_HEADERS
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.gate import Gate
 from expertmesh.serve.metrics import Metrics
@@ -138,7 +138,7 @@ class ServerApp:
 
     async def page(self) -> Response:
         """Web page for prompts that shows tokens and their experts."""
-        return HTMLResponse(PAGE)
+        return HTMLResponse(PAGE, headers=PAGE_HEADERS)
 
     async def health(self) -> Response:
         """Whether requests are answered."""

@@ -170,7 +170,8 @@ class RequestReader:
         if not self.text.can_chat:
             raise RequestError(
                 400,
-                "messages: this model has no chat template, and did not learn conversations; use /v1/completions",
+                "messages: this model has no chat template, and did not learn conversations; send `prompt` to /v1/completions, "
+                "or serve a folder with chat_template.jinja, or a run trained on conversations",
                 param="messages",
                 code="no_chat_template",
             )
