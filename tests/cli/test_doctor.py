@@ -70,7 +70,7 @@ def test_auto_precision_says_why():
             )
             continue
         assert finding.name.startswith("--train.dtype auto, gpt-moe-")
-        assert re.match(r"(float32|bfloat16) on cpu \(auto: .*AMX", finding.detail)
+        assert re.match(r"(float32|bfloat16) on cpu, kernels \w+ \(auto: .*AMX", finding.detail)
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])

@@ -25,6 +25,7 @@ from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import prompt_ids, stream_text
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.ops.backend import cpu_kernels
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.format import text_format
@@ -33,7 +34,7 @@ from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
 BF16_ROUNDING = 2.0**-5
 PROMPT = "def main("
-COMPUTING = "computing in float32 on cpu (as it was trained)"
+COMPUTING = f"computing in float32 on cpu, kernels {cpu_kernels()} (as it was trained)"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.large_hub import enlarged
 
 import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
@@ -221,26 +222,7 @@ def test_the_verb_takes_slots(place, capsys):
 def test_a_model_of_three_times_the_limit_answers(place, tmp_path):
     """Its experts are zeros in a file with holes, so that the disk holds them."""
     folder = tmp_path / "large"
-    folder.mkdir()
-    for path in (place / "hub").iterdir():
-        if path.suffix != ".safetensors":
-            (folder / path.name).write_bytes(path.read_bytes())
-    values = json.loads((folder / "config.json").read_text())
-    hidden, layers, experts = 4096, 4, 64
-    values |= {"num_hidden_layers": layers, "num_local_experts": experts}
-    values["intermediate_size"] = hidden
-    (folder / "config.json").write_text(json.dumps(values))
-    from expertmesh.checkpoints.hub.configs import model_config
-    from expertmesh.checkpoints.hub.layout import pieces
-    from expertmesh.checkpoints.safetensors import FileTensor, file_header
-
-    shapes = {p.hub_name: p.hub_shape for p in pieces(model_config(values), "mixtral")}
-    tensors = [FileTensor(name, torch.float32, shape) for name, shape in shapes.items()]
-    header = file_header(tensors, {"format": "pt"})
-    size = sum(4 * torch.Size(shape).numel() for shape in shapes.values())
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + size)
+    size = enlarged(place / "hub", folder, hidden=4096, layers=4, experts=64)
     room = size // 3
     program = f"""
         import json, resource

@@ -1,6 +1,7 @@
 """Objects of the kernels for processors: compiled once, kept where only the user can write, never loaded from elsewhere."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -42,8 +43,8 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "expertmesh" / "kernels"
 
 
-def content():
-    with built(PLAIN) as path:
+def content(most_objects=3):
+    with built(PLAIN, most_objects=most_objects) as path:
         return path.read_text(), path.parent
 
 
@@ -236,3 +237,68 @@ def test_the_environment_names_a_lower_set(monkeypatch):
         ConfigError, match=f"{VARIABLE}='sse9': is no instruction set of this processor"
     ):
         allowed_sets()
+
+
+HOLDS = """
+import sys
+from expertmesh.kernels.cpu.build import built
+from expertmesh.kernels.cpu.instructions import INSTRUCTION_SETS
+with built(INSTRUCTION_SETS["plain"]) as path:
+    print(path.name, flush=True)
+    sys.stdin.readline()
+    print(path.read_text(), end="", flush=True)
+"""
+
+
+def test_old_objects_are_removed_but_not_those_that_a_process_is_about_to_load(
+    compiler, cache, monkeypatch
+):
+    words = [sys.executable, "-c", HOLDS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        held = other.stdout.readline().strip()
+        own = os.environ["CC"]
+        for number in range(6):
+            monkeypatch.setenv("CC", f"{own} -D{number}")
+            content()
+            os.utime(next(cache.glob(held)), (0, 0))  # the oldest
+        assert (cache / held).exists() and len(list(cache.glob("*.so"))) == 4
+        assert other.communicate("\n", timeout=PATIENCE_S)[0] == "object\n"
+    (cache / "plain-123.so").write_text("of a compiler that was killed")
+    os.utime(cache / "plain-123.so", (0, 0))
+    monkeypatch.setenv("CC", f"{own} -D6")
+    assert content()[1] == cache
+    kept = list(cache.glob("*.so"))
+    assert len(kept) == 3 and not (cache / held).exists()
+    locks = {path.stem for path in cache.glob("*.lock")}
+    assert locks == {path.stem.rpartition("-")[0] for path in kept}
+    monkeypatch.setenv("CC", f"{own} -D5")
+    before = compiler()
+    assert content() == ("object\n", cache) and compiler() == before
+    monkeypatch.setenv("CC", own)  # the one that was removed is compiled again
+    assert content() == ("object\n", cache) and compiler() == before + 1
+
+
+LOADS = """
+import sys
+import torch
+from expertmesh.ops import native_linear
+from expertmesh.ops.backend import cpu_kernels
+x, w = torch.ones(3, 8), torch.ones(4, 8)
+cpu_kernels()
+print("loaded", flush=True)
+sys.stdin.readline()
+print(native_linear.linear(x, w, None).sum().item(), flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_process_that_has_loaded_an_object_keeps_it(cache, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "plain")
+    words = [sys.executable, "-c", LOADS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "loaded\n"
+        monkeypatch.setenv("CC", "cc -g")
+        (own,) = cache.glob("plain-*.so")
+        with built(PLAIN, most_objects=1) as path:
+            assert list(cache.glob("*.so")) == [path] != [own]
+        assert float(other.communicate("\n", timeout=PATIENCE_S)[0]) == 96

@@ -16,6 +16,7 @@ from expertmesh.cli.serve import precision_of
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
+from expertmesh.ops.backend import cpu_kernels
 from expertmesh.ops.cpu.products import usual_library
 from expertmesh.runs import precision
 from expertmesh.runs.arithmetic import Arithmetic
@@ -119,8 +120,8 @@ def test_a_folder_computes_in_the_type_of_its_files_on_any_processor(
         assert {opened.precision.compute_dtype, opened.precision.master_dtype} == {stored}
         assert em.Engine(folder).model.embedding.weight.dtype == stored
         printed(folder, capsys)
-        assert said(folder, capsys) == f"{name} on cpu (the type of its files)"
-        assert said(folder, capsys, "--dtype", "float64") == "float64 on cpu (as asked for)"
+        assert said(folder, capsys) == f"{name} {ON_CPU} (the type of its files)"
+        assert said(folder, capsys, "--dtype", "float64") == f"float64 {ON_CPU} (as asked for)"
         assert em.load(folder, dtype="float64").model.embedding.weight.dtype == torch.float64
     with pytest.raises(ConfigError, match="^dtype=float31: must be one of float32, bfloat16"):
         em.load(folders[0], dtype="float31")
@@ -150,10 +151,11 @@ def test_greedy_text_of_an_fp32_folder_is_transformers(tmp_path, capsys, way):
     assert found.strip("\n").removeprefix(PROMPT).strip() == expected.strip() != ""
 
 
+ON_CPU = f"on cpu, kernels {cpu_kernels()}"
 TRAINED = {
-    ("float32", None): "float32 on cpu (the type of its files)",
-    ("bfloat16", None): "float32 on cpu (the type of its files; its training computed in bfloat16, which --dtype bfloat16 would be)",
-    ("bfloat16", "bfloat16"): "bfloat16 on cpu (as asked for)",
+    ("float32", None): f"float32 {ON_CPU} (the type of its files)",
+    ("bfloat16", None): f"float32 {ON_CPU} (the type of its files; its training computed in bfloat16, which --dtype bfloat16 would be)",
+    ("bfloat16", "bfloat16"): f"bfloat16 {ON_CPU} (as asked for)",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
+from expertmesh.ops.backend import cpu_kernels
 from expertmesh.serve.metrics import Metrics
 from expertmesh.serve.request_metrics import RequestMetrics
 from expertmesh.serve.worker import EngineWorker, Ticket
@@ -103,6 +104,11 @@ def test_answers_that_a_client_left_are_aborted_ones(folder, answers, most, abor
         for reason in ("abort", "length")
     }
     assert of == {"abort": aborted or None, "length": (answers - aborted) or None}
+
+
+def test_the_kernels_on_which_bits_depend_are_named(folder):
+    text, _ = Metrics(Engine(folder), "tiny").text()
+    assert f'expertmesh:cpu_kernels_info{{kernels="{cpu_kernels()}",model_name="tiny"}} 1.0' in text
 
 
 def test_tokens_of_prompts_are_computed_or_found(folder):

@@ -16,9 +16,11 @@ import expertmesh
 from expertmesh.config.run import TrainConfig
 from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu import library as cpu_library
 from expertmesh.models.gpt.costs import dominant_products
 from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.ops.backend import cpu_kernels
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.onednn import has_onednn
 from expertmesh.runs import arithmetic, precision
@@ -188,6 +190,32 @@ def test_a_run_goes_on_as_it_began_on_a_processor_that_would_now_choose_otherwis
         assert found.compute_dtype == getattr(torch, first)
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("later", [None, "torch"])
+def test_an_exact_run_says_when_it_goes_on_by_other_kernels(
+    tiny, run_quietly, tmp_path, caplog, is_exact, later
+):
+    options = {"train.run_dir": str(tmp_path / "run"), "model.batch_invariant": is_exact}
+    schedule = {"optim.schedule_steps": 4, **options}
+    run_quietly(tiny(**{"train.steps": 2}, **schedule))
+    record = json.loads((tmp_path / "run" / "arithmetic.json").read_text())
+    assert record["kernels"] == cpu_kernels()
+    own = cpu_library._loaded[:]
+    if later:
+        cpu_library.lower(later)
+    try:
+        run_quietly(tiny(**{"train.steps": 4, "train.resume": "auto"}, **schedule))
+    finally:
+        cpu_library._loaded[:] = own
+    said = [one.getMessage() for one in caplog.records if one.name == "expertmesh.training"]
+    says = is_exact and record["kernels"] != (later or record["kernels"])
+    assert len(said) == says
+    if says:
+        assert f"exact by the kernels {record['kernels']} and goes on by torch" in said[0]
+    kept = json.loads((tmp_path / "run" / "arithmetic.json").read_text())["kernels"]
+    assert kept == (later or record["kernels"])
+
+
 def test_the_library_of_a_run_is_followed(tmp_path):
     record = tmp_path / "arithmetic.json"
     for library in ("onednn", "blas"):
@@ -206,7 +234,8 @@ def test_the_library_of_a_run_is_followed(tmp_path):
     "text",
     ["", "[]", '{"device": "cpu"}', '{"device": "cpu", "dtype": "float32", "library": "x"}']
     + ['{"device": "cpu", "dtype": "float31", "library": "blas"}']
-    + ['{"device": "cpu", "dtype": "float32", "library": "blas", "reason": 3}'],
+    + ['{"device": "cpu", "dtype": "float32", "library": "blas", "reason": 3}']
+    + ['{"device": "cpu", "dtype": "float32", "library": "blas", "kernels": "sse9"}'],
 )
 def test_a_damaged_record_is_one_line(tmp_path, text):
     (record := tmp_path / "arithmetic.json").write_text(text)

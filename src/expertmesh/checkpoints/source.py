@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.checkpoints.box import Box, whole_box
 from expertmesh.errors import CheckpointError
+from expertmesh.parallel.huge_pages import say_huge_pages
 
 
 class Stored(NamedTuple):
@@ -74,6 +75,8 @@ def read_into(source: TensorSource, targets: Mapping[str, Tensor]) -> None:
         for name, tensor in targets.items():
             for part, box in local_parts(tensor.detach()):
                 source.read(name, box, part)
+    on_cpu = (part for t in targets.values() for part, _ in local_parts(t.detach()) if part.is_cpu)
+    say_huge_pages(sum(part.nbytes for part in on_cpu))
 
 
 def read_whole(source: TensorSource, name: str) -> Tensor:

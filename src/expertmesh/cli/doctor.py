@@ -239,6 +239,7 @@ def processor() -> list[Finding]:
             " --parallel.num-threads sets it)",
         ),
         Finding("memory", "", _memory()),
+        Finding("huge pages", *_huge_pages()),
     ]
     nodes = numa_nodes()
     for node, cores in nodes.items():
@@ -446,6 +447,20 @@ def _cpu_name() -> str:
         r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), flags=re.MULTILINE
     )
     return f"{name.group(1) if name else platform.processor() or 'unknown'} ({platform.machine()})"
+
+
+def _huge_pages() -> tuple[Mark, str]:
+    from expertmesh.parallel.huge_pages import huge_page_mode, is_wanted
+
+    mode = huge_page_mode()
+    if mode in ("", "never") or not is_wanted():
+        why = f"transparent_hugepage is {mode or 'not there'}" if is_wanted() else "turned off"
+        return "no", f"{why}: weights are in pages of 4 KB, which are slower to read"
+    found = re.search(
+        r"^AnonHugePages:\s+(\d+) kB$", read_text(Path("/proc/meminfo")), flags=re.MULTILINE
+    )
+    used = f"; {int(found[1]) >> 10:,} MB of this machine's memory are in them" if found else ""
+    return "yes", f"for weights, of 2 MB (transparent_hugepage is {mode}){used}"
 
 
 def _memory() -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from expertmesh.comm.agree import agree_on_kernels
 from expertmesh.comm.group import RankGroup, Traffic
 from expertmesh.errors import ConfigError
 
@@ -76,7 +77,7 @@ class World:
     """All ranks of one process group, with the groups and meshes among them, created on first use.
 
     Positions count the ranks of the group from 0. Layers of one model share one world, because each new group costs
-    threads and connections; `close` destroys them. If the given group is not torch's default group, its members must so
+    threads and connections; `close` destroys them. On CPUs they agree on one set of kernels. If the given group is not torch's default group, its members must so
     far have been in equally many groups, because torch names new subgroups by that number. Create only one world over
     such a group: after a `close`, groups of another world can get names of closed groups, whose old addresses are still
     in torch's store.
@@ -88,6 +89,7 @@ class World:
 
     Raises:
         ConfigError: torch.distributed is not initialised, or the group has no backend for such tensors.
+        CollectiveError: another rank of the group is gone.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class World:
         self._group = group or dist.group.WORLD
         self._groups: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
         self._meshes: dict[tuple[tuple[Any, ...], ...], DeviceMesh] = {}
-        self.all_ranks()  # the first request for a group names it
+        everyone = self.all_ranks()  # the first request for a group names it
+        if device_type == "cpu":
+            agree_on_kernels(everyone)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "World":
         """Return the world itself: copies of a layer talk to the same ranks."""

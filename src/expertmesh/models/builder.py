@@ -98,7 +98,7 @@ class ModelBuilder(ABC):
         model = self.build(device="meta" if is_empty else home, dtype=dtype)
         spread(model)
         if is_empty:
-            give_memory(model, device=device, offload=offload)
+            give_memory(model, device=device, offload=offload, in_huge_pages=False)
             cast(Any, model).init_weights(self.config.train.seed)
         return model
 

@@ -9,7 +9,8 @@ import torch
 
 from expertmesh.config.values import other_choice
 from expertmesh.errors import ConfigError
-from expertmesh.kernels.cpu.library import loaded
+from expertmesh.kernels.cpu.instructions import NAMES
+from expertmesh.kernels.cpu.library import loaded, lower
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 OLDEST_TRITON = (3, 6)
@@ -96,6 +97,16 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     if backend == "auto":
         return "triton" if _runs_triton(device) else "torch"
     return backend
+
+
+CPU_KERNELS = NAMES
+"""Names of ways to compute experts and exact products on a CPU, the best first: instruction sets, and "torch"."""
+lower_cpu_kernels = lower
+
+
+def cpu_kernels() -> str:
+    """Name of the kernels for experts and exact products on this CPU; one of `CPU_KERNELS`. Compiles the kernels if need be."""
+    return loaded().name
 
 
 def explain_backends() -> list[BackendReport]:

@@ -1,6 +1,6 @@
-"""Type, library and threads of a run's computation on a CPU: chosen by instructions and sizes, never by a clock, kept with the run.
+"""Type, library, kernels and threads of a run's computation on a CPU: chosen by instructions and sizes, never by a clock, kept with the run.
 
-The three change bits, so equal commands on one kind of machine need equal choices, however busy it is. BF16 is chosen
+They change bits, so equal commands on one kind of machine need equal choices, however busy it is. BF16 is chosen
 where AMX multiplies it: with BF16 instructions and without AMX a processor multiplies FP32 faster, and small products
 cost as much time in casts and calls as AMX saves.
 """
@@ -17,6 +17,7 @@ from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import write_whole
 from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError, named
+from expertmesh.ops.backend import CPU_KERNELS
 from expertmesh.ops.cpu.products import Library, usual_library
 
 USUAL_PRODUCTS = (Product(512, 512, 2048), Product(512, 512, 512, count=4))
@@ -39,6 +40,8 @@ class Arithmetic:
         library: the library that multiplies FP32 on a CPU.
         reason: why "auto" is this type, in a few words; empty: the type was given.
         threads: threads of the run on a CPU; None: a run of an old version, which did not record them.
+        kernels: name of the kernels for CPUs that the run last computed by, see `ops.backend.cpu_kernels`; None: on a GPU, or not
+            recorded by an old version.
     """
 
     device: str
@@ -46,6 +49,7 @@ class Arithmetic:
     library: Library
     reason: str = ""
     threads: int | None = None
+    kernels: str | None = None
 
 
 def chosen(products: Sequence[Product], *, has_amx: bool | None = None) -> Arithmetic:
@@ -98,6 +102,7 @@ def read_arithmetic(path: Path) -> Arithmetic | None:
             or found.dtype not in ("float32", "bfloat16", "float16", "float64")
             or not isinstance(found.reason, str)
             or not (found.threads is None or (isinstance(found.threads, int) and found.threads > 0))
+            or found.kernels not in (None, *CPU_KERNELS)
         ):
             raise ValueError(path)
     except FileNotFoundError:

@@ -24,6 +24,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.task import Task
 from expertmesh.moe.layer import grouped_layers
+from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.serving import as_plain
@@ -238,7 +239,7 @@ def _open_empty(
             fetch_ahead=slots.fetch_ahead,
             device=precision.device,
         )
-    model.to_empty(device=precision.device)
+    give_memory(model, device=precision.device, in_huge_pages=slots is None)
     read_into(weights, model.state_dict())
     if share is not None:
         as_plain(model)
@@ -272,19 +273,17 @@ def _built(
     *,
     for_autocast: bool,
 ) -> nn.Module:
-    """The model with its initial weights, spread over the ranks by `spread`."""
-
-    def prepare(model: nn.Module) -> None:
-        if for_autocast:
-            _keep_narrow(model, precision)
-        if spread is not None:
-            spread(model)
-
-    device, dtype = precision.device, precision.master_dtype
+    """The model, spread over the ranks by `spread`; all of it is read next, so no weights are drawn where none need be."""
+    device, is_empty = precision.device, task.builder.is_built_empty
+    model = task.builder.build(
+        device=torch.device("meta") if is_empty else device, dtype=precision.master_dtype
+    )
+    if for_autocast:
+        _keep_narrow(model, precision)
     if spread is not None:
-        return task.builder.build_spread(prepare, device=device, dtype=dtype)
-    model = task.builder.build(device=device, dtype=dtype)
-    prepare(model)
+        spread(model)
+    if is_empty:
+        give_memory(model, device=device)
     return model
 
 

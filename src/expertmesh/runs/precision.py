@@ -1,21 +1,25 @@
 """Device and precision of a run, and their contexts: autocast, FP32 library, loss scaling."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from expertmesh.config.run import DEVICE_RULE, TrainConfig, is_device
 from expertmesh.costs.matrix_products import Product
 from expertmesh.errors import ConfigError, named
+from expertmesh.ops.backend import cpu_kernels
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
 from expertmesh.runs.arithmetic import Arithmetic, chosen, read_arithmetic, write_arithmetic
 
+_log = logging.getLogger("expertmesh.training")
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -49,10 +53,11 @@ class Precision:
 
     @property
     def description(self) -> str:
-        """Type, device and reason, in words."""
+        """Type, device, kernels for CPUs and reason, in words."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
+        kernels = f", kernels {cpu_kernels()}" if self.device.type == "cpu" else ""
         reason = self.arithmetic.reason
-        return f"{dtype} on {self.device}" + (f" ({reason})" if reason else "")
+        return f"{dtype} on {self.device}{kernels}" + (f" ({reason})" if reason else "")
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -101,12 +106,31 @@ def resolve_precision(
 
 
 def settle_precision(
-    config: TrainConfig, *, products: Sequence[Product] = (), record: Path
+    config: TrainConfig, *, products: Sequence[Product] = (), record: Path, is_exact: bool = False
 ) -> Precision:
-    """`resolve_precision`, and write its choice to the record; for one rank, which tells the others."""
+    """`resolve_precision`, and write its choice to the record, with the kernels for CPUs; for one rank, which tells the others.
+
+    Says so where an exact run (`is_exact`) goes on by other kernels than it began with.
+    """
     precision = resolve_precision(config, products=products, record=record)
+    found = precision.arithmetic
+    now = cpu_kernels() if found.device == "cpu" else None
+    if is_exact and found.kernels is not None and now not in (None, found.kernels):
+        _log.warning(
+            "the run was exact by the kernels %s and goes on by %s: losses in evaluation differ in bits from here on",
+            *(found.kernels, now),
+        )
+    precision = replace(precision, arithmetic=replace(found, kernels=now))
     write_arithmetic(record, precision.arithmetic)
     return precision
+
+
+def is_exact(options: Mapping[str, Any]) -> bool:
+    """Whether options of a run, as plain values, ask for a batch-invariant model or layer."""
+    return any(
+        is_exact(value) if isinstance(value, Mapping) else name == "batch_invariant" and bool(value)
+        for name, value in options.items()
+    )
 
 
 def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -> Arithmetic:

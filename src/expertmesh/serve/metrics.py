@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 from expertmesh.engine.engine import Engine
+from expertmesh.ops.backend import cpu_kernels
 from expertmesh.serve.request_metrics import SHORT_S, TOKENS, RequestMetrics
 
 _LOOK_S = 0.05
@@ -121,6 +122,14 @@ class Metrics:
             [(*config.values(), 1)],
             labels=list(config),
         )
+        if engine.model.device.type == "cpu":
+            yield self._family(
+                GaugeMetricFamily,
+                "cpu_kernels_info",
+                "of the kernels for CPUs, on which the bits of answers depend",
+                [(cpu_kernels(), 1)],
+                labels=["kernels"],
+            )
         yield self._family(
             CounterMetricFamily,
             "expert_tokens",

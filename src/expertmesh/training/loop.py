@@ -24,7 +24,7 @@ from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.arithmetic import write_arithmetic
 from expertmesh.runs.data_paths import with_whole_paths
-from expertmesh.runs.precision import Precision, resolve_device, settle_precision
+from expertmesh.runs.precision import Precision, is_exact, resolve_device, settle_precision
 from expertmesh.runs.run_dir import Run, RunDir
 from expertmesh.training.branch import branch_point
 from expertmesh.training.check_run_memory import check_run_memory
@@ -204,10 +204,9 @@ def _settle(
     """Precision and number of threads of a run, both saved with it; threads are None on a GPU unless given."""
     record, given = run_dir.arithmetic, config.parallel.num_threads
     goes_on = ranks.on_rank0(lambda: bool(list_checkpoints(run_dir.checkpoints)))
-    precision = ranks.on_rank0(
-        # by the whole step's products, which are the same on any number of ranks
-        lambda: settle_precision(config.train, products=family.products_of(config), record=record)
-    )
+    # by the whole step's products, which are the same on any number of ranks
+    asked = {"products": family.products_of(config), "is_exact": is_exact(config.model_dump())}
+    precision = ranks.on_rank0(lambda: settle_precision(config.train, record=record, **asked))
     if precision.device.type != "cpu" and given is None:
         return precision, None
     began_with = precision.arithmetic.threads

@@ -75,14 +75,9 @@ def load_pretrained(
     source = HubModel(folder, dtype=dtype)
     say_left_out(values)
     model = GPT(config, device="meta", dtype=dtype or hub_dtype(values, folder))
-    if parallel is None:
-        model.to_empty(device=device)
-    else:
+    if parallel is not None:
         parallelize_gpt(model, parallel)
-        give_memory(model, device=device, offload=parallel.offload)
-    with torch.no_grad():
-        for buffer in model.buffers():
-            buffer.zero_()
+    give_memory(model, device=device, offload=parallel is not None and parallel.offload)
     read_into(source, model.state_dict())
     return model
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from expertmesh.config.base import user_cache_dir
 from expertmesh.errors import ConfigError
@@ -38,6 +39,8 @@ OPTIONS = (
 )
 """Options of the compiler for every instruction set. Sums keep their order, and only what is written as one is fused."""
 _PATIENCE_S = 300
+MOST_OBJECTS = 16
+"""Objects that stay in the cache: all instruction sets of the newest three sources."""
 
 
 class BuildError(Exception):
@@ -45,12 +48,15 @@ class BuildError(Exception):
 
 
 @contextmanager
-def built(instructions: InstructionSet, *, shipped: Path = SHIPPED) -> Iterator[Path]:
+def built(
+    instructions: InstructionSet, *, shipped: Path = SHIPPED, most_objects: int = MOST_OBJECTS
+) -> Iterator[Path]:
     """Path of the object for an instruction set: shipped, cached, or compiled now; valid inside the context.
 
     Args:
         instructions: the instruction set.
         shipped: folder of shipped objects, which are not read if CC names a compiler.
+        most_objects: objects that stay in the cache after a new one is compiled.
 
     Raises:
         BuildError: none is shipped, and there is no compiler, or it fails.
@@ -63,7 +69,9 @@ def built(instructions: InstructionSet, *, shipped: Path = SHIPPED) -> Iterator[
         compiler, found = compiler_command(), None
         # no home, a full disk, a file system without locks
         with contextlib.suppress(OSError, ConfigError, BuildError):
-            found = _cached(compiler, instructions, user_cache_dir() / "kernels")
+            found = _cached(
+                compiler, instructions, user_cache_dir() / "kernels", stack, most_objects
+            )
         if found is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-")))
             found = compiled(compiler, instructions, folder)
@@ -139,10 +147,16 @@ def _digest(sources: Path, *words: object) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cached(compiler: list[str], instructions: InstructionSet, folder: Path) -> Path | None:
+def _cached(
+    compiler: list[str],
+    instructions: InstructionSet,
+    folder: Path,
+    stack: contextlib.ExitStack,
+    most_objects: int,
+) -> Path | None:
     """The object in the cache, compiled if it is not there; None: the folder is not safe.
 
-    One process at a time compiles, and a file appears with its whole content.
+    One process at a time compiles, and a file appears with its whole content. Nobody removes it until the stack ends.
     """
     for path in (*reversed(folder.parents), folder):
         if not path.exists():
@@ -150,15 +164,49 @@ def _cached(compiler: list[str], instructions: InstructionSet, folder: Path) -> 
     if not is_private(folder):
         return None
     name = f"{instructions.name}-{_key(compiler, instructions)}"
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for path in folder.glob(f"{name}-*.so"):
-            if _is_untouched(path):
-                return path
-            path.unlink()
-        new = compiled(compiler, instructions, folder)
-        new.chmod(0o700)
-        return new.rename(folder / f"{name}-{_hash(new)}.so")
+    while True:
+        held = stack.enter_context(_locked(folder / f"{name}.lock", fcntl.LOCK_SH))
+        for path in filter(_is_untouched, folder.glob(f"{name}-*.so")):
+            os.utime(path)
+            return path
+        held.close()
+        with _locked(folder / f"{name}.lock", fcntl.LOCK_EX):
+            found = list(folder.glob(f"{name}-*.so"))
+            if any(map(_is_untouched, found)):
+                continue  # another process was faster
+            for path in found:
+                path.unlink()
+            new = compiled(compiler, instructions, folder)
+            new.chmod(0o700)
+            kept = new.rename(folder / f"{name}-{_hash(new)}.so")
+            if not _is_untouched(kept):  # a file system that keeps no owners or modes
+                return None
+            _remove_old(folder, most_objects)
+
+
+def _locked(path: Path, kind: int) -> IO[str]:
+    """A lock file, open and locked; not one that `_remove_old` has removed meanwhile."""
+    while True:
+        lock = path.open("w")
+        fcntl.flock(lock, kind)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                return lock
+        lock.close()
+
+
+def _remove_old(folder: Path, most: int) -> None:
+    """Remove all but the objects that were used last, with their locks; none that a process is about to load.
+
+    A process that has loaded an object keeps it.
+    """
+    objects = sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime_ns)
+    for path in objects[:-most]:
+        lock = path.with_name(f"{path.stem.rpartition('-')[0]}.lock")
+        with lock.open("w") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
 
 
 def _hash(path: Path) -> str:

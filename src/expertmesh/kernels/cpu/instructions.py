@@ -51,6 +51,10 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
     )
 }
 """Instruction sets, the best first. "plain" is what the compiler takes without options."""
+TORCH = "torch"
+"""Name of PyTorch's own products, where there are no kernels."""
+NAMES = (*INSTRUCTION_SETS, TORCH)
+"""Names of ways to compute on a CPU, the best first; each has an order of sums of its own, so other bits."""
 
 
 @cache

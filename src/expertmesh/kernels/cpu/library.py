@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.kernels.cpu.build import BuildError, built
-from expertmesh.kernels.cpu.instructions import InstructionSet, allowed_sets
+from expertmesh.kernels.cpu.instructions import NAMES, TORCH, InstructionSet, allowed_sets
 
 _log = logging.getLogger("expertmesh.ops")
 
@@ -105,6 +105,11 @@ class Loaded:
     kernels: "Kernels | None"
     problem: str = ""
 
+    @property
+    def name(self) -> str:
+        """Name of the instruction set, or "torch"; in `NAMES`."""
+        return TORCH if self.kernels is None else self.kernels.instructions.name
+
 
 _lock = threading.Lock()
 _loaded: list[Loaded] = []
@@ -123,10 +128,20 @@ def loaded() -> Loaded:
     return _loaded[0]
 
 
-def load() -> Loaded:
-    """Load the kernels for the best instruction set that works, see `loaded`."""
+def lower(name: str) -> None:
+    """Compute by a lower instruction set of this processor from now on, or by PyTorch's products; its name is in `NAMES`."""
+    with _lock:
+        _loaded[:] = [load(best=name)]
+
+
+def load(best: str = NAMES[0]) -> Loaded:
+    """Load the kernels for the best instruction set that works, from `best` on, see `loaded`."""
+    if best == TORCH:
+        return Loaded(None, "another rank of this job has none")
     problem = ""
     for instructions in allowed_sets():
+        if NAMES.index(instructions.name) < NAMES.index(best):
+            continue
         try:
             with built(instructions) as path:
                 return Loaded(Kernels(path, instructions), problem)

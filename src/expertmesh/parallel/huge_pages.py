@@ -1,0 +1,80 @@
+"""Memory for weights in pages of 2 MB, which a processor walks through faster than 4 KB ones (docs/log.md); on Linux only.
+
+Memory is aligned and marked before its first touch, so loading reads into it and nothing is moved afterwards. It is
+zero. Where the system has no such pages it is ordinary memory. `THP_MEM_ALLOC_ENABLE=0`, torch's own switch, turns it off.
+"""
+
+import logging
+import math
+import mmap
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("expertmesh.checkpoints")
+PAGE_BYTES = 1 << 21
+LEAST_BYTES = 2 * PAGE_BYTES
+"""Bytes of a tensor from which it has pages of its own; smaller ones would waste them."""
+_ROOT = Path("/")
+
+
+def zeros_in_huge_pages(
+    shape: torch.Size, dtype: torch.dtype, *, make: Callable[..., mmap.mmap] = mmap.mmap
+) -> Tensor:
+    """Contiguous zeros on the CPU in pages of 2 MB where the system gives them; small ones are ordinary memory (`make` maps it)."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < LEAST_BYTES or not is_wanted():
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        held = make(-1, num_bytes + PAGE_BYTES, flags=flags)
+    except OSError:  # torch has the words for too little memory
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    whole = torch.frombuffer(held, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE_BYTES
+    with suppress(OSError):  # a system without such pages
+        held.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // PAGE_BYTES * PAGE_BYTES)
+    return whole[start : start + num_bytes].view(dtype).view(shape)
+
+
+def is_wanted() -> bool:
+    """Whether this system can have such pages and the environment does not turn them off."""
+    return hasattr(mmap, "MADV_HUGEPAGE") and os.environ.get("THP_MEM_ALLOC_ENABLE") != "0"
+
+
+def huge_page_mode(root: Path = _ROOT) -> str:
+    """Setting of the system: always, madvise or never; "" if it does not say."""
+    text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    found = re.search(r"\[(\w+)\]", text)
+    return found[1] if found else ""
+
+
+def huge_page_bytes(root: Path = _ROOT) -> int:
+    """Bytes of this process that are in such pages."""
+    found = re.search(r"^AnonHugePages:\s+(\d+) kB$", _read(root / "proc/self/smaps_rollup"), re.M)
+    return int(found[1]) << 10 if found else 0
+
+
+def say_huge_pages(num_bytes: int) -> None:
+    """Log how much of the weights that were loaded on the CPU is in such pages.
+
+    Args:
+        num_bytes: bytes of the weights.
+    """
+    if num_bytes >= LEAST_BYTES and _log.isEnabledFor(logging.INFO) and (mode := huge_page_mode()):
+        _log.info(
+            "weights: %s MB, of this process %s MB in pages of 2 MB (transparent_hugepage: %s)",
+            *(f"{num_bytes >> 20:,}", f"{huge_page_bytes() >> 20:,}", mode),
+        )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
