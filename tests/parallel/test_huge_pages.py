@@ -1,5 +1,6 @@
 """Weights in pages of 2 MB: where the system has them, and ordinary memory elsewhere."""
 
+import contextvars
 import json
 import logging
 import mmap
@@ -18,12 +19,31 @@ from expertmesh.parallel.huge_pages import (
     PAGE_BYTES,
     huge_page_bytes,
     huge_page_mode,
+    in_huge_pages,
+    is_wanted,
     say_huge_pages,
     zeros_in_huge_pages,
 )
 
 LARGE = torch.Size((3, LEAST_BYTES // 2, 1))
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such pages")
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    with in_huge_pages():
+        yield
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("said", "wanted"), [(None, [False, True]), ("1", [True] * 2), ("0", [False] * 2)]
+)
+def test_the_environment_decides_before_the_program(monkeypatch, said, wanted):
+    if said is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", said)
+    assert [contextvars.Context().run(is_wanted), is_wanted()] == wanted
 
 
 def refusing(*args, **options):

@@ -129,9 +129,12 @@ def _open_engine(
 ) -> "Iterator[Engine]":
     """Engine of this process, or this rank's part of it."""
     from expertmesh.engine.engine import Engine
+    from expertmesh.parallel.huge_pages import in_huge_pages
 
     if parallel is None:
-        yield Engine(run, config=config)
+        with in_huge_pages():
+            engine = Engine(run, config=config)
+        yield engine
         return
     from expertmesh.parallel.ranks import open_ranks
     from expertmesh.runs.open import device_of, find_model
@@ -140,7 +143,8 @@ def _open_engine(
         device = device_of(find_model(run), config.device)
     ranks = open_ranks(device_type=device.type, timeout_s=parallel.timeout_s, on_host=True)
     with ranks, once_by_rank_0():
-        engine = Engine(run, config=config, parallel=parallel)
+        with in_huge_pages():
+            engine = Engine(run, config=config, parallel=parallel)
         with closing(engine):
             yield engine
 

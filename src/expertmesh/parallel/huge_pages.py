@@ -1,7 +1,9 @@
 """Memory for weights in pages of 2 MB, which a processor walks through faster than 4 KB ones (docs/log.md); on Linux only.
 
 Memory is aligned and marked before its first touch, so loading reads into it and nothing is moved afterwards. It is
-zero. Where the system has no such pages it is ordinary memory. `THP_MEM_ALLOC_ENABLE=0`, torch's own switch, turns it off.
+zero. Where the system has no such pages it is ordinary memory. Some virtual machines get such pages slowly from their
+host, so only a process that will use weights for long has them (`in_huge_pages`). `THP_MEM_ALLOC_ENABLE`, torch's own
+switch, decides for all: 1 or 0.
 """
 
 import logging
@@ -9,8 +11,9 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -21,6 +24,7 @@ PAGE_BYTES = 1 << 21
 LEAST_BYTES = 2 * PAGE_BYTES
 """Bytes of a tensor from which it has pages of its own; smaller ones would waste them."""
 _ROOT = Path("/")
+_is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
 
 
 def zeros_in_huge_pages(
@@ -42,9 +46,20 @@ def zeros_in_huge_pages(
     return whole[start : start + num_bytes].view(dtype).view(shape)
 
 
+@contextmanager
+def in_huge_pages() -> Iterator[None]:
+    """Weights that are loaded within get pages of 2 MB, unless the environment turns them off."""
+    token = _is_asked.set(True)
+    try:
+        yield
+    finally:
+        _is_asked.reset(token)
+
+
 def is_wanted() -> bool:
-    """Whether this system can have such pages and the environment does not turn them off."""
-    return hasattr(mmap, "MADV_HUGEPAGE") and os.environ.get("THP_MEM_ALLOC_ENABLE") != "0"
+    """Whether this system can have such pages, and they are asked for here or by the environment."""
+    said = os.environ.get("THP_MEM_ALLOC_ENABLE", "1" if _is_asked.get() else "0")
+    return hasattr(mmap, "MADV_HUGEPAGE") and said == "1"
 
 
 def huge_page_mode(root: Path = _ROOT) -> str:
