@@ -30,6 +30,7 @@ from expertmesh.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
+from expertmesh.text.answer_pieces import AnswerParser, PlainParser
 from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
 from expertmesh.text.limits import TextLimitError
@@ -54,6 +55,7 @@ class Job:
         adapter: name of the adapter; None: the model alone.
         json_field: name of the field with a schema that is still to be compiled (`RequestReader.with_rules`); None:
             there is none.
+        make_parser: makes the parser of one answer's text; a new one for each answer.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -62,6 +64,7 @@ class Job:
     drops_token: bool = False
     adapter: str | None = None
     json_field: str | None = None
+    make_parser: Callable[[], AnswerParser] = PlainParser
 
 
 class RequestReader:
