@@ -25,7 +25,7 @@ class CallStart(NamedTuple):
         name: name of the function.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     call_id: str
     name: str
 
@@ -33,7 +33,7 @@ class CallStart(NamedTuple):
 class CallArguments(NamedTuple):
     """Next characters of the JSON text of a call's arguments."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     text: str
 
 
