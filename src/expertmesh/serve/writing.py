@@ -109,12 +109,12 @@ class Writer:
             found.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
         sent.has_begun = True
         update = self._updates.of(index, output)
-        *pieces, last = update.pieces or [None]
-        found += [self._choice(index, Update([piece]), "delta") for piece in pieces]
-        is_new = last or update.experts or (update.ids and (self.wants_logprobs or self.wants_ids))
-        if is_new or update.finish_reason is not None:
-            rest = replace(update, pieces=update.pieces[-1:])
-            found.append(self._choice(index, rest, "delta"))
+        parts = [Update([piece]) for piece in update.pieces[:-1]]
+        rest = replace(update, pieces=update.pieces[-1:])
+        scored = rest.ids and (self.wants_logprobs or self.wants_ids)
+        if rest.pieces or rest.experts or scored or rest.finish_reason is not None:
+            parts.append(rest)
+        found += [self._choice(index, part, "delta") for part in parts]
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         usage = {"usage": None} if self.has_usage else {}
         return [self._head(kind) | {"choices": [choice]} | usage for choice in found]
