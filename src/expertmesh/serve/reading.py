@@ -31,6 +31,7 @@ from expertmesh.serve.schema import (
     TokenizeText,
 )
 from expertmesh.serve.structured_outputs import GUIDE_FIELDS, Guide, guide_of
+from expertmesh.text.answer_pieces import AnswerParser, PlainParser
 from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
 from expertmesh.text.limits import TextLimitError
@@ -54,6 +55,7 @@ class Job:
         drops_token: whether the one generated token is dropped, because max_tokens is 0.
         adapter: name of the adapter; None: the model alone.
         guide: what the whole answer must be, if that is still to be compiled (`RequestReader.with_rules`).
+        make_parser: makes the parser of one answer's text; a new one for each answer.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -62,6 +64,7 @@ class Job:
     drops_token: bool = False
     adapter: str | None = None
     guide: Guide | None = None
+    make_parser: Callable[[], AnswerParser] = PlainParser
 
 
 class RequestReader:
