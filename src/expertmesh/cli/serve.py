@@ -1,6 +1,7 @@
 """`expertmesh serve DIR`: serve a model with OpenAI's API, and a page that shows its experts."""
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from expertmesh.config.engine import EngineConfig
 from expertmesh.config.fields import Flat, ModelFolder, Operation
 from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ParallelConfig, ServingDegrees
-from expertmesh.config.server import ServerConfig
+from expertmesh.config.server import KEY_VARIABLE, ServerConfig
 from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.errors import ConfigError, named
 
@@ -210,13 +211,17 @@ def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:
-    """API keys of a file, one per line.
+    """API keys of a file, one per line, and of the environment.
 
     Raises:
-        ConfigError: the file is unreadable, or has no key.
+        ConfigError: the file is unreadable or has no key, or the variable is blank.
     """
+    given = os.environ.get(KEY_VARIABLE)
+    if given is not None and not given.strip():
+        raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")
+    own = () if given is None else (given.strip(),)
     if path is None:
-        return ()
+        return own
     try:
         with expanded(path).open("rb") as file:
             lines = decoded(file.read(MOST_KEY_BYTES)).split("\n")
@@ -231,4 +236,4 @@ def keys_of(path: str | None) -> tuple[str, ...]:
     keys = tuple(filter(None, (line.strip() for line in lines)))
     if not keys:
         raise ConfigError("api_key_file", path, "has no key", "write one on each line")
-    return keys
+    return (*keys, *own)

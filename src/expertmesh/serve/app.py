@@ -4,16 +4,18 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.errors import ConfigError
+from expertmesh.serve.absent import why_not
 from expertmesh.serve.answer import Answer
 from expertmesh.serve.description import ANSWERS, describe
 from expertmesh.serve.experts_page import PAGE
@@ -21,15 +23,19 @@ from expertmesh.serve.faults import RequestError
 from expertmesh.serve.gate import Gate
 from expertmesh.serve.metrics import Metrics
 from expertmesh.serve.reading import Job, RequestReader
+from expertmesh.serve.request_ids import RequestIds
+from expertmesh.serve.runtime_adapters import RuntimeAdapters
 from expertmesh.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     Sampling,
     TokenizeChat,
     TokenizeText,
+    UnloadAdapterRequest,
 )
-from expertmesh.serve.worker import EngineWorker, Ticket
+from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 from expertmesh.serve.writing import TokenTexts, Writer
 from expertmesh.serve.wrong_body import best_error
 
@@ -83,20 +89,22 @@ class ServerApp:
         self._schemas = ThreadPoolExecutor(_SCHEMA_READERS, thread_name_prefix="schemas")
         self._num_schemas = 0
         self._most = engine.config.max_sequences + config.max_waiting
+        self.adapters = RuntimeAdapters(self.worker, self.reader, config.adapter_root)
         self.gate = Gate(self._routes(), config, keys)
+        asgi: Any = self.gate
         if config.allow_origin:
             from starlette.middleware.cors import CORSMiddleware
 
-            self.asgi: Any = CORSMiddleware(
+            asgi = CORSMiddleware(
                 self.gate,
                 allow_origins=config.allow_origin,
                 allow_methods=["GET", "POST"],
                 allow_headers=[
                     "*"
                 ],  # OpenAI's client sends some of its own; origin and key are still checked
+                expose_headers=["x-request-id"],
             )
-        else:
-            self.asgi = self.gate
+        self.asgi = RequestIds(asgi)
 
     def start(self) -> None:
         """Start to answer; called in the event loop."""
@@ -119,16 +127,22 @@ class ServerApp:
             redirect_slashes=False,
         )
         app.add_exception_handler(RequestError, _on_fault)
+        app.add_exception_handler(EngineFailedError, _on_dead_engine)
         app.add_exception_handler(RequestValidationError, _on_wrong_body)
         app.add_exception_handler(HTTPException, _on_wrong_path)
         app.add_exception_handler(Exception, _on_failure)
         app.get("/", response_class=HTMLResponse, include_in_schema=False)(self.page)
         app.get("/health", responses=ANSWERS["health"])(self.health)
+        for method in (app.get, app.post):
+            method("/ping", responses=ANSWERS["health"])(self.health)
+        app.post("/reset_prefix_cache", responses=ANSWERS["reset"])(self.reset_prefix_cache)
         app.get("/version", responses=ANSWERS["version"])(self.show_version)
         app.get("/metrics", responses=ANSWERS["metrics"])(self.show_metrics)
         app.get("/v1/models", responses=ANSWERS["models"])(self.models)
         app.get("/v1/models/{model:path}", responses=ANSWERS["model"])(self.model)
         app.get("/tokenizer_info", responses=ANSWERS["tokenizer_info"])(self.tokenizer_info)
+        app.post("/v1/load_lora_adapter", responses=ANSWERS["adapter"])(self.load_adapter)
+        app.post("/v1/unload_lora_adapter", responses=ANSWERS["adapter"])(self.unload_adapter)
         app.post("/tokenize", responses=ANSWERS["tokenize"])(self.tokenize)
         app.post("/detokenize", responses=ANSWERS["detokenize"])(self.detokenize)
         app.post("/v1/completions", responses=ANSWERS["completions"])(self.completions)
@@ -167,6 +181,21 @@ class ServerApp:
     async def model(self, model: str) -> Response:
         """Description of a model or adapter."""
         return JSONResponse(self._card(self.reader.adapter_of(model) or self.model_name))
+
+    async def load_adapter(self, request: LoadAdapterRequest) -> Response:
+        """Load an adapter, as in vLLM."""
+        return PlainTextResponse(await self.adapters.load(request))
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> Response:
+        """Unload an adapter when its requests have ended, as in vLLM."""
+        return PlainTextResponse(await self.adapters.unload(request))
+
+    async def reset_prefix_cache(self) -> Response:
+        """Forget all cached prefixes, as in vLLM; running answers are computed again from their tokens."""
+        if self.worker.error is not None:
+            raise RequestError(503, self.worker.error, code="failed")
+        await self.worker.call(partial(self.engine.update_weights, {}))
+        return Response()
 
     async def tokenizer_info(self) -> Response:
         """Special tokens and the chat template, as lm-evaluation-harness requests them."""
@@ -298,6 +327,11 @@ async def _on_fault(_: Request, error: Exception) -> Response:
     return error.response()
 
 
+async def _on_dead_engine(_: Request, error: Exception) -> Response:
+    """Response to what the engine's thread cannot do any more."""
+    return RequestError(503, str(error), code="failed").response()
+
+
 async def _on_wrong_body(_: Request, error: Exception) -> Response:
     """Response to an invalid body: the error that fits it best."""
     assert isinstance(error, RequestValidationError)
@@ -314,7 +348,7 @@ async def _on_wrong_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 400 and error.__cause__ is not None:  # of the body
         return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response()
-    text = {404: "there is no such path", 405: "this path has no such method"}
+    text = {404: why_not(request.url.path), 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
     return RequestError(error.status_code, message, headers=dict(error.headers or {})).response()
 

@@ -149,6 +149,10 @@ def _responses(
 
 _OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
 ANSWERS = {
+    "adapter": _responses(
+        None, *_OF_BODIES, says="what has happened", content={"text/plain": {"schema": _TEXT}}
+    ),
+    "reset": _responses(None, 408, 413, 500, 503, says="nothing is cached", content={}),
     "health": _responses(_object({"status": _TEXT}), 503, says="requests are answered"),
     "version": _responses(_object({"version": _TEXT}), says="version of the program"),
     "metrics": _responses(
@@ -205,7 +209,7 @@ def _bound(made: dict[str, Any], vocab_size: int, config: ServerConfig) -> None:
     for path in made["paths"].values():
         for one in path.values():
             one["responses"].pop("422", None)
-    if config.api_key_file is not None:
+    if config.is_guarded:
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for place, path in made["paths"].items():
             for one in path.values():

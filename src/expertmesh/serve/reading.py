@@ -74,6 +74,9 @@ class RequestReader:
         engine: engine that will answer.
         config: options of the server.
         model_name: name of the model for clients.
+
+    Attributes:
+        leaving: adapters that new requests do not find, because they are to be unloaded.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, model_name: str) -> None:
@@ -83,12 +86,13 @@ class RequestReader:
         self._config, self._name = config, model_name
         self._engine = engine
         added = self.text.tokenizer.get_added_tokens_decoder()
+        self.leaving: set[str] = set()
         self._specials = {token.content: i for i, token in added.items() if token.special}
 
     @property
     def model_names(self) -> list[str]:
         """Names that requests may use: the model's, then its adapters'."""
-        return [self._name, *self._engine.adapters]
+        return [self._name, *(one for one in self._engine.adapters if one not in self.leaving)]
 
     def adapter_of(self, name: str | None) -> str | None:
         """Adapter of a name; None: the name is the model's, or not given.
@@ -224,9 +228,9 @@ class RequestReader:
         self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
             harmless = {"add_special_tokens": (False,)}
-            _refuse(request.model_extra, known=_OF_CHATS, harmless=harmless)
+            refuse_unknown(request.model_extra, known=_OF_CHATS, harmless=harmless)
             return self.chat_ids(request)
-        _refuse(request.model_extra)
+        refuse_unknown(request.model_extra)
         if request.add_special_tokens is False and request.prompt in self._specials:
             return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
@@ -247,7 +251,7 @@ class RequestReader:
             RequestError: a token or a field is unknown; see `adapter_of`.
         """
         self.adapter_of(request.model)
-        _refuse(request.model_extra)
+        refuse_unknown(request.model_extra)
         self.check_ids(request.tokens, "tokens")
         return self.text.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
@@ -270,9 +274,9 @@ class RequestReader:
         for name, here in RENAMED.items():
             harmless[name] = (*HARMLESS.get(name, ()), getattr(request, here, given.get(here)))
         known = (*GUIDE_FIELDS, *_OF_CHATS) if isinstance(request, ChatRequest) else GUIDE_FIELDS
-        _refuse(given, known=known, harmless=harmless)
+        refuse_unknown(given, known=known, harmless=harmless)
         if request.stream_options is not None:
-            _refuse(request.stream_options.model_extra, place="stream_options.")
+            refuse_unknown(request.stream_options.model_extra, place="stream_options.")
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -335,7 +339,7 @@ class RequestReader:
         return replace(job, params=params, guide=guide if made is None else None)
 
 
-def _refuse(
+def refuse_unknown(
     fields: Mapping[str, Any] | None,
     *,
     place: str = "",
@@ -369,7 +373,7 @@ def _said(message: Message, number: int) -> dict[str, Any]:
             raise RequestError(400, f"{name}: {why}; leave it out", param=name)
     if isinstance(message.content, list):
         for i, part in enumerate(message.content):
-            _refuse(part.model_extra, place=f"messages.{number}.content.{i}.")
+            refuse_unknown(part.model_extra, place=f"messages.{number}.content.{i}.")
     more = {
         name: value
         for name, value in given.items()

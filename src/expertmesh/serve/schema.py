@@ -54,6 +54,7 @@ TokenIds = Annotated[
 Biases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_first_wrong)
 ]
+AdapterName = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(max_length=2**23)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
@@ -366,6 +367,23 @@ class TokenizeChat(ChatPrompt):
 
     model: str | None = None
     return_token_strs: bool | None = None
+
+
+class LoadAdapterRequest(BaseModel):
+    """Adapter to load, as in vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(BaseModel):
+    """Adapter to unload, as in vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+
+    lora_name: AdapterName
 
 
 class DetokenizeRequest(BaseModel):
