@@ -10,7 +10,8 @@ import pytest
 from tests.support.serving import served
 
 from expertmesh.cli.main import main
-from expertmesh.config.server import KEY_VARIABLE, ServerConfig
+from expertmesh.config.base import KEY_VARIABLE
+from expertmesh.config.server import ServerConfig
 from expertmesh.errors import ConfigError
 from expertmesh.serve.absent import why_not
 
@@ -43,7 +44,10 @@ def test_ping_is_health_and_prefixes_are_forgotten(server):
     for method in ("GET", "POST", "HEAD"):
         assert httpx2.request(method, f"{server.address}/ping").status_code == 200
     body = ASKED | {"prompt": "def main(" * 20}
-    post = lambda: httpx2.post(f"{server.address}/v1/completions", json=body).json()
+
+    def post():
+        return httpx2.post(f"{server.address}/v1/completions", json=body).json()
+
     post()
     assert post()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     reset = f"{server.address}/reset_prefix_cache"

@@ -1,7 +1,6 @@
 """`expertmesh serve DIR`: serve a model with OpenAI's API, and a page that shows its experts."""
 
 import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,12 +14,12 @@ from expertmesh.cli.decoding import check_several, load_adapter, say_precision
 from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
-from expertmesh.config.base import expanded
+from expertmesh.config.base import expanded, key_of_environment
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.fields import Flat, ModelFolder, Operation
 from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ParallelConfig, ServingDegrees
-from expertmesh.config.server import KEY_VARIABLE, ServerConfig
+from expertmesh.config.server import ServerConfig
 from expertmesh.data.encoding import NotTextError, decoded
 from expertmesh.errors import ConfigError, named
 
@@ -216,10 +215,8 @@ def keys_of(path: str | None) -> tuple[str, ...]:
     Raises:
         ConfigError: the file is unreadable or has no key, or the variable is blank.
     """
-    given = os.environ.get(KEY_VARIABLE)
-    if given is not None and not given.strip():
-        raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")
-    own = () if given is None else (given.strip(),)
+    given = key_of_environment()
+    own = () if given is None else (given,)
     if path is None:
         return own
     try:

@@ -546,6 +546,18 @@ def environment_of_child() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
+def key_of_environment() -> str | None:
+    """API key in `KEY_VARIABLE`; None: it is not set.
+
+    Raises:
+        ConfigError: it is blank.
+    """
+    given = os.environ.get(KEY_VARIABLE)
+    if given is not None and not given.strip():
+        raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")
+    return given and given.strip()
+
+
 def user_cache_dir() -> Path:
     """Folder for files that can be recomputed: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh.
 

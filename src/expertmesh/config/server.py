@@ -1,18 +1,15 @@
 """Options of the server."""
 
 import ipaddress
-import os
 import re
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config
+from expertmesh.config.base import KEY_VARIABLE, Config, key_of_environment
 from expertmesh.config.fields import Spelling
 from expertmesh.errors import named
 
-KEY_VARIABLE = "EXPERTMESH_API_KEY"
-"""Environment variable with an API key, which counts beside those of a file."""
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]")
 
 
@@ -108,7 +105,7 @@ class ServerConfig(Config):
     @property
     def is_guarded(self) -> bool:
         """Whether requests need a key."""
-        return self.api_key_file is not None or KEY_VARIABLE in os.environ
+        return self.api_key_file is not None or key_of_environment() is not None
 
     @property
     def is_local(self) -> bool:
