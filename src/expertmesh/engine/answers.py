@@ -166,6 +166,7 @@ class Answers:
             prompt_logprobs,
             experts,
             sequence.num_cached or 0,
+            answer.text.stop,
             replace(answer.timing),
         )
 

@@ -186,6 +186,7 @@ class Lockstep:
                     texts[row].settled if reasons[row] is None else texts[row].text,
                     reasons[row],  # type: ignore[arg-type]
                     errors[row],
+                    stop_string=texts[row].stop,
                 )
                 for row, prompt in enumerate(prompts)
             ]

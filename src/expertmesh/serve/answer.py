@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -13,9 +13,32 @@ from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
-from expertmesh.serve.writing import Writer
 
-_DONE = b"data: [DONE]\n\n"
+
+
+class AnswerWriter(Protocol):
+    """Format of the answers to one request."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether events of a stream have names, which are their types; else it ends with `[DONE]`."""
+        ...
+
+    def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+        """Response with complete answers."""
+        ...
+
+    def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Stream events for an update of an answer; empty if nothing is new."""
+        ...
+
+    def last(self) -> list[dict[str, Any]]:
+        """Final events of a stream."""
+        ...
+
+    def failed(self, fault: RequestError) -> list[dict[str, Any]]:
+        """Final events of a stream that an error ends."""
+        ...
 
 
 class Answer(Response):
@@ -34,7 +57,7 @@ class Answer(Response):
         self,
         worker: EngineWorker,
         ticket: Ticket,
-        writer: Writer,
+        writer: AnswerWriter,
         *,
         is_stream: bool,
         admit: Callable[[Ticket], None],
@@ -95,15 +118,21 @@ class Answer(Response):
                     await begin()
                     has_begun = True
                 if events:
-                    await _send_body(send, b"".join(map(_event, events)))
+                    await _send_body(send, self._written(events))
         except (ConfigError, EngineFailedError, RequestError) as error:
             fault = _as_fault(error)
             if not has_begun:
                 raise fault from error
-            await _send_body(send, _event(fault.body) + _DONE, more=False)
+            await _send_body(
+                send, self._written(self._writer.failed(fault), is_end=True), more=False
+            )
             return
-        end = b"".join(map(_event, self._writer.last())) + _DONE
-        await _send_body(send, end, more=False)
+        await _send_body(send, self._written(self._writer.last(), is_end=True), more=False)
+
+    def _written(self, events: Iterable[dict[str, Any]], *, is_end: bool = False) -> bytes:
+        is_named = self._writer.is_named
+        found = b"".join(_event(one, is_named=is_named) for one in events)
+        return found if is_named or not is_end else found + b"data: [DONE]\n\n"
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -115,9 +144,10 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def _event(value: dict[str, Any], *, is_named: bool) -> bytes:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    name = f"event: {value['type']}\n" if is_named else ""
+    return f"{name}data: {text}\n\n".encode()
 
 
 def _as_fault(error: Exception) -> RequestError:

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from expertmesh.engine.output import Logprob, RequestOutput
+from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import Job
 from expertmesh.serve.updates import Update, Updates
 from expertmesh.text.answer_pieces import CallArguments, CallStart, Content, Piece, Thought
@@ -125,6 +126,15 @@ class Writer:
             return []
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return [self._head(kind) | {"choices": [], "usage": self._updates.usage()}]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether events have names: OpenAI's of completions have none."""
+        return False
+
+    def failed(self, fault: RequestError) -> list[dict[str, Any]]:
+        """Event of an error in a stream."""
+        return [fault.body]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
