@@ -16,14 +16,20 @@ from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.errors import ConfigError
 from expertmesh.serve.absent import why_not
-from expertmesh.serve.answer import Answer
+from expertmesh.serve.answer import Answer, AnswerWriter
 from expertmesh.serve.description import ANSWERS, describe
 from expertmesh.serve.experts_page import PAGE
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.gate import Gate
+from expertmesh.serve.messages import CountTokensRequest, MessagesRequest
+from expertmesh.serve.messages import translated as translated_messages
+from expertmesh.serve.messages_writing import MessagesWriter
 from expertmesh.serve.metrics import Metrics
 from expertmesh.serve.reading import Job, RequestReader
 from expertmesh.serve.request_ids import RequestIds
+from expertmesh.serve.responses import ResponsesRequest
+from expertmesh.serve.responses import translated as translated_response
+from expertmesh.serve.responses_writing import ResponsesWriter
 from expertmesh.serve.runtime_adapters import RuntimeAdapters
 from expertmesh.serve.schema import (
     ChatRequest,
@@ -35,6 +41,7 @@ from expertmesh.serve.schema import (
     TokenizeText,
     UnloadAdapterRequest,
 )
+from expertmesh.serve.translation import Translation
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 from expertmesh.serve.writing import TokenTexts, Writer
 from expertmesh.serve.wrong_body import best_error
@@ -141,6 +148,9 @@ class ServerApp:
         app.get("/v1/models", responses=ANSWERS["models"])(self.models)
         app.get("/v1/models/{model:path}", responses=ANSWERS["model"])(self.model)
         app.get("/tokenizer_info", responses=ANSWERS["tokenizer_info"])(self.tokenizer_info)
+        app.post("/v1/responses", responses=ANSWERS["responses"])(self.responses)
+        app.post("/v1/messages", responses=ANSWERS["messages"])(self.messages)
+        app.post("/v1/messages/count_tokens", responses=ANSWERS["count_tokens"])(self.count_tokens)
         app.post("/v1/load_lora_adapter", responses=ANSWERS["adapter"])(self.load_adapter)
         app.post("/v1/unload_lora_adapter", responses=ANSWERS["adapter"])(self.unload_adapter)
         app.post("/tokenize", responses=ANSWERS["tokenize"])(self.tokenize)
@@ -235,12 +245,39 @@ class ServerApp:
         job = await self._with_rules(await self._aside(self.reader.chat, request))
         return self._answer(request, job, wants_logprobs=bool(request.logprobs), is_chat=True)
 
+    async def responses(self, request: ResponsesRequest) -> Response:
+        """Answer a conversation, as OpenAI's responses; nothing is kept."""
+        job = await self._translated(translated_response(request))
+        writer = ResponsesWriter(job, job.adapter or self.model_name, request)
+        return self._sent(job, writer, is_stream=bool(request.stream))
+
+    async def messages(self, request: MessagesRequest) -> Response:
+        """Answer a conversation, as Anthropic's messages."""
+        job = await self._translated(translated_messages(request))
+        writer = MessagesWriter(job, job.adapter or self.model_name)
+        return self._sent(job, writer, is_stream=bool(request.stream))
+
+    async def count_tokens(self, request: CountTokensRequest) -> Response:
+        """Number of tokens of a conversation."""
+        asked = translated_messages(request)
+        try:
+            job = await self._aside(self.reader.chat, asked.asking(max_tokens=1).chat())
+        except RequestError as fault:
+            raise asked.own(fault) from None
+        return JSONResponse({"input_tokens": len(job.prompts[0])})
+
+    async def _translated(self, asked: Translation) -> Job:
+        """The job of a request that is a chat completion; errors are in the request's own names."""
+        try:
+            return await self._with_rules(await self._aside(self.reader.chat, asked.chat()))
+        except RequestError as fault:
+            raise asked.own(fault) from None
+
     def _answer(
         self, request: Sampling, job: Job, *, wants_logprobs: bool, is_chat: bool = False
     ) -> Answer:
         as_ids = bool(request.return_tokens_as_token_ids)
         options = request.stream_options
-        ticket = Ticket(job.prompts, job.params, job.adapter)
         writer = Writer(
             job,
             job.adapter or self.model_name,
@@ -250,11 +287,15 @@ class ServerApp:
             is_chat=is_chat,
             has_usage=options is not None and bool(options.include_usage),
         )
+        return self._sent(job, writer, is_stream=bool(request.stream))
+
+    def _sent(self, job: Job, writer: AnswerWriter, *, is_stream: bool) -> Answer:
+        ticket = Ticket(job.prompts, job.params, job.adapter)
         return Answer(
             self.worker,
             ticket,
             writer,
-            is_stream=bool(request.stream),
+            is_stream=is_stream,
             admit=self._admit,
             watch=self.metrics.requests.watch(ticket),
         )
@@ -322,35 +363,39 @@ class ServerApp:
         } | parent
 
 
-async def _on_fault(_: Request, error: Exception) -> Response:
+async def _on_fault(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error.response()
+    return error.response(request.url.path)
 
 
-async def _on_dead_engine(_: Request, error: Exception) -> Response:
+async def _on_dead_engine(request: Request, error: Exception) -> Response:
     """Response to what the engine's thread cannot do any more."""
-    return RequestError(503, str(error), code="failed").response()
+    return RequestError(503, str(error), code="failed").response(request.url.path)
 
 
-async def _on_wrong_body(_: Request, error: Exception) -> Response:
+async def _on_wrong_body(request: Request, error: Exception) -> Response:
     """Response to an invalid body: the error that fits it best."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         why, at = errors[0]["ctx"]["error"], errors[0]["loc"][-1]
-        return RequestError(400, f"the body is no JSON: {why} at character {at}").response()
+        return RequestError(400, f"the body is no JSON: {why} at character {at}").response(
+            request.url.path
+        )
     name, message = best_error(errors[:_MOST_ERRORS], error.body)
-    return RequestError(400, message, param=name).response()
+    return RequestError(400, message, param=name).response(request.url.path)
 
 
 async def _on_wrong_path(request: Request, error: Exception) -> Response:
     """Response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400 and error.__cause__ is not None:  # of the body
-        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response()
+        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response(request.url.path)
     text = {404: why_not(request.url.path), 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
-    return RequestError(error.status_code, message, headers=dict(error.headers or {})).response()
+    return RequestError(error.status_code, message, headers=dict(error.headers or {})).response(
+        request.url.path
+    )
 
 
 def _why_no_json(cause: BaseException) -> str:
@@ -361,6 +406,6 @@ def _why_no_json(cause: BaseException) -> str:
     return "it has a number of too many digits"
 
 
-async def _on_failure(_: Request, error: Exception) -> Response:
+async def _on_failure(request: Request, error: Exception) -> Response:
     """Response to an unexpected error, which the gate logs."""
-    return RequestError(500, "the server failed; its log says why").response()
+    return RequestError(500, "the server failed; its log says why").response(request.url.path)

@@ -39,6 +39,12 @@ _ERROR = _object(
         )
     }
 )
+_ANTHROPIC_ERROR = _object(
+    {
+        "type": {"const": "error"},
+        "error": _object({"type": _TEXT, "message": {"type": "string", "maxLength": 500}}),
+    }
+)
 _USAGE = _object(
     {
         "prompt_tokens": _COUNT,
@@ -109,6 +115,31 @@ _CHAT = _answer(
         _EXTRAS,
     ),
 )
+_RESPONSE = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "response"},
+        "created_at": _COUNT,
+        "status": {"enum": ["completed", "incomplete"]},
+        "model": _TEXT,
+        "output": _list(_object({"id": _TEXT, "type": _TEXT, "status": _TEXT})),
+        "usage": _object(
+            {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
+        ),
+    }
+)
+_MESSAGE = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": _TEXT,
+        "content": _list(_object({"type": _TEXT})),
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        "stop_sequence": _or_null(_TEXT),
+        "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT}),
+    }
+)
 _EVENTS = {"text/event-stream": {"schema": _object({"data": _TEXT})}}
 _RETRY = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 _SAYS = {
@@ -130,6 +161,7 @@ def _responses(
     *faults: int,
     says: str,
     content: dict[str, Any] | None = None,
+    error: dict[str, Any] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses of a path."""
     kinds = {} if schema is None else {"application/json": {"schema": schema}}
@@ -140,7 +172,7 @@ def _responses(
         assert status in TYPES
         found[status] = {
             "description": _SAYS[status],
-            "content": {"application/json": {"schema": _ERROR}},
+            "content": {"application/json": {"schema": error or _ERROR}},
         }
         if status == 429:
             found[status]["headers"] = _RETRY
@@ -172,6 +204,13 @@ ANSWERS = {
         says="the tokens",
     ),
     "detokenize": _responses(_object({"prompt": _TEXT}), *_OF_BODIES, says="the text"),
+    "responses": _responses(_RESPONSE, *_OF_BODIES, 429, says="the answer", content=_EVENTS),
+    "messages": _responses(
+        _MESSAGE, *_OF_BODIES, 429, says="the answer", content=_EVENTS, error=_ANTHROPIC_ERROR
+    ),
+    "count_tokens": _responses(
+        _object({"input_tokens": _COUNT}), *_OF_BODIES, says="the number", error=_ANTHROPIC_ERROR
+    ),
     "completions": _responses(_COMPLETION, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
     "chat": _responses(_CHAT, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
 }

@@ -74,14 +74,14 @@ class Gate:
             except RequestError as fault:
                 if status:
                     raise
-                await fault.response()(scope, receive, watched)
+                await fault.response(scope["path"])(scope, receive, watched)
             except _ClientGoneError:
                 pass
             except Exception as error:
                 log.error("request failed", exc_info=error)
                 if not status:
                     failed = RequestError(500, "the server failed; its log says why")
-                    await failed.response()(scope, receive, watched)
+                    await failed.response(scope["path"])(scope, receive, watched)
         finally:
             self.num_open -= 1
             if self._config.access_log:

@@ -29,7 +29,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _few(value: Any) -> Any:
+def few(value: Any) -> Any:
     """Raise Pydantic's error of a long list if it has more than `MOST_MESSAGES` items."""
     if type(value) is list and len(value) > MOST_MESSAGES:
         text = "List should have at most {most} items"
@@ -224,7 +224,7 @@ REFUSED_OF_MESSAGES = {
 }
 """Unsupported fields of a message that would change an answer, with the reason. The chat template gets the others."""
 
-_NULL_ALONE: Any = {"additionalProperties": {"type": "null"}}
+NULL_ALONE: Any = {"additionalProperties": {"type": "null"}}
 """Part of the description of an object: unknown fields are null."""
 
 TemplateVariables = Annotated[
@@ -236,7 +236,7 @@ TemplateVariables = Annotated[
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     include_usage: bool | None = None
 
@@ -255,7 +255,7 @@ class Sampling(_SamplingFields):
     """Fields that completions and chat completions share."""
 
     model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=_NULL_ALONE
+        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=NULL_ALONE
     )
 
     model: str | None = None
@@ -286,7 +286,7 @@ class CompletionRequest(Sampling):
 class TextPart(BaseModel):
     """Text part of a message."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     type: Literal["text"]
     text: Text
@@ -298,7 +298,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_few)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(few)]
 
     @model_validator(mode="before")
     @classmethod
@@ -326,7 +326,7 @@ class ChatPrompt(BaseModel):
         strict=True,
         extra="allow",
         json_schema_extra={
-            **_NULL_ALONE,
+            **NULL_ALONE,
             "not": {
                 "required": ["add_generation_prompt", "continue_final_message"],
                 "properties": {
@@ -337,7 +337,7 @@ class ChatPrompt(BaseModel):
         },
     )
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(_few)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(few)]
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -354,7 +354,7 @@ class ChatRequest(Sampling, ChatPrompt):
 class TokenizeText(BaseModel):
     """Text to tokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     model: str | None = None
     prompt: Text
@@ -372,7 +372,7 @@ class TokenizeChat(ChatPrompt):
 class LoadAdapterRequest(BaseModel):
     """Adapter to load, as in vLLM."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -381,7 +381,7 @@ class LoadAdapterRequest(BaseModel):
 class UnloadAdapterRequest(BaseModel):
     """Adapter to unload, as in vLLM."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     lora_name: AdapterName
 
@@ -389,7 +389,7 @@ class UnloadAdapterRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """Tokens to convert to text."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     model: str | None = None
     tokens: TokenIds
