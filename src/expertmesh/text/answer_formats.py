@@ -1,0 +1,113 @@
+"""Formats of answers: one table says how thoughts and calls are marked, and which chat template asks for which marks."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from expertmesh.errors import ConfigError
+from expertmesh.text import call_syntax as calls
+from expertmesh.text.answer_parsers import (
+    HarmonyChannels,
+    ThoughtSyntax,
+    ThoughtTags,
+    long_id,
+    short_id,
+)
+from expertmesh.text.call_syntax import CallSyntax
+
+NONE = "none"
+"""Name that stands for no format: all of an answer is content."""
+
+
+class AnswerFormat(NamedTuple):
+    """Format of thoughts, of calls, or of both.
+
+    Attributes:
+        names: its name, and further ones that vLLM has for it.
+        found: texts that a chat template of this format has, all of them.
+        thoughts: how thoughts are marked; None: no thoughts.
+        calls: how calls are written; None: no calls.
+        new_id: makes ids of calls; short_id: templates want ids of nine letters or digits.
+    """
+
+    names: tuple[str, ...]
+    found: tuple[str, ...]
+    thoughts: ThoughtSyntax | None = None
+    calls: CallSyntax | None = None
+    new_id: Callable[[], str] = long_id
+
+
+_THINK = ThoughtTags("<think>", "</think>")
+_MISTRAL = "[TOOL_CALLS]"
+_DEEPSEEK = "<｜tool▁calls▁begin｜>"
+
+FORMATS = (
+    AnswerFormat(
+        ("openai", "openai_gptoss", "gpt_oss"),
+        ("<|channel|>", "<|call|>"),
+        HarmonyChannels(),
+        calls.HARMONY_CALLS,
+    ),
+    AnswerFormat(("kimi_k2",), ("<|tool_calls_section_begin|>",), calls=calls.KIMI),
+    AnswerFormat(("minimax_m2",), ("<minimax:tool_call>",), calls=calls.MINIMAX),
+    AnswerFormat(("deepseek_v3",), (_DEEPSEEK, "```json"), calls=calls.DEEPSEEK_V3),
+    AnswerFormat(("deepseek_v31",), (_DEEPSEEK,), calls=calls.DEEPSEEK_V31),
+    AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, short_id),
+    AnswerFormat(("mistral",), (_MISTRAL,), None, calls.MISTRAL, short_id),
+    AnswerFormat(("granite",), ("<|tool_call|>",), calls=calls.GRANITE),
+    AnswerFormat(
+        ("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER
+    ),
+    AnswerFormat(("glm45", "glm47"), ("<tool_call>", "<arg_key>"), calls=calls.GLM),
+    AnswerFormat(("hermes", "qwen", "granite4"), ("<tool_call>",), calls=calls.HERMES),
+    AnswerFormat(
+        ("llama3_json", "llama4_json"),
+        ('"name": function name', '"parameters": '),
+        calls=calls.LLAMA,
+    ),
+    AnswerFormat(("mistral",), ("[THINK]",), ThoughtTags("[THINK]", "[/THINK]")),
+    AnswerFormat(("seed_oss",), ("<seed:think>",), ThoughtTags("<seed:think>", "</seed:think>")),
+    AnswerFormat(
+        ("granite",),
+        ("Here is my thought process:",),
+        ThoughtTags("Here is my thought process:", "Here is my response:"),
+    ),
+    AnswerFormat(
+        ("deepseek_r1", "qwen3", "glm45", "deepseek_v3", "kimi_k2", "minimax_m2", "hunyuan_a13b"),
+        ("<think>",),
+        _THINK,
+    ),
+)
+"""All formats; the first one that is found in a template is its format, of thoughts and of calls each."""
+
+
+def _of(kind: str) -> Iterator[AnswerFormat]:
+    return (one for one in FORMATS if getattr(one, kind) is not None)
+
+
+def format_names(kind: str) -> list[str]:
+    """Names of all formats of a kind ("thoughts" or "calls"), and `NONE`."""
+    return [NONE, *(name for one in _of(kind) for name in one.names)]
+
+
+def format_of(kind: str, template: str, name: str | None = None) -> AnswerFormat | None:
+    """Format of thoughts or calls.
+
+    Args:
+        kind: "thoughts" or "calls".
+        template: source of the chat template.
+        name: name of the format; None: the one that is found in the template.
+
+    Returns:
+        None: none, by name or because the template has the marks of none.
+
+    Raises:
+        ConfigError: the name is unknown; lists the known ones.
+    """
+    if name is None:
+        return next((one for one in _of(kind) if all(t in template for t in one.found)), None)
+    if name == NONE:
+        return None
+    for one in _of(kind):
+        if name in one.names:
+            return one
+    raise ConfigError(f"{name!r}: must be one of {', '.join(format_names(kind))}; choose one")
