@@ -7,7 +7,7 @@ from tests.support.answer_templates import TEMPLATES
 
 from expertmesh.errors import ConfigError
 from expertmesh.text.answer_formats import FORMATS, format_names, format_of
-from expertmesh.text.answer_parsers import CallParser, MarkedParser
+from expertmesh.text.answer_parsers import MarkedParser
 from expertmesh.text.answer_pieces import (
     CallArguments,
     CallStart,
@@ -57,7 +57,7 @@ def parser_of(name, *, is_open=False, **options):
     assert name in calls.names
     return MarkedParser(
         PlainParser() if thoughts is None else thoughts.thoughts.parser(is_open=is_open),
-        CallParser(calls.calls, TOOLS, new_id=calls.new_id, **options),
+        calls.parser(TOOLS, **options),
     )
 
 

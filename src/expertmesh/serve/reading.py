@@ -31,9 +31,9 @@ from expertmesh.serve.schema import (
     TokenizeText,
 )
 from expertmesh.text.answer_pieces import AnswerParser, PlainParser
-from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
 from expertmesh.text.limits import TextLimitError
+from expertmesh.text.messages import our_role
 
 _DEFAULT_TOKENS = 16
 """Default max_tokens of a completion, as in OpenAI's API."""

@@ -1,18 +1,13 @@
 """Formats of answers: one table says how thoughts and calls are marked, and which chat template asks for which marks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from expertmesh.errors import ConfigError
 from expertmesh.text import call_syntax as calls
-from expertmesh.text.answer_parsers import (
-    HarmonyChannels,
-    ThoughtSyntax,
-    ThoughtTags,
-    long_id,
-    short_id,
-)
-from expertmesh.text.call_syntax import CallSyntax
+from expertmesh.text.answer_parsers import CallParser, HarmonyChannels, ThoughtSyntax, ThoughtTags
+from expertmesh.text.answer_pieces import AnswerParser
+from expertmesh.text.call_syntax import CallSyntax, Tools
 
 NONE = "none"
 """Name that stands for no format: all of an answer is content."""
@@ -26,14 +21,19 @@ class AnswerFormat(NamedTuple):
         found: texts that a chat template of this format has, all of them.
         thoughts: how thoughts are marked; None: no thoughts.
         calls: how calls are written; None: no calls.
-        new_id: makes ids of calls; short_id: templates want ids of nine letters or digits.
+        id_size: letters and digits that templates want as the id of a call; None: any id will do.
     """
 
     names: tuple[str, ...]
     found: tuple[str, ...]
     thoughts: ThoughtSyntax | None = None
     calls: CallSyntax | None = None
-    new_id: Callable[[], str] = long_id
+    id_size: int | None = None
+
+    def parser(self, tools: Tools, *, most: int | None = None) -> AnswerParser:
+        """Parser of calls of some tools, at most `most`."""
+        assert self.calls is not None
+        return CallParser(self.calls, tools, most=most, id_size=self.id_size)
 
 
 _THINK = ThoughtTags("<think>", "</think>")
@@ -51,8 +51,8 @@ FORMATS = (
     AnswerFormat(("minimax_m2",), ("<minimax:tool_call>",), calls=calls.MINIMAX),
     AnswerFormat(("deepseek_v3",), (_DEEPSEEK, "```json"), calls=calls.DEEPSEEK_V3),
     AnswerFormat(("deepseek_v31",), (_DEEPSEEK,), calls=calls.DEEPSEEK_V31),
-    AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, short_id),
-    AnswerFormat(("mistral",), (_MISTRAL,), None, calls.MISTRAL, short_id),
+    AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, 9),
+    AnswerFormat(("mistral",), (_MISTRAL,), None, calls.MISTRAL, 9),
     AnswerFormat(("granite",), ("<|tool_call|>",), calls=calls.GRANITE),
     AnswerFormat(
         ("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER

@@ -12,22 +12,18 @@ from expertmesh.text.answer_pieces import (
     CallStart,
     Content,
     Piece,
-    PlainParser,
     Thought,
 )
 from expertmesh.text.call_syntax import CallSyntax, MalformedCallError, ReadCall, Tools
 
-_NINE = string.ascii_letters + string.digits
+_ALPHABET = string.ascii_letters + string.digits
 
 
-def long_id() -> str:
-    """Id of a call, as OpenAI's."""
-    return f"call_{secrets.token_hex(12)}"
-
-
-def short_id() -> str:
-    """Id of a call for Mistral's templates: nine letters or digits."""
-    return "".join(secrets.choice(_NINE) for _ in range(9))
+def new_id(size: int | None = None) -> str:
+    """Id of a call: OpenAI's, or some letters and digits."""
+    if size is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_ALPHABET) for _ in range(size))
 
 
 class ThoughtSyntax(Protocol):
@@ -258,7 +254,7 @@ class CallParser:
         syntax: how calls are written.
         tools: tools that may be called; a call of another name is content.
         most: maximum number of calls, further ones are left out; None: any number.
-        new_id: makes the id of a call that has none of its own.
+        id_size: letters and digits of an id; None: OpenAI's form. A model's own id is kept.
     """
 
     def __init__(
@@ -267,9 +263,9 @@ class CallParser:
         tools: Tools,
         *,
         most: int | None = None,
-        new_id: Callable[[], str] = long_id,
+        id_size: int | None = None,
     ) -> None:
-        self._syntax, self._tools, self._most, self._new_id = syntax, tools, most, new_id
+        self._syntax, self._tools, self._most, self._id_size = syntax, tools, most, id_size
         self._held, self._blanks = "", ""
         self._looked = 0  # characters of the block that hold no end marker
         self._has_said = self._is_inside = False
@@ -378,7 +374,7 @@ class CallParser:
         for call in calls:
             if self._most is not None and self._count >= self._most:
                 return
-            call_id = call.call_id or self._new_id()
+            call_id = call.call_id or new_id(self._id_size)
             found.append(CallStart(self._count, call_id, call.name))
             found.append(CallArguments(self._count, call.arguments))
             self._count += 1
@@ -386,10 +382,3 @@ class CallParser:
 
 _WHOLE = ("{", "[")
 """What an answer begins with that is calls in JSON without a marker."""
-
-
-def marked_parser(
-    thoughts: AnswerParser | None = None, calls: AnswerParser | None = None
-) -> AnswerParser:
-    """Parser of thoughts, of calls, of both or of neither."""
-    return MarkedParser(thoughts or PlainParser(), calls or PlainParser())
