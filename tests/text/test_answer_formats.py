@@ -6,13 +6,11 @@ import pytest
 from tests.support.answer_templates import TEMPLATES
 
 from expertmesh.errors import ConfigError
-from expertmesh.text.answer_formats import FORMATS, format_names, format_of
-from expertmesh.text.answer_parsers import MarkedParser
+from expertmesh.text.answer_formats import FORMATS, AnswerReading, format_names, format_of
 from expertmesh.text.answer_pieces import (
     CallArguments,
     CallStart,
     Content,
-    PlainParser,
     Thought,
     joined,
 )
@@ -55,10 +53,7 @@ def parser_of(name, *, is_open=False, **options):
     template = TEMPLATES[name]
     thoughts, calls = (format_of(kind, template) for kind in ("thoughts", "calls"))
     assert name in calls.names
-    return MarkedParser(
-        PlainParser() if thoughts is None else thoughts.thoughts.parser(is_open=is_open),
-        calls.parser(TOOLS, **options),
-    )
+    return AnswerReading(thoughts, calls, TOOLS, is_open=is_open, **options)()
 
 
 def said(parser, *texts):
@@ -268,6 +263,6 @@ def test_formats_by_name():
     for kind in ("thoughts", "calls"):
         names = format_names(kind)
         assert len({*names}) == len(names)
-        with pytest.raises(ConfigError, match=r"'x': must be one of none, .*choose one"):
+        with pytest.raises(ConfigError, match=r"parser=x: must be one of none, .*choose one"):
             format_of(kind, "", "x")
     assert all(one.thoughts or one.calls for one in FORMATS)

@@ -124,7 +124,10 @@ def test_forms_that_templates_write():
         ours, _ = formats(name)
         assert ours.chat._call_forms == want
     for source, want in (
-        ("{{ messages[1].tool_calls | tojson }}{{ messages[1].content }}", [CallForm(False, {}), CallForm(False, EMPTY)]),
+        (
+            "{{ messages[1].tool_calls | tojson }}{{ messages[1].content }}",
+            [CallForm(False, {}), CallForm(False, EMPTY)],
+        ),
         ("{{ messages[1].tool_calls[0].function.name }}", []),
     ):
         tokenizer = byte_tokenizer()
@@ -190,6 +193,9 @@ def test_models_without_tools_say_so():
     plain = TemplateFormat(tokenizer, "{{ messages[0].content }}", {})
     other = TextFormat(tokenizer, (), (0,), plain)
     for one in (text, other):
-        for talk, tools, word in (([ASKED], [TOOL], "tools"), (history("", None), None, "messages")):
+        for talk, tools, word in (
+            ([ASKED], [TOOL], "tools"),
+            (history("", None), None, "messages"),
+        ):
             with pytest.raises(ConfigError, match=rf"^(messages|{word}): "):
                 conversation_ids(one, talk, tools=tools)

@@ -10,8 +10,7 @@ from expertmesh.text.limits import TextLimitError
 from expertmesh.text.messages import is_unicode, read_messages
 from expertmesh.text.tools import read_tools
 
-UNWRITTEN = "the model's chat template does not write them"
-"""Why there are no tools or calls in a prompt."""
+_UNWRITTEN = "the model's chat template does not write them"
 
 
 def conversation_ids(
@@ -59,10 +58,15 @@ def conversation_ids(
         raise ConfigError("continue_final_message: excludes add_generation_prompt; leave one out")
     known = read_tools(tools) if tools is not None else None
     if known and not text.chat.writes("tools"):
-        raise ConfigError(f"tools: {UNWRITTEN}; leave them out, or use a model whose template does")
+        raise ConfigError(
+            f"tools: {_UNWRITTEN}; leave them out, or use a model whose template does"
+        )
     try:
+        said = read_messages(messages)
+        if any(one.get("tool_calls") for one in said) and not text.chat.writes("tool_calls"):
+            raise ConfigError(f"have calls of tools, and {_UNWRITTEN}; leave them out")
         ids = text.chat_ids(
-            read_messages(messages),
+            said,
             tools=known or None,
             asks=add_generation_prompt is not False,
             continues=continue_final_message,

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.checks import params_of
+from expertmesh.engine.guided_calls import GuidedCalls
 from expertmesh.engine.schema_check import SchemaCheck
 from expertmesh.engine.schema_reading import MOST_CHARACTERS, read_schema
-from expertmesh.engine.schema_trial import TOO_LARGE, TRIAL, is_given_up, matcher_of
+from expertmesh.engine.schema_trial import (
+    TOO_LARGE,
+    TRIAL,
+    is_given_up,
+    matcher_of,
+    matcher_of_grammar,
+)
 from expertmesh.errors import ConfigError
 from expertmesh.text.stream import TextStream
 
@@ -25,6 +32,7 @@ _MOST_KEPT = 64
 PROBLEM = "json_schema: "
 """Beginning of the error of an answer whose schema cannot be kept."""
 _OWN = "x-guidance"  # llguidance's keyword that overrides its options
+_Check = Callable[[str], str | None]
 _BEFORE = "\x02"  # no token crosses this character
 
 
@@ -47,7 +55,7 @@ class JsonRule:
         *,
         tokens: Seq[bytes],
         end_ids: Iterable[int],
-        check: Callable[[str], str | None],
+        check: _Check,
     ) -> None:
         self._matcher, self._tokens, self._check = matcher, tokens, check
         self.end_ids = frozenset(end_ids)
@@ -120,7 +128,7 @@ class JsonRule:
 
 
 class CompiledSchema(dict[str, Any]):
-    """JSON schema that is compiled; pickled and copied it is the schema alone.
+    """JSON schema, or calls that must be, that is compiled; pickled and copied it is what was given alone.
 
     Args:
         schema: the schema.
@@ -132,6 +140,7 @@ class CompiledSchema(dict[str, Any]):
         self, schema: Mapping[str, Any], make: Callable[[], JsonRule], owner: "JsonRules"
     ) -> None:
         super().__init__(schema)
+        self._given = schema if isinstance(schema, GuidedCalls) else dict(schema)
         self._make, self.owner, self._lock = make, owner, Lock()
 
     def rule(self) -> JsonRule:
@@ -140,8 +149,12 @@ class CompiledSchema(dict[str, Any]):
             return self._make()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The schema alone."""
-        return dict, (dict(self),)
+        """What was given alone."""
+        return _same, (self._given,)
+
+
+def _same(given: Any) -> Any:
+    return given
 
 
 class JsonRules:
@@ -185,7 +198,7 @@ class JsonRules:
             raise ConfigError(
                 "json_schema: needs llguidance; install it with: pip install 'expertmesh[json]'"
             )
-        text = _text(schema)
+        text = _key(schema)
         with self._lock:
             if text in self._kept:
                 self._kept.move_to_end(text)
@@ -200,15 +213,24 @@ class JsonRules:
         found = self.known(schema)
         if found is not None:
             return found
-        text = _text(schema)
+        text = _key(schema)
         try:
-            read = read_schema(json.loads(text))
+            read = read_schema(json.loads(_text(schema)))
             rewritten = json.dumps(read.schema)
             if (problem := self.trial.problem(rewritten)) is not None:
                 raise ValueError(problem)
             tokenizer, tokens = self._of_model()
-            matcher = matcher_of(rewritten, tokenizer)
-            check = SchemaCheck(text, read.anchors, _Patterns(read.patterns)).problem
+            check: _Check = SchemaCheck(
+                _text(schema), read.anchors, _Patterns(read.patterns)
+            ).problem
+            if isinstance(schema, GuidedCalls):
+                parameters = {
+                    name: read_schema(one).schema for name, one in schema.reading.tools.items()
+                }
+                grammar = schema.grammar(parameters, self._specials)
+                matcher, check = matcher_of_grammar(grammar, tokenizer), _of_list(schema, check)
+            else:
+                matcher = matcher_of(rewritten, tokenizer)
         except (ValueError, RecursionError) as error:
             raise _refused(_line(str(error))) from None
 
@@ -224,6 +246,12 @@ class JsonRules:
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    @property
+    def _specials(self) -> dict[str, int]:
+        assert self._tokenizer is not None
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {one.content: i for i, one in added if one.special}
 
     def _of_model(self) -> tuple[Any, Seq[bytes]]:
         """llguidance's tokenizer of the model, and the bytes of its tokens."""
@@ -300,6 +328,15 @@ class _Words:
             found.append(best)
             left = left[len(self.tokens[best]) :]
         return found
+
+
+def _of_list(calls: GuidedCalls, check: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Check of an answer by that of the list of its calls."""
+    return lambda answer: check(calls.listed(answer))
+
+
+def _key(schema: Mapping[str, Any]) -> str:
+    return _text(schema) + (schema.key if isinstance(schema, GuidedCalls) else "")
 
 
 def _text(schema: Mapping[str, Any]) -> str:

@@ -35,6 +35,13 @@ def matcher_of(text: str, tokenizer: Any) -> Any:
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)
+    return matcher_of_grammar(grammar, tokenizer)
+
+
+def matcher_of_grammar(grammar: str, tokenizer: Any) -> Any:
+    """llguidance matcher of a grammar; raises ValueError if nothing fits it."""
+    from llguidance import LLMatcher
+
     problem = LLMatcher.validate_grammar(grammar, tokenizer)
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if problem or matcher.get_error():

@@ -226,6 +226,7 @@ class ServerApp:
             ticket,
             writer,
             is_stream=bool(request.stream),
+            without_effect=job.without_effect,
             admit=self._admit,
             watch=self.metrics.requests.watch(ticket),
         )

@@ -59,6 +59,14 @@ _CARD = _object(
 )
 _EXTRAS = {"token_ids": _list(_COUNT), "routed_experts": _TEXT}
 _ENDS = {"enum": ["stop", "length"]}
+_CHAT_ENDS = {"enum": ["stop", "length", "tool_calls"]}
+_CALL = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": _TEXT, "arguments": _TEXT}),
+    }
+)
 _SCORES = {"type": "object", "additionalProperties": _NUMBER}
 _LOGPROBS = _object(
     {
@@ -102,9 +110,12 @@ _CHAT = _answer(
     _object(
         {
             "index": _COUNT,
-            "message": _object({"role": {"const": "assistant"}, "content": _TEXT}),
+            "message": _object(
+                {"role": {"const": "assistant"}, "content": _or_null(_TEXT)},
+                {"reasoning_content": _TEXT, "reasoning": _TEXT, "tool_calls": _list(_CALL)},
+            ),
             "logprobs": _or_null(_CHAT_LOGPROBS),
-            "finish_reason": _ENDS,
+            "finish_reason": _CHAT_ENDS,
         },
         _EXTRAS,
     ),

@@ -6,7 +6,14 @@ from typing import Any
 
 from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.serve.reading import Job
-from expertmesh.text.answer_pieces import AnswerParser, CallStart, Content, Piece, joined
+from expertmesh.text.answer_pieces import (
+    AnswerParser,
+    CallStart,
+    Content,
+    Piece,
+    Thought,
+    joined,
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class Updates:
         reason: str | None = output.finish_reason
         if reason is not None:
             pieces = [*pieces, *seen.parser.finish()]
+        if not self.job.has_thoughts:
+            pieces = [piece for piece in pieces if not isinstance(piece, Thought)]
         seen.has_calls |= any(isinstance(piece, CallStart) for piece in pieces)
         if self.job.drops_token and reason is not None:
             reason = "length"

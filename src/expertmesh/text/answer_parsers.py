@@ -38,8 +38,18 @@ class ThoughtSyntax(Protocol):
         """Texts that may be special tokens."""
         ...
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether an answer to a prompt begins within a thought."""
+    @property
+    def span(self) -> tuple[str, str]:
+        """Texts before and behind a thought."""
+        ...
+
+    def is_open(self, prompt: str, said: str = "") -> bool:
+        """Whether an answer begins within a thought.
+
+        Args:
+            prompt: end of the prompt.
+            said: text of the message that the answer continues; "": none.
+        """
         ...
 
     def parser(self, *, is_open: bool) -> AnswerParser:
@@ -58,9 +68,15 @@ class ThoughtTags(NamedTuple):
         """Both markers."""
         return tuple(self)
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether the prompt opened the thought."""
-        return prompt.rstrip().endswith(self.opens)
+    @property
+    def span(self) -> tuple[str, str]:
+        """Both markers."""
+        return self.opens, self.closes
+
+    def is_open(self, prompt: str, said: str = "") -> bool:
+        """Whether the prompt, or the message that is continued, opened the thought."""
+        is_inside = said.rfind(self.opens) > said.rfind(self.closes)
+        return is_inside or (not said and prompt.rstrip().endswith(self.opens))
 
     def parser(self, *, is_open: bool) -> AnswerParser:
         """Parser that yields thoughts and content."""
@@ -146,7 +162,9 @@ class HarmonyChannels:
 
     markers = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
-    def is_open(self, prompt: str) -> bool:
+    span = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+
+    def is_open(self, prompt: str, said: str = "") -> bool:
         """Whether the prompt ends in the message of a thought."""
         head, mark, rest = prompt.rpartition("<|message|>")
         is_begun = bool(mark) and not any(one in rest for one in self.markers)

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.answer_formats import format_of
+from expertmesh.text.chat_template import variables_of
 from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.messages import ROLES, strings_of
 from expertmesh.text.template_messages import CallForm, best_form, forms_of, told, with_fitting
@@ -130,6 +131,11 @@ class OwnFormat:
         """Whether a field of messages is written besides role and content."""
         return False
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """Variables that the format reads: none that a request has."""
+        return frozenset()
+
     def prompt(
         self,
         messages: list[dict[str, Any]],
@@ -151,13 +157,11 @@ class OwnFormat:
             window: maximum tokens of the model; None: any number.
 
         Raises:
-            ConfigError: there are tools, or calls of them.
+            ConfigError: the messages call tools.
             TextLimitError: they surely have more tokens than the window; raised before they are tokenised.
         """
-        talk = {MESSAGES: messages} | ({} if tools is None else {"tools": tools})
-        _check_tools(self, talk)
         self._bound.check("\n".join(message["content"] for message in messages), window)
-        (pieces,) = self.samples(talk)
+        (pieces,) = self.samples({MESSAGES: messages})
         ids = [i for piece in pieces for i in piece.ids]
         if continues:
             return ids[:-1]
@@ -294,6 +298,11 @@ class TemplateFormat:
         sources = f"{self.source}\n{self._with_tools or ''}"
         return re.search(rf"\b{re.escape(field)}\b", sources) is not None
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the template reads."""
+        return variables_of(f"{self.source}\n{self._with_tools or ''}")
+
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
         return None if self._quoted(conversation) is None else _QUOTED
@@ -369,7 +378,6 @@ class TemplateFormat:
             TextLimitError: the text surely has more tokens than the window, which is told before it is tokenised; or the
                 template takes too long.
         """
-        _check_tools(self, {MESSAGES: messages} | ({} if tools is None else {"tools": tools}))
         messages = [*map(self._with_calls, messages)]
         most = self._bound.most_characters(window)
         most = None if most is None else most + len(_OPEN_END)  # which is cut off again

@@ -1,0 +1,61 @@
+"""What a chat's answers are read by: the formats of the model's thoughts and calls, of its template or of the server's options."""
+
+from collections.abc import Iterable, Sequence
+
+from expertmesh.config.server import ServerConfig
+from expertmesh.serve.tool_fields import ToolUse
+from expertmesh.text.answer_formats import JSON, AnswerReading, format_of
+from expertmesh.text.format import TextFormat
+
+_TAIL = 64
+"""Last tokens of a prompt in which the mark of an open thought is looked for."""
+
+
+class AnswerMarks:
+    """Marks of a model's answers.
+
+    Args:
+        text: text format of the model.
+        config: options of the server, which may name formats.
+
+    Raises:
+        ConfigError: an option names an unknown format.
+    """
+
+    def __init__(self, text: TextFormat, config: ServerConfig) -> None:
+        self._tokenizer = text.tokenizer
+        template = text.chat.source if text.can_chat else ""
+        self._thoughts = format_of("thoughts", template, config.reasoning_parser)
+        self._calls = format_of("calls", template, config.tool_call_parser)
+        added = text.tokenizer.get_added_tokens_decoder()
+        self._specials = {token.content: i for i, token in added.items() if token.special}
+
+    def is_open(self, prompt: Sequence[int], said: str) -> bool:
+        """Whether an answer begins within a thought.
+
+        Args:
+            prompt: tokens of the prompt.
+            said: text of the message that the answer continues; "": none.
+        """
+        if self._thoughts is None or self._thoughts.thoughts is None:
+            return False
+        tail = self._tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
+        return self._thoughts.thoughts.is_open(tail, said)
+
+    def reading(self, use: ToolUse, *, splits: bool, is_open: bool) -> AnswerReading:
+        """What makes the parsers of answers. Calls that must be have a syntax that has a markup: the model's own, or JSON.
+
+        Args:
+            use: tools of the request.
+            splits: whether thoughts are told from content.
+            is_open: see above.
+        """
+        calls = self._calls
+        if use.must_call and (calls is None or calls.calls is None or calls.calls.markup is None):
+            calls = format_of("calls", "", JSON)
+        thoughts = self._thoughts if splits else None
+        return AnswerReading(thoughts, calls, use.callable, use.most, splits and is_open)
+
+    def ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
+        """Those of some markers that are special tokens, as ids."""
+        return tuple(sorted({self._specials[one] for one in marks if one in self._specials}))
