@@ -149,7 +149,7 @@ class CompiledSchema(dict[str, Any]):
             return self._make()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What was given alone."""
+        """The given mapping alone."""
         return _same, (self._given,)
 
 
@@ -331,7 +331,7 @@ class _Words:
 
 
 def _of_list(calls: GuidedCalls, check: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """Check of an answer by that of the list of its calls."""
+    """Check of an answer, by the list of its calls."""
     return lambda answer: check(calls.listed(answer))
 
 

@@ -28,7 +28,7 @@ class GuidedCalls(dict[str, Any]):
 
     @property
     def _named(self) -> tuple[Any, ...]:
-        """Its arguments by names, which can be pickled."""
+        """Arguments by names, which can be pickled."""
         given = self.reading
         thoughts, calls = (
             NONE if one is None else one.names[0] for one in (given.thoughts, given.calls)
@@ -37,7 +37,7 @@ class GuidedCalls(dict[str, Any]):
 
     @property
     def key(self) -> str:
-        """What tells it from calls of the same tools in another syntax."""
+        """Key that differs from calls of equal tools in another syntax."""
         thoughts, calls, _, most, is_open = self._named
         return json.dumps([thoughts, calls, most, is_open])
 
@@ -85,7 +85,7 @@ class GuidedCalls(dict[str, Any]):
         return "\n".join([start, f"call: {' | '.join(names)}", *rules])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its arguments by names."""
+        """Arguments by names."""
         return _of_names, self._named
 
 

@@ -1,4 +1,4 @@
-"""What a chat's answers are read by: the formats of the model's thoughts and calls, of its template or of the server's options."""
+"""Formats of the model's thoughts and calls, from its chat template or the server's options."""
 
 from collections.abc import Iterable, Sequence
 
@@ -43,7 +43,7 @@ class AnswerMarks:
         return self._thoughts.thoughts.is_open(tail, said)
 
     def reading(self, use: ToolUse, *, splits: bool, is_open: bool) -> AnswerReading:
-        """What makes the parsers of answers. Calls that must be have a syntax that has a markup: the model's own, or JSON.
+        """Maker of the parsers of answers. Calls that must be have a syntax that has a markup: the model's own, or JSON.
 
         Args:
             use: tools of the request.
@@ -57,5 +57,5 @@ class AnswerMarks:
         return AnswerReading(thoughts, calls, use.callable, use.most, splits and is_open)
 
     def ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
-        """Those of some markers that are special tokens, as ids."""
+        """Ids of the markers that are special tokens."""
         return tuple(sorted({self._specials[one] for one in marks if one in self._specials}))

@@ -69,7 +69,7 @@ def _chosen(choice: Any, known: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 
 def _allowed(given: Any, place: str, known: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """The same of OpenAI's {"mode": "auto" or "required", "tools": [...]}."""
+    """Names and whether one must be called, of OpenAI's {"mode": "auto" or "required", "tools": [...]}."""
     if not isinstance(given, Mapping) or given.get("mode") not in _WORDS[1:]:
         raise _wrong(f"{place}.mode: must be auto or required; correct it")
     tools = given.get("tools")

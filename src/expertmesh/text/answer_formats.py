@@ -42,7 +42,7 @@ class AnswerFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerReading:
-    """What makes the parsers of answers; alike for requests that are alike.
+    """Maker of the parsers of answers; alike for requests that are alike.
 
     Attributes:
         thoughts: format of thoughts; None: they stay content.

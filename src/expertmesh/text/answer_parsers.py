@@ -102,7 +102,7 @@ class _TagParser:
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back."""
+        """Pieces that were held back."""
         text, self._held = self._held, ""
         if self._step == self._inside:
             text = text.rstrip() if self._has_said else text.strip()
@@ -118,7 +118,7 @@ class _TagParser:
             self._step = self._behind
 
     def _inside(self, found: list[Piece]) -> None:
-        """In a thought, whose last blanks are held back: they may stand before its end."""
+        """Read a thought, whose last blanks are held back: they may stand before its end."""
         if not self._has_said:
             self._held = self._held.lstrip()
         inner, mark, rest = self._held.partition(self._tags.closes)
@@ -200,7 +200,7 @@ class _HarmonyParser:
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back; a head without a message says nothing, but for that of a call."""
+        """Pieces that were held back; a head without a message says nothing, unless it is a call's."""
         found: list[Piece] = []
         self._take(self._held, found)
         head, self._held, self._head = self._head or "", "", None
@@ -255,7 +255,7 @@ class MarkedParser:
         return self._rest(self._thoughts.feed(text))
 
     def finish(self) -> list[Piece]:
-        """What was held back."""
+        """Pieces that were held back."""
         return [*self._rest(self._thoughts.finish()), *self._calls.finish()]
 
     def _rest(self, pieces: list[Piece]) -> list[Piece]:
@@ -298,7 +298,7 @@ class CallParser:
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back: a block that is not closed is one of calls if it reads as such."""
+        """Pieces that were held back: a block that is not closed is one of calls if it reads as such."""
         found: list[Piece] = []
         while self._is_inside:
             begin = self._begin
@@ -317,7 +317,7 @@ class CallParser:
         return found
 
     def _outside(self, found: list[Piece]) -> bool:
-        """In content; returns whether a block has begun."""
+        """Read content; returns whether a block has begun."""
         syntax = self._syntax
         if self._count and not self._has_said:  # blanks behind a call
             self._held = self._held.lstrip()
@@ -342,7 +342,7 @@ class CallParser:
         return False
 
     def _inside(self, found: list[Piece]) -> bool:
-        """In a block; returns whether it is over."""
+        """Read a block; returns whether it is over."""
         syntax, size = self._syntax, len(self._begin)
         if not self._looked and not self._may_begin(self._held[size:].lstrip()):
             self._give_back(found)
@@ -399,4 +399,4 @@ class CallParser:
 
 
 _WHOLE = ("{", "[")
-"""What an answer begins with that is calls in JSON without a marker."""
+"""Beginnings of answers that are calls in JSON without a marker."""

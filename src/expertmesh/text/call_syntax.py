@@ -1,6 +1,6 @@
 """Syntaxes in which models write calls of tools: how a block of calls begins and ends, and what its text says.
 
-Arguments in JSON are given as the model wrote them. Those of tagged syntaxes (Qwen3-Coder, GLM, MiniMax) are texts, which
+Arguments in JSON are given as the model wrote them. Arguments between tags (Qwen3-Coder, GLM, MiniMax) are texts, which
 become JSON values by the types in the tool's parameters.
 """
 
