@@ -47,8 +47,9 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
         said = {**values, "role": our_role(role), "content": content}
         if values.get("tool_calls"):
             said["tool_calls"] = read_calls(values["tool_calls"], f"message {number}: tool_calls")
-        elif content is None:
-            said["content"] = ""
+        else:
+            said.pop("tool_calls", None)
+            said["content"] = content or ""
         found.append(said)
     return found
 
