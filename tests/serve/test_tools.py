@@ -110,6 +110,11 @@ def test_choices_of_tools(readers, choice, callable, must, most):
         one = job_of(reader, **fields, parallel_tool_calls=False)
         assert one.make_parser.most == 1
         assert job_of(reader, **fields, parallel_tool_calls=True) == job
+        asked = {"type": "json_object"}
+        either = job_of(reader, **fields, response_format=asked).params[0].json_schema
+        assert isinstance(either, GuidedCalls) is bool(callable)
+        if callable:
+            assert either.answer == (None if must else {"type": "object"})
 
 
 def test_tools_where_the_template_writes_none(tmp_path):
@@ -143,7 +148,6 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.mode"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice.allowed_tools.tools"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
     ({"include_reasoning": "no"}, "include_reasoning"),
     ({"verbosity": 1}, "verbosity"),
     ({"functions": [1]}, "functions"),
@@ -337,7 +341,19 @@ def test_guided_calls_are_parsed_back(readers, form):
         assert rule.problem(ids) is None
         wrong = json.dumps([{"name": "weather", "arguments": {"city": "Rome"}}])
         assert calls.listed(text) != wrong
-    assert drawn(reader, GuidedCalls(AnswerReading(None, form, {"stop": EMPTY}, 1)), "")[0]
+    answer = {
+        "properties": {"a": {"$ref": "#/$defs/x"}},
+        "required": ["a"],
+        "$defs": {"x": {"const": 5}},
+    }
+    either = GuidedCalls(AnswerReading(None, form, tools, 1), {**EMPTY, **answer})
+    assert pickle.loads(pickle.dumps(either)).answer == either.answer
+    plain = drawn(reader, GuidedCalls(AnswerReading(None, form, {"stop": EMPTY}, 1)), "")[0]
+    for wish in ('{"a":5}', plain):
+        got, rule, ids = drawn(reader, either, wish)
+        assert got == wish and rule.problem(ids) is None
+        found = json.loads(either.listed(got))
+        assert found == ({"a": 5} if wish != plain else [{"name": "stop", "arguments": {}}])
 
 
 def test_references_in_parameters_lead_to_their_own():

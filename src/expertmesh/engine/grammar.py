@@ -224,10 +224,7 @@ class JsonRules:
                 _text(schema), read.anchors, _Patterns(read.patterns)
             ).problem
             if isinstance(schema, GuidedCalls):
-                parameters = {
-                    name: read_schema(one).schema for name, one in schema.reading.tools.items()
-                }
-                grammar = schema.grammar(parameters, self._specials)
+                grammar = schema.grammar(lambda one: read_schema(one).schema, self._specials)
                 matcher, check = matcher_of_grammar(grammar, tokenizer), _of_list(schema, check)
             else:
                 matcher = matcher_of(rewritten, tokenizer)

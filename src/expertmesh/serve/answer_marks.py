@@ -1,10 +1,10 @@
 """Formats of the model's thoughts and calls, from its chat template or the server's options."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.serve.tool_fields import ToolUse
-from expertmesh.text.answer_formats import JSON, AnswerReading, format_of
+from expertmesh.text.answer_formats import JSON, AnswerFormat, AnswerReading, format_of
 from expertmesh.text.format import TextFormat
 
 _TAIL = 64
@@ -42,16 +42,19 @@ class AnswerMarks:
         tail = self._tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
         return self._thoughts.thoughts.is_open(tail, said)
 
-    def reading(self, use: ToolUse, *, splits: bool, is_open: bool) -> AnswerReading:
-        """Maker of the parsers of answers. Calls that must be have a syntax that has a markup: the model's own, or JSON.
+    def reading(
+        self, use: ToolUse, *, splits: bool, is_open: bool, guides: Collection[str] = ()
+    ) -> AnswerReading:
+        """Maker of the parsers of answers. Guided calls have a syntax that has a markup: the model's own, or JSON.
 
         Args:
             use: tools of the request.
             splits: whether thoughts are told from content.
-            is_open: see above.
+            is_open: whether an answer begins within a thought.
+            guides: kinds of answers that a grammar allows, "calls" and "json"; empty: there is no grammar.
         """
         calls = self._calls
-        if use.must_call and (calls is None or calls.calls is None or calls.calls.markup is None):
+        if guides and not _can_guide(calls, beside_json="json" in guides):
             calls = format_of("calls", "", JSON)
         thoughts = self._thoughts if splits else None
         return AnswerReading(thoughts, calls, use.callable, use.most, splits and is_open)
@@ -59,3 +62,11 @@ class AnswerMarks:
     def ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
         """Ids of the markers that are special tokens."""
         return tuple(sorted({self._specials[one] for one in marks if one in self._specials}))
+
+
+def _can_guide(calls: AnswerFormat | None, *, beside_json: bool) -> bool:
+    """Whether a grammar can write calls of a format, and its first character tells them from a JSON object."""
+    markup = None if calls is None or calls.calls is None else calls.calls.markup
+    if markup is None:
+        return False
+    return not (beside_json and (markup.before or markup.opens).startswith("{"))

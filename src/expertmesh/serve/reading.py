@@ -192,19 +192,16 @@ class RequestReader:
     ) -> Job:
         """A job whose answers are parsed for thoughts and calls, or are guided."""
         asked = json_schema(request.model_extra or {})
-        if asked is not None and use.callable:
-            why = (
-                "is given beside tools that may be called; leave one out, or write tool_choice none"
-            )
-            raise RequestError(400, f"{asked[0]}: {why}", param=asked[0])
-        if asked is not None:
-            return self._constrained(request, job)
+        if asked is not None and not use.callable:
+            return self._ruled(job, *asked)
         is_open = self._marks.is_open(job.prompts[0], said)
-        reading = self._marks.reading(use, splits=splits, is_open=is_open)
+        answer = None if use.must_call or asked is None else asked[1]
+        guides = ["calls"] if use.must_call else [] if answer is None else ["calls", "json"]
+        reading = self._marks.reading(use, splits=splits, is_open=is_open, guides=guides)
         kept = self._marks.ids_of(reading.markers)
         params = [one.model_copy(update={"kept_special_ids": kept}) for one in job.params]
         job = replace(job, params=params, make_parser=reading)
-        return self._ruled(job, "tools", GuidedCalls(reading)) if use.must_call else job
+        return self._ruled(job, "tools", GuidedCalls(reading, answer)) if guides else job
 
     def chat_ids(self, request: ChatPrompt) -> list[int]:
         """Tokens of a conversation.
