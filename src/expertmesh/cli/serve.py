@@ -74,6 +74,10 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
             )
+        from expertmesh.text.answer_formats import format_of
+
+        format_of("calls", "", server.tool_call_parser)
+        format_of("thoughts", "", server.reasoning_parser)
         keys = keys_of(server.api_key_file)
     if launched_rank()[0] > 0:
         assert parallel is not None

@@ -34,6 +34,10 @@ class ServerConfig(Config):
     """Names of this machine, besides localhost, in requests to a server without keys, for example host.docker.internal."""
     allow_origin: Annotated[tuple[str, ...], Spelling("ORIGIN")] = ()
     """Origins of web pages that may use the server (CORS), for example https://chat.example.org; none: only the server's own page."""
+    tool_call_parser: Annotated[str | None, Spelling("NAME")] = None
+    """Format of calls of tools in answers, as vLLM names them (hermes, qwen3_coder, openai, ...; "none": calls stay text); none: the one that the chat template shows."""
+    reasoning_parser: Annotated[str | None, Spelling("NAME")] = None
+    """Format of thoughts in answers, likewise (deepseek_r1, openai_gptoss, ...; "none": thoughts stay text); none: the one that the chat template shows."""
     max_waiting: int = Field(default=256, ge=0)
     """Maximum number of waiting answers (n per request), besides running ones; beyond it requests get status 429 with Retry-After."""
     max_body_bytes: int = Field(default=2**23, ge=1024)

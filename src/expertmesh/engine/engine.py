@@ -490,7 +490,8 @@ class Engine:
             messages: messages with a role ("system", "user", "assistant", "tool") and a content (text); a
                 template gets other fields, too.
             **options: `add_generation_prompt` (False: no beginning of an answer), `continue_final_message` (True: the
-                answer continues the last message), `chat_template_kwargs` (further variables of the template).
+                answer continues the last message), `chat_template_kwargs` (further variables of the template), `tools`
+                (functions that may be called, as OpenAI's interface has them).
 
         Raises:
             ConfigError: the model knows no conversations, an argument is invalid, or the template refuses it.

@@ -13,14 +13,17 @@ class AnswerText:
     Args:
         tokenizer: tokenizer of the model; None: no text.
         stops: strings before which the text ends.
+        kept: special tokens that are written by their names.
 
     Attributes:
         text: the text so far.
         stop: the stop string that has ended it; None: none has.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], kept: Sequence[int] = ()
+    ) -> None:
+        self._stream = None if tokenizer is None else TextStream(tokenizer, kept)
         self._stops, self._most = tuple(stops), max(map(len, stops), default=0)
         self.text = ""
         self.stop: str | None = None

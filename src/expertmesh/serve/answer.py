@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -14,6 +14,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 
+WITHOUT_EFFECT = "x-without-effect"
+"""Header with the fields of a request that pass because one body must do for all models, and have no effect on this one."""
 
 
 class AnswerWriter(Protocol):
@@ -49,6 +51,7 @@ class Answer(Response):
         ticket: ticket of the request, not yet submitted.
         writer: formats the answer.
         is_stream: whether to send an event stream.
+        without_effect: fields of the request that the model does not know, named in a header.
         admit: raises RequestError if the server has no room.
         watch: called with each update of an answer, for metrics.
     """
@@ -60,12 +63,14 @@ class Answer(Response):
         writer: AnswerWriter,
         *,
         is_stream: bool,
+        without_effect: Sequence[str] = (),
         admit: Callable[[Ticket], None],
         watch: Callable[[dict[int, RequestOutput]], None],
     ) -> None:
         super().__init__()
         self._worker, self._ticket, self._writer = worker, ticket, writer
         self._is_stream, self._admit, self._watch = is_stream, admit, watch
+        self._more = {WITHOUT_EFFECT: ", ".join(without_effect)} if without_effect else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer until it has ended or the client has disconnected."""
@@ -95,7 +100,7 @@ class Answer(Response):
             raise _as_fault(error) from error
         _check(last)
         body = await asyncio.to_thread(self._writer.whole, last)
-        await JSONResponse(body)(scope, receive, send)
+        await JSONResponse(body, headers=self._more)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         """Send events; the response head is sent with the first event, so that a refusal still has its status."""
@@ -106,6 +111,7 @@ class Answer(Response):
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in self._more.items()),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 

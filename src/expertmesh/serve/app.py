@@ -296,6 +296,7 @@ class ServerApp:
             ticket,
             writer,
             is_stream=is_stream,
+            without_effect=job.without_effect,
             admit=self._admit,
             watch=self.metrics.requests.watch(ticket),
         )
@@ -390,7 +391,9 @@ async def _on_wrong_path(request: Request, error: Exception) -> Response:
     """Response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400 and error.__cause__ is not None:  # of the body
-        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response(request.url.path)
+        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response(
+            request.url.path
+        )
     text = {404: why_not(request.url.path), 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
     return RequestError(error.status_code, message, headers=dict(error.headers or {})).response(

@@ -65,6 +65,14 @@ _CARD = _object(
 )
 _EXTRAS = {"token_ids": _list(_COUNT), "routed_experts": _TEXT}
 _ENDS = {"enum": ["stop", "length"]}
+_CHAT_ENDS = {"enum": ["stop", "length", "tool_calls"]}
+_CALL = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": _TEXT, "arguments": _TEXT}),
+    }
+)
 _SCORES = {"type": "object", "additionalProperties": _NUMBER}
 _LOGPROBS = _object(
     {
@@ -108,9 +116,12 @@ _CHAT = _answer(
     _object(
         {
             "index": _COUNT,
-            "message": _object({"role": {"const": "assistant"}, "content": _TEXT}),
+            "message": _object(
+                {"role": {"const": "assistant"}, "content": _or_null(_TEXT)},
+                {"reasoning_content": _TEXT, "reasoning": _TEXT, "tool_calls": _list(_CALL)},
+            ),
             "logprobs": _or_null(_CHAT_LOGPROBS),
-            "finish_reason": _ENDS,
+            "finish_reason": _CHAT_ENDS,
         },
         _EXTRAS,
     ),
@@ -123,9 +134,7 @@ _RESPONSE = _object(
         "status": {"enum": ["completed", "incomplete"]},
         "model": _TEXT,
         "output": _list(_object({"id": _TEXT, "type": _TEXT, "status": _TEXT})),
-        "usage": _object(
-            {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
-        ),
+        "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}),
     }
 )
 _MESSAGE = _object(

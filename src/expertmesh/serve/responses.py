@@ -142,10 +142,7 @@ class ResponsesRequest(_Strict):
     )
 
     model: str | None = None
-    input: (
-        Text
-        | Annotated[list[_Item], Field(fail_fast=True, min_length=1), BeforeValidator(few)]
-    )
+    input: Text | Annotated[list[_Item], Field(fail_fast=True, min_length=1), BeforeValidator(few)]
     instructions: Text | None = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -155,9 +152,7 @@ class ResponsesRequest(_Strict):
     tools: SkipJsonSchema[
         list[Annotated[FunctionTool, one_of(["function"], "only functions are")]] | None
     ] = None
-    tool_choice: SkipJsonSchema[
-        Literal["none", "auto", "required"] | NamedFunction | None
-    ] = None
+    tool_choice: SkipJsonSchema[Literal["none", "auto", "required"] | NamedFunction | None] = None
     parallel_tool_calls: bool | None = None
     text: SkipJsonSchema[TextConfig | None] = None
     reasoning: SkipJsonSchema[ReasoningConfig | None] = None

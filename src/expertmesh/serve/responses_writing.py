@@ -101,7 +101,7 @@ class ResponsesWriter:
         item = self._items[block.index]
         item_place = {"output_index": block.index, "item_id": item["id"]}
         place = item_place if block.kind == "call" else item_place | {"content_index": 0}
-        more = {"logprobs": []} if block.kind == "text" else {}
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         name = {
             "thought": "response.reasoning_text",
             "text": "response.output_text",

@@ -4,9 +4,18 @@ Lists and biases end at their first error: millions of errors would occupy the s
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from expertmesh.config.base import without_none
@@ -111,7 +120,7 @@ _OTHERWISE = {
 SPELLED = {
     name: _OTHERWISE.get(name) or Spelled(_declared(name))
     for name in SamplingParams.model_fields
-    if name not in ("logprobs", "prompt_logprobs", *GUIDES)
+    if name not in ("logprobs", "prompt_logprobs", "kept_special_ids", *GUIDES)
 }
 """Fields of a body that are options of a request; the others are asked for by fields of other types."""
 
@@ -190,7 +199,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "samplers": ([],),
     "watermark": (False,),
 }
-"""Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is refused, but for null."""
+"""Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is refused, but for null. Chats
+read some of them."""
 
 RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
     "json_schema": "guided_json"
@@ -198,12 +208,12 @@ RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
 """Fields of other servers, with their names here; refused unless the field of that name has the same value."""
 
 _TO_TEMPLATE = "it is a variable of templates; write it into chat_template_kwargs"
-_NO_TOOLS = "calls of tools are not supported; leave it out"
+_TO_TOOLS = "is a former field; write tools and tool_choice"
 INSTEAD = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    "functions": _TO_TOOLS,
+    "function_call": _TO_TOOLS,
+    "tools": "only chats have tools; use /v1/chat/completions",
+    "tool_choice": "only chats have tools; use /v1/chat/completions",
     "structural_tag": "there are json, choice, regex and grammar (structured_outputs)",
     "documents": _TO_TEMPLATE,
     "enable_thinking": _TO_TEMPLATE,
@@ -216,8 +226,7 @@ INSTEAD = {
 """Advice for refused fields, where there is some."""
 
 REFUSED_OF_MESSAGES = {
-    "tool_calls": "calls of tools are not supported",
-    "function_call": "calls of functions are not supported",
+    "function_call": "is a former field; write tool_calls",
     "prefix": "continue_final_message continues the last message",
     "audio": "only text is supported",
     "images": "only text is supported",
@@ -300,16 +309,25 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(few)]
 
-    @model_validator(mode="before")
+    _is_null: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _no_calls(cls, given: Any) -> Any:
-        """Say that calls are not supported, and not that the content beside one is null."""
-        if isinstance(given, dict) and given.get("content") is None:
-            for name, why in REFUSED_OF_MESSAGES.items():
-                if given.get(name):
-                    said = {"why": why, "field": name}
-                    raise PydanticCustomError("refused", "{why}; leave it out", said)
-        return given
+    def _of_nothing(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """An assistant's content may be null or missing, as beside calls."""
+        is_null = (
+            isinstance(given, dict)
+            and given.get("role") == "assistant"
+            and given.get("content") is None
+        )
+        found = read({**given, "content": ""} if is_null else given)
+        found._is_null = is_null
+        return found
+
+    @property
+    def said(self) -> str | None:
+        """Text of the message, or None."""
+        return None if self._is_null else self.text
 
     @property
     def text(self) -> str:

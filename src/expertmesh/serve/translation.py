@@ -56,9 +56,7 @@ class Translation:
         place, colon, rest = text.partition(":")
         if colon and " " not in place:
             text = _FIRST.sub(self._own_name, place, count=1) + colon + rest
-        return RequestError(
-            fault.status, text, param=param, code=fault.code, headers=fault.headers
-        )
+        return RequestError(fault.status, text, param=param, code=fault.code, headers=fault.headers)
 
     def _own_name(self, found: "re.Match[str]") -> str:
         if found[1] is not None:

@@ -237,7 +237,7 @@ def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """A thought by the names that clients read: DeepSeek's, and that of OpenRouter and vLLM."""
+    """A thought by both names that clients read: DeepSeek's, and OpenRouter's and vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 
