@@ -87,7 +87,7 @@ ALLOWED = {"mode": "required", "tools": [NAMED]}
     ids=str,
 )  # fmt: skip
 def test_choices_of_tools(readers, choice, callable, must, most):
-    for name in ("hermes", "glm45"):
+    for name in ("hermes", "glm45", "llama3_json"):
         reader = readers(name)
         fields = {"tools": TOOLS} | ({} if choice is None else {"tool_choice": choice})
         job = job_of(reader, **fields)
@@ -102,9 +102,9 @@ def test_choices_of_tools(readers, choice, callable, must, most):
         guided = job.params[0].json_schema
         assert isinstance(guided, GuidedCalls) is must
         assert (job.guide is not None and job.guide.field == "tools") is must
+        own = name != "glm45"  # whose syntax has no markup for guided calls
         if must:
-            own = name == "hermes"  # GLM's syntax has no markup for guided calls
-            assert ("hermes" if own else "json") in guided.reading.calls.names
+            assert (name if own else "json") in guided.reading.calls.names
             again = pickle.loads(pickle.dumps(guided))
             assert again == guided and again.reading == guided.reading
         one = job_of(reader, **fields, parallel_tool_calls=False)
@@ -115,6 +115,8 @@ def test_choices_of_tools(readers, choice, callable, must, most):
         assert isinstance(either, GuidedCalls) is bool(callable)
         if callable:
             assert either.answer == (None if must else {"type": "object"})
+            told = name == "hermes" or (must and own)  # Llama's calls begin as a JSON object does
+            assert (name if told else "json") in either.reading.calls.names
 
 
 def test_tools_where_the_template_writes_none(tmp_path):
@@ -341,6 +343,8 @@ def test_guided_calls_are_parsed_back(readers, form):
         assert rule.problem(ids) is None
         wrong = json.dumps([{"name": "weather", "arguments": {"city": "Rome"}}])
         assert calls.listed(text) != wrong
+    if form.names[0] == "llama3_json":
+        return
     answer = {
         "properties": {"a": {"$ref": "#/$defs/x"}},
         "required": ["a"],
