@@ -21,7 +21,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": ((), "it is output_config.format here"),
 }
 """Fields that are refused but for these values, and why."""
-_HARMLESS: dict[str, tuple[Any, ...]] = {"inference_geo": (), "speed": ("standard",), "betas": ()}
 _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 _MESSAGE: dict[str, Any] = {
     "type": "object",
@@ -166,7 +165,7 @@ def translated(request: CountTokensRequest) -> Translation:
         if value is not None and value not in allowed:
             raise RequestError(400, f"{name}: {why}", param=name)
     messages, origins = _messages(request)
-    body = passed(extra, harmless=_HARMLESS) | without_nulls(
+    body = passed(extra) | without_nulls(
         model=request.model,
         messages=messages,
         tools=_tools(request.tools or ()) or None,

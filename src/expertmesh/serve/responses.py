@@ -27,7 +27,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": ((), "it is text.format here"),
 }
 """Fields that are refused but for these values, and why."""
-_HARMLESS: dict[str, tuple[Any, ...]] = {"max_tool_calls": (), "prompt_cache_options": ()}
 _OF_ITEMS = ("id", "status", "phase", "annotations", "logprobs")
 """Fields of items that say nothing to the model."""
 _NO_LOGPROBS = "message.output_text.logprobs"
@@ -177,7 +176,7 @@ def translated(request: ResponsesRequest) -> Translation:
     if request.stream_options is not None:
         refuse_unknown(request.stream_options.model_extra, place="stream_options.")
     messages, origins = _messages(request)
-    body = passed(extra, harmless=_HARMLESS) | without_nulls(
+    body = passed(extra) | without_nulls(
         model=request.model,
         messages=messages,
         max_completion_tokens=request.max_output_tokens,

@@ -89,15 +89,13 @@ def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidato
     return BeforeValidator(checked)
 
 
-def passed(
-    extra: Mapping[str, Any] | None, *, harmless: Mapping[str, tuple[Any, ...]]
-) -> dict[str, Any]:
+def passed(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Fields of a request that are those of chat completions.
 
     Raises:
         RequestError: another field is unknown, and could change the answer.
     """
-    refuse_unknown(extra, known=PASSED, harmless={"n": (1,), **harmless})
+    refuse_unknown(extra, known=PASSED, harmless={"n": (1,)})
     return {name: one for name, one in (extra or {}).items() if name in PASSED and one is not None}
 
 
