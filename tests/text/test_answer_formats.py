@@ -4,9 +4,11 @@ import json
 
 import pytest
 from tests.support.answer_templates import TEMPLATES
+from tests.support.calls import calls_of
 
 from expertmesh.errors import ConfigError
 from expertmesh.text.answer_formats import FORMATS, AnswerReading, format_names, format_of
+from expertmesh.text.answer_parsers import CallParser
 from expertmesh.text.answer_pieces import (
     CallArguments,
     CallStart,
@@ -196,6 +198,19 @@ def test_good_calls_beside_bad_ones():
             assert [name for name, *_ in got[2]] == ["stop"]
     got = said(parser_of("hermes", most=1), f"{GOOD}\n{GOOD}")
     assert (got[0], len(got[2])) == ("", 1)
+
+
+def test_answers_of_many_broken_calls_are_read_in_linear_time():
+    texts = (
+        "<tool_call>{",
+        '<tool_call>{"name": "stop", "arguments": {"a": "</tool_call>',
+        "</tool_call>",
+    )
+    for text in (*(one * 300 for one in texts), texts[1] + texts[2] * 300):
+        with calls_of(CallParser._read) as reads:
+            for parts in ([text], [*text]):
+                assert said(parser_of("hermes"), *parts) == (text, "", [])
+        assert len(reads) < 300
 
 
 def test_harmony_as_models_write_it():

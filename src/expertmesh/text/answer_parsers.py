@@ -287,7 +287,7 @@ class CallParser:
         self._held, self._blanks = "", ""
         self._looked = 0  # characters of the block that hold no end marker
         self._has_said = self._is_inside = False
-        self._count = 0
+        self._count = self._misses = 0
 
     def feed(self, text: str) -> list[Piece]:
         """Pieces that are certain."""
@@ -319,6 +319,10 @@ class CallParser:
     def _outside(self, found: list[Piece]) -> bool:
         """Read content; returns whether a block has begun."""
         syntax = self._syntax
+        if self._misses >= _MOST_MISSES:
+            self._content(self._held, found)
+            self._held = ""
+            return False
         if self._count and not self._has_said:  # blanks behind a call
             self._held = self._held.lstrip()
         if not self._has_said and not self._count:
@@ -356,8 +360,8 @@ class CallParser:
         try:
             calls = self._read(self._held[size:at])
         except MalformedCallError as error:
-            if error.is_cut:  # the marker may be part of a value
-                self._looked = at + 1
+            if error.is_cut and self._misses < _MOST_MISSES:  # the marker may be part of a value
+                self._looked, self._misses = at + 1, self._misses + 1
             else:
                 self._give_back(found)
             return True
@@ -381,6 +385,7 @@ class CallParser:
         size = len(self._begin) or len(self._held)
         self._content(self._blanks + self._held[:size], found)
         self._held, self._blanks, self._is_inside, self._looked = self._held[size:], "", False, 0
+        self._misses += 1
 
     def _content(self, text: str, found: list[Piece]) -> None:
         if text:
@@ -398,5 +403,7 @@ class CallParser:
             self._count += 1
 
 
+_MOST_MISSES = 64
+"""Blocks of an answer that may be malformed before it is all content: each is read up to its end."""
 _WHOLE = ("{", "[")
 """Beginnings of answers that are calls in JSON without a marker."""
