@@ -142,7 +142,9 @@ class ServerApp:
         app.get("/health", responses=ANSWERS["health"])(self.health)
         for method in (app.get, app.post):
             method("/ping", responses=ANSWERS["health"])(self.health)
-        app.post("/reset_prefix_cache", responses=ANSWERS["reset"])(self.reset_prefix_cache)
+        app.post("/reset_prefix_cache", responses=ANSWERS["reset"], response_class=Response)(
+            self.reset_prefix_cache
+        )
         app.get("/version", responses=ANSWERS["version"])(self.show_version)
         app.get("/metrics", responses=ANSWERS["metrics"])(self.show_metrics)
         app.get("/v1/models", responses=ANSWERS["models"])(self.models)
@@ -151,8 +153,14 @@ class ServerApp:
         app.post("/v1/responses", responses=ANSWERS["responses"])(self.responses)
         app.post("/v1/messages", responses=ANSWERS["messages"])(self.messages)
         app.post("/v1/messages/count_tokens", responses=ANSWERS["count_tokens"])(self.count_tokens)
-        app.post("/v1/load_lora_adapter", responses=ANSWERS["adapter"])(self.load_adapter)
-        app.post("/v1/unload_lora_adapter", responses=ANSWERS["adapter"])(self.unload_adapter)
+        app.post(
+            "/v1/load_lora_adapter", responses=ANSWERS["adapter"], response_class=PlainTextResponse
+        )(self.load_adapter)
+        app.post(
+            "/v1/unload_lora_adapter",
+            responses=ANSWERS["adapter"],
+            response_class=PlainTextResponse,
+        )(self.unload_adapter)
         app.post("/tokenize", responses=ANSWERS["tokenize"])(self.tokenize)
         app.post("/detokenize", responses=ANSWERS["detokenize"])(self.detokenize)
         app.post("/v1/completions", responses=ANSWERS["completions"])(self.completions)

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.serve.faults import TYPES
+from expertmesh.serve.gate import OPEN_PATHS
 
 _TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
 _FLAG = {"type": "boolean"}
@@ -261,7 +262,7 @@ def _bound(made: dict[str, Any], vocab_size: int, config: ServerConfig) -> None:
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for place, path in made["paths"].items():
             for one in path.values():
-                one["security"] = [] if place == "/health" else [{"key": []}]
+                one["security"] = [] if place in OPEN_PATHS else [{"key": []}]
 
 
 def _limit_ids(node: Any, largest: int) -> None:
