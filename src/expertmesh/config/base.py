@@ -549,14 +549,8 @@ def environment_of_child() -> dict[str, str]:
 
 
 def key_of_environment() -> str | None:
-    """API key in `KEY_VARIABLE`; None: it is not set.
-
-    Raises:
-        ConfigError: it is blank.
-    """
+    """API key in `KEY_VARIABLE`, without blanks around it; None: it is not set."""
     given = os.environ.get(KEY_VARIABLE)
-    if given is not None and not given.strip():
-        raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")
     return given and given.strip()
 
 
