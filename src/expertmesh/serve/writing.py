@@ -5,15 +5,18 @@ import io
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from expertmesh.engine.output import Logprob, RequestOutput
+from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import Job
+from expertmesh.serve.updates import Update, Updates
+from expertmesh.text.answer_pieces import CallArguments, CallStart, Content, Piece, Thought
 from expertmesh.text.stream import TextStream
 
 _LEAST = -9999.0
@@ -54,33 +57,11 @@ class TokenTexts:
 
 @dataclass
 class _Sent:
-    """Part of an answer that the client has received."""
+    """Part of an answer that the client has received: whether its head, and where the texts of its tokens end."""
 
-    num_characters: int = 0
-    num_tokens: int = 0
-    num_rows: int = 0
     has_begun: bool = False
     stream: TextStream | None = None
     offset: int = 0
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """New part of an answer.
-
-    Attributes:
-        text: new text.
-        ids: new tokens, including the prompt's if it is echoed.
-        entries: logprobs of the new tokens; None for the first token of a prompt.
-        experts: new rows of routed experts, and the index of the first one.
-        finish_reason: finish reason if the answer has ended, else None.
-    """
-
-    text: str
-    ids: Sequence[int]
-    entries: Sequence[Logprob | None]
-    experts: tuple[Any, int] | None
-    finish_reason: str | None
 
 
 @dataclass
@@ -105,34 +86,36 @@ class Writer:
     is_chat: bool
     has_usage: bool = False
     _sent: dict[int, _Sent] = field(default_factory=dict)
-    _last: dict[int, RequestOutput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Set the id and the time of creation."""
+        self._updates = Updates(self.job)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
     def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Response with complete answers."""
-        self._last.update(outputs)
-        choices = [self._choice(i, self._piece(i, outputs[i]), "message") for i in sorted(outputs)]
+        choices = [
+            self._choice(i, self._updates.of(i, outputs[i]), "message") for i in sorted(outputs)
+        ]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(kind) | {"choices": choices, "usage": self.usage()}
+        return self._head(kind) | {"choices": choices, "usage": self._updates.usage()}
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Stream events for an update of an answer; empty if nothing is new."""
-        self._last[index] = output
+        """Stream events for an update of an answer, one for each of its pieces; empty if nothing is new."""
         sent = self._sent.setdefault(index, _Sent())
         found = []
         if self.is_chat and not sent.has_begun:
             delta = {"role": "assistant", "content": ""}
             found.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-        piece = self._piece(index, output)
-        is_new = (
-            piece.text or piece.experts or (piece.ids and (self.wants_logprobs or self.wants_ids))
-        )
-        if is_new or piece.finish_reason is not None:
-            found.append(self._choice(index, piece, "delta"))
+        sent.has_begun = True
+        update = self._updates.of(index, output)
+        parts = [Update([piece]) for piece in update.pieces[:-1]]
+        rest = replace(update, pieces=update.pieces[-1:])
+        scored = rest.ids and (self.wants_logprobs or self.wants_ids)
+        if rest.pieces or rest.experts or scored or rest.finish_reason is not None:
+            parts.append(rest)
+        found += [self._choice(index, part, "delta") for part in parts]
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         usage = {"usage": None} if self.has_usage else {}
         return [self._head(kind) | {"choices": [choice]} | usage for choice in found]
@@ -142,85 +125,52 @@ class Writer:
         if not self.has_usage:
             return []
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return [self._head(kind) | {"choices": [], "usage": self.usage()}]
+        return [self._head(kind) | {"choices": [], "usage": self._updates.usage()}]
 
-    def usage(self) -> dict[str, Any]:
-        """Token counts."""
-        num_prompt = sum(map(len, self.job.prompts))
-        num_new = sum(len(self._new_ids(output)) for output in self._last.values())
-        n = self.job.params[0].n
-        cached = sum(self._last[i].num_cached_tokens for i in self._last if i % n == 0)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+    @property
+    def is_named(self) -> bool:
+        """Whether events have names: OpenAI's of completions have none."""
+        return False
+
+    def failed(self, fault: RequestError) -> list[dict[str, Any]]:
+        """Event of an error in a stream."""
+        return [fault.body]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _new_ids(self, output: RequestOutput) -> tuple[int, ...]:
-        return () if self.job.drops_token else output.token_ids
-
-    def _piece(self, index: int, output: RequestOutput) -> _Piece:
-        """Part of an answer since the last call."""
-        sent = self._sent.setdefault(index, _Sent())
-        new_ids = self._new_ids(output)
-        text = "" if self.job.drops_token else output.text[sent.num_characters :]
-        ids, entries = new_ids[sent.num_tokens :], (output.logprobs or ())[sent.num_tokens :]
-        if self.job.drops_token:
-            entries = ()
-        sent.num_characters += len(text)
-        sent.num_tokens += len(ids)
-        found: list[Logprob | None] = list(entries)
-        if not sent.has_begun and self.job.shown:
-            text = self.job.shown[index // self.job.params[0].n] + text
-            ids = (*output.prompt_ids, *ids)
-            found = [*(output.prompt_logprobs or ()), *found]
-        sent.has_begun = True
-        experts = None
-        if output.routed_experts is not None and len(output.routed_experts) > sent.num_rows:
-            experts = output.routed_experts[sent.num_rows :], sent.num_rows
-            sent.num_rows = len(output.routed_experts)
-        reason = output.finish_reason
-        if self.job.drops_token and reason is not None:
-            reason = "length"
-        return _Piece(text, ids, found, experts, reason)
-
-    def _choice(self, index: int, piece: _Piece, part: str) -> dict[str, Any]:
+    def _choice(self, index: int, update: Update, part: str) -> dict[str, Any]:
         """Choice object of a response or an event."""
         choice: dict[str, Any] = {"index": index}
         if self.is_chat:
-            said = {"content": piece.text} if piece.text or part == "message" else {}
-            choice[part] = {"role": "assistant", **said} if part == "message" else said
-            choice["logprobs"] = self._chat_logprobs(piece) if self.wants_logprobs else None
+            choice[part] = (_message if part == "message" else _delta)(update.pieces)
+            choice["logprobs"] = self._chat_logprobs(update) if self.wants_logprobs else None
         else:
-            choice["text"] = piece.text
-            choice["logprobs"] = self._logprobs(index, piece) if self.wants_logprobs else None
-        choice["finish_reason"] = piece.finish_reason
+            choice["text"] = text_of(update.pieces, Content)
+            choice["logprobs"] = self._logprobs(index, update) if self.wants_logprobs else None
+        choice["finish_reason"] = update.finish_reason
         if self.wants_ids:
-            choice["token_ids"] = list(piece.ids)
-        if piece.experts is not None:
-            rows, start = piece.experts
+            choice["token_ids"] = list(update.ids)
+        if update.experts is not None:
+            rows, start = update.experts
             choice["routed_experts"] = npy(rows.numpy())
             if part == "delta":
                 choice["routed_experts_start"] = start
         return choice
 
-    def _logprobs(self, index: int, piece: _Piece) -> dict[str, Any]:
+    def _logprobs(self, index: int, update: Update) -> dict[str, Any]:
         """Logprobs of a completion."""
-        sent = self._sent[index]
+        sent = self._sent.setdefault(index, _Sent())
         if sent.stream is None:
             sent.stream = TextStream(self.texts.tokenizer)
         offsets = []
-        for token in piece.ids:
+        for token in update.ids:
             offsets.append(sent.offset + sent.stream.breaks(token))
             sent.offset += len(sent.stream.feed(token))
         return {
-            "tokens": [self.texts.text(token) for token in piece.ids],
-            "token_logprobs": [None if e is None else _finite(e.logprob) for e in piece.entries],
-            "top_logprobs": [None if e is None else self._by_text(e) for e in piece.entries],
+            "tokens": [self.texts.text(token) for token in update.ids],
+            "token_logprobs": [None if e is None else _finite(e.logprob) for e in update.entries],
+            "top_logprobs": [None if e is None else self._by_text(e) for e in update.entries],
             "text_offset": offsets,
         }
 
@@ -237,10 +187,10 @@ class Writer:
             found[texts[token] if is_own else as_id(token)] = _finite(value)
         return found
 
-    def _chat_logprobs(self, piece: _Piece) -> dict[str, Any]:
+    def _chat_logprobs(self, update: Update) -> dict[str, Any]:
         """Logprobs of a chat completion."""
         content = []
-        for entry in piece.entries:
+        for entry in update.entries:
             assert entry is not None
             top = [self._one(token, value) for token, value in entry.top]
             content.append(self._one(entry.token_id, entry.logprob) | {"top_logprobs": top})
@@ -249,6 +199,54 @@ class Writer:
     def _one(self, token: int, value: float) -> dict[str, Any]:
         data = list(self.texts.bytes(token))
         return {"token": self.texts.text(token), "logprob": _finite(value), "bytes": data}
+
+
+def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Thought]) -> str:
+    """Text of all pieces of one kind."""
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+
+
+def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Delta of a chat's event with one piece or none."""
+    (piece,) = pieces or (Content(""),)
+    if isinstance(piece, Thought):
+        return _reasoning(piece.text)
+    if isinstance(piece, Content):
+        return {"content": piece.text} if piece.text else {}
+    if isinstance(piece, CallStart):
+        return {"tool_calls": [{"index": piece.index, **_call(piece)}]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Message of a whole chat completion."""
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            calls[piece.index] = _call(piece)
+        elif isinstance(piece, CallArguments):
+            calls[piece.index]["function"]["arguments"] += piece.text
+    content = text_of(pieces, Content)
+    thought = text_of(pieces, Thought)
+    return {
+        "role": "assistant",
+        "content": None if calls and not content else content,
+        **(_reasoning(thought) if thought else {}),
+        **({"tool_calls": [*calls.values()]} if calls else {}),
+    }
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """A thought by both names that clients read: DeepSeek's, and OpenRouter's and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(start: CallStart) -> dict[str, Any]:
+    return {
+        "id": start.call_id,
+        "type": "function",
+        "function": {"name": start.name, "arguments": ""},
+    }
 
 
 def npy(ids_TLK: np.ndarray) -> str:
