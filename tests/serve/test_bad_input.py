@@ -84,7 +84,7 @@ BAD = [
     (COMPLETE, with_(stream=True, prompt=[10**9]), 400, "prompt"),
     (COMPLETE, with_(suffix="end"), 400, "suffix"),
     (COMPLETE, with_(best_of=3), 400, "best_of"),
-    (COMPLETE, with_(guided_regex="a*"), 400, "guided_regex"),
+    (COMPLETE, with_(guided_regex="(?=a)b"), 400, "guided_regex"),
     (COMPLETE, with_(n=128, prompt=["a"] * 1000), 429, "n"),
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
