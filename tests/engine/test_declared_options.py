@@ -17,7 +17,7 @@ from tests.support.serving import make_run, served
 
 import expertmesh as em
 from expertmesh.cli.main import main
-from expertmesh.config.sampling import OF_OUTPUTS
+from expertmesh.config.sampling import GUIDES, OF_OUTPUTS
 from expertmesh.serve.schema import ChatRequest, CompletionRequest
 
 DECLARATION = {
@@ -140,7 +140,7 @@ def test_every_option_is_where_it_belongs():
     assert of_command == names - OF_OUTPUTS
     for body in (CompletionRequest, ChatRequest):
         of_body = names & {*body.model_fields}
-        assert names - of_body <= {"prompt_logprobs", "json_schema"}
+        assert names - of_body <= {"prompt_logprobs", *GUIDES}
         fields = body.model_fields
         for name in of_body - {"logprobs"}:
             assert fields[name].description == em.SamplingParams.model_fields[name].description

@@ -1,6 +1,7 @@
 """Answers that are JSON of a schema: whatever a random model would rather say, they parse and validate."""
 
 import json
+import re
 import sys
 from functools import reduce
 
@@ -163,3 +164,55 @@ def test_what_it_needs_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"expertmesh\[json\]"):
         engine().add(PROMPT, SamplingParams(json_schema={}))
+
+
+GUIDES = {
+    "choice": ({"choice": ["yes", " no", "ä\n"]}, r"yes| no|ä\n"),
+    "regex": ({"regex": r"\w{1,4}( \d\.?){0,3}|.."}, r"[0-9A-Za-z_]{1,4}( [0-9]\.?){0,3}|.."),
+    "grammar": ({"grammar": 'start: "(" start ")" | /[01]+/'}, r"\(*[01]+\)*"),
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_every_answer_matches_unless_it_is_cut(options):
+    made = engine(**options)
+    expressions = [one for _, one in GUIDES.values()]
+    params = [
+        SamplingParams(**guide, seed=seed, temperature=seed, max_tokens=40, ignore_eos=True)
+        for guide, _ in GUIDES.values()
+        for seed in range(4)
+    ]
+    outputs = made.generate([PROMPT] * len(params), params)
+    whole = {
+        one.text: expressions[i // 4]
+        for i, one in enumerate(outputs)
+        if one.finish_reason == "stop"
+    }
+    assert {*whole.values()} == {*expressions}
+    for text, expression in whole.items():
+        assert re.fullmatch(expression, text), text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"choice": []}, "choice=()"),
+        ({"choice": ["a"] * 10_001}, "at most 10000 entries"),
+        ({"choice": "a"}, "choice=a: must be a list of texts"),
+        ({"choice": [""]}, "choice"),
+        ({"regex": ""}, "regex=''"),
+        ({"regex": "\ud800"}, "regex"),
+        ({"regex": "a", "choice": ["a"]}, "regex=a: is given beside choice"),
+        ({"json_schema": {}, "grammar": "start: "}, "is given beside json_schema"),
+        ({"regex": "(?=a)b"}, "regex: cannot be kept .*looking around"),
+        ({"regex": "a" * 2**20}, "characters, more than"),
+        ({"regex": "(a?){500}a{500}"}, "too large to follow"),
+        ({"grammar": 'start: "a'}, "grammar: cannot be kept"),
+        ({"grammar": 'root ::= "a'}, "grammar: cannot be kept"),
+    ],
+)
+def test_a_guide_that_cannot_be_kept_is_one_line(given, said):
+    made = engine()
+    with pytest.raises(ConfigError, match=said) as caught:
+        made.add(PROMPT, SamplingParams(**given))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400 and not made.has_work

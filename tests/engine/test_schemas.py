@@ -9,12 +9,12 @@ import jsonschema
 import pytest
 from tests.engine.test_grammar import PROMPT, engine
 
-from expertmesh.engine.grammar import PROBLEM, CompiledSchema
+from expertmesh.engine.grammar import PROBLEMS, CompiledSchema
+from expertmesh.engine.grammar_trial import GrammarTrial
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.schema_check import SchemaCheck
 from expertmesh.engine.schema_patterns import readable_pattern
 from expertmesh.engine.schema_reading import read_schema
-from expertmesh.engine.schema_trial import SchemaTrial
 from expertmesh.errors import ConfigError
 from expertmesh.text.stream import TextStream
 
@@ -100,7 +100,7 @@ def walked(rule, tokens, ends, draw, most=90):
 
 @pytest.mark.parametrize("schema", CORNERS, ids=lambda one: json.dumps(one)[:70])
 def test_random_answers_validate_and_none_breaks_off(made, schema):
-    compiled = made.json_rules.compiled(schema)
+    compiled = made.answer_rules.compiled("json_schema", schema)
     stream = TextStream(made.tokenizer)
     tokens = [stream.bytes_of(i) for i in range(made.model.vocab_size)]
     num_whole = 0
@@ -163,7 +163,7 @@ def test_a_refused_place_is_fine_where_it_is_a_value_or_a_name(made):
         {"type": "array", "uniqueItems": False},
         {"enum": ["(?i)", "[["]},
     ):
-        assert isinstance(made.json_rules.compiled(schema), CompiledSchema)
+        assert isinstance(made.answer_rules.compiled("json_schema", schema), CompiledSchema)
 
 
 WRAPPED = whole(minimum=1, maximum=999_999, allOf=[{"multipleOf": 53_300}, {"multipleOf": 80_581}])
@@ -176,7 +176,7 @@ def test_an_answer_that_the_compiler_ends_wrongly_is_an_error_and_no_stop(made, 
     found = made.generate([PROMPT], params)
     assert {one.finish_reason for one in found} <= {"error", "length"}
     wrong = [one.error for one in found if one.finish_reason == "error"]
-    assert wrong and all(one.startswith(PROBLEM) and "does not validate" in one for one in wrong)
+    assert wrong and all(one.startswith(PROBLEMS) and "does not validate" in one for one in wrong)
 
 
 VALUES = ["0", "-0", "1", "1.0", "0.3", "0.25", "1e30", "12345678901234567890", "true", "null", '"a"', '"ab"', '"é"',
@@ -242,17 +242,17 @@ def test_patterns_are_read_as_all_programs_read_them(given, found):
 
 
 def test_a_trial_ends_in_time_and_memory_and_the_next_one_is_answered():
-    trial = SchemaTrial()
+    trial = GrammarTrial()
     bomb = json.dumps(whole(multipleOf=9_999_991))
-    assert trial.problem('{"type": "integer"}') is None
+    assert trial.problem("json_schema", '{"type": "integer"}') is None
     begin = time.monotonic()
-    assert "takes more than 5 s or 1 GiB" in trial.problem(bomb)
+    assert "takes more than 5 s or 1 GiB" in trial.problem("json_schema", bomb)
     assert time.monotonic() - begin < 30
-    assert trial.problem('{"type": "integer"}') is None
-    assert "Invalid type" in trial.problem('{"type": "nope"}')
+    assert trial.problem("json_schema", '{"type": "integer"}') is None
+    assert "Invalid type" in trial.problem("json_schema", '{"type": "nope"}')
     trial.close()
     with pytest.raises(ConfigError, match="cannot start"):
-        SchemaTrial("expertmesh.no_such_module").problem("{}")
+        GrammarTrial("expertmesh.no_such_module").problem("json_schema", "{}")
 
 
 class Held:
@@ -261,7 +261,7 @@ class Held:
     def __init__(self, order):
         self.is_tried, self.may_end, self.order = threading.Event(), threading.Event(), order
 
-    def problem(self, _):
+    def problem(self, *_):
         self.is_tried.set()
         assert self.may_end.wait(60)
         self.order.append("tried")
@@ -278,7 +278,7 @@ def test_steps_go_on_while_another_thread_s_schema_is_tried():
         lambda: made.add(PROMPT, SamplingParams(json_schema=whole(maximum=7))),
     ):
         order = []
-        held = made.json_rules.trial = Held(order)
+        held = made.answer_rules.trial = Held(order)
         first = threading.Thread(target=call)
         first.start()
         assert held.is_tried.wait(60)
@@ -291,10 +291,10 @@ def test_steps_go_on_while_another_thread_s_schema_is_tried():
 
 def test_an_evicted_schema_travels_with_its_request():
     made = engine(max_len=64)
-    ready = made.json_rules.ready(
+    ready = made.answer_rules.ready(
         SamplingParams(json_schema=whole(minimum=0, maximum=9), max_tokens=9)
     )
-    made.json_rules.trial = None  # whoever compiles fails
-    made.json_rules._kept.clear()
+    made.answer_rules.trial = None  # whoever compiles fails
+    made.answer_rules._kept.clear()
     (found,) = made.generate([PROMPT], ready)
     assert found.finish_reason == "length" or 0 <= int(found.text) <= 9

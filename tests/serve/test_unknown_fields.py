@@ -110,6 +110,17 @@ KEPT = {
     "text": (format_of("text", schema=None), None),
     "vLLM": ({"structured_outputs": {"json": SCHEMA, "json_object": False, "regex": None}}, SCHEMA),
     "vLLM's object": ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, OBJECT),
+    "vLLM's list": ({"guided_choice": ["a", "b"]}, ("choice", ("a", "b"))),
+    "vLLM's texts": ({"structured_outputs": {"choice": ["a"]}}, ("choice", ("a",))),
+    "vLLM's expression": ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
+    "vLLM's grammar": ({"guided_grammar": 'root ::= "a"'}, ("grammar", 'root ::= "a"')),
+    "SGLang": ({"regex": "a+", "ebnf": ""}, ("regex", "a+")),
+    "SGLang's grammar": ({"ebnf": 'root ::= "a"'}, ("grammar", 'root ::= "a"')),
+    "llama.cpp": ({"grammar": 'root ::= "a"'}, ("grammar", 'root ::= "a"')),
+    "Together": (format_of("regex", pattern="a+"), ("regex", "a+")),
+    "TGI": (format_of("regex", value="a+"), ("regex", "a+")),
+    "TGI's JSON": (format_of("json", value=SCHEMA), SCHEMA),
+    "Fireworks": (format_of("grammar", grammar='root ::= "a"'), ("grammar", 'root ::= "a"')),
     "nothing": ({"structured_outputs": {}}, None),
 }  # fmt: skip
 
@@ -118,7 +129,9 @@ KEPT = {
 def test_a_schema_is_kept_in_every_spelling(reader, name):
     fields, schema = KEPT[name]
     job = reader.completion(CompletionRequest.model_validate({"prompt": "x"} | fields))
-    assert job.params[0].json_schema == schema
+    assert job.params[0].guide == (
+        schema if isinstance(schema, tuple | None) else ("json_schema", schema)
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +150,10 @@ def test_a_schema_is_kept_in_every_spelling(reader, name):
          "disable_additional_properties"),
         ({"structured_outputs": {"json_object": 2}}, "true or false"),
         ({"structured_outputs": {"json": SCHEMA, "json_object": True}}, "beside"),
-        ({"structured_outputs": {"choice": ["a"]}}, "choice is not supported"),
+        ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "choice is given beside regex"),
+        ({"structured_outputs": {"choice": "a"}}, "must be a list of texts"),
+        ({"guided_regex": "a", "ebnf": "root ::= [a]"}, "beside guided_regex"),
+        (format_of("regex", grammar="a"), "grammar is not supported there; it has type, pattern"),
         ({"guided_json": SCHEMA, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"guided_json": SCHEMA, "guided_choice": ["a"]}, "guided_choice"),
     ],

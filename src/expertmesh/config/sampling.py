@@ -23,6 +23,10 @@ from expertmesh.errors import named
 
 LONGEST_STOP = 1024
 """Maximum characters of a stop string; this much text may be held back while a stop string is possible."""
+MOST_CHOICES = 10_000
+"""Maximum number of texts that an answer is one of."""
+GUIDES = ("json_schema", "choice", "regex", "grammar")
+"""Options that say what the whole answer is; a request has at most one."""
 COLDEST = 1e-6
 """Temperature below which sampling is greedy, because logits divided by it exceed FP32."""
 OF_OUTPUTS = frozenset({"n", "logprobs", "prompt_logprobs", "return_routed_experts"})
@@ -64,6 +68,7 @@ StopText = Annotated[
     Field(min_length=1, max_length=LONGEST_STOP),
     must(f"be a string of 1 to {LONGEST_STOP} characters"),
 ]
+Whole = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Switch = Annotated[bool, must("be True or False")]
@@ -152,6 +157,20 @@ class SamplingParams(Config):
     max_tokens or a stop may cut the answer. Where nothing else may follow, the model's end tokens are allowed despite
     `ignore_eos` and `min_tokens`.
     """
+    choice: Annotated[
+        tuple[Whole, ...] | None,
+        must("be a list of texts", 'for example ["yes", "no"]'),
+        Field(min_length=1, max_length=MOST_CHOICES),
+    ] = None
+    """Texts of which the answer is one; needs the extra `json`; none: any text."""
+    regex: Annotated[
+        Whole | None, must("be a regular expression", "give a text of a character or more")
+    ] = None
+    """Regular expression that the whole answer matches, as in a schema's `pattern`; needs the extra `json`; none: any text."""
+    grammar: Annotated[Whole | None, must("be a grammar", "give a text of a character or more")] = (
+        None
+    )
+    """Grammar of the answer, Lark's (`start: ...`) or llama.cpp's GBNF (`root ::= ...`); needs the extra `json`; none: any text."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -178,7 +197,20 @@ class SamplingParams(Config):
             f"must be at most {named('max_tokens', self.max_tokens)}",
             "ask for fewer",
         )
+        guides = [name for name in GUIDES if getattr(self, name) is not None]
+        self.require(
+            len(guides) < 2,
+            guides[-1] if guides else "regex",
+            f"is given beside {named(guides[0]) if guides else ''}",
+            "leave one of them out",
+        )
         return self
+
+    @property
+    def guide(self) -> tuple[str, Any] | None:
+        """Name and value of the option that says what the whole answer is; None: it is any text."""
+        given = ((name, getattr(self, name)) for name in GUIDES)
+        return next((one for one in given if one[1] is not None), None)
 
     @property
     def is_greedy(self) -> bool:

@@ -38,7 +38,7 @@ from expertmesh.engine.checks import (
     room_for,
 )
 from expertmesh.engine.faster_forward import faster_forward
-from expertmesh.engine.grammar import CompiledSchema, JsonRules
+from expertmesh.engine.grammar import AnswerRules, Compiled
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
 from expertmesh.engine.opening import open_served
@@ -92,7 +92,7 @@ class Engine:
         max_len: maximum tokens of a sequence, for which the cache has room.
         tokenizer: tokenizer of the model; None: prompts are token ids.
         text: text format of the model; None without a tokenizer.
-        json_rules: compiler of JSON schemas, usable from any thread beside the steps.
+        answer_rules: compiler of JSON schemas, regular expressions and grammars, usable from any thread beside the steps.
     """
 
     def __init__(
@@ -139,7 +139,9 @@ class Engine:
         check_ids(end_ids, model.vocab_size, what="end_ids")
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
-        self.json_rules = JsonRules(tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids)
+        self.answer_rules = AnswerRules(
+            tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids
+        )
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         tp = 1 if ranks is None else ranks.degrees.tp
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
@@ -316,7 +318,7 @@ class Engine:
             ConfigError: a value breaks a rule, or the request could never run; other requests are unaffected.
         """
         self._check_leads("requests")
-        params = self.json_rules.ready(params)  # before the lock: steps go on meanwhile
+        params = self.answer_rules.ready(params)  # before the lock: steps go on meanwhile
         with self.lock:
             return self._add(self._prompt_ids(prompt), params, request_id, adapter)
 
@@ -324,7 +326,8 @@ class Engine:
         self, ids: list[int], params: SamplingParams, request_id: str | None, adapter: str | None
     ) -> str:
         ends, has_text = frozenset(params.stop_token_ids), self.tokenizer is not None
-        if not params.ignore_eos or params.json_schema is not None:
+        guide = params.guide
+        if not params.ignore_eos or guide is not None:
             ends |= self._end_ids
         check_asked(ids, params, self.model.vocab_size, has_text=has_text, end_ids=ends)
         chosen = None if adapter is None else self._adapter(adapter)
@@ -344,9 +347,10 @@ class Engine:
             seed=draw_seed() if params.seed is None else params.seed,
             root=ROOT if chosen is None else chosen.root,
         )
-        if isinstance(params.json_schema, CompiledSchema):
+        if guide is not None:
+            assert isinstance(guide[1], Compiled)
             for sequence in request.sequences:
-                sequence.rule = params.json_schema.rule()
+                sequence.rule = guide[1].rule()
         self._scheduler.add(request)
         self._arrivals += 1
         self._requests[request_id] = request
@@ -503,7 +507,7 @@ class Engine:
         many, names = prompts_of(prompts), list[str]()
         each = params_for_each(params, len(many))
         chosen = one_for_each("adapter", adapter, len(many))
-        ready = [self.json_rules.ready(one) for one in each]  # before the lock, as in `add`
+        ready = [self.answer_rules.ready(one) for one in each]  # before the lock, as in `add`
         with self.lock:
             try:
                 for prompt, one, its_adapter in zip(many, ready, chosen, strict=True):
@@ -527,7 +531,7 @@ class Engine:
         Raises:
             ConfigError: see `add`; raised at once.
         """
-        params = self.json_rules.ready(params)
+        params = self.answer_rules.ready(params)
         with self.lock:
             name = self.add(prompt, params, adapter=adapter)
             return self._awaited.streamed(name, step=self._step_of_iterator, abort=self.abort)

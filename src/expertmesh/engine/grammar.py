@@ -1,4 +1,4 @@
-"""JSON-constrained answers: masks of allowed next tokens from a schema, with llguidance (extra `json`)."""
+"""Answers that are JSON of a schema, or match a list, a regular expression or a grammar: masks of allowed next tokens, by llguidance (extra `json`)."""
 
 import json
 from collections import OrderedDict
@@ -6,29 +6,30 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from expertmesh.config.sampling import SamplingParams
+from expertmesh.config.sampling import GUIDES, SamplingParams
 from expertmesh.engine.checks import params_of
+from expertmesh.engine.grammar_trial import TOO_LARGE, TRIAL, is_given_up, matcher_of
 from expertmesh.engine.schema_check import SchemaCheck
+from expertmesh.engine.schema_patterns import readable_pattern
 from expertmesh.engine.schema_reading import MOST_CHARACTERS, read_schema
-from expertmesh.engine.schema_trial import TOO_LARGE, TRIAL, is_given_up, matcher_of
 from expertmesh.errors import ConfigError
 from expertmesh.text.stream import TextStream
 
 _MOST_KEPT = 64
-"""Maximum number of compiled schemas to keep."""
-PROBLEM = "json_schema: "
-"""Beginning of the error of an answer whose schema cannot be kept."""
+"""Maximum number of compiled guides to keep."""
+PROBLEMS = tuple(f"{name}: " for name in GUIDES)
+"""Beginnings of the error of an answer whose guide cannot be kept."""
 _OWN = "x-guidance"  # llguidance's keyword that overrides its options
 _BEFORE = "\x02"  # no token crosses this character
 
 
-class JsonRule:
+class AnswerRule:
     """Rule of one answer. Every call gets all tokens so far, so answers may be rolled back.
 
     Args:
@@ -36,6 +37,7 @@ class JsonRule:
         tokens: bytes of each of V tokens.
         end_ids: end tokens.
         check: reason why a whole answer does not validate, or None.
+        guide: name of the option.
 
     Attributes:
         end_ids: end tokens.
@@ -48,8 +50,9 @@ class JsonRule:
         tokens: Seq[bytes],
         end_ids: Iterable[int],
         check: Callable[[str], str | None],
+        guide: str,
     ) -> None:
-        self._matcher, self._tokens, self._check = matcher, tokens, check
+        self._matcher, self._tokens, self._check, self._guide = matcher, tokens, check, guide
         self.end_ids = frozenset(end_ids)
         self._wrong: str | None = None  # reason why an answer may not end after `_seen`
         self._seen: list[int] = []
@@ -63,7 +66,7 @@ class JsonRule:
             may_end: False: mask end tokens, unless nothing else is allowed.
 
         Returns:
-            (V,) bool with at least one True; None: the answer has left the schema (as wrong draft tokens do).
+            (V,) bool with at least one True; None: the answer has left it (as wrong draft tokens do).
         """
         if not self._follow(ids):
             return None
@@ -85,7 +88,7 @@ class JsonRule:
             return None
         reason = self._wrong or "no token of this vocabulary goes on"
         reason = TOO_LARGE if is_given_up(self._matcher) else reason
-        return f"{PROBLEM}cannot be kept any further ({reason}); give another JSON schema"
+        return f"{self._guide}: cannot be kept any further ({reason}); give another {_READ[self._guide].what}"
 
     def _forbid_wrong_end(self, found_V: Tensor) -> None:
         """Forbid end tokens where the answer is whole and does not validate, whatever the compiler says."""
@@ -98,7 +101,7 @@ class JsonRule:
                 found_V[ends] = False
 
     def _follow(self, ids: Seq[int]) -> bool:
-        """Move the matcher to the end of some tokens; returns whether they fit the schema."""
+        """Move the matcher to the end of some tokens; returns whether they fit."""
         same = 0
         for old, new in zip(self._seen, ids, strict=False):
             if old != new:
@@ -119,41 +122,111 @@ class JsonRule:
         return not self._matcher.is_error()
 
 
-class CompiledSchema(dict[str, Any]):
-    """JSON schema that is compiled; pickled and copied it is the schema alone.
+class Compiled:
+    """Value of an option that is compiled; pickled and copied it is the value alone.
 
-    Args:
-        schema: the schema.
-        make: makes the rule of an answer.
+    Attributes:
         owner: the compiler.
     """
 
-    def __init__(
-        self, schema: Mapping[str, Any], make: Callable[[], JsonRule], owner: "JsonRules"
-    ) -> None:
-        super().__init__(schema)
-        self._make, self.owner, self._lock = make, owner, Lock()
+    owner: "AnswerRules"
+    _make: Callable[[], AnswerRule]
+    _lock: Lock
 
-    def rule(self) -> JsonRule:
+    def made_by(self, owner: "AnswerRules", make: Callable[[], AnswerRule]) -> Self:
+        """The value, after its compiler and what makes the rule of an answer are noted."""
+        self.owner, self._make, self._lock = owner, make, Lock()
+        return self
+
+    def rule(self) -> AnswerRule:
         """Rule at the start of an answer."""
         with self._lock:
             return self._make()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The schema alone."""
-        return dict, (dict(self),)
+        """The value alone."""
+        plain = type(self).__bases__[1]
+        return plain, (plain(self),)
 
 
-class JsonRules:
-    """Compiler of JSON schemas; thread-safe. A schema that takes long holds up nobody who knows his already.
+class CompiledSchema(Compiled, dict[str, Any]):
+    """JSON schema."""
+
+
+class CompiledChoice(Compiled, tuple[str, ...]):
+    """Texts to choose from."""
+
+
+class CompiledText(Compiled, str):
+    """Regular expression or grammar."""
+
+
+class _Reading(NamedTuple):
+    """What is compiled of a guide.
+
+    Attributes:
+        text: what the trial gets.
+        check: makes the check of whole answers.
+    """
+
+    text: str
+    check: Callable[[], Callable[[str], str | None]]
+
+
+class _Kind(NamedTuple):
+    """Kind of a guide.
+
+    Attributes:
+        what: the value in words.
+        read: reads the text of a value; raises ValueError.
+        holder: class of compiled values.
+    """
+
+    what: str
+    read: Callable[[str], _Reading]
+    holder: Callable[[Any], Compiled]
+
+
+def _read_schema(text: str) -> _Reading:
+    read = read_schema(json.loads(text))
+    return _Reading(
+        json.dumps(read.schema),
+        lambda: SchemaCheck(text, read.anchors, _Patterns(read.patterns)).problem,
+    )
+
+
+def _read_choice(text: str) -> _Reading:
+    texts = frozenset(json.loads(text))
+    return _Reading(text, lambda: lambda said: None if said in texts else "it is none of the list")
+
+
+def _read_regex(text: str) -> _Reading:
+    return _Reading(readable_pattern(json.loads(text)), lambda: lambda _: None)
+
+
+def _read_grammar(text: str) -> _Reading:
+    return _Reading(json.loads(text), lambda: lambda _: None)
+
+
+_READ = {
+    "json_schema": _Kind("JSON schema", _read_schema, CompiledSchema),
+    "choice": _Kind("list", _read_choice, CompiledChoice),
+    "regex": _Kind("regular expression", _read_regex, CompiledText),
+    "grammar": _Kind("grammar", _read_grammar, CompiledText),
+}
+"""Kinds by the name of the option."""
+
+
+class AnswerRules:
+    """Compiler of guides; thread-safe. One that takes long holds up nobody whose own is known already.
 
     Args:
-        tokenizer: tokenizer of the model; None: every schema is an error.
+        tokenizer: tokenizer of the model; None: every guide is an error.
         vocab_size: V, at least the tokenizer's.
         end_ids: end tokens.
 
     Attributes:
-        trial: the process that tries schemas first.
+        trial: the process that tries guides first.
     """
 
     def __init__(
@@ -162,65 +235,69 @@ class JsonRules:
         self._tokenizer, self._vocab_size, self.trial = tokenizer, vocab_size, TRIAL
         self._ends = sorted(end_ids)
         self._words: tuple[Any, Seq[bytes]] | None = None
-        self._kept: OrderedDict[str, CompiledSchema] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
         self._lock, self._making = Lock(), Lock()
 
     def ready(self, params: SamplingParams | None) -> SamplingParams:
-        """Checked parameters (`params_of`), whose schema is compiled (`compiled`)."""
+        """Checked parameters (`params_of`), whose guide is compiled (`compiled`)."""
         params = params_of(params)
-        schema = params.json_schema
-        if schema is None or (isinstance(schema, CompiledSchema) and schema.owner is self):
+        found = params.guide
+        if found is None or (isinstance(found[1], Compiled) and found[1].owner is self):
             return params
-        return params.model_copy(update={"json_schema": self.compiled(schema)})
+        guide, value = found
+        return params.model_copy(update={guide: self.compiled(guide, value)})
 
-    def known(self, schema: Mapping[str, Any]) -> CompiledSchema | None:
-        """The compiled schema, if it was compiled lately; never waits for one that is being compiled.
+    def known(self, guide: str, value: Any) -> Compiled | None:
+        """The compiled value, if it was compiled lately; never waits for one that is being compiled.
 
         Raises:
-            ConfigError: there is no tokenizer, or llguidance is not installed; the schema is too large, or no JSON.
+            ConfigError: there is no tokenizer, or llguidance is not installed; the value is too large, or no JSON.
         """
         if self._tokenizer is None:
-            raise ConfigError("json_schema: is about text, and the engine has no tokenizer")
+            raise ConfigError(f"{guide}: is about text, and the engine has no tokenizer")
         if find_spec("llguidance") is None:
             raise ConfigError(
-                "json_schema: needs llguidance; install it with: pip install 'expertmesh[json]'"
+                f"{guide}: needs llguidance; install it with: pip install 'expertmesh[json]'"
             )
-        text = _text(schema)
+        key = guide, _text(guide, value)
         with self._lock:
-            if text in self._kept:
-                self._kept.move_to_end(text)
-            return self._kept.get(text)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
-    def compiled(self, schema: Mapping[str, Any]) -> CompiledSchema:
-        """A schema that is ready for answers, tried in another process first (`SchemaTrial`).
+    def compiled(self, guide: str, value: Any) -> Compiled:
+        """A guide that is ready for answers, tried in another process first (`GrammarTrial`).
+
+        Args:
+            guide: name of the option.
+            value: its value.
 
         Raises:
-            ConfigError: see `known`; or the schema is invalid, takes too long, or has unsupported keywords.
+            ConfigError: see `known`; or the value is invalid, takes too long, or has unsupported parts.
         """
-        found = self.known(schema)
+        found = self.known(guide, value)
         if found is not None:
             return found
-        text = _text(schema)
+        text = _text(guide, value)
         try:
-            read = read_schema(json.loads(text))
-            rewritten = json.dumps(read.schema)
-            if (problem := self.trial.problem(rewritten)) is not None:
+            read = _READ[guide].read(text)
+            if (problem := self.trial.problem(guide, read.text)) is not None:
                 raise ValueError(problem)
             tokenizer, tokens = self._of_model()
-            matcher = matcher_of(rewritten, tokenizer)
-            check = SchemaCheck(text, read.anchors, _Patterns(read.patterns)).problem
+            matcher = matcher_of(guide, read.text, tokenizer)
+            check = read.check()
         except (ValueError, RecursionError) as error:
-            raise _refused(_line(str(error))) from None
+            raise _refused(guide, str(error)) from None
 
-        def make() -> JsonRule:
+        def make() -> AnswerRule:
             own = matcher.deep_copy()
-            return JsonRule(own, tokens=tokens, end_ids=self._ends, check=check)
+            return AnswerRule(own, tokens=tokens, end_ids=self._ends, check=check, guide=guide)
 
         if (said := make().problem([])) is not None:
             raise ConfigError(said)
-        found = CompiledSchema(schema, make, self)
+        found = _READ[guide].holder(value).made_by(self, make)
         with self._lock:
-            self._kept[text] = found
+            self._kept[guide, text] = found
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return found
@@ -250,7 +327,7 @@ class _Patterns:
 
         bytes_ = LLTokenizer("byte")
         self._matchers = {
-            given: matcher_of(json.dumps({"type": "string", "pattern": one}), bytes_)
+            given: matcher_of("json_schema", json.dumps({"type": "string", "pattern": one}), bytes_)
             for given, one in patterns.items()
         }
 
@@ -302,21 +379,21 @@ class _Words:
         return found
 
 
-def _text(schema: Mapping[str, Any]) -> str:
+def _text(guide: str, value: Any) -> str:
+    """Value as JSON."""
     try:
-        text = json.dumps({n: v for n, v in schema.items() if n != _OWN}, allow_nan=False)
+        if isinstance(value, Mapping):
+            value = {name: one for name, one in value.items() if name != _OWN}
+        text = json.dumps(value, allow_nan=False)
     except RecursionError:
-        raise _refused("it is nested too deeply") from None
+        raise _refused(guide, "it is nested too deeply") from None
     except (TypeError, ValueError) as error:
-        raise _refused(_line(str(error))) from None
+        raise _refused(guide, str(error)) from None
     if len(text) > MOST_CHARACTERS:
-        raise _refused(f"it has {len(text)} characters, more than {MOST_CHARACTERS}")
+        raise _refused(guide, f"it has {len(text)} characters, more than {MOST_CHARACTERS}")
     return text
 
 
-def _refused(reason: str) -> ConfigError:
-    return ConfigError(f"{PROBLEM}cannot be kept ({reason}); give another JSON schema")
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:200]
+def _refused(guide: str, reason: str) -> ConfigError:
+    line = " ".join(reason.split())[:200]
+    return ConfigError(f"{guide}: cannot be kept ({line}); give another {_READ[guide].what}")

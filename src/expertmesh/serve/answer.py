@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from expertmesh.engine.grammar import PROBLEM
+from expertmesh.engine.grammar import PROBLEMS
 from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
@@ -133,4 +133,4 @@ def _check(outputs: dict[int, RequestOutput]) -> None:
     for output in outputs.values():
         if output.finish_reason == "error":
             said = output.error or "the answer could not be computed"
-            raise RequestError(400 if said.startswith(PROBLEM) else 500, said)
+            raise RequestError(400 if said.startswith(PROBLEMS) else 500, said)

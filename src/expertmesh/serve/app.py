@@ -36,9 +36,9 @@ from expertmesh.serve.wrong_body import best_error
 _READERS = 2
 """Number of threads that tokenize requests."""
 _SCHEMA_READERS = 4
-"""Number of threads that compile JSON schemas, which others do not wait for."""
+"""Number of threads that compile schemas and grammars, which others do not wait for."""
 _MOST_SCHEMAS = 32
-"""Maximum requests whose schemas wait to be compiled."""
+"""Maximum requests whose schemas and grammars wait to be compiled."""
 _MOST_ERRORS = 100
 """Maximum errors of a body that are looked at: the first one's forms are listed at its place."""
 
@@ -253,15 +253,15 @@ class ServerApp:
             )
 
     async def _with_rules(self, job: Job) -> Job:
-        """A job whose JSON schema is compiled, in threads that other requests do not need."""
-        if job.json_field is None:
+        """A job whose guide is compiled, in threads that other requests do not need."""
+        if job.guide is None:
             return job
         if self._num_schemas >= _MOST_SCHEMAS:
             self.metrics.rejected("queue_full")
             raise RequestError(
                 429,
-                "too many new JSON schemas wait; try again later",
-                param=job.json_field,
+                "too many new schemas and grammars wait; try again later",
+                param=job.guide.field,
                 code="queue_full",
                 headers={"retry-after": "1"},
             )

@@ -10,10 +10,10 @@ from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.chat import conversation_ids
 from expertmesh.engine.engine import Engine
+from expertmesh.engine.grammar import Compiled
 from expertmesh.engine.request import for_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
-from expertmesh.serve.json_mode import JSON_FIELDS, json_schema
 from expertmesh.serve.schema import (
     ANY,
     HARMLESS,
@@ -30,6 +30,7 @@ from expertmesh.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
+from expertmesh.serve.structured_outputs import GUIDE_FIELDS, Guide, guide_of
 from expertmesh.text.answer_pieces import AnswerParser, PlainParser
 from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
@@ -53,8 +54,7 @@ class Job:
         params: sampling parameters of each prompt.
         drops_token: whether the one generated token is dropped, because max_tokens is 0.
         adapter: name of the adapter; None: the model alone.
-        json_field: name of the field with a schema that is still to be compiled (`RequestReader.with_rules`); None:
-            there is none.
+        guide: what the whole answer must be, if that is still to be compiled (`RequestReader.with_rules`).
         make_parser: makes the parser of one answer's text; a new one for each answer.
     """
 
@@ -63,7 +63,7 @@ class Job:
     params: Sequence[SamplingParams]
     drops_token: bool = False
     adapter: str | None = None
-    json_field: str | None = None
+    guide: Guide | None = None
     make_parser: Callable[[], AnswerParser] = PlainParser
 
 
@@ -269,7 +269,7 @@ class RequestReader:
         }
         for name, here in RENAMED.items():
             harmless[name] = (*HARMLESS.get(name, ()), getattr(request, here, given.get(here)))
-        known = (*JSON_FIELDS, *_OF_CHATS) if isinstance(request, ChatRequest) else JSON_FIELDS
+        known = (*GUIDE_FIELDS, *_OF_CHATS) if isinstance(request, ChatRequest) else GUIDE_FIELDS
         _refuse(given, known=known, harmless=harmless)
         if request.stream_options is not None:
             _refuse(request.stream_options.model_extra, place="stream_options.")
@@ -308,32 +308,31 @@ class RequestReader:
         return params
 
     def _constrained(self, request: Sampling, job: Job) -> Job:
-        """A job with the schema that is asked for, compiled if it was before."""
-        asked = json_schema(request.model_extra or {})
-        if asked is None:
+        """A job with what the whole answer must be, compiled if it was before."""
+        guide = guide_of(request.model_extra or {})
+        if guide is None:
             return job
-        field, schema = asked
-        try:
-            known = self._engine.json_rules.known(schema)
-        except ConfigError as error:
-            raise RequestError(400, f"{field}: {error}", param=field) from None
-        params = [one.model_copy(update={"json_schema": known or schema}) for one in job.params]
-        return replace(job, params=params, json_field=None if known else field)
+        return self._guided(job, guide, self._engine.answer_rules.known)
 
     def with_rules(self, job: Job) -> Job:
-        """A job whose schema is compiled, which may take seconds.
+        """A job whose guide is compiled, which may take seconds.
 
         Raises:
-            RequestError: the schema cannot be kept.
+            RequestError: the guide cannot be kept.
         """
-        schema = job.params[0].json_schema
-        assert schema is not None
+        assert job.guide is not None
+        return self._guided(job, job.guide, self._engine.answer_rules.compiled)
+
+    @staticmethod
+    def _guided(job: Job, guide: Guide, compiled: Callable[[str, Any], Compiled | None]) -> Job:
         try:
-            compiled = self._engine.json_rules.compiled(schema)
+            made = compiled(guide.option, guide.value)
         except ConfigError as error:
-            raise RequestError(400, f"{job.json_field}: {error}", param=job.json_field) from None
-        params = [one.model_copy(update={"json_schema": compiled}) for one in job.params]
-        return replace(job, params=params, json_field=None)
+            said = str(error).removeprefix(f"{guide.field}: ")
+            raise RequestError(400, f"{guide.field}: {said}", param=guide.field) from None
+        value = guide.value if made is None else made
+        params = [one.model_copy(update={guide.option: value}) for one in job.params]
+        return replace(job, params=params, guide=guide if made is None else None)
 
 
 def _refuse(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from expertmesh.config.base import without_none
-from expertmesh.config.sampling import LONGEST_STOP, SamplingParams
+from expertmesh.config.sampling import GUIDES, LONGEST_STOP, SamplingParams
 from expertmesh.text.chat import RESERVED_VARIABLES
 
 MOST_PROMPTS = 1024
@@ -110,9 +110,9 @@ _OTHERWISE = {
 SPELLED = {
     name: _OTHERWISE.get(name) or Spelled(_declared(name))
     for name in SamplingParams.model_fields
-    if name not in ("logprobs", "prompt_logprobs", "json_schema")
+    if name not in ("logprobs", "prompt_logprobs", *GUIDES)
 }
-"""Fields of a body that are options of a request; the other three are asked for by fields of other types."""
+"""Fields of a body that are options of a request; the others are asked for by fields of other types."""
 
 ANY: tuple[Any, ...] = ()
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -196,7 +196,6 @@ RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
 }
 """Fields of other servers, with their names here; refused unless the field of that name has the same value."""
 
-_JSON_ALONE = "answers are free text, or JSON (response_format)"
 _TO_TEMPLATE = "it is a variable of templates; write it into chat_template_kwargs"
 _NO_TOOLS = "calls of tools are not supported; leave it out"
 INSTEAD = {
@@ -204,13 +203,7 @@ INSTEAD = {
     "tool_choice": _NO_TOOLS,
     "functions": _NO_TOOLS,
     "function_call": _NO_TOOLS,
-    "guided_regex": _JSON_ALONE,
-    "guided_grammar": _JSON_ALONE,
-    "guided_choice": _JSON_ALONE,
-    "structural_tag": _JSON_ALONE,
-    "grammar": _JSON_ALONE,
-    "regex": _JSON_ALONE,
-    "ebnf": _JSON_ALONE,
+    "structural_tag": "there are json, choice, regex and grammar (structured_outputs)",
     "documents": _TO_TEMPLATE,
     "enable_thinking": _TO_TEMPLATE,
     "thinking": _TO_TEMPLATE,

@@ -1,9 +1,12 @@
-"""JSON mode over HTTP: OpenAI's and vLLM's spellings, streams, and schemas that cannot be kept."""
+"""Answers of a schema, list, expression or grammar over HTTP: the spellings, streams, and what cannot be kept."""
 
 import asyncio
 import json
+import re
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 
 import httpx2
@@ -30,7 +33,8 @@ SAID = [{"role": "user", "content": "hi"}]
 def post(server, fields, path="/v1/completions"):
     body = {"max_tokens": 200} | fields
     body |= {"prompt": "x"} if path == "/v1/completions" else {"messages": SAID}
-    return httpx2.post(server.address + path, json=body, timeout=120)
+    head = {"content-type": "application/json"}
+    return httpx2.post(server.address + path, content=json.dumps(body), headers=head, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +87,16 @@ def wrapped(schema):
         ("guided_json", []),
         ("guided_json", '{"const": "\\ud800"}'),
         ("guided_json", reduce(lambda inner, _: {"items": inner}, range(200), {})),
-        ("structured_outputs", {"regex": "a*"}),
+        ("structured_outputs", {"regex": "("}),
+        ("structured_outputs", {"choice": []}),
         ("structured_outputs", {"json": {"pattern": "(", "type": "string"}}),
-        ("guided_regex", "a*"),
+        ("guided_regex", "(?=a)b"),
+        ("guided_regex", ""),
+        ("guided_choice", ["a", 1]),
+        ("guided_choice", ["\ud800"]),
+        ("guided_grammar", "start: "),
+        ("grammar", "root ::= ("),
+        ("ebnf", "root ::= \\"),
     ],
 )
 def test_what_cannot_be_kept_is_400_that_names_the_field(server, field, value):
@@ -110,6 +121,63 @@ def test_without_llguidance_the_extra_is_named(folder, monkeypatch):
     assert (caught.value.status, caught.value.param) == (400, "guided_json")
 
 
+MATCHES = {
+    "choice": (
+        {"guided_choice": ["yes", 'n"o\\\n', "日本", "yes and no"]},
+        r'yes|n"o\\\n|日本|yes and no',
+    ),
+    "one choice": ({"structured_outputs": {"choice": ["one"]}}, "one"),
+    "regex": ({"guided_regex": r"^[a-c]{2,5}-\d+(é|🎉)?$"}, r"[a-c]{2,5}-\d+(é|🎉)?"),
+    "any character": ({"regex": ".{3,9}"}, ".{3,9}"),
+    "Lark": ({"guided_grammar": 'start: "a" x\nx: /[0-9]{1,4}/ | "(" x ")"'}, r"a\(*[0-9]{1,4}\)*"),
+    "GBNF": ({"grammar": 'root ::= ("ab" | "c"){1,3} "!"'}, "(ab|c){1,3}!"),
+}
+
+
+@pytest.mark.parametrize(("fields", "expression"), MATCHES.values(), ids=MATCHES)
+def test_an_answer_that_ends_by_stop_matches(server, fields, expression):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        found = post(server, fields | {"n": 6, "seed": 1, "max_tokens": 60}, path)
+        assert found.status_code == 200, found.text
+        ended = 0
+        for one in found.json()["choices"]:
+            text = one["text"] if "text" in one else one["message"]["content"]
+            if one["finish_reason"] == "stop":
+                assert re.fullmatch(expression, text), text
+                ended += 1
+        assert ended
+
+
+GUIDE_BOMBS = {
+    "expression": {"guided_regex": "(a?){500}a{500}"},
+    "much to look back on": {"guided_regex": "(.*a){1000}"},
+    "huge repetition": {"guided_grammar": 'start: x{0,100000}\nx: y{0,100000}\ny: "a"? "b"?'},
+    "ambiguous": {"guided_grammar": 'start: s\ns: s s s | s s | "a" | "ab" | "b" |'},
+    "deep": {"grammar": "root ::= " + "(" * 50_000},
+    "many choices": {"guided_choice": [f"choice number {i}" for i in range(200_000)]},
+    "long choices": {"guided_choice": ["x" * 2**20, "y"]},
+}
+
+
+@pytest.mark.parametrize("fields", GUIDE_BOMBS.values(), ids=GUIDE_BOMBS)
+def test_guides_that_take_long_hold_up_nobody(server, fields):
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, server, fields | {"max_tokens": 40})
+        longest = 0.0
+        while not asked.done():
+            begin = time.monotonic()
+            assert post(server, {"max_tokens": 1}).status_code == 200
+            longest = max(longest, time.monotonic() - begin)
+        found = asked.result()
+    assert longest < 3, longest
+    assert found.status_code in (200, 400), found.text
+    if found.status_code == 200:
+        assert found.json()["choices"][0]["finish_reason"] in ("stop", "length")
+    else:
+        assert "\n" not in found.json()["error"]["message"]
+        assert found.json()["error"]["param"] in (None, *fields)
+
+
 BOMB = {"type": "array", "items": {"type": "integer", "multipleOf": 999_979}}
 
 
@@ -120,7 +188,7 @@ def test_a_schema_that_is_tried_holds_up_no_other_request(folder):
     is_tried, may_end, order = threading.Semaphore(0), threading.Event(), []
 
     class Held:
-        def problem(self, _):
+        def problem(self, *_):
             is_tried.release()
             assert may_end.wait(100)
 
@@ -135,7 +203,7 @@ def test_a_schema_that_is_tried_holds_up_no_other_request(folder):
         local = httpx2.ASGITransport(app=app.asgi)
         async with httpx2.AsyncClient(transport=local, base_url="http://localhost") as client:
             await ask(client, "known", guided_json=SCHEMA)
-            engine.json_rules.trial = Held()
+            engine.answer_rules.trial = Held()
             held = [
                 asyncio.ensure_future(ask(client, "held", guided_json={"const": i}))
                 for i in range(8)
