@@ -132,7 +132,10 @@ class _Draw(random.Random):
                 {"city": city, "celsius": celsius}, separators=self.choice([None, (",", ":")])
             )
         if kind == 2:
-            return json.dumps({self.choice(["result", "output", "temperature"]): plain})
+            return json.dumps(
+                {self.choice(["result", "temperature", self.name()]): plain}
+                | self.choice([{}, {"sky": "clear"}])
+            )
         return plain
 
     def asked(self, question: str) -> str:
