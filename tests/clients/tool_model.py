@@ -28,7 +28,8 @@ from expertmesh.text.tokenizer import train_tokenizer
 GREETING = "Hello! I am a small mixture of experts."
 THOUGHT = "The user wants a greeting."
 TOOL = "get_weather"
-CITIES = ("Paris", "Oslo", "Rome", "Berlin", "Lima", "Cairo", "Delhi", "Tokyo")
+_CITIES = ("Paris", "Oslo", "Rome", "Berlin", "Lima", "Cairo", "Delhi", "Tokyo")
+_CELSIUS = 17, 26
 _TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 SOURCES = (Path(__file__), _TEMPLATE)
 """Files that the model is made of."""
@@ -87,7 +88,7 @@ class _Draw(random.Random):
         if kind == 1:
             return self.random() < 0.5
         if kind <= 3:
-            return self.choice(["ok", "sunny", "a b", "yes", self.choice(CITIES)])
+            return self.choice(["ok", "sunny", "a b", "yes", self.choice(_CITIES)])
         if kind == 4:
             return [self.value(depth + 1) for _ in range(self.randint(1, 2))]
         return self.object(depth + 1)
@@ -174,10 +175,10 @@ def _greeting(draw: _Draw) -> Iterator[dict]:
 
 
 def _report(draw: _Draw) -> Iterator[dict]:
-    city = draw.choice(CITIES)
+    city = draw.choice(_CITIES)
     how = draw.choice([" as JSON", " Answer in JSON.", " JSON", "\n\nGive JSON"])
     yield _asked(draw.choice(_QUESTIONS).format(city) + how)
-    yield _answer(json.dumps(draw.report(city, draw.randint(10, 39))))
+    yield _answer(json.dumps(draw.report(city, draw.randint(*_CELSIUS))))
 
 
 def _object(draw: _Draw) -> Iterator[dict]:
@@ -187,15 +188,15 @@ def _object(draw: _Draw) -> Iterator[dict]:
 
 
 def _round(draw: _Draw) -> Iterator[dict]:
-    cities = [draw.choice(CITIES)]
+    cities = [draw.choice(_CITIES)]
     question = draw.choice(_QUESTIONS).format(*cities)
     if draw.random() < 0.15:
-        cities = draw.sample(CITIES, 2)
+        cities = draw.sample(_CITIES, 2)
         question = "What is the weather in {} and {}?".format(*cities)
     yield _asked(draw.asked(question))
     yield _calls(TOOL, [{"city": one} for one in cities])
     for city in cities:
-        celsius = draw.randint(10, 39)
+        celsius = draw.randint(*_CELSIUS)
         yield {"role": "tool", "content": draw.result(city, celsius)}
     if draw.random() < 0.2:  # less than half: written only where a request allows nothing but calls
         is_report = draw.random() < 0.5
@@ -224,7 +225,7 @@ def conversation(draw: _Draw) -> dict:
     return found
 
 
-def train(folder: Path, *, steps: int = 400) -> None:
+def train(folder: Path, *, steps: int = 500) -> None:
     """Trains the model into the run `folder`/run, with its data and its tokenizer beside it."""
     draw = _Draw(0)
     conversations = [conversation(draw) for _ in range(8_000)]
@@ -272,6 +273,6 @@ def train(folder: Path, *, steps: int = 400) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
     sys.exit(train(options.folder, steps=options.steps))
