@@ -120,10 +120,23 @@ def test_a_model_that_knows_no_conversations_says_so():
             engine.chat(ASKED)
 
 
-def test_messages_are_json_too_and_may_have_calls_without_content(engine):
+def test_messages_are_json_too_and_may_say_nothing(engine):
     assert engine.chat_ids(json.loads(json.dumps(TALK))) == engine.chat_ids(TALK)
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
-    assert engine.chat_ids([*ASKED, call]) == engine.chat_ids([*ASKED, {**call, "content": ""}])
+    nothing = {"role": "assistant", "content": None}
+    assert engine.chat_ids([*ASKED, nothing]) == engine.chat_ids(
+        [*ASKED, {**nothing, "content": ""}]
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for ask, what in (
+        (
+            lambda: engine.chat_ids([*ASKED, {**nothing, "tool_calls": [call]}]),
+            "messages: have calls",
+        ),
+        (lambda: engine.chat(ASKED, tools=[call]), "tools: the model's chat template does not"),
+        (lambda: engine.chat_ids(ASKED, tools=[1]), "tools.0.type: must be function"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            ask()
 
 
 def test_a_text_without_room_in_the_engines_window_is_not_tokenised(source):

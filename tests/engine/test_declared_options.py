@@ -140,7 +140,7 @@ def test_every_option_is_where_it_belongs():
     assert of_command == names - OF_OUTPUTS
     for body in (CompletionRequest, ChatRequest):
         of_body = names & {*body.model_fields}
-        assert names - of_body <= {"prompt_logprobs", *GUIDES}
+        assert names - of_body <= {"prompt_logprobs", "kept_special_ids", *GUIDES}
         fields = body.model_fields
         for name in of_body - {"logprobs"}:
             assert fields[name].description == em.SamplingParams.model_fields[name].description

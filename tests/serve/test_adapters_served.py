@@ -1,5 +1,10 @@
 """Adapters behind the server's door and the verb: chosen by name, listed, counted, and refused in a line."""
 
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import httpx2
 import openai
 import pytest
@@ -114,3 +119,77 @@ def test_the_verb_answers_with_one(folder, adapters, tmp_path, capsys):
         f"--adapter {tmp_path}: has no readable adapter_config.json" in error
         and error.count("\n") == 1
     )
+
+
+def test_adapters_come_and_go_while_the_server_runs(folder, adapters):
+    root = Path(adapters["poems"]).parent
+    engine = em.Engine(folder, adapters=adapters)
+    with served(folder, "--adapter-root", str(root)) as found:
+
+        def post(path, **body):
+            return httpx2.post(f"{found.address}/v1/{path}", json=body, timeout=60)
+
+        loaded = post("load_lora_adapter", lora_name="poems", lora_path="poems")
+        assert (loaded.status_code, loaded.text) == (
+            200,
+            "Success: LoRA adapter 'poems' added successfully.",
+        )
+        whole = post("load_lora_adapter", lora_name="code", lora_path=adapters["code"])
+        assert whole.status_code == 200
+        for name in adapters:
+            text = post("completions", model=name, **ASKED).json()["choices"][0]["text"]
+            assert text == text_of(engine, name)
+        long = ASKED | {"max_tokens": 300, "ignore_eos": True, "stream": True, "model": "poems"}
+        with httpx2.stream("POST", f"{found.address}/v1/completions", json=long) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            with ThreadPoolExecutor(1) as pool:
+                going = pool.submit(post, "unload_lora_adapter", lora_name="poems")
+                while "poems" in httpx2.get(f"{found.address}/v1/models").text:
+                    time.sleep(0.01)
+                refused = post("completions", model="poems", **ASKED)
+                assert refused.status_code == 404
+                rest, is_whole = events([*lines])
+                assert is_whole and rest[-1]["choices"][0]["finish_reason"] == "length"
+                assert going.result().text == "Success: LoRA adapter 'poems' removed successfully."
+        again = post("load_lora_adapter", lora_name="poems", lora_path="poems")
+        assert again.status_code == 200
+        outside = root.parent / "outside"
+        shutil.copytree(adapters["poems"], outside)
+        (root / "link").symlink_to(outside)
+        (root / "empty").mkdir()
+        for path, body, status, said in (
+            ("load", {"lora_name": "poems", "lora_path": "poems"}, 400, "is loaded already"),
+            ("load", {"lora_name": "tiny", "lora_path": "poems"}, 400, "is loaded already"),
+            ("load", {"lora_name": "a", "lora_path": "../outside"}, 400, "must be a folder below"),
+            ("load", {"lora_name": "a", "lora_path": str(outside)}, 400, "must be a folder below"),
+            ("load", {"lora_name": "a", "lora_path": "link"}, 400, "must be a folder below"),
+            ("load", {"lora_name": "a", "lora_path": "/etc/passwd"}, 400, "must be a folder below"),
+            ("load", {"lora_name": "a", "lora_path": "none\x00"}, 400, "must be a folder below"),
+            ("load", {"lora_name": "a", "lora_path": "none"}, 400, "must be a folder below"),
+            ("load", {"lora_name": "a", "lora_path": "empty"}, 400, "no readable adapter_config"),
+            ("load", {"lora_name": "", "lora_path": "poems"}, 400, "lora_name"),
+            ("load", {"lora_name": "a"}, 400, "lora_path"),
+            (
+                "load",
+                {"lora_name": "a", "lora_path": "poems", "load_inplace": True},
+                400,
+                "load_in",
+            ),
+            ("unload", {"lora_name": "tiny"}, 400, "is the model itself"),
+            ("unload", {"lora_name": "a"}, 404, "there is no 'a'"),
+            ("unload", {"lora_name": "code", "lora_int_id": 1}, 400, "lora_int_id"),
+        ):
+            wrong = post(f"{path}_lora_adapter", **body)
+            message = wrong.json()["error"]["message"]
+            assert (wrong.status_code, said in message, "\n" in message) == (status, True, False), (
+                body,
+                message,
+            )
+
+
+def test_adapters_stay_unless_an_option_allows_it(server):
+    for path in ("load", "unload"):
+        body = {"lora_name": "a", "lora_path": "poems"}
+        found = httpx2.post(f"{server.address}/v1/{path}_lora_adapter", json=body)
+        assert found.status_code == 403 and "--adapter-root" in found.text

@@ -95,7 +95,7 @@ BAD = [
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "a " * 3000}]}, 400, "prompt"),
-    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function"),
     (CHAT, chat(tool_choice="required"), 400, "tool_choice"),
     (CHAT, chat(functions=[{}]), 400, "functions"),
     (CHAT, chat(modalities=["audio"]), 400, "modalities"),

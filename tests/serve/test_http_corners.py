@@ -115,15 +115,15 @@ def test_pages_of_an_origin_that_is_allowed_may_use_openai_s_client(folder):
         assert other.status_code == 400
 
 
-def test_a_call_in_the_history_says_that_calls_are_not_supported(server):
+def test_a_call_in_the_history_says_that_the_template_does_not_write_it(server):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for content in ({"content": None}, {}, {"content": ""}):
         said = {"role": "assistant", **content, "tool_calls": [call]}
         body = {"messages": [{"role": "user", "content": "a"}, said]}
         for path in ("/v1/chat/completions", "/tokenize"):
             error = httpx2.post(server.address + path, json=body).json()["error"]
-            assert error["param"] == "messages.1.tool_calls", error
-            assert "calls of tools are not supported" in error["message"]
-    body = {"messages": [{"role": "assistant", "content": None}]}
+            assert error["param"] == "messages", error
+            assert "chat template does not write them" in error["message"]
+    body = {"messages": [{"role": "user", "content": None}]}
     error = httpx2.post(server.address + "/v1/chat/completions", json=body).json()["error"]
     assert json.dumps(error).count("messages.0.content") == 1

@@ -1,5 +1,7 @@
 """Fields that decide how a conversation becomes a prompt, and the fields that are refused since they would change an answer."""
 
+from dataclasses import replace
+
 import pytest
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.calls import calls_of
@@ -132,7 +134,9 @@ REFUSED_OF_CHATS = [
     ({"messages": [extra("name", "\ud800")]}, "messages"),
     ({"messages": [extra("name", "<|im_end|>")]}, "messages"),
     ({"messages": [extra("function_call", {"name": "f"})]}, "messages.0.function_call"),
-    ({"messages": [extra("tool_calls", [1])]}, "messages.0.tool_calls"),
+    ({"messages": [extra("tool_calls", [1])]}, "messages.0.tool_calls.0.type"),
+    ({"messages": [extra("tool_calls", [{"function": {"name": "f", "arguments": "["}}])]}, "messages.0.tool_calls.0.function.arguments"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # which the template does not write
     ({"messages": [USER, {**USER, "prefix": True}]}, "messages.1.prefix"),
     ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"add_special_tokens": True}, "add_special_tokens"),
@@ -163,11 +167,13 @@ OTHER = {  # values with an effect, of fields whose usual one is no list
     "skip_special_tokens": False,
     "prompt_logprobs": 0,
     "include_reasoning": False,
+    "verbosity": "low",
     "truncate_prompt_tokens": -1,
     "tool_choice": "required",
     "do_sample": False,
     "detokenize": False,
 }
+OF_CHATS = ("tools", "tool_choice", "include_reasoning", "separate_reasoning", "verbosity")
 AS_USUAL = {name for name, values in HARMLESS.items() if values is not ANY}
 
 
@@ -182,7 +188,7 @@ def test_each_field_that_would_change_an_answer_is_refused_by_name(reader, name)
         (CompletionRequest, {"prompt": "Hi"}, reader.completion),
     ]
     for kind, body, read in kinds:
-        if name in kind.model_fields:
+        if name in kind.model_fields or (kind is ChatRequest and name in OF_CHATS):
             continue
         plain = read(kind.model_validate(body))
         harmless = [None, *HARMLESS.get(name, ())]
@@ -216,19 +222,25 @@ def test_a_field_that_says_the_same_as_another_is_taken(reader, fields):
     assert found == reader.chat(ChatRequest.model_validate(body | known))
 
 
-def test_an_effort_that_no_template_reads_is_refused(tmp_path):
+def test_an_effort_that_no_template_reads_is_named_in_a_header(reader, tmp_path):
     own = reader_of(train_tokenizer(["Hi "], vocab_size=300, marks=MARKS), tmp_path, None)
     body = {"messages": [USER]}
     plain = own.chat(ChatRequest.model_validate(body))
-    for taken in (
-        {"reasoning_effort": "none"},
-        {"chat_template_kwargs": {"enable_thinking": True}},
+    for taken, unread in (
+        ({"chat_template_kwargs": {"enable_thinking": True}}, ()),
+        ({"reasoning_effort": None}, ()),
+        ({"reasoning_effort": "low", "verbosity": "high"}, ("reasoning_effort", "verbosity")),
+        ({"reasoning_effort": "none"}, ("reasoning_effort",)),
     ):
-        assert own.chat(ChatRequest.model_validate(body | taken)) == plain
-    with pytest.raises(
-        RequestError, match="^reasoning_effort: this model's chat template does not"
+        job = own.chat(ChatRequest.model_validate(body | taken))
+        assert job == replace(plain, without_effect=unread)
+    for taken, unread, prompt in (  # of a template that reads an effort, and can turn thoughts off
+        ({"reasoning_effort": "low", "verbosity": "low"}, ("verbosity",), f"low{ASKED}{ANSWER}"),
+        ({"reasoning_effort": "none"}, (), f"{ASKED}{ANSWER}<think></think>"),
     ):
-        own.chat(ChatRequest.model_validate(body | {"reasoning_effort": "low"}))
+        job = reader.chat(ChatRequest.model_validate(body | taken))
+        assert job.without_effect == unread
+        assert prompt_of(reader, taken) == prompt
 
 
 LONG = "few words " * 999

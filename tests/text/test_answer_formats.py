@@ -4,15 +4,15 @@ import json
 
 import pytest
 from tests.support.answer_templates import TEMPLATES
+from tests.support.calls import calls_of
 
 from expertmesh.errors import ConfigError
-from expertmesh.text.answer_formats import FORMATS, format_names, format_of
-from expertmesh.text.answer_parsers import CallParser, MarkedParser
+from expertmesh.text.answer_formats import FORMATS, AnswerReading, format_names, format_of
+from expertmesh.text.answer_parsers import CallParser
 from expertmesh.text.answer_pieces import (
     CallArguments,
     CallStart,
     Content,
-    PlainParser,
     Thought,
     joined,
 )
@@ -55,10 +55,7 @@ def parser_of(name, *, is_open=False, **options):
     template = TEMPLATES[name]
     thoughts, calls = (format_of(kind, template) for kind in ("thoughts", "calls"))
     assert name in calls.names
-    return MarkedParser(
-        PlainParser() if thoughts is None else thoughts.thoughts.parser(is_open=is_open),
-        CallParser(calls.calls, TOOLS, new_id=calls.new_id, **options),
-    )
+    return AnswerReading(thoughts, calls, TOOLS, is_open=is_open, **options)()
 
 
 def said(parser, *texts):
@@ -203,6 +200,19 @@ def test_good_calls_beside_bad_ones():
     assert (got[0], len(got[2])) == ("", 1)
 
 
+def test_answers_of_many_broken_calls_are_read_in_linear_time():
+    texts = (
+        "<tool_call>{",
+        '<tool_call>{"name": "stop", "arguments": {"a": "</tool_call>',
+        "</tool_call>",
+    )
+    for text in (*(one * 300 for one in texts), texts[1] + texts[2] * 300):
+        with calls_of(CallParser._read) as reads:
+            for parts in ([text], [*text]):
+                assert said(parser_of("hermes"), *parts) == (text, "", [])
+        assert len(reads) < 300
+
+
 def test_harmony_as_models_write_it():
     call = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
     for text, want in (
@@ -268,6 +278,6 @@ def test_formats_by_name():
     for kind in ("thoughts", "calls"):
         names = format_names(kind)
         assert len({*names}) == len(names)
-        with pytest.raises(ConfigError, match=r"'x': must be one of none, .*choose one"):
+        with pytest.raises(ConfigError, match=r"parser=x: must be one of none, .*choose one"):
             format_of(kind, "", "x")
     assert all(one.thoughts or one.calls for one in FORMATS)

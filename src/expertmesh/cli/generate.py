@@ -306,7 +306,7 @@ def _encoder(
     from expertmesh.engine.checks import check_prompts
     from expertmesh.engine.lockstep import check_context_room
     from expertmesh.engine.texts import prompt_ids
-    from expertmesh.text.chat import read_messages
+    from expertmesh.text.messages import read_messages
 
     model, text, variables = opened.decoder, opened.text, options.variables
     check_variables_read(variables, text.chat)
@@ -360,7 +360,7 @@ def _parse(argv: list[str]) -> GenerateVerb:
 
 
 def _last(messages: list[dict[str, Any]]) -> str:
-    from expertmesh.text.chat import read_messages
+    from expertmesh.text.messages import read_messages
 
     content: str = read_messages(messages)[-1]["content"]
     return content

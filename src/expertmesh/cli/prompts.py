@@ -39,7 +39,8 @@ def variables_of(typed: str | None) -> dict[str, Any]:
     """
     if typed is None:
         return {}
-    from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode
+    from expertmesh.text.chat import RESERVED_VARIABLES
+    from expertmesh.text.messages import is_unicode
 
     try:
         found = parse_json(typed)
@@ -90,7 +91,7 @@ def _asked_in(path: Path) -> list[Prompt]:
 
 def _asked_by(json_text: str, where: str) -> Asked:
     """Prompt in a value of JSON; `where` is its place in messages."""
-    from expertmesh.text.chat import is_unicode, read_messages
+    from expertmesh.text.messages import is_unicode, read_messages
 
     try:
         value = parse_json(json_text)

@@ -14,7 +14,7 @@ from expertmesh.cli.decoding import check_several, load_adapter, say_precision
 from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
-from expertmesh.config.base import expanded
+from expertmesh.config.base import expanded, key_of_environment
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.fields import Flat, ModelFolder, Operation
 from expertmesh.config.launched import launched_rank
@@ -74,6 +74,10 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
             )
+        from expertmesh.text.answer_formats import format_of
+
+        format_of("calls", "", server.tool_call_parser)
+        format_of("thoughts", "", server.reasoning_parser)
         keys = keys_of(server.api_key_file)
     if launched_rank()[0] > 0:
         assert parallel is not None
@@ -210,13 +214,15 @@ def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:
-    """API keys of a file, one per line.
+    """API keys of a file, one per line, and of the environment.
 
     Raises:
-        ConfigError: the file is unreadable, or has no key.
+        ConfigError: the file is unreadable or has no key, or the variable is blank.
     """
+    given = key_of_environment()
+    own = () if given is None else (given,)
     if path is None:
-        return ()
+        return own
     try:
         with expanded(path).open("rb") as file:
             lines = decoded(file.read(MOST_KEY_BYTES)).split("\n")
@@ -231,4 +237,4 @@ def keys_of(path: str | None) -> tuple[str, ...]:
     keys = tuple(filter(None, (line.strip() for line in lines)))
     if not keys:
         raise ConfigError("api_key_file", path, "has no key", "write one on each line")
-    return keys
+    return (*keys, *own)

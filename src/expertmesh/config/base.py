@@ -39,6 +39,8 @@ from expertmesh.errors import ConfigError, named
 Location = tuple[int | str, ...]
 _SCALAR_TYPES = ("int_type", "float_type", "bool_type")
 _CHANGE = "change it"  # fix for a value that must be given
+KEY_VARIABLE = "EXPERTMESH_API_KEY"
+"""Environment variable with an API key of the server, which counts beside those of a file."""
 UNKNOWN = "unknown option"
 EMPTY = ("must not be empty", "give a value, or leave it out")
 """Rule and fix of an empty or blank text, as from an unset variable of a shell: it is no value of any option."""
@@ -544,6 +546,18 @@ def environment_of_child() -> dict[str, str]:
     """Environment variables for a Python process that imports what this one does."""
     path = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
     return {**os.environ, "PYTHONPATH": path}
+
+
+def key_of_environment() -> str | None:
+    """API key in `KEY_VARIABLE`; None: it is not set.
+
+    Raises:
+        ConfigError: it is blank.
+    """
+    given = os.environ.get(KEY_VARIABLE)
+    if given is not None and not given.strip():
+        raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")
+    return given and given.strip()
 
 
 def user_cache_dir() -> Path:

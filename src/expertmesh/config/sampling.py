@@ -172,6 +172,11 @@ class SamplingParams(Config):
     )
     """Grammar of the answer, Lark's (`start: ...`) or llama.cpp's GBNF (`root ::= ...`); needs the extra `json`; none: any text."""
 
+    kept_special_ids: Annotated[
+        tuple[TokenId, ...], must("be a list of token ids", "for example [13]")
+    ] = ()
+    """Special tokens whose names are part of the answer's text, such as the marks of calls; others are left out of it."""
+
     @field_validator("*", mode="before")
     @classmethod
     def _as_python_writes_it(cls, value: Any, _: ValidationInfo) -> Any:

@@ -1,13 +1,16 @@
 """Options of the server."""
 
 import ipaddress
+import re
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config
+from expertmesh.config.base import KEY_VARIABLE, Config, key_of_environment
 from expertmesh.config.fields import Spelling
 from expertmesh.errors import named
+
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]")
 
 
 class ServerConfig(Config):
@@ -21,12 +24,20 @@ class ServerConfig(Config):
     """Model name in requests and responses; none: the folder's name."""
     adapter: Annotated[tuple[str, ...], Spelling("NAME=DIR")] = ()
     """Low-rank adapters in peft's format, each as NAME=DIR; the field `model` of a request selects one; none: no adapter."""
+    adapter_root: Annotated[str | None, Spelling("DIR")] = None
+    """Folder below which `/v1/load_lora_adapter` may read adapters; none: the adapters stay as they are."""
     api_key_file: Annotated[str | None, Spelling("FILE")] = None
-    """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: no key is needed."""
+    """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: that of the environment (EXPERTMESH_API_KEY), or no key is needed."""
     without_key: bool = False
     """Let other machines connect without an API key."""
+    allow_host: Annotated[tuple[str, ...], Spelling("NAME")] = ()
+    """Names of this machine, besides localhost, in requests to a server without keys, for example host.docker.internal."""
     allow_origin: Annotated[tuple[str, ...], Spelling("ORIGIN")] = ()
     """Origins of web pages that may use the server (CORS), for example https://chat.example.org; none: only the server's own page."""
+    tool_call_parser: Annotated[str | None, Spelling("NAME")] = None
+    """Format of calls of tools in answers, as vLLM names them (hermes, qwen3_coder, openai, ...; "none": calls stay text); none: the one that the chat template shows."""
+    reasoning_parser: Annotated[str | None, Spelling("NAME")] = None
+    """Format of thoughts in answers, likewise (deepseek_r1, openai_gptoss, ...; "none": thoughts stay text); none: the one that the chat template shows."""
     max_waiting: int = Field(default=256, ge=0)
     """Maximum number of waiting answers (n per request), besides running ones; beyond it requests get status 429 with Retry-After."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
@@ -46,19 +57,32 @@ class ServerConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        is_guarded = self.api_key_file is not None
+        is_guarded = self.is_guarded
         self.require(
             is_guarded or self.without_key or self.is_local,
             "host",
             "is reached by other machines, and there is no key",
-            f"give {named('api_key_file')}, or {named('without_key')} if that is meant, or listen on 127.0.0.1",
+            f"give {named('api_key_file')} or set {KEY_VARIABLE}, or {named('without_key')} if that is meant, or listen on 127.0.0.1",
         )
         self.require(
             not (is_guarded and self.without_key),
             "without_key",
-            f"has no effect beside {named('api_key_file')}",
+            f"has no effect beside {named('api_key_file')} or {KEY_VARIABLE}",
             "leave one of them out",
         )
+        self.require(
+            not self.allow_host or (self.is_local and not is_guarded),
+            "allow_host",
+            "has no effect where any name is allowed: with a key, or on an address that other machines reach",
+            "leave it out",
+        )
+        for one in self.allow_host:
+            self.require(
+                _HOST.fullmatch(one) is not None,
+                "allow_host",
+                "each must be a name without scheme and port",
+                "for example host.docker.internal",
+            )
         for one in self.adapter:
             name, _, folder = one.partition("=")
             self.require(
@@ -81,6 +105,11 @@ class ServerConfig(Config):
         """Folders of adapters by name."""
         parts = (one.partition("=") for one in self.adapter)
         return {name: folder for name, _, folder in parts}
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether requests need a key."""
+        return self.api_key_file is not None or key_of_environment() is not None
 
     @property
     def is_local(self) -> bool:

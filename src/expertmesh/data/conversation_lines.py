@@ -11,14 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.config.base import parse_json
-from expertmesh.text.chat import (
-    MESSAGES,
-    NOT_LEARNED,
-    ROLES,
-    Conversation,
-    is_unicode,
-    our_role,
-)
+from expertmesh.text.chat import MESSAGES, NOT_LEARNED, Conversation
+from expertmesh.text.messages import ROLES, is_unicode, our_role
 
 FLAGS = (
     "weight",

@@ -49,7 +49,7 @@ class Answers:
     def begin(self, request: Request) -> None:
         """Start the answers of a request."""
         for sequence in request.sequences:
-            text = AnswerText(self._tokenizer, request.params.stop)
+            text = AnswerText(self._tokenizer, request.params.stop, request.params.kept_special_ids)
             self.known[sequence] = _Answer(text)
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
@@ -166,6 +166,7 @@ class Answers:
             prompt_logprobs,
             experts,
             sequence.num_cached or 0,
+            answer.text.stop,
             replace(answer.timing),
         )
 

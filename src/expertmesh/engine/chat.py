@@ -4,15 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.errors import ConfigError
-from expertmesh.text.chat import RESERVED_VARIABLES, is_unicode, read_messages
+from expertmesh.text.chat import RESERVED_VARIABLES
 from expertmesh.text.format import TextFormat
 from expertmesh.text.limits import TextLimitError
+from expertmesh.text.messages import is_unicode, read_messages
+from expertmesh.text.tools import read_tools
+
+_UNWRITTEN = "the model's chat template does not write them"
 
 
 def conversation_ids(
     text: TextFormat | None,
     messages: Any,
     *,
+    tools: Any = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -22,6 +27,7 @@ def conversation_ids(
     Args:
         text: text format of the model; None: there is no tokenizer.
         messages: see `read_messages`.
+        tools: see `read_tools`; None: there are none.
         add_generation_prompt: whether the beginning of an answer follows; None: unless the last message is continued.
         continue_final_message: whether the last message stays open.
         chat_template_kwargs: further variables of the chat template.
@@ -43,15 +49,25 @@ def conversation_ids(
         raise ConfigError(
             "chat_template_kwargs: must be variables of the template by name; give a dict such as {'enable_thinking': False}"
         )
-    if not is_unicode([variables]):
-        raise ConfigError("chat_template_kwargs: has half a character; correct it")
+    for name, value in (("chat_template_kwargs", variables), ("tools", tools)):
+        if not is_unicode([value]):
+            raise ConfigError(f"{name}: has half a character; correct it")
     if wrong := [name for name in RESERVED_VARIABLES if name in variables]:
         raise ConfigError(f"chat_template_kwargs: may not have {wrong[0]!r}; leave it out")
     if continue_final_message and add_generation_prompt:
         raise ConfigError("continue_final_message: excludes add_generation_prompt; leave one out")
+    known = read_tools(tools) if tools is not None else None
+    if known and not text.chat.writes("tools"):
+        raise ConfigError(
+            f"tools: {_UNWRITTEN}; leave them out, or use a model whose template does"
+        )
     try:
+        said = read_messages(messages)
+        if any(one.get("tool_calls") for one in said) and not text.chat.writes("tool_calls"):
+            raise ConfigError(f"have calls of tools, and {_UNWRITTEN}; leave them out")
         ids = text.chat_ids(
-            read_messages(messages),
+            said,
+            tools=known or None,
             asks=add_generation_prompt is not False,
             continues=continue_final_message,
             variables=variables,

@@ -199,6 +199,7 @@ def check_asked(
     check_prompts([ids], vocab_size, what="prompt")
     check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
     check_ids(params.logit_bias, vocab_size, what="logit_bias")
+    check_ids(params.kept_special_ids, vocab_size, what="kept_special_ids")
     if params.min_tokens and params.guide is None and len(end_ids) >= vocab_size:
         raise ConfigError(
             "min_tokens",

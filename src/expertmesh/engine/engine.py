@@ -264,13 +264,20 @@ class Engine:
             ConfigError: this rank is not the first, the adapter is unknown, or an unfinished request uses it.
         """
         self._check_leads("adapters")
-        one = self._adapter(name)
-        busy = sum(request.root == one.root for request in self._requests.values())
-        if busy:
+        if busy := self.num_requests_of(name):
             raise ConfigError(
                 "adapter", repr(name), f"{busy} requests have it", "wait for them, or abort them"
             )
         self._runner.unload_adapter(name)
+
+    def num_requests_of(self, name: str) -> int:
+        """Number of unfinished requests that have an adapter.
+
+        Raises:
+            ConfigError: the adapter is unknown.
+        """
+        root = self._adapter(name).root
+        return sum(request.root == root for request in self._requests.values())
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -483,7 +490,8 @@ class Engine:
             messages: messages with a role ("system", "user", "assistant", "tool") and a content (text); a
                 template gets other fields, too.
             **options: `add_generation_prompt` (False: no beginning of an answer), `continue_final_message` (True: the
-                answer continues the last message), `chat_template_kwargs` (further variables of the template).
+                answer continues the last message), `chat_template_kwargs` (further variables of the template), `tools`
+                (functions that may be called, as OpenAI's interface has them).
 
         Raises:
             ConfigError: the model knows no conversations, an argument is invalid, or the template refuses it.

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from expertmesh.config.sampling import GUIDES, SamplingParams
 from expertmesh.engine.checks import params_of
-from expertmesh.engine.grammar_trial import TOO_LARGE, TRIAL, is_given_up, matcher_of
+from expertmesh.engine.grammar_trial import (
+    TOO_LARGE,
+    TRIAL,
+    is_given_up,
+    matcher_of,
+    matcher_of_grammar,
+)
+from expertmesh.engine.guided_calls import GuidedCalls
 from expertmesh.engine.schema_check import SchemaCheck
 from expertmesh.engine.schema_patterns import readable_pattern
 from expertmesh.engine.schema_reading import MOST_CHARACTERS, read_schema
@@ -26,6 +33,7 @@ _MOST_KEPT = 64
 PROBLEMS = tuple(f"{name}: " for name in GUIDES)
 """Beginnings of the error of an answer whose guide cannot be kept."""
 _OWN = "x-guidance"  # llguidance's keyword that overrides its options
+_Check = Callable[[str], str | None]
 _BEFORE = "\x02"  # no token crosses this character
 
 
@@ -49,7 +57,7 @@ class AnswerRule:
         *,
         tokens: Seq[bytes],
         end_ids: Iterable[int],
-        check: Callable[[str], str | None],
+        check: _Check,
         guide: str,
     ) -> None:
         self._matcher, self._tokens, self._check, self._guide = matcher, tokens, check, guide
@@ -123,7 +131,7 @@ class AnswerRule:
 
 
 class Compiled:
-    """Value of an option that is compiled; pickled and copied it is the value alone.
+    """Value of an option that is compiled; pickled and copied it is what was given alone.
 
     Attributes:
         owner: the compiler.
@@ -131,11 +139,12 @@ class Compiled:
 
     owner: "AnswerRules"
     _make: Callable[[], AnswerRule]
+    _given: Any
     _lock: Lock
 
-    def made_by(self, owner: "AnswerRules", make: Callable[[], AnswerRule]) -> Self:
-        """The value, after its compiler and what makes the rule of an answer are noted."""
-        self.owner, self._make, self._lock = owner, make, Lock()
+    def made_by(self, owner: "AnswerRules", make: Callable[[], AnswerRule], given: Any) -> Self:
+        """The value, after its compiler, what makes the rule of an answer and what was given are noted."""
+        self.owner, self._make, self._given, self._lock = owner, make, given, Lock()
         return self
 
     def rule(self) -> AnswerRule:
@@ -144,9 +153,8 @@ class Compiled:
             return self._make()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The value alone."""
-        plain = type(self).__bases__[1]
-        return plain, (plain(self),)
+        """What was given alone."""
+        return _same, (self._given,)
 
 
 class CompiledSchema(Compiled, dict[str, Any]):
@@ -170,7 +178,7 @@ class _Reading(NamedTuple):
     """
 
     text: str
-    check: Callable[[], Callable[[str], str | None]]
+    check: Callable[[], _Check]
 
 
 class _Kind(NamedTuple):
@@ -259,7 +267,7 @@ class AnswerRules:
             raise ConfigError(
                 f"{guide}: needs llguidance; install it with: pip install 'expertmesh[json]'"
             )
-        key = guide, _text(guide, value)
+        key = guide, _key(guide, value)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -284,8 +292,12 @@ class AnswerRules:
             if (problem := self.trial.problem(guide, read.text)) is not None:
                 raise ValueError(problem)
             tokenizer, tokens = self._of_model()
-            matcher = matcher_of(guide, read.text, tokenizer)
             check = read.check()
+            if isinstance(value, GuidedCalls):
+                grammar = value.grammar(lambda one: read_schema(one).schema, self._specials)
+                matcher, check = matcher_of_grammar(grammar, tokenizer), _of_list(value, check)
+            else:
+                matcher = matcher_of(guide, read.text, tokenizer)
         except (ValueError, RecursionError) as error:
             raise _refused(guide, str(error)) from None
 
@@ -295,12 +307,18 @@ class AnswerRules:
 
         if (said := make().problem([])) is not None:
             raise ConfigError(said)
-        found = _READ[guide].holder(value).made_by(self, make)
+        found = _READ[guide].holder(value).made_by(self, make, _plain(value))
         with self._lock:
-            self._kept[guide, text] = found
+            self._kept[guide, _key(guide, value)] = found
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    @property
+    def _specials(self) -> dict[str, int]:
+        assert self._tokenizer is not None
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {one.content: i for i, one in added if one.special}
 
     def _of_model(self) -> tuple[Any, Seq[bytes]]:
         """llguidance's tokenizer of the model, and the bytes of its tokens."""
@@ -377,6 +395,26 @@ class _Words:
             found.append(best)
             left = left[len(self.tokens[best]) :]
         return found
+
+
+def _plain(value: Any) -> Any:
+    """A value that was not compiled."""
+    if isinstance(value, Compiled):
+        return value._given
+    return value if isinstance(value, GuidedCalls | str | tuple) else dict(value)
+
+
+def _same(given: Any) -> Any:
+    return given
+
+
+def _of_list(calls: GuidedCalls, check: _Check) -> _Check:
+    """Check of an answer, by the list of its calls."""
+    return lambda answer: check(calls.listed(answer))
+
+
+def _key(guide: str, value: Any) -> str:
+    return _text(guide, value) + (value.key if isinstance(value, GuidedCalls) else "")
 
 
 def _text(guide: str, value: Any) -> str:

@@ -36,10 +36,16 @@ def matcher_of(guide: str, text: str, tokenizer: Any) -> Any:
     Raises:
         ValueError: it cannot be kept, or nothing fits it.
     """
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLParserLimits
 
     limits = LLParserLimits() if guide == "json_schema" else LLParserLimits(step_max_items=_ITEMS)
-    grammar = _grammar(guide, text)
+    return matcher_of_grammar(_grammar(guide, text), tokenizer, limits)
+
+
+def matcher_of_grammar(grammar: str, tokenizer: Any, limits: Any = None) -> Any:
+    """llguidance matcher of a grammar; raises ValueError if nothing fits it."""
+    from llguidance import LLMatcher
+
     problem = LLMatcher.validate_grammar(grammar, tokenizer, limits=limits)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if problem or matcher.get_error():

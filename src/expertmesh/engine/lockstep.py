@@ -28,6 +28,7 @@ from expertmesh.parallel.inference import broadcast_from_rank0
 _SERVED = {
     *FILTERS,
     *("temperature", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    "kept_special_ids",
 }
 
 
@@ -150,7 +151,7 @@ class Lockstep:
         """All answers so far, after each step."""
         left = self.model.max_seq_len - max(map(len, prompts))  # the batch is a rectangle
         rooms = [min(room, left) for room in rooms]
-        texts = [AnswerText(self.tokenizer, one.stop) for one in params]
+        texts = [AnswerText(self.tokenizer, one.stop, one.kept_special_ids) for one in params]
         ends = [
             frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._end_ids)
             for one in params
@@ -186,6 +187,7 @@ class Lockstep:
                     texts[row].settled if reasons[row] is None else texts[row].text,
                     reasons[row],  # type: ignore[arg-type]
                     errors[row],
+                    stop_string=texts[row].stop,
                 )
                 for row, prompt in enumerate(prompts)
             ]

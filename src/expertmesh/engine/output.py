@@ -51,6 +51,7 @@ class RequestOutput:
         routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer so far, without the last
             token, if requested; each row as in the pass that gave the logprob of the next token.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        stop_string: stop string before which the text ends; None: something else ended it.
         timing: times of the answer; None for `Lockstep`, which has no queue and takes no times.
 
     Example:
@@ -71,4 +72,5 @@ class RequestOutput:
     prompt_logprobs: tuple[Logprob | None, ...] | None = field(default=None, repr=False)
     routed_experts: Tensor | None = field(default=None, repr=False)
     num_cached_tokens: int = 0
+    stop_string: str | None = None
     timing: Timing | None = field(default=None, repr=False, compare=False)

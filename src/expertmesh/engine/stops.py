@@ -13,13 +13,26 @@ class AnswerText:
     Args:
         tokenizer: tokenizer of the model; None: no text.
         stops: strings before which the text ends.
+        kept: special tokens that are written by their names.
+
+    Attributes:
+        text: the text so far.
+        stop: the stop string that has ended it; None: none has.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], kept: Sequence[int] = ()
+    ) -> None:
+        self._stream = None if tokenizer is None else TextStream(tokenizer, kept)
         self._stops, self._most = tuple(stops), max(map(len, stops), default=0)
-        self.text, self.is_stopped = "", False
+        self.text = ""
+        self.stop: str | None = None
         self._first = 0  # stop strings are searched from here on
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stop is not None
 
     def feed(self, token_id: int, *, may_stop: bool = True) -> None:
         """Append a token; a completed stop string ends the text, the earliest one if there are several.
@@ -52,6 +65,7 @@ class AnswerText:
         if not may_stop:
             self._first = len(self.text)
             return
-        found = [at for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
         if found:
-            self.text, self.is_stopped = self.text[: min(found)], True
+            first, self.stop = min(found)
+            self.text = self.text[:first]

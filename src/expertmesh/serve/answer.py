@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -13,9 +13,34 @@ from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
-from expertmesh.serve.writing import Writer
 
-_DONE = b"data: [DONE]\n\n"
+WITHOUT_EFFECT = "x-without-effect"
+"""Header with the fields of a request that pass because one body must do for all models, and have no effect on this one."""
+
+
+class AnswerWriter(Protocol):
+    """Format of the answers to one request."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether events of a stream have names, which are their types; else it ends with `[DONE]`."""
+        ...
+
+    def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+        """Response with complete answers."""
+        ...
+
+    def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Stream events for an update of an answer; empty if nothing is new."""
+        ...
+
+    def last(self) -> list[dict[str, Any]]:
+        """Final events of a stream."""
+        ...
+
+    def failed(self, fault: RequestError) -> list[dict[str, Any]]:
+        """Final events of a stream that an error ends."""
+        ...
 
 
 class Answer(Response):
@@ -26,6 +51,7 @@ class Answer(Response):
         ticket: ticket of the request, not yet submitted.
         writer: formats the answer.
         is_stream: whether to send an event stream.
+        without_effect: fields of the request that the model does not know, named in a header.
         admit: raises RequestError if the server has no room.
         watch: called with each update of an answer, for metrics.
     """
@@ -34,15 +60,17 @@ class Answer(Response):
         self,
         worker: EngineWorker,
         ticket: Ticket,
-        writer: Writer,
+        writer: AnswerWriter,
         *,
         is_stream: bool,
+        without_effect: Sequence[str] = (),
         admit: Callable[[Ticket], None],
         watch: Callable[[dict[int, RequestOutput]], None],
     ) -> None:
         super().__init__()
         self._worker, self._ticket, self._writer = worker, ticket, writer
         self._is_stream, self._admit, self._watch = is_stream, admit, watch
+        self._more = {WITHOUT_EFFECT: ", ".join(without_effect)} if without_effect else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer until it has ended or the client has disconnected."""
@@ -72,7 +100,7 @@ class Answer(Response):
             raise _as_fault(error) from error
         _check(last)
         body = await asyncio.to_thread(self._writer.whole, last)
-        await JSONResponse(body)(scope, receive, send)
+        await JSONResponse(body, headers=self._more)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         """Send events; the response head is sent with the first event, so that a refusal still has its status."""
@@ -83,6 +111,7 @@ class Answer(Response):
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in self._more.items()),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -95,15 +124,21 @@ class Answer(Response):
                     await begin()
                     has_begun = True
                 if events:
-                    await _send_body(send, b"".join(map(_event, events)))
+                    await _send_body(send, self._written(events))
         except (ConfigError, EngineFailedError, RequestError) as error:
             fault = _as_fault(error)
             if not has_begun:
                 raise fault from error
-            await _send_body(send, _event(fault.body) + _DONE, more=False)
+            await _send_body(
+                send, self._written(self._writer.failed(fault), is_end=True), more=False
+            )
             return
-        end = b"".join(map(_event, self._writer.last())) + _DONE
-        await _send_body(send, end, more=False)
+        await _send_body(send, self._written(self._writer.last(), is_end=True), more=False)
+
+    def _written(self, events: Iterable[dict[str, Any]], *, is_end: bool = False) -> bytes:
+        is_named = self._writer.is_named
+        found = b"".join(_event(one, is_named=is_named) for one in events)
+        return found if is_named or not is_end else found + b"data: [DONE]\n\n"
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -115,9 +150,10 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def _event(value: dict[str, Any], *, is_named: bool) -> bytes:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    name = f"event: {value['type']}\n" if is_named else ""
+    return f"{name}data: {text}\n\n".encode()
 
 
 def _as_fault(error: Exception) -> RequestError:

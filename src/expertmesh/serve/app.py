@@ -4,32 +4,45 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.errors import ConfigError
-from expertmesh.serve.answer import Answer
+from expertmesh.serve.absent import why_not
+from expertmesh.serve.answer import Answer, AnswerWriter
 from expertmesh.serve.description import ANSWERS, describe
 from expertmesh.serve.experts_page import PAGE
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.gate import Gate
+from expertmesh.serve.messages import CountTokensRequest, MessagesRequest
+from expertmesh.serve.messages import translated as translated_messages
+from expertmesh.serve.messages_writing import MessagesWriter
 from expertmesh.serve.metrics import Metrics
 from expertmesh.serve.reading import Job, RequestReader
+from expertmesh.serve.request_ids import RequestIds
+from expertmesh.serve.responses import ResponsesRequest
+from expertmesh.serve.responses import translated as translated_response
+from expertmesh.serve.responses_writing import ResponsesWriter
+from expertmesh.serve.runtime_adapters import RuntimeAdapters
 from expertmesh.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     Sampling,
     TokenizeChat,
     TokenizeText,
+    UnloadAdapterRequest,
 )
-from expertmesh.serve.worker import EngineWorker, Ticket
+from expertmesh.serve.translation import Translation
+from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 from expertmesh.serve.writing import TokenTexts, Writer
 from expertmesh.serve.wrong_body import best_error
 
@@ -83,20 +96,22 @@ class ServerApp:
         self._schemas = ThreadPoolExecutor(_SCHEMA_READERS, thread_name_prefix="schemas")
         self._num_schemas = 0
         self._most = engine.config.max_sequences + config.max_waiting
+        self.adapters = RuntimeAdapters(self.worker, self.reader, config.adapter_root)
         self.gate = Gate(self._routes(), config, keys)
+        asgi: Any = self.gate
         if config.allow_origin:
             from starlette.middleware.cors import CORSMiddleware
 
-            self.asgi: Any = CORSMiddleware(
+            asgi = CORSMiddleware(
                 self.gate,
                 allow_origins=config.allow_origin,
                 allow_methods=["GET", "POST"],
                 allow_headers=[
                     "*"
                 ],  # OpenAI's client sends some of its own; origin and key are still checked
+                expose_headers=["x-request-id"],
             )
-        else:
-            self.asgi = self.gate
+        self.asgi = RequestIds(asgi)
 
     def start(self) -> None:
         """Start to answer; called in the event loop."""
@@ -119,16 +134,33 @@ class ServerApp:
             redirect_slashes=False,
         )
         app.add_exception_handler(RequestError, _on_fault)
+        app.add_exception_handler(EngineFailedError, _on_dead_engine)
         app.add_exception_handler(RequestValidationError, _on_wrong_body)
         app.add_exception_handler(HTTPException, _on_wrong_path)
         app.add_exception_handler(Exception, _on_failure)
         app.get("/", response_class=HTMLResponse, include_in_schema=False)(self.page)
         app.get("/health", responses=ANSWERS["health"])(self.health)
+        for method in (app.get, app.post):
+            method("/ping", responses=ANSWERS["health"])(self.health)
+        app.post("/reset_prefix_cache", responses=ANSWERS["reset"], response_class=Response)(
+            self.reset_prefix_cache
+        )
         app.get("/version", responses=ANSWERS["version"])(self.show_version)
         app.get("/metrics", responses=ANSWERS["metrics"])(self.show_metrics)
         app.get("/v1/models", responses=ANSWERS["models"])(self.models)
         app.get("/v1/models/{model:path}", responses=ANSWERS["model"])(self.model)
         app.get("/tokenizer_info", responses=ANSWERS["tokenizer_info"])(self.tokenizer_info)
+        app.post("/v1/responses", responses=ANSWERS["responses"])(self.responses)
+        app.post("/v1/messages", responses=ANSWERS["messages"])(self.messages)
+        app.post("/v1/messages/count_tokens", responses=ANSWERS["count_tokens"])(self.count_tokens)
+        app.post(
+            "/v1/load_lora_adapter", responses=ANSWERS["adapter"], response_class=PlainTextResponse
+        )(self.load_adapter)
+        app.post(
+            "/v1/unload_lora_adapter",
+            responses=ANSWERS["adapter"],
+            response_class=PlainTextResponse,
+        )(self.unload_adapter)
         app.post("/tokenize", responses=ANSWERS["tokenize"])(self.tokenize)
         app.post("/detokenize", responses=ANSWERS["detokenize"])(self.detokenize)
         app.post("/v1/completions", responses=ANSWERS["completions"])(self.completions)
@@ -168,6 +200,21 @@ class ServerApp:
         """Description of a model or adapter."""
         return JSONResponse(self._card(self.reader.adapter_of(model) or self.model_name))
 
+    async def load_adapter(self, request: LoadAdapterRequest) -> Response:
+        """Load an adapter, as in vLLM."""
+        return PlainTextResponse(await self.adapters.load(request))
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> Response:
+        """Unload an adapter when its requests have ended, as in vLLM."""
+        return PlainTextResponse(await self.adapters.unload(request))
+
+    async def reset_prefix_cache(self) -> Response:
+        """Forget all cached prefixes, as in vLLM; running answers are computed again from their tokens."""
+        if self.worker.error is not None:
+            raise RequestError(503, self.worker.error, code="failed")
+        await self.worker.call(partial(self.engine.update_weights, {}))
+        return Response()
+
     async def tokenizer_info(self) -> Response:
         """Special tokens and the chat template, as lm-evaluation-harness requests them."""
         tokenizer = self.reader.text.tokenizer
@@ -206,12 +253,39 @@ class ServerApp:
         job = await self._with_rules(await self._aside(self.reader.chat, request))
         return self._answer(request, job, wants_logprobs=bool(request.logprobs), is_chat=True)
 
+    async def responses(self, request: ResponsesRequest) -> Response:
+        """Answer a conversation, as OpenAI's responses; nothing is kept."""
+        job = await self._translated(translated_response(request))
+        writer = ResponsesWriter(job, job.adapter or self.model_name, request)
+        return self._sent(job, writer, is_stream=bool(request.stream))
+
+    async def messages(self, request: MessagesRequest) -> Response:
+        """Answer a conversation, as Anthropic's messages."""
+        job = await self._translated(translated_messages(request))
+        writer = MessagesWriter(job, job.adapter or self.model_name)
+        return self._sent(job, writer, is_stream=bool(request.stream))
+
+    async def count_tokens(self, request: CountTokensRequest) -> Response:
+        """Number of tokens of a conversation."""
+        asked = translated_messages(request)
+        try:
+            job = await self._aside(self.reader.chat, asked.asking(max_tokens=1).chat())
+        except RequestError as fault:
+            raise asked.own(fault) from None
+        return JSONResponse({"input_tokens": len(job.prompts[0])})
+
+    async def _translated(self, asked: Translation) -> Job:
+        """The job of a request that is a chat completion; errors are in the request's own names."""
+        try:
+            return await self._with_rules(await self._aside(self.reader.chat, asked.chat()))
+        except RequestError as fault:
+            raise asked.own(fault) from None
+
     def _answer(
         self, request: Sampling, job: Job, *, wants_logprobs: bool, is_chat: bool = False
     ) -> Answer:
         as_ids = bool(request.return_tokens_as_token_ids)
         options = request.stream_options
-        ticket = Ticket(job.prompts, job.params, job.adapter)
         writer = Writer(
             job,
             job.adapter or self.model_name,
@@ -221,11 +295,16 @@ class ServerApp:
             is_chat=is_chat,
             has_usage=options is not None and bool(options.include_usage),
         )
+        return self._sent(job, writer, is_stream=bool(request.stream))
+
+    def _sent(self, job: Job, writer: AnswerWriter, *, is_stream: bool) -> Answer:
+        ticket = Ticket(job.prompts, job.params, job.adapter)
         return Answer(
             self.worker,
             ticket,
             writer,
-            is_stream=bool(request.stream),
+            is_stream=is_stream,
+            without_effect=job.without_effect,
             admit=self._admit,
             watch=self.metrics.requests.watch(ticket),
         )
@@ -293,30 +372,41 @@ class ServerApp:
         } | parent
 
 
-async def _on_fault(_: Request, error: Exception) -> Response:
+async def _on_fault(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error.response()
+    return error.response(request.url.path)
 
 
-async def _on_wrong_body(_: Request, error: Exception) -> Response:
+async def _on_dead_engine(request: Request, error: Exception) -> Response:
+    """Response to what the engine's thread cannot do any more."""
+    return RequestError(503, str(error), code="failed").response(request.url.path)
+
+
+async def _on_wrong_body(request: Request, error: Exception) -> Response:
     """Response to an invalid body: the error that fits it best."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         why, at = errors[0]["ctx"]["error"], errors[0]["loc"][-1]
-        return RequestError(400, f"the body is no JSON: {why} at character {at}").response()
+        return RequestError(400, f"the body is no JSON: {why} at character {at}").response(
+            request.url.path
+        )
     name, message = best_error(errors[:_MOST_ERRORS], error.body)
-    return RequestError(400, message, param=name).response()
+    return RequestError(400, message, param=name).response(request.url.path)
 
 
 async def _on_wrong_path(request: Request, error: Exception) -> Response:
     """Response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400 and error.__cause__ is not None:  # of the body
-        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response()
-    text = {404: "there is no such path", 405: "this path has no such method"}
+        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response(
+            request.url.path
+        )
+    text = {404: why_not(request.url.path), 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
-    return RequestError(error.status_code, message, headers=dict(error.headers or {})).response()
+    return RequestError(error.status_code, message, headers=dict(error.headers or {})).response(
+        request.url.path
+    )
 
 
 def _why_no_json(cause: BaseException) -> str:
@@ -327,6 +417,6 @@ def _why_no_json(cause: BaseException) -> str:
     return "it has a number of too many digits"
 
 
-async def _on_failure(_: Request, error: Exception) -> Response:
+async def _on_failure(request: Request, error: Exception) -> Response:
     """Response to an unexpected error, which the gate logs."""
-    return RequestError(500, "the server failed; its log says why").response()
+    return RequestError(500, "the server failed; its log says why").response(request.url.path)

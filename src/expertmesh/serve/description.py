@@ -6,6 +6,7 @@ from fastapi import FastAPI
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.serve.faults import TYPES
+from expertmesh.serve.gate import OPEN_PATHS
 
 _TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
 _FLAG = {"type": "boolean"}
@@ -39,6 +40,12 @@ _ERROR = _object(
         )
     }
 )
+_ANTHROPIC_ERROR = _object(
+    {
+        "type": {"const": "error"},
+        "error": _object({"type": _TEXT, "message": {"type": "string", "maxLength": 500}}),
+    }
+)
 _USAGE = _object(
     {
         "prompt_tokens": _COUNT,
@@ -59,6 +66,14 @@ _CARD = _object(
 )
 _EXTRAS = {"token_ids": _list(_COUNT), "routed_experts": _TEXT}
 _ENDS = {"enum": ["stop", "length"]}
+_CHAT_ENDS = {"enum": ["stop", "length", "tool_calls"]}
+_CALL = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": _TEXT, "arguments": _TEXT}),
+    }
+)
 _SCORES = {"type": "object", "additionalProperties": _NUMBER}
 _LOGPROBS = _object(
     {
@@ -102,12 +117,38 @@ _CHAT = _answer(
     _object(
         {
             "index": _COUNT,
-            "message": _object({"role": {"const": "assistant"}, "content": _TEXT}),
+            "message": _object(
+                {"role": {"const": "assistant"}, "content": _or_null(_TEXT)},
+                {"reasoning_content": _TEXT, "reasoning": _TEXT, "tool_calls": _list(_CALL)},
+            ),
             "logprobs": _or_null(_CHAT_LOGPROBS),
-            "finish_reason": _ENDS,
+            "finish_reason": _CHAT_ENDS,
         },
         _EXTRAS,
     ),
+)
+_RESPONSE = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "response"},
+        "created_at": _COUNT,
+        "status": {"enum": ["completed", "incomplete"]},
+        "model": _TEXT,
+        "output": _list(_object({"id": _TEXT, "type": _TEXT, "status": _TEXT})),
+        "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}),
+    }
+)
+_MESSAGE = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": _TEXT,
+        "content": _list(_object({"type": _TEXT})),
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        "stop_sequence": _or_null(_TEXT),
+        "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT}),
+    }
 )
 _EVENTS = {"text/event-stream": {"schema": _object({"data": _TEXT})}}
 _RETRY = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
@@ -130,6 +171,7 @@ def _responses(
     *faults: int,
     says: str,
     content: dict[str, Any] | None = None,
+    error: dict[str, Any] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses of a path."""
     kinds = {} if schema is None else {"application/json": {"schema": schema}}
@@ -140,7 +182,7 @@ def _responses(
         assert status in TYPES
         found[status] = {
             "description": _SAYS[status],
-            "content": {"application/json": {"schema": _ERROR}},
+            "content": {"application/json": {"schema": error or _ERROR}},
         }
         if status == 429:
             found[status]["headers"] = _RETRY
@@ -149,6 +191,10 @@ def _responses(
 
 _OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
 ANSWERS = {
+    "adapter": _responses(
+        None, *_OF_BODIES, says="what has happened", content={"text/plain": {"schema": _TEXT}}
+    ),
+    "reset": _responses(None, 408, 413, 500, 503, says="nothing is cached", content={}),
     "health": _responses(_object({"status": _TEXT}), 503, says="requests are answered"),
     "version": _responses(_object({"version": _TEXT}), says="version of the program"),
     "metrics": _responses(
@@ -168,6 +214,13 @@ ANSWERS = {
         says="the tokens",
     ),
     "detokenize": _responses(_object({"prompt": _TEXT}), *_OF_BODIES, says="the text"),
+    "responses": _responses(_RESPONSE, *_OF_BODIES, 429, says="the answer", content=_EVENTS),
+    "messages": _responses(
+        _MESSAGE, *_OF_BODIES, 429, says="the answer", content=_EVENTS, error=_ANTHROPIC_ERROR
+    ),
+    "count_tokens": _responses(
+        _object({"input_tokens": _COUNT}), *_OF_BODIES, says="the number", error=_ANTHROPIC_ERROR
+    ),
     "completions": _responses(_COMPLETION, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
     "chat": _responses(_CHAT, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
 }
@@ -205,11 +258,11 @@ def _bound(made: dict[str, Any], vocab_size: int, config: ServerConfig) -> None:
     for path in made["paths"].values():
         for one in path.values():
             one["responses"].pop("422", None)
-    if config.api_key_file is not None:
+    if config.is_guarded:
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for place, path in made["paths"].items():
             for one in path.values():
-                one["security"] = [] if place == "/health" else [{"key": []}]
+                one["security"] = [] if place in OPEN_PATHS else [{"key": []}]
 
 
 def _limit_ids(node: Any, largest: int) -> None:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: a status and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format, a status and {"error": {message, type, param, code}}, or in Anthropic's."""
 
 from typing import Any
 
@@ -21,6 +21,17 @@ TYPES = {
     503: "service_unavailable_error",
 }
 """Statuses of the server other than 200, and their OpenAI error types."""
+_WRONG = "invalid_request_error"
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class RequestError(Exception):
@@ -46,15 +57,23 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The error as JSON, in the format of a path's interface."""
+        if path != _ANTHROPIC and not path.startswith(f"{_ANTHROPIC}/"):
+            return self.body
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else _WRONG)
+        message = self.body["error"]["message"]
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
+        """The error as JSON, in OpenAI's format."""
         text = " ".join(str(self).split())
         if len(text) > MOST_TEXT:
             text = text[: MOST_TEXT - 3] + "..."
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": text, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The error as an HTTP response."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The error as an HTTP response to a request of a path."""
+        return JSONResponse(self.body_at(path), self.status, headers=self.headers)

@@ -14,9 +14,21 @@ from expertmesh.serve.faults import RequestError
 
 log = logging.getLogger("expertmesh.serve")
 
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", "/ping")
 """Paths answered without a key: the page, which asks for one, and the health check."""
-_BODY_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_BODY_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/tokenize",
+    "/detokenize",
+)
+_EMPTY_PATHS = ("/reset_prefix_cache",)
+"""Paths that take no body, so that a browser would send their requests from any page."""
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -36,6 +48,7 @@ class Gate:
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: Sequence[str] = ()) -> None:
         self._app, self._config = app, config
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._names = {*_LOCAL_NAMES, config.host, *map(str.lower, config.allow_host)}
         self.is_draining, self.num_open = False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,14 +74,14 @@ class Gate:
             except RequestError as fault:
                 if status:
                     raise
-                await fault.response()(scope, receive, watched)
+                await fault.response(scope["path"])(scope, receive, watched)
             except _ClientGoneError:
                 pass
             except Exception as error:
                 log.error("request failed", exc_info=error)
                 if not status:
                     failed = RequestError(500, "the server failed; its log says why")
-                    await failed.response()(scope, receive, watched)
+                    await failed.response(scope["path"])(scope, receive, watched)
         finally:
             self.num_open -= 1
             if self._config.access_log:
@@ -84,12 +97,10 @@ class Gate:
         if not self._keys and self._config.is_local:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name not in (
-                *_LOCAL_NAMES,
-                self._config.host,
-            ):  # DNS rebinding from another site's page
+            if name not in self._names:  # DNS rebinding from another site's page
                 raise RequestError(
-                    403, "host: must be that of this machine; other names need a server with a key"
+                    403,
+                    "host: must be that of this machine; other names need --allow-host NAME, or a server with a key",
                 )
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise RequestError(
@@ -101,11 +112,11 @@ class Gate:
         if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
             raise RequestError(
                 401,
-                "authorization: must be `Bearer KEY` with a key of this server",
+                "authorization: must be `Bearer KEY` (or x-api-key: KEY) with a key of this server",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        if self.is_draining and path not in ("/health", "/metrics"):
+        if self.is_draining and path not in ("/health", "/ping", "/metrics"):
             raise RequestError(
                 503,
                 "the server is ending; ask another one",
@@ -115,15 +126,19 @@ class Gate:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
             if kind.strip().lower() != "application/json":
                 raise RequestError(415, "content-type: must be application/json")
+        if scope["method"] == "POST" and path in _EMPTY_PATHS and b"origin" in headers:
+            raise RequestError(403, "origin: pages may not send this request")
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         """Whether a request has one of the keys, compared in constant time."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(given.strip()).digest()
+        bearer = given if scheme.lower() == b"bearer" else b""
         found = False
-        for key in self._keys:
-            found |= secrets.compare_digest(digest, key)
-        return found and scheme.lower() == b"bearer"
+        for one in (bearer, headers.get(b"x-api-key", b"")):
+            digest = hashlib.sha256(one.strip()).digest()
+            for key in self._keys:
+                found |= secrets.compare_digest(digest, key)
+        return found
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """Body of the request, within size and time bounds."""

@@ -11,8 +11,10 @@ from expertmesh.config.server import ServerConfig
 from expertmesh.engine.chat import conversation_ids
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.grammar import Compiled
+from expertmesh.engine.guided_calls import GuidedCalls
 from expertmesh.engine.request import for_prompts
 from expertmesh.errors import ConfigError
+from expertmesh.serve.answer_marks import AnswerMarks
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.schema import (
     ANY,
@@ -31,17 +33,26 @@ from expertmesh.serve.schema import (
     TokenizeText,
 )
 from expertmesh.serve.structured_outputs import GUIDE_FIELDS, Guide, guide_of
+from expertmesh.serve.tool_fields import TOOL_FIELDS, ToolUse, read_tool_use
 from expertmesh.text.answer_pieces import AnswerParser, PlainParser
-from expertmesh.text.chat import our_role
 from expertmesh.text.format import TextFormat
 from expertmesh.text.limits import TextLimitError
+from expertmesh.text.messages import our_role
+from expertmesh.text.tools import read_calls
 
 _DEFAULT_TOKENS = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
 _MOST_NAME = 80
 """Maximum characters of a field's name in a message."""
-_OF_CHATS = ("reasoning_effort",)
+_EFFORTS = ("reasoning_effort", "verbosity")
+"""Fields that are variables of templates; without effect where a template does not read them."""
+_SPLITS = ("include_reasoning", "separate_reasoning")
+"""Whether thoughts are in the answer, and whether they are told from its content."""
+_OF_CHATS = (*_EFFORTS, *TOOL_FIELDS)
 """Fields of conversations that are read beside the model's."""
+_NO_EFFORT = ("reasoning_effort", "none")
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn thoughts off."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,8 @@ class Job:
         adapter: name of the adapter; None: the model alone.
         guide: what the whole answer must be, if that is still to be compiled (`RequestReader.with_rules`).
         make_parser: makes the parser of one answer's text; a new one for each answer.
+        has_thoughts: whether the client wants to see thoughts.
+        without_effect: fields of the request that the model does not know, which a header of the response names.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -65,6 +78,8 @@ class Job:
     adapter: str | None = None
     guide: Guide | None = None
     make_parser: Callable[[], AnswerParser] = PlainParser
+    has_thoughts: bool = True
+    without_effect: tuple[str, ...] = ()
 
 
 class RequestReader:
@@ -74,6 +89,9 @@ class RequestReader:
         engine: engine that will answer.
         config: options of the server.
         model_name: name of the model for clients.
+
+    Attributes:
+        leaving: adapters that new requests do not find, because they are to be unloaded.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, model_name: str) -> None:
@@ -83,12 +101,14 @@ class RequestReader:
         self._config, self._name = config, model_name
         self._engine = engine
         added = self.text.tokenizer.get_added_tokens_decoder()
+        self.leaving: set[str] = set()
         self._specials = {token.content: i for i, token in added.items() if token.special}
+        self._marks = AnswerMarks(self.text, config)
 
     @property
     def model_names(self) -> list[str]:
         """Names that requests may use: the model's, then its adapters'."""
-        return [self._name, *self._engine.adapters]
+        return [self._name, *(one for one in self._engine.adapters if one not in self.leaving)]
 
     def adapter_of(self, name: str | None) -> str | None:
         """Adapter of a name; None: the name is the model's, or not given.
@@ -152,6 +172,8 @@ class RequestReader:
         count = request.top_logprobs
         if count is not None and count > self._config.max_logprobs:
             raise _over("top_logprobs", count, self._config.max_logprobs)
+        given = request.model_extra or {}
+        use = read_tool_use(given)
         ids = self.chat_ids(request)
         wanted = (
             request.max_tokens
@@ -162,7 +184,38 @@ class RequestReader:
         params = self._params(
             request, ids, most, logprobs=(count or 0) if request.logprobs else None
         )
-        return self._constrained(request, Job([ids], [], [params], wanted == 0, adapter))
+        job = Job([ids], [], [params], wanted == 0, adapter)
+        has_thoughts, splits = (_switch(given, name) for name in _SPLITS)
+        unread = [one for one in _EFFORTS if given.get(one) and not self._reads(one, given[one])]
+        job = replace(job, has_thoughts=has_thoughts, without_effect=tuple(unread))
+        said = request.messages[-1].text if request.continue_final_message else ""
+        return self._parsed(request, job, use, splits=splits, said=said)
+
+    def _parsed(
+        self, request: ChatRequest, job: Job, use: ToolUse, *, splits: bool, said: str
+    ) -> Job:
+        """A job whose answers are parsed for thoughts and calls, or are guided."""
+        asked = guide_of(request.model_extra or {})
+        if asked is not None and not use.callable:
+            return self._ruled(job, asked)
+        if asked is not None and asked.option != "json_schema":
+            raise RequestError(
+                400,
+                f"{asked.field}: is given beside tools that may be called; send a JSON schema, or tool_choice none",
+                param=asked.field,
+            )
+        is_open = self._marks.is_open(job.prompts[0], said)
+        answer = None if use.must_call or asked is None else asked.value
+        guides = ["calls"] if use.must_call else [] if answer is None else ["calls", "json"]
+        reading = self._marks.reading(use, splits=splits, is_open=is_open, guides=guides)
+        kept = self._marks.ids_of(reading.markers)
+        params = [one.model_copy(update={"kept_special_ids": kept}) for one in job.params]
+        job = replace(job, params=params, make_parser=reading)
+        return (
+            self._ruled(job, Guide("tools", "json_schema", GuidedCalls(reading, answer)))
+            if guides
+            else job
+        )
 
     def chat_ids(self, request: ChatPrompt) -> list[int]:
         """Tokens of a conversation.
@@ -179,10 +232,14 @@ class RequestReader:
             )
         said = [_said(message, number) for number, message in enumerate(request.messages)]
         variables = self._variables(request)
+        use = read_tool_use(request.model_extra or {})
+        # guided calls need no prompt that tells of tools, and where none may be called, none need be told
+        is_told = self.text.chat.writes("tools") or (use.callable and not use.must_call)
         try:
             return conversation_ids(
                 self.text,
                 said,
+                tools=use.tools if is_told else None,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=bool(request.continue_final_message),
                 chat_template_kwargs=variables,
@@ -192,21 +249,29 @@ class RequestReader:
             raise RequestError(400, str(error), param=field, code=code) from None
 
     def _variables(self, request: ChatPrompt) -> dict[str, Any]:
-        """Variables of the template that the request sets; raises RequestError if its effort is no variable."""
-        given = dict(request.chat_template_kwargs or {})
-        name = "reasoning_effort"
-        effort = (request.model_extra or {}).get(name)
-        if self.text.chat.writes(name):
-            if not isinstance(effort, str | None):
+        """Variables of the template that the request sets."""
+        found: dict[str, Any] = {}
+        for name in _EFFORTS:
+            value = (request.model_extra or {}).get(name)
+            if not isinstance(value, str | None):
                 raise RequestError(400, f"{name}: must be text", param=name)
-            return given if effort is None else {name: effort, **given}
-        if effort not in (None, "none"):
-            raise RequestError(
-                400,
-                f"{name}: this model's chat template does not read it; leave it out",
-                param=name,
-            )
-        return given
+            if value is None:
+                continue
+            if (name, value) == _NO_EFFORT and (switches := self._switches):
+                found |= dict.fromkeys(switches, False)
+            elif self.text.chat.writes(name):
+                found[name] = value
+        return found | dict(request.chat_template_kwargs or {})
+
+    @property
+    def _switches(self) -> list[str]:
+        """Variables of the template that turn thoughts off."""
+        return [one for one in _SWITCHES if one in self.text.chat.variables]
+
+    def _reads(self, name: str, value: Any) -> bool:
+        """Whether a field that is a variable of templates has an effect here."""
+        is_off = (name, value) == _NO_EFFORT and bool(self._switches)
+        return is_off or self.text.chat.writes(name)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Tokens of a text to continue; raises RequestError if the model surely has no room for them."""
@@ -224,9 +289,9 @@ class RequestReader:
         self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
             harmless = {"add_special_tokens": (False,)}
-            _refuse(request.model_extra, known=_OF_CHATS, harmless=harmless)
+            refuse_unknown(request.model_extra, known=(*_OF_CHATS, *_SPLITS), harmless=harmless)
             return self.chat_ids(request)
-        _refuse(request.model_extra)
+        refuse_unknown(request.model_extra)
         if request.add_special_tokens is False and request.prompt in self._specials:
             return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
@@ -247,7 +312,7 @@ class RequestReader:
             RequestError: a token or a field is unknown; see `adapter_of`.
         """
         self.adapter_of(request.model)
-        _refuse(request.model_extra)
+        refuse_unknown(request.model_extra)
         self.check_ids(request.tokens, "tokens")
         return self.text.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
@@ -269,10 +334,12 @@ class RequestReader:
         }
         for name, here in RENAMED.items():
             harmless[name] = (*HARMLESS.get(name, ()), getattr(request, here, given.get(here)))
-        known = (*GUIDE_FIELDS, *_OF_CHATS) if isinstance(request, ChatRequest) else GUIDE_FIELDS
-        _refuse(given, known=known, harmless=harmless)
+        known: Iterable[str] = GUIDE_FIELDS
+        if isinstance(request, ChatRequest):
+            known = (*GUIDE_FIELDS, *_OF_CHATS, *_SPLITS)
+        refuse_unknown(given, known=known, harmless=harmless)
         if request.stream_options is not None:
-            _refuse(request.stream_options.model_extra, place="stream_options.")
+            refuse_unknown(request.stream_options.model_extra, place="stream_options.")
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -308,10 +375,12 @@ class RequestReader:
         return params
 
     def _constrained(self, request: Sampling, job: Job) -> Job:
-        """A job with what the whole answer must be, compiled if it was before."""
+        """A job with what the whole answer must be."""
         guide = guide_of(request.model_extra or {})
-        if guide is None:
-            return job
+        return job if guide is None else self._ruled(job, guide)
+
+    def _ruled(self, job: Job, guide: Guide) -> Job:
+        """A job with a guide, compiled if it was before."""
         return self._guided(job, guide, self._engine.answer_rules.known)
 
     def with_rules(self, job: Job) -> Job:
@@ -335,7 +404,7 @@ class RequestReader:
         return replace(job, params=params, guide=guide if made is None else None)
 
 
-def _refuse(
+def refuse_unknown(
     fields: Mapping[str, Any] | None,
     *,
     place: str = "",
@@ -369,13 +438,26 @@ def _said(message: Message, number: int) -> dict[str, Any]:
             raise RequestError(400, f"{name}: {why}; leave it out", param=name)
     if isinstance(message.content, list):
         for i, part in enumerate(message.content):
-            _refuse(part.model_extra, place=f"messages.{number}.content.{i}.")
+            refuse_unknown(part.model_extra, place=f"messages.{number}.content.{i}.")
     more = {
         name: value
         for name, value in given.items()
         if value is not None and name not in REFUSED_OF_MESSAGES
     }
-    return {**more, "role": our_role(message.role), "content": message.text}
+    if more.get("tool_calls"):
+        try:
+            read_calls(more["tool_calls"], f"messages.{number}.tool_calls")
+        except ConfigError as error:
+            raise RequestError(400, str(error), param=str(error).partition(":")[0]) from None
+    return {**more, "role": our_role(message.role), "content": message.said}
+
+
+def _switch(given: Mapping[str, Any], name: str) -> bool:
+    """Value of a field that is true unless it is false."""
+    value = given.get(name)
+    if not isinstance(value, bool | None):
+        raise RequestError(400, f"{name}: must be true or false; correct it", param=name)
+    return value is not False
 
 
 def _as_prompts(given: Any) -> list[Any]:

@@ -4,9 +4,18 @@ Lists and biases end at their first error: millions of errors would occupy the s
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from expertmesh.config.base import without_none
@@ -29,7 +38,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _few(value: Any) -> Any:
+def few(value: Any) -> Any:
     """Raise Pydantic's error of a long list if it has more than `MOST_MESSAGES` items."""
     if type(value) is list and len(value) > MOST_MESSAGES:
         text = "List should have at most {most} items"
@@ -54,6 +63,7 @@ TokenIds = Annotated[
 Biases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_first_wrong)
 ]
+AdapterName = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(max_length=2**23)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
@@ -110,7 +120,7 @@ _OTHERWISE = {
 SPELLED = {
     name: _OTHERWISE.get(name) or Spelled(_declared(name))
     for name in SamplingParams.model_fields
-    if name not in ("logprobs", "prompt_logprobs", *GUIDES)
+    if name not in ("logprobs", "prompt_logprobs", "kept_special_ids", *GUIDES)
 }
 """Fields of a body that are options of a request; the others are asked for by fields of other types."""
 
@@ -123,6 +133,10 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "safety_identifier": ANY,
     "prompt_cache_key": ANY,
     "prompt_cache_retention": ANY,
+    "prompt_cache_options": ANY,
+    "max_tool_calls": ANY,
+    "inference_geo": ANY,
+    "betas": ANY,
     "parallel_tool_calls": ANY,
     "priority": ANY,
     "request_id": ANY,
@@ -169,6 +183,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "separate_reasoning": (False,),
     "verbosity": ("medium",),
+    "speed": ("standard",),
     "grammar": ("",),
     "regex": ("",),
     "ebnf": ("",),
@@ -189,7 +204,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "samplers": ([],),
     "watermark": (False,),
 }
-"""Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is refused, but for null."""
+"""Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is refused, but for null. Chats
+read some of them."""
 
 RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
     "json_schema": "guided_json"
@@ -197,12 +213,12 @@ RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
 """Fields of other servers, with their names here; refused unless the field of that name has the same value."""
 
 _TO_TEMPLATE = "it is a variable of templates; write it into chat_template_kwargs"
-_NO_TOOLS = "calls of tools are not supported; leave it out"
+_TO_TOOLS = "is a former field; write tools and tool_choice"
 INSTEAD = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    "functions": _TO_TOOLS,
+    "function_call": _TO_TOOLS,
+    "tools": "only chats have tools; use /v1/chat/completions",
+    "tool_choice": "only chats have tools; use /v1/chat/completions",
     "structural_tag": "there are json, choice, regex and grammar (structured_outputs)",
     "documents": _TO_TEMPLATE,
     "enable_thinking": _TO_TEMPLATE,
@@ -215,15 +231,14 @@ INSTEAD = {
 """Advice for refused fields, where there is some."""
 
 REFUSED_OF_MESSAGES = {
-    "tool_calls": "calls of tools are not supported",
-    "function_call": "calls of functions are not supported",
+    "function_call": "is a former field; write tool_calls",
     "prefix": "continue_final_message continues the last message",
     "audio": "only text is supported",
     "images": "only text is supported",
 }
 """Unsupported fields of a message that would change an answer, with the reason. The chat template gets the others."""
 
-_NULL_ALONE: Any = {"additionalProperties": {"type": "null"}}
+NULL_ALONE: Any = {"additionalProperties": {"type": "null"}}
 """Part of the description of an object: unknown fields are null."""
 
 TemplateVariables = Annotated[
@@ -235,7 +250,7 @@ TemplateVariables = Annotated[
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     include_usage: bool | None = None
 
@@ -254,7 +269,7 @@ class Sampling(_SamplingFields):
     """Fields that completions and chat completions share."""
 
     model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=_NULL_ALONE
+        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=NULL_ALONE
     )
 
     model: str | None = None
@@ -285,7 +300,7 @@ class CompletionRequest(Sampling):
 class TextPart(BaseModel):
     """Text part of a message."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     type: Literal["text"]
     text: Text
@@ -297,18 +312,27 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_few)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(few)]
 
-    @model_validator(mode="before")
+    _is_null: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _no_calls(cls, given: Any) -> Any:
-        """Say that calls are not supported, and not that the content beside one is null."""
-        if isinstance(given, dict) and given.get("content") is None:
-            for name, why in REFUSED_OF_MESSAGES.items():
-                if given.get(name):
-                    said = {"why": why, "field": name}
-                    raise PydanticCustomError("refused", "{why}; leave it out", said)
-        return given
+    def _of_nothing(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """An assistant's content may be null or missing, as beside calls."""
+        is_null = (
+            isinstance(given, dict)
+            and given.get("role") == "assistant"
+            and given.get("content") is None
+        )
+        found = read({**given, "content": ""} if is_null else given)
+        found._is_null = is_null
+        return found
+
+    @property
+    def said(self) -> str | None:
+        """Text of the message, or None."""
+        return None if self._is_null else self.text
 
     @property
     def text(self) -> str:
@@ -325,7 +349,7 @@ class ChatPrompt(BaseModel):
         strict=True,
         extra="allow",
         json_schema_extra={
-            **_NULL_ALONE,
+            **NULL_ALONE,
             "not": {
                 "required": ["add_generation_prompt", "continue_final_message"],
                 "properties": {
@@ -336,7 +360,7 @@ class ChatPrompt(BaseModel):
         },
     )
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(_few)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), BeforeValidator(few)]
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -353,7 +377,7 @@ class ChatRequest(Sampling, ChatPrompt):
 class TokenizeText(BaseModel):
     """Text to tokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     model: str | None = None
     prompt: Text
@@ -368,10 +392,27 @@ class TokenizeChat(ChatPrompt):
     return_token_strs: bool | None = None
 
 
+class LoadAdapterRequest(BaseModel):
+    """Adapter to load, as in vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(BaseModel):
+    """Adapter to unload, as in vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
+
+    lora_name: AdapterName
+
+
 class DetokenizeRequest(BaseModel):
     """Tokens to convert to text."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_NULL_ALONE)
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     model: str | None = None
     tokens: TokenIds

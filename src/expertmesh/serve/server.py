@@ -20,6 +20,7 @@ from expertmesh.config.server import ServerConfig
 from expertmesh.errors import ConfigError
 from expertmesh.serve.app import ServerApp
 from expertmesh.serve.faults import RequestError
+from expertmesh.serve.request_ids import HEADER, new_id
 
 log = logging.getLogger("expertmesh.serve")
 
@@ -117,10 +118,11 @@ class _Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP, or a head of more than 64 KiB, with an error in OpenAI's format."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else there is an answer already
-            fault = RequestError(400, msg, code="invalid_http", headers={"connection": "close"})
+            head = {"connection": "close", HEADER.decode(): new_id().decode()}
+            fault = RequestError(400, msg, code="invalid_http", headers=head)
             answer = fault.response()
-            head = h11.Response(status_code=400, headers=answer.raw_headers, reason=b"Bad Request")
-            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            begin = h11.Response(status_code=400, headers=answer.raw_headers, reason=b"Bad Request")
+            for event in (begin, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 if (data := self.conn.send(event)) is not None:
                     self.transport.write(data)
         if self._is_answering:  # whose answer has no place any more

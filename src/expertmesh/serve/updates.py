@@ -6,7 +6,14 @@ from typing import Any
 
 from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.serve.reading import Job
-from expertmesh.text.answer_pieces import AnswerParser, CallStart, Content, Piece, joined
+from expertmesh.text.answer_pieces import (
+    AnswerParser,
+    CallStart,
+    Content,
+    Piece,
+    Thought,
+    joined,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Update:
 
 
 @dataclass
-class _Seen:
+class _Given:
     """Part of an answer that was given."""
 
     parser: AnswerParser
@@ -50,18 +57,18 @@ class Updates:
     """
 
     job: Job
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _seen: dict[int, _Given] = field(default_factory=dict)
     _last: dict[int, RequestOutput] = field(default_factory=dict)
 
     def of(self, index: int, output: RequestOutput) -> Update:
-        """What an output adds to an answer since the last call.
+        """Part of an answer that an output adds.
 
         Args:
-            index: index of the answer among those of the request.
-            output: the answer so far, after those of earlier calls.
+            index: index of the answer in the request.
+            output: the answer so far, longer than in earlier calls.
         """
         self._last[index] = output
-        seen = self._seen.setdefault(index, _Seen(self.job.make_parser()))
+        seen = self._seen.setdefault(index, _Given(self.job.make_parser()))
         new_ids = self._new_ids(output)
         text = "" if self.job.drops_token else output.text[seen.num_characters :]
         ids, entries = new_ids[seen.num_tokens :], (output.logprobs or ())[seen.num_tokens :]
@@ -83,6 +90,8 @@ class Updates:
         reason: str | None = output.finish_reason
         if reason is not None:
             pieces = [*pieces, *seen.parser.finish()]
+        if not self.job.has_thoughts:
+            pieces = [piece for piece in pieces if not isinstance(piece, Thought)]
         seen.has_calls |= any(isinstance(piece, CallStart) for piece in pieces)
         if self.job.drops_token and reason is not None:
             reason = "length"

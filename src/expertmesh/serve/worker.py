@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +159,22 @@ class EngineWorker:
         self.num_answers -= ticket.num_answers
         self._orders.put(("abort", ticket))
 
+    def call(self, function: Callable[[], Any]) -> "asyncio.Future[Any]":
+        """Result of a function that runs in the engine's thread, between two steps."""
+        call: Future[Any] = Future()
+        self._orders.put(("call", (function, call)))
+        return asyncio.wrap_future(call)
+
+    def _call(self, function: Callable[[], Any], call: "Future[Any]") -> None:
+        if not call.set_running_or_notify_cancel():
+            return
+        try:
+            call.set_result(function())
+        except Exception as error:
+            call.set_exception(error)
+            if isinstance(error, CollectiveError):
+                raise
+
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)  # of this thread: others have their own
@@ -187,7 +204,9 @@ class EngineWorker:
             if what == "stop":
                 self._is_stopping = True
                 return
-            if what == "add":
+            if what == "call":
+                self._call(*ticket)
+            elif what == "add":
                 self._add(ticket)
             else:
                 answers = [one for name in ticket._names for one in self.engine.abort(name)]
@@ -264,6 +283,8 @@ class EngineWorker:
             what, ticket = self._orders.get()
             if what == "stop":
                 self._is_stopping = True
+            elif what == "call":
+                ticket[1].set_exception(EngineFailedError(str(self.error)))
             elif what == "add":
                 self._tell(ticket.failed, EngineFailedError(str(self.error)))
 

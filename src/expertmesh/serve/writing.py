@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from expertmesh.engine.output import Logprob, RequestOutput
+from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import Job
 from expertmesh.serve.updates import Update, Updates
 from expertmesh.text.answer_pieces import CallArguments, CallStart, Content, Piece, Thought
@@ -126,6 +127,15 @@ class Writer:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return [self._head(kind) | {"choices": [], "usage": self._updates.usage()}]
 
+    @property
+    def is_named(self) -> bool:
+        """Whether events have names: OpenAI's of completions have none."""
+        return False
+
+    def failed(self, fault: RequestError) -> list[dict[str, Any]]:
+        """Event of an error in a stream."""
+        return [fault.body]
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
@@ -227,7 +237,7 @@ def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """A thought by the names that clients read: DeepSeek's, and that of OpenRouter and vLLM."""
+    """A thought by both names that clients read: DeepSeek's, and OpenRouter's and vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 

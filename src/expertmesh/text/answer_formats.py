@@ -1,21 +1,25 @@
 """Formats of answers: one table says how thoughts and calls are marked, and which chat template asks for which marks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from expertmesh.errors import ConfigError
 from expertmesh.text import call_syntax as calls
 from expertmesh.text.answer_parsers import (
+    CallParser,
     HarmonyChannels,
+    MarkedParser,
     ThoughtSyntax,
     ThoughtTags,
-    long_id,
-    short_id,
 )
-from expertmesh.text.call_syntax import CallSyntax
+from expertmesh.text.answer_pieces import AnswerParser, PlainParser
+from expertmesh.text.call_syntax import CallSyntax, Tools
 
 NONE = "none"
 """Name that stands for no format: all of an answer is content."""
+JSON = "json"
+"""Name of the format of calls for models that have none of their own."""
 
 
 class AnswerFormat(NamedTuple):
@@ -23,17 +27,57 @@ class AnswerFormat(NamedTuple):
 
     Attributes:
         names: its name, and further ones that vLLM has for it.
-        found: texts that a chat template of this format has, all of them.
+        found: texts that a chat template of this format has, all of them; empty: no template shows it.
         thoughts: how thoughts are marked; None: no thoughts.
         calls: how calls are written; None: no calls.
-        new_id: makes ids of calls; short_id: templates want ids of nine letters or digits.
+        id_size: letters and digits that templates want as the id of a call; None: any id will do.
     """
 
     names: tuple[str, ...]
     found: tuple[str, ...]
     thoughts: ThoughtSyntax | None = None
     calls: CallSyntax | None = None
-    new_id: Callable[[], str] = long_id
+    id_size: int | None = None
+
+
+@dataclass(frozen=True)
+class AnswerReading:
+    """Maker of the parsers of answers; alike for requests that are alike.
+
+    Attributes:
+        thoughts: format of thoughts; None: they stay content.
+        calls: format of calls; None: they stay content.
+        tools: parameters of the tools that may be called, by name.
+        most: maximum number of calls; None: any number.
+        is_open: whether an answer begins within a thought.
+    """
+
+    thoughts: AnswerFormat | None = None
+    calls: AnswerFormat | None = None
+    tools: Tools = field(default_factory=dict)
+    most: int | None = None
+    is_open: bool = False
+
+    def __call__(self) -> AnswerParser:
+        """Parser of one answer."""
+        first: AnswerParser = PlainParser()
+        if self.thoughts is not None and self.thoughts.thoughts is not None:
+            first = self.thoughts.thoughts.parser(is_open=self.is_open)
+        if not self.tools or self.calls is None or self.calls.calls is None:
+            return first
+        size = self.calls.id_size
+        last = CallParser(self.calls.calls, self.tools, most=self.most, id_size=size)
+        return MarkedParser(first, last)
+
+    @property
+    def markers(self) -> list[str]:
+        """Markers that the parsers need in the text, even if they are special tokens."""
+        found: list[str] = []
+        if self.thoughts is not None and self.thoughts.thoughts is not None:
+            found += self.thoughts.thoughts.markers
+        if self.tools and self.calls is not None and self.calls.calls is not None:
+            found += self.calls.calls.all_markers
+        return found
 
 
 _THINK = ThoughtTags("<think>", "</think>")
@@ -51,8 +95,8 @@ FORMATS = (
     AnswerFormat(("minimax_m2",), ("<minimax:tool_call>",), calls=calls.MINIMAX),
     AnswerFormat(("deepseek_v3",), (_DEEPSEEK, "```json"), calls=calls.DEEPSEEK_V3),
     AnswerFormat(("deepseek_v31",), (_DEEPSEEK,), calls=calls.DEEPSEEK_V31),
-    AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, short_id),
-    AnswerFormat(("mistral",), (_MISTRAL,), None, calls.MISTRAL, short_id),
+    AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, 9),
+    AnswerFormat(("mistral",), (_MISTRAL,), None, calls.MISTRAL, 9),
     AnswerFormat(("granite",), ("<|tool_call|>",), calls=calls.GRANITE),
     AnswerFormat(
         ("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER
@@ -64,6 +108,7 @@ FORMATS = (
         ('"name": function name', '"parameters": '),
         calls=calls.LLAMA,
     ),
+    AnswerFormat((JSON,), (), calls=calls.JSON_CALLS),
     AnswerFormat(("mistral",), ("[THINK]",), ThoughtTags("[THINK]", "[/THINK]")),
     AnswerFormat(("seed_oss",), ("<seed:think>",), ThoughtTags("<seed:think>", "</seed:think>")),
     AnswerFormat(
@@ -78,6 +123,10 @@ FORMATS = (
     ),
 )
 """All formats; the first one that is found in a template is its format, of thoughts and of calls each."""
+
+
+_OPTIONS = {"thoughts": "reasoning_parser", "calls": "tool_call_parser"}
+"""Options of the server that name a format."""
 
 
 def _of(kind: str) -> Iterator[AnswerFormat]:
@@ -104,10 +153,12 @@ def format_of(kind: str, template: str, name: str | None = None) -> AnswerFormat
         ConfigError: the name is unknown; lists the known ones.
     """
     if name is None:
-        return next((one for one in _of(kind) if all(t in template for t in one.found)), None)
+        found = (one for one in _of(kind) if one.found and all(t in template for t in one.found))
+        return next(found, None)
     if name == NONE:
         return None
     for one in _of(kind):
         if name in one.names:
             return one
-    raise ConfigError(f"{name!r}: must be one of {', '.join(format_names(kind))}; choose one")
+    known = ", ".join(format_names(kind))
+    raise ConfigError(_OPTIONS[kind], name, f"must be one of {known}", "choose one")

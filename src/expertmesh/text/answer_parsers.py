@@ -12,22 +12,18 @@ from expertmesh.text.answer_pieces import (
     CallStart,
     Content,
     Piece,
-    PlainParser,
     Thought,
 )
 from expertmesh.text.call_syntax import CallSyntax, MalformedCallError, ReadCall, Tools
 
-_NINE = string.ascii_letters + string.digits
+_ALPHABET = string.ascii_letters + string.digits
 
 
-def long_id() -> str:
-    """Id of a call, as OpenAI's."""
-    return f"call_{secrets.token_hex(12)}"
-
-
-def short_id() -> str:
-    """Id of a call for Mistral's templates: nine letters or digits."""
-    return "".join(secrets.choice(_NINE) for _ in range(9))
+def new_id(size: int | None = None) -> str:
+    """Id of a call: OpenAI's, or some letters and digits."""
+    if size is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_ALPHABET) for _ in range(size))
 
 
 class ThoughtSyntax(Protocol):
@@ -42,8 +38,18 @@ class ThoughtSyntax(Protocol):
         """Texts that may be special tokens."""
         ...
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether an answer to a prompt begins within a thought."""
+    @property
+    def span(self) -> tuple[str, str]:
+        """Texts before and behind a thought."""
+        ...
+
+    def is_open(self, prompt: str, said: str = "") -> bool:
+        """Whether an answer begins within a thought.
+
+        Args:
+            prompt: end of the prompt.
+            said: text of the message that the answer continues; "": none.
+        """
         ...
 
     def parser(self, *, is_open: bool) -> AnswerParser:
@@ -62,9 +68,15 @@ class ThoughtTags(NamedTuple):
         """Both markers."""
         return tuple(self)
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether the prompt opened the thought."""
-        return prompt.rstrip().endswith(self.opens)
+    @property
+    def span(self) -> tuple[str, str]:
+        """Both markers."""
+        return self.opens, self.closes
+
+    def is_open(self, prompt: str, said: str = "") -> bool:
+        """Whether the prompt, or the message that is continued, opened the thought."""
+        is_inside = said.rfind(self.opens) > said.rfind(self.closes)
+        return is_inside or (not said and prompt.rstrip().endswith(self.opens))
 
     def parser(self, *, is_open: bool) -> AnswerParser:
         """Parser that yields thoughts and content."""
@@ -90,7 +102,7 @@ class _TagParser:
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back."""
+        """Pieces that were held back."""
         text, self._held = self._held, ""
         if self._step == self._inside:
             text = text.rstrip() if self._has_said else text.strip()
@@ -106,7 +118,7 @@ class _TagParser:
             self._step = self._behind
 
     def _inside(self, found: list[Piece]) -> None:
-        """In a thought, whose last blanks are held back: they may stand before its end."""
+        """Read a thought, whose last blanks are held back: they may stand before its end."""
         if not self._has_said:
             self._held = self._held.lstrip()
         inner, mark, rest = self._held.partition(self._tags.closes)
@@ -150,7 +162,9 @@ class HarmonyChannels:
 
     markers = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
-    def is_open(self, prompt: str) -> bool:
+    span = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+
+    def is_open(self, prompt: str, said: str = "") -> bool:
         """Whether the prompt ends in the message of a thought."""
         head, mark, rest = prompt.rpartition("<|message|>")
         is_begun = bool(mark) and not any(one in rest for one in self.markers)
@@ -186,7 +200,7 @@ class _HarmonyParser:
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back; a head without a message says nothing, but for that of a call."""
+        """Pieces that were held back; a head without a message says nothing, unless it is a call's."""
         found: list[Piece] = []
         self._take(self._held, found)
         head, self._held, self._head = self._head or "", "", None
@@ -241,7 +255,7 @@ class MarkedParser:
         return self._rest(self._thoughts.feed(text))
 
     def finish(self) -> list[Piece]:
-        """What was held back."""
+        """Pieces that were held back."""
         return [*self._rest(self._thoughts.finish()), *self._calls.finish()]
 
     def _rest(self, pieces: list[Piece]) -> list[Piece]:
@@ -258,7 +272,7 @@ class CallParser:
         syntax: how calls are written.
         tools: tools that may be called; a call of another name is content.
         most: maximum number of calls, further ones are left out; None: any number.
-        new_id: makes the id of a call that has none of its own.
+        id_size: letters and digits of an id; None: OpenAI's form. A model's own id is kept.
     """
 
     def __init__(
@@ -267,13 +281,13 @@ class CallParser:
         tools: Tools,
         *,
         most: int | None = None,
-        new_id: Callable[[], str] = long_id,
+        id_size: int | None = None,
     ) -> None:
-        self._syntax, self._tools, self._most, self._new_id = syntax, tools, most, new_id
+        self._syntax, self._tools, self._most, self._id_size = syntax, tools, most, id_size
         self._held, self._blanks = "", ""
         self._looked = 0  # characters of the block that hold no end marker
         self._has_said = self._is_inside = False
-        self._count = 0
+        self._count = self._misses = 0
 
     def feed(self, text: str) -> list[Piece]:
         """Pieces that are certain."""
@@ -284,7 +298,7 @@ class CallParser:
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back: a block that is not closed is one of calls if it reads as such."""
+        """Pieces that were held back: a block that is not closed is one of calls if it reads as such."""
         found: list[Piece] = []
         while self._is_inside:
             begin = self._begin
@@ -303,8 +317,12 @@ class CallParser:
         return found
 
     def _outside(self, found: list[Piece]) -> bool:
-        """In content; returns whether a block has begun."""
+        """Read content; returns whether a block has begun."""
         syntax = self._syntax
+        if self._misses >= _MOST_MISSES:
+            self._content(self._held, found)
+            self._held = ""
+            return False
         if self._count and not self._has_said:  # blanks behind a call
             self._held = self._held.lstrip()
         if not self._has_said and not self._count:
@@ -328,7 +346,7 @@ class CallParser:
         return False
 
     def _inside(self, found: list[Piece]) -> bool:
-        """In a block; returns whether it is over."""
+        """Read a block; returns whether it is over."""
         syntax, size = self._syntax, len(self._begin)
         if not self._looked and not self._may_begin(self._held[size:].lstrip()):
             self._give_back(found)
@@ -342,8 +360,8 @@ class CallParser:
         try:
             calls = self._read(self._held[size:at])
         except MalformedCallError as error:
-            if error.is_cut:  # the marker may be part of a value
-                self._looked = at + 1
+            if error.is_cut and self._misses < _MOST_MISSES:  # the marker may be part of a value
+                self._looked, self._misses = at + 1, self._misses + 1
             else:
                 self._give_back(found)
             return True
@@ -367,6 +385,7 @@ class CallParser:
         size = len(self._begin) or len(self._held)
         self._content(self._blanks + self._held[:size], found)
         self._held, self._blanks, self._is_inside, self._looked = self._held[size:], "", False, 0
+        self._misses += 1
 
     def _content(self, text: str, found: list[Piece]) -> None:
         if text:
@@ -378,18 +397,13 @@ class CallParser:
         for call in calls:
             if self._most is not None and self._count >= self._most:
                 return
-            call_id = call.call_id or self._new_id()
+            call_id = call.call_id or new_id(self._id_size)
             found.append(CallStart(self._count, call_id, call.name))
             found.append(CallArguments(self._count, call.arguments))
             self._count += 1
 
 
+_MOST_MISSES = 64
+"""Blocks of an answer that may be malformed before it is all content: each is read up to its end."""
 _WHOLE = ("{", "[")
-"""What an answer begins with that is calls in JSON without a marker."""
-
-
-def marked_parser(
-    thoughts: AnswerParser | None = None, calls: AnswerParser | None = None
-) -> AnswerParser:
-    """Parser of thoughts, of calls, of both or of neither."""
-    return MarkedParser(thoughts or PlainParser(), calls or PlainParser())
+"""Beginnings of answers that are calls in JSON without a marker."""

@@ -60,7 +60,7 @@ class PlainParser:
         return [Content(text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """Nothing, because nothing is held back."""
+        """Pieces that were held back: none."""
         return []
 
 

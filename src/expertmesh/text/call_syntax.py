@@ -1,6 +1,6 @@
 """Syntaxes in which models write calls of tools: how a block of calls begins and ends, and what its text says.
 
-Arguments in JSON are given as the model wrote them. Those of tagged syntaxes (Qwen3-Coder, GLM, MiniMax) are texts, which
+Arguments in JSON are given as the model wrote them. Arguments between tags (Qwen3-Coder, GLM, MiniMax) are texts, which
 become JSON values by the types in the tool's parameters.
 """
 
@@ -68,7 +68,7 @@ class CallSyntax(NamedTuple):
         read: calls in the text between the markers; raises MalformedCallError.
         first: beginnings of that text; an answer where none of them follows has no block there; empty: any.
         markers: further markers, which may be special tokens.
-        markup: text around calls for guided decoding; None: it asks for `JSON_CALLS`.
+        markup: text around calls for guided decoding; None: calls that must be are written as `JSON_CALLS`.
     """
 
     begin: str
@@ -77,6 +77,11 @@ class CallSyntax(NamedTuple):
     first: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     markup: CallMarkup | None = None
+
+    @property
+    def all_markers(self) -> tuple[str, ...]:
+        """All markers, which may be special tokens."""
+        return (self.begin, self.end or "", *self.markers)
 
 
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -342,7 +347,7 @@ JSON_CALLS = CallSyntax(
     None,
     read_json,
     ("[", "{"),
-    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}}", "[", ", ", "]"),
+    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}", "[", ", ", "]"),
 )
 """A JSON list of calls, for models whose format has no markup of its own."""
 HERMES = CallSyntax(
@@ -351,7 +356,7 @@ HERMES = CallSyntax(
     read_json,
     ("{", "["),
     markup=CallMarkup(
-        '<tool_call>\n{{"name": "{name}", "arguments": ', "}}\n</tool_call>", between="\n"
+        '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", between="\n"
     ),
 )
 QWEN3_CODER = CallSyntax("<tool_call>", "</tool_call>", _QWEN3_CODER.read, ("<function=",))
@@ -411,7 +416,7 @@ MISTRAL = CallSyntax(
     "[TOOL_CALLS]",
     None,
     _read_mistral,
-    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}}", "[TOOL_CALLS][", ", ", "]"),
+    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
 )
 MISTRAL_V11 = MISTRAL._replace(
     markers=("[ARGS]", "[CALL_ID]"), markup=CallMarkup("[TOOL_CALLS]{name}[ARGS]")
@@ -421,14 +426,14 @@ LLAMA = CallSyntax(
     None,
     read_json,
     ("{",),
-    markup=CallMarkup('{{"name": "{name}", "parameters": ', "}}", between=None),
+    markup=CallMarkup('{{"name": "{name}", "parameters": ', "}", between=None),
 )
 GRANITE = CallSyntax(
     "<|tool_call|>",
     None,
     read_json,
     ("[", "{"),
-    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}}", "<|tool_call|>[", ", ", "]"),
+    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}", "<|tool_call|>[", ", ", "]"),
 )
 HARMONY_CALLS = CallSyntax(
     "<|channel|>",

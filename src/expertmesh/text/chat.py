@@ -14,20 +14,22 @@ as special tokens; any other tokenizer encodes them as text. docs/decisions/009-
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, named
+from expertmesh.text.answer_formats import format_of
+from expertmesh.text.chat_template import variables_of
 from expertmesh.text.limits import TextLimitError, TokenBound
+from expertmesh.text.messages import ROLES, strings_of
+from expertmesh.text.template_messages import CallForm, best_form, forms_of, told, with_fitting
 from expertmesh.text.template_process import render
 from expertmesh.text.tokenizer import end_of_text_id, ids_of_text
 
-ROLES = ("system", "user", "assistant", "tool")
 MESSAGES = "messages"
 NOT_LEARNED = "masked"
 """Key of the flag that excludes a message from learning; torchtune's name for it in files."""
@@ -58,11 +60,6 @@ OWN_TEMPLATE = (
 """Our own format as a chat template, for models that go to the hub."""
 
 
-def our_role(role: str) -> str:
-    """Role of a message in OpenAI's interface, where the system is also "developer", by its name here."""
-    return "system" if role == "developer" else role
-
-
 def is_answer(message: Mapping[str, Any]) -> bool:
     """Whether a message is the assistant's and has content or tool calls."""
     return message["role"] == "assistant" and bool(
@@ -73,50 +70,6 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 def is_learned(message: Mapping[str, Any]) -> bool:
     """Whether a message is an answer and is not masked."""
     return is_answer(message) and not message.get(NOT_LEARNED)
-
-
-def read_messages(given: Any) -> list[dict[str, Any]]:
-    """Messages of a prompt, checked: roles as they are named here, contents as strings.
-
-    Args:
-        given: messages, each a mapping with a role (`ROLES`, or "developer") and a content: a string, or a list of
-            {"type": "text", "text": string}, which are joined; it may be missing beside tool_calls. Other fields are kept
-            for chat templates.
-
-    Raises:
-        ConfigError: one of them is something else; says which, and what is wanted.
-    """
-    wanted = '[{"role": "user", "content": "..."}]'
-    if not isinstance(given, list | tuple) or not given:
-        raise ConfigError(f"must be a list of messages, such as {wanted}; give one")
-    if not is_unicode(given):
-        raise ConfigError("has half a character (a lone surrogate); correct it")
-    found = []
-    for number, message in enumerate(given, 1):
-        values = message if isinstance(message, Mapping) else {}
-        role, content = values.get("role"), _joined(values.get("content"))
-        if content is None and values.get("content") is None and values.get("tool_calls"):
-            content = ""
-        if not isinstance(role, str) or content is None:
-            raise ConfigError(
-                f"must be messages with a role and a text as content, such as {wanted}, and message {number} is not; correct it"
-            )
-        if our_role(role) not in ROLES:
-            raise ConfigError(
-                f"message {number} has role {shown(role)}, which is none of {', '.join(ROLES)}; correct it"
-            )
-        found.append({**values, "role": our_role(role), "content": content})
-    return found
-
-
-def _joined(content: Any) -> str | None:
-    """Text of a content; None: it is no text."""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list | tuple):
-        return None
-    texts = [p.get("text") for p in parts if isinstance(p, Mapping) and p.get("type") == "text"]
-    is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return "".join(map(str, texts)) if is_text else None
 
 
 class TokenSpan(NamedTuple):
@@ -178,10 +131,16 @@ class OwnFormat:
         """Whether a field of messages is written besides role and content."""
         return False
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """Variables that the format reads: none that a request has."""
+        return frozenset()
+
     def prompt(
         self,
         messages: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         asks: bool = True,
         continues: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
@@ -191,6 +150,7 @@ class OwnFormat:
 
         Args:
             messages: the conversation.
+            tools: tools that may be called, which this format does not write.
             asks: whether the assistant's mark follows the messages; ignored with `continues`.
             continues: whether the last message stays open, so that the answer continues its text.
             variables: variables of a chat template, which this format does not read.
@@ -338,6 +298,11 @@ class TemplateFormat:
         sources = f"{self.source}\n{self._with_tools or ''}"
         return re.search(rf"\b{re.escape(field)}\b", sources) is not None
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the template reads."""
+        return variables_of(f"{self.source}\n{self._with_tools or ''}")
+
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
         return None if self._quoted(conversation) is None else _QUOTED
@@ -391,6 +356,7 @@ class TemplateFormat:
         self,
         messages: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         asks: bool = True,
         continues: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
@@ -400,6 +366,7 @@ class TemplateFormat:
 
         Args:
             messages: the conversation.
+            tools: tools that may be called; None: none.
             asks: whether the template's generation prompt follows the messages; ignored with `continues`.
             continues: whether the last message stays open, so that the answer continues its text.
             variables: further variables of the template, which override the format's own.
@@ -411,25 +378,49 @@ class TemplateFormat:
             TextLimitError: the text surely has more tokens than the window, which is told before it is tokenised; or the
                 template takes too long.
         """
+        messages = [*map(self._with_calls, messages)]
         most = self._bound.most_characters(window)
         most = None if most is None else most + len(_OPEN_END)  # which is cut off again
         wish = {"variables": variables, "most": most}
         if continues:
-            text = self._open(messages, wish)
+            text = self._open(messages, tools, wish)
         else:
-            text = self._render(messages, None, asks=asks, **wish)
+            text = self._render(messages, tools, asks=asks, **wish)
         self._bound.check(text, window)
-        if (token := self._quoted([messages, dict(variables)])) is not None:
+        if (token := self._quoted([messages, tools, dict(variables)])) is not None:
             raise ConfigError(
                 f"prompt: quotes {token}, a special token of the model, which is no text to it; leave it out"
             )
         return ids_of_text(self._tokenizer, text)
 
-    def _open(self, messages: list[dict[str, Any]], wish: Mapping[str, Any]) -> str:
+    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message whose calls, and ids of calls, are as the template reads them."""
+        size = self._id_size
+        if message.get("tool_calls"):
+            return best_form(self._call_forms, message).of(message, size)
+        return with_fitting(message, "tool_call_id", size)
+
+    @cached_property
+    def _id_size(self) -> int | None:
+        found = format_of("calls", f"{self.source}{self._with_tools or ''}")
+        return None if found is None else found.id_size
+
+    @cached_property
+    def _call_forms(self) -> list[CallForm]:
+        return forms_of(lambda messages: self._render_as_it_is(messages, None))
+
+    def _open(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        wish: Mapping[str, Any],
+    ) -> str:
         """Text of the messages up to the end of the last content, as transformers' `continue_final_message` cuts it."""
         *before, last = messages
-        marked = [*before, {**last, "content": last["content"] + _OPEN_END}]
-        text = self._render(marked, None, **wish)
+        last = {**last, "content": last["content"] or ""}
+        text = self._render(
+            [*before, {**last, "content": last["content"] + _OPEN_END}], tools, **wish
+        )
         written, mark, rest = text.rpartition(_OPEN_END.strip())
         if not mark or last["content"].strip() not in written:
             raise ConfigError(
@@ -441,7 +432,7 @@ class TemplateFormat:
 
     def _quoted(self, values: Any) -> str | None:
         """A special token that occurs in a string of JSON values; None: none does."""
-        texts = list(_strings(values))
+        texts = list(strings_of(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
     def _pieces(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
@@ -483,18 +474,10 @@ class TemplateFormat:
     ) -> str:
         """Text of the template, of at most `most` characters, with the arguments that transformers gives it."""
         source = self.source if tools is None else self._with_tools or self.source
-        own = {MESSAGES: [*map(_told, messages)], "tools": tools, "add_generation_prompt": asks}
+        said = [told({k: v for k, v in m.items() if k != NOT_LEARNED}) for m in messages]
+        own = {MESSAGES: said, "tools": tools, "add_generation_prompt": asks}
         given = {**_NOTHING, **self._variables, **variables, **own}
         return render(source, given, unset=self._unset, most_characters=most)
-
-
-def _told(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for a template, as transformers gives it: no null, and its reasoning by each name that templates read."""
-    said = {k: v for k, v in message.items() if k != NOT_LEARNED and v is not None}
-    reasoning = next((said[name] for name in _REASONING if name in said), None)
-    if reasoning is None:
-        return said
-    return {"thinking": reasoning, **said, "reasoning_content": reasoning}
 
 
 class _ParsedAnswer(NamedTuple):
@@ -518,7 +501,6 @@ _ASKED, _ANSWER, _SYSTEM, _TOOL = (
 )
 _NOTHING = {"documents": None}
 """Variables of a template unless they are given."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "8d1f answer"
 _OPEN_END = "8d1f open end "
 """Mark behind the text that is to be continued; its blank shows whether the template trims what it writes."""
@@ -573,26 +555,3 @@ def latest_turns(
         if len(ids) <= most:
             break
     return messages[first:], ids
-
-
-def is_unicode(values: Any) -> bool:
-    """Whether no text in JSON values has half a character (a lone surrogate), which UTF-8 cannot hold."""
-    try:
-        for text in _strings(values):
-            text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _strings(values: Any) -> Iterator[str]:
-    """Strings in JSON values, keys included."""
-    left = [values]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            left += [*value, *value.values()]
-        elif isinstance(value, list | tuple):
-            left += value

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -97,6 +98,15 @@ def _compiled(source: str, unset: frozenset[str] | None) -> Any:
         raise ConfigError(
             "the chat template is nested deeper than Python allows; use the model's own"
         ) from None
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """Names of the variables that a template reads; empty if it is no template."""
+    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
+    try:
+        return frozenset(find_undeclared_variables(environment.parse(source)))
+    except (TemplateSyntaxError, RecursionError):
+        return frozenset()
 
 
 def _undefined(unset: frozenset[str]) -> type[Undefined]:

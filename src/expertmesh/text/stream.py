@@ -2,6 +2,7 @@
 
 import codecs
 import re
+from collections.abc import Collection
 from functools import cache
 
 from tokenizers import Tokenizer
@@ -31,9 +32,10 @@ class TextStream:
 
     Args:
         tokenizer: byte-level BPE, or a tokenizer that writes blanks as U+2581 and single bytes as <0x0A> (SentencePiece).
+        kept: special tokens that are written by their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, kept: Collection[int] = ()) -> None:
         """Start an empty stream."""
         self._tokenizer = tokenizer
         self._special = {
@@ -41,15 +43,15 @@ class TextStream:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
+        self._kept = frozenset(kept) & self._special
         self._is_byte_level = tokenizer.decoder is None or is_byte_level(tokenizer)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes; "" in the middle of a character."""
-        token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
-        if token is None:
+        if token_id in self._special and token_id not in self._kept:
             return ""
-        return self._decoder.decode(self._bytes(token))
+        return self._decoder.decode(self.bytes_of(token_id))
 
     def breaks(self, token_id: int) -> bool:
         """Whether bytes held back become U+FFFD before this token's own text, because its bytes do not continue them."""

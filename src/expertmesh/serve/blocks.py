@@ -1,0 +1,87 @@
+"""Blocks of an answer: its pieces as thoughts, texts and calls that begin, grow and end, one after the other."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from expertmesh.text.answer_pieces import CallArguments, CallStart, Piece, Thought
+
+
+@dataclass
+class Block:
+    """Block of an answer.
+
+    Attributes:
+        index: its number in the answer, from 0.
+        kind: what it is.
+        text: its text; of a call, the JSON text of the arguments.
+        call_id: id of a call.
+        name: function of a call.
+    """
+
+    index: int
+    kind: Literal["thought", "text", "call"]
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+
+
+class Step(NamedTuple):
+    """What happens to a block.
+
+    Attributes:
+        what: it begins, grows or ends.
+        block: the block, after it.
+        new: new characters.
+    """
+
+    what: Literal["begin", "grow", "end"]
+    block: Block
+    new: str = ""
+
+
+@dataclass
+class Blocks:
+    """Blocks of one answer.
+
+    Attributes:
+        all: the blocks so far.
+    """
+
+    all: list[Block] = field(default_factory=list)
+    _open: Block | None = None
+
+    def feed(self, pieces: Iterable[Piece]) -> Iterator[Step]:
+        """What the next pieces do."""
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                yield from self._begin("call", piece.call_id, piece.name)
+                continue
+            kind: Literal["thought", "text"] = "thought" if isinstance(piece, Thought) else "text"
+            if not isinstance(piece, CallArguments) and (
+                self._open is None or self._open.kind != kind
+            ):
+                yield from self._begin(kind)
+            block = self._open
+            assert block is not None
+            block.text += piece.text
+            yield Step("grow", block, piece.text)
+
+    def finish(self) -> Iterator[Step]:
+        """End the open block; an answer with neither text nor calls has an empty text."""
+        if not any(block.kind != "thought" for block in self.all):
+            yield from self._begin("text")
+        yield from self._end()
+
+    def _begin(
+        self, kind: Literal["thought", "text", "call"], call_id: str = "", name: str = ""
+    ) -> Iterator[Step]:
+        yield from self._end()
+        self._open = Block(len(self.all), kind, "", call_id, name)
+        self.all.append(self._open)
+        yield Step("begin", self._open)
+
+    def _end(self) -> Iterator[Step]:
+        block, self._open = self._open, None
+        if block is not None:
+            yield Step("end", block)

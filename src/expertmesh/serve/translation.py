@@ -1,0 +1,104 @@
+"""Requests of other interfaces as chat completions, and errors in their names."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BeforeValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+from expertmesh.serve.faults import RequestError
+from expertmesh.serve.reading import refuse_unknown
+from expertmesh.serve.schema import SPELLED, ChatRequest
+from expertmesh.serve.structured_outputs import GUIDE_FIELDS
+from expertmesh.serve.wrong_body import best_error
+
+_NO_PLACE = ("n", "max_tokens", "return_routed_experts")
+PASSED = frozenset(
+    {*SPELLED, *GUIDE_FIELDS, "chat_template_kwargs", "reasoning_effort"}
+    - {*_NO_PLACE, "response_format"}
+)
+"""Fields of chat completions that every interface takes beside its own."""
+_FIRST = re.compile(r"messages\.(\d+)|[a-z_]+")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A request as a chat completion.
+
+    Attributes:
+        body: the chat completion.
+        origins: place of each message in the request.
+        places: names in the request of other fields that have another one.
+    """
+
+    body: dict[str, Any]
+    origins: Sequence[str]
+    places: Mapping[str, str]
+
+    def chat(self) -> ChatRequest:
+        """The checked chat completion.
+
+        Raises:
+            RequestError: a value breaks a rule, in the names of chat completions (`own`).
+        """
+        try:
+            return ChatRequest.model_validate(self.body)
+        except ValidationError as error:
+            name, message = best_error(error.errors(), self.body)
+            raise RequestError(400, message, param=name) from None
+
+    def own(self, fault: RequestError) -> RequestError:
+        """An error in the names of the request."""
+        param = fault.param and _FIRST.sub(self._own_name, fault.param, count=1)
+        text = str(fault)
+        place, colon, rest = text.partition(":")
+        if colon and " " not in place:
+            text = _FIRST.sub(self._own_name, place, count=1) + colon + rest
+        return RequestError(fault.status, text, param=param, code=fault.code, headers=fault.headers)
+
+    def _own_name(self, found: "re.Match[str]") -> str:
+        if found[1] is not None:
+            number = int(found[1])
+            return self.origins[number] if number < len(self.origins) else self.places["messages"]
+        return self.places.get(found[0], found[0])
+
+    def asking(self, **fields: Any) -> "Translation":
+        """The same with further fields of the chat completion."""
+        return replace(self, body=self.body | fields)
+
+
+def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidator:
+    """Refuses objects of other types by the type's name.
+
+    Args:
+        kinds: types that there are.
+        what: what is served, in words.
+        default: type of objects without one.
+    """
+    known = tuple(kinds)
+
+    def checked(value: Any) -> Any:
+        kind = value.get("type") or default if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            why = f"{kind[:60]!r} is not served ({what}); there are {', '.join(known)}"
+            raise PydanticCustomError("refused", "{why}", {"why": why, "field": "type"})
+        return value
+
+    return BeforeValidator(checked)
+
+
+def passed(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Fields of a request that are those of chat completions.
+
+    Raises:
+        RequestError: another field is unknown, and could change the answer.
+    """
+    refuse_unknown(extra, known=PASSED, harmless={"n": (1,)})
+    return {name: one for name, one in (extra or {}).items() if name in PASSED and one is not None}
+
+
+def without_nulls(**fields: Any) -> dict[str, Any]:
+    """The fields that are set."""
+    return {name: one for name, one in fields.items() if one is not None}
