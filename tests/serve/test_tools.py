@@ -290,12 +290,21 @@ def test_special_tokens_are_in_the_text_only_where_they_are_marks(readers):
     assert whole(reader, job_of(reader), text)[0]["content"] == "yes"
 
 
-def test_thoughts_that_the_prompt_opens(readers):
+def grammar_of(reader, job):
+    """Lark grammar of a job's guided calls."""
+    return job.params[0].json_schema.grammar(dict, {})
+
+
+def test_thoughts_that_the_prompt_opens_or_closes(readers):
     reader = readers("minimax_m2")
     message, _ = whole(reader, job_of(reader), "hm\n</think>\n\nyes")
     assert (message["content"], message["reasoning"]) == ("yes", "hm")
     message, _ = whole(reader, job_of(reader, response_format={"type": "json_object"}), "{}")
     assert message["content"] == "{}"
+    off = job_of(readers("hermes"), reasoning_effort="none", tools=TOOLS, tool_choice=NAMED)
+    assert off.make_parser.thoughts is None and "thought" not in grammar_of(readers("hermes"), off)
+    on = job_of(readers("hermes"), tools=TOOLS, tool_choice=NAMED)
+    assert "[thought]" in grammar_of(readers("hermes"), on)
     said = [USER, {"role": "assistant", "content": "<think>so"}]
     job = job_of(readers("hermes"), messages=said, continue_final_message=True)
     assert whole(reader, job, " hm</think>yes")[0]["content"] == "yes"

@@ -30,34 +30,35 @@ class AnswerMarks:
         added = text.tokenizer.get_added_tokens_decoder()
         self._specials = {token.content: i for i, token in added.items() if token.special}
 
-    def is_open(self, prompt: Sequence[int], said: str) -> bool:
-        """Whether an answer begins within a thought.
+    def is_open(self, prompt: Sequence[int], said: str) -> bool | None:
+        """Whether an answer begins within a thought; None: it has no thoughts.
 
         Args:
             prompt: tokens of the prompt.
             said: text of the message that the answer continues; "": none.
         """
         if self._thoughts is None or self._thoughts.thoughts is None:
-            return False
+            return None
         tail = self._tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
-        return self._thoughts.thoughts.is_open(tail, said)
+        syntax = self._thoughts.thoughts
+        return None if syntax.is_over(tail) else syntax.is_open(tail, said)
 
     def reading(
-        self, use: ToolUse, *, splits: bool, is_open: bool, guides: Collection[str] = ()
+        self, use: ToolUse, *, splits: bool, is_open: bool | None, guides: Collection[str] = ()
     ) -> AnswerReading:
         """Maker of the parsers of answers. Guided calls have a syntax that has a markup: the model's own, or JSON.
 
         Args:
             use: tools of the request.
             splits: whether thoughts are told from content.
-            is_open: whether an answer begins within a thought.
+            is_open: whether an answer begins within a thought; None: it has no thoughts.
             guides: kinds of answers that a grammar allows, "calls" and "json"; empty: there is no grammar.
         """
         calls = self._calls
         if guides and not _can_guide(calls, beside_json="json" in guides):
             calls = format_of("calls", "", JSON)
-        thoughts = self._thoughts if splits else None
-        return AnswerReading(thoughts, calls, use.callable, use.most, splits and is_open)
+        thoughts = self._thoughts if splits and is_open is not None else None
+        return AnswerReading(thoughts, calls, use.callable, use.most, splits and bool(is_open))
 
     def ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
         """Ids of the markers that are special tokens."""

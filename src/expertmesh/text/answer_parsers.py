@@ -52,6 +52,10 @@ class ThoughtSyntax(Protocol):
         """
         ...
 
+    def is_over(self, prompt: str) -> bool:
+        """Whether the end of a prompt closes the thoughts of its answer."""
+        ...
+
     def parser(self, *, is_open: bool) -> AnswerParser:
         """Parser that yields thoughts and content."""
         ...
@@ -77,6 +81,10 @@ class ThoughtTags(NamedTuple):
         """Whether the prompt, or the message that is continued, opened the thought."""
         is_inside = said.rfind(self.opens) > said.rfind(self.closes)
         return is_inside or (not said and prompt.rstrip().endswith(self.opens))
+
+    def is_over(self, prompt: str) -> bool:
+        """Whether the prompt closes the thoughts, as Qwen3's does with enable_thinking=False."""
+        return prompt.rstrip().endswith(self.closes)
 
     def parser(self, *, is_open: bool) -> AnswerParser:
         """Parser that yields thoughts and content."""
@@ -169,6 +177,10 @@ class HarmonyChannels:
         head, mark, rest = prompt.rpartition("<|message|>")
         is_begun = bool(mark) and not any(one in rest for one in self.markers)
         return is_begun and "analysis" in head.rpartition("<|channel|>")[2]
+
+    def is_over(self, prompt: str) -> bool:
+        """Whether thoughts are over: never, because each has a channel."""
+        return False
 
     def parser(self, *, is_open: bool) -> AnswerParser:
         """Parser that yields thoughts and content."""
