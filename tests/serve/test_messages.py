@@ -7,9 +7,9 @@ import pytest
 from tests.serve.test_responses import SCRIPT, Scripted, outputs
 
 from expertmesh.config.sampling import SamplingParams
+from expertmesh.serve.anthropic_messages import CountTokensRequest, MessagesRequest, translated
+from expertmesh.serve.anthropic_writing import MessagesWriter
 from expertmesh.serve.faults import RequestError
-from expertmesh.serve.messages import CountTokensRequest, MessagesRequest, translated
-from expertmesh.serve.messages_writing import MessagesWriter
 from expertmesh.serve.reading import Job
 
 SAID = [{"role": "user", "content": "def main("}]

@@ -12,9 +12,9 @@ from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.output import RequestOutput
 from expertmesh.serve.faults import RequestError
+from expertmesh.serve.openai_responses import ResponsesRequest, translated
+from expertmesh.serve.openai_writing import ResponsesWriter
 from expertmesh.serve.reading import Job, RequestReader
-from expertmesh.serve.responses import ResponsesRequest, translated
-from expertmesh.serve.responses_writing import ResponsesWriter
 from expertmesh.text.answer_pieces import CallArguments, CallStart, Content, Thought
 
 EVENTS = TypeAdapter(ResponseStreamEvent)

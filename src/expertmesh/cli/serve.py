@@ -14,7 +14,7 @@ from expertmesh.cli.decoding import check_several, load_adapter, say_precision
 from expertmesh.cli.parse import parsed
 from expertmesh.cli.terminal_progress import loading, silence_output, told_of_data
 from expertmesh.cli.torchrun import once_by_rank_0, once_per_host
-from expertmesh.config.base import expanded, key_of_environment
+from expertmesh.config.base import KEY_VARIABLE, expanded, key_of_environment
 from expertmesh.config.engine import EngineConfig
 from expertmesh.config.fields import Flat, ModelFolder, Operation
 from expertmesh.config.launched import launched_rank
@@ -220,6 +220,8 @@ def keys_of(path: str | None) -> tuple[str, ...]:
         ConfigError: the file is unreadable or has no key, or the variable is blank.
     """
     given = key_of_environment()
+    if given == "":
+        raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")
     own = () if given is None else (given,)
     if path is None:
         return own

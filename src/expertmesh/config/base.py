@@ -40,7 +40,7 @@ Location = tuple[int | str, ...]
 _SCALAR_TYPES = ("int_type", "float_type", "bool_type")
 _CHANGE = "change it"  # fix for a value that must be given
 KEY_VARIABLE = "EXPERTMESH_API_KEY"
-"""Environment variable with an API key of the server, which counts beside those of a file."""
+"""Environment variable with an API key of the server, beside the keys of a file."""
 UNKNOWN = "unknown option"
 EMPTY = ("must not be empty", "give a value, or leave it out")
 """Rule and fix of an empty or blank text, as from an unset variable of a shell: it is no value of any option."""
@@ -549,14 +549,8 @@ def environment_of_child() -> dict[str, str]:
 
 
 def key_of_environment() -> str | None:
-    """API key in `KEY_VARIABLE`; None: it is not set.
-
-    Raises:
-        ConfigError: it is blank.
-    """
+    """API key in `KEY_VARIABLE`, without blanks around it; None: it is not set."""
     given = os.environ.get(KEY_VARIABLE)
-    if given is not None and not given.strip():
-        raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")
     return given and given.strip()
 
 

@@ -354,8 +354,7 @@ class Engine:
             seed=draw_seed() if params.seed is None else params.seed,
             root=ROOT if chosen is None else chosen.root,
         )
-        if guide is not None:
-            assert isinstance(guide[1], Compiled)
+        if guide is not None and isinstance(guide[1], Compiled):
             for sequence in request.sequences:
                 sequence.rule = guide[1].rule()
         self._scheduler.add(request)

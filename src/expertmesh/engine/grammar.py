@@ -153,7 +153,7 @@ class Compiled:
             return self._make()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What was given alone."""
+        """The given value alone."""
         return _same, (self._given,)
 
 
@@ -170,7 +170,7 @@ class CompiledText(Compiled, str):
 
 
 class _Reading(NamedTuple):
-    """What is compiled of a guide.
+    """Compiler's reading of a guide.
 
     Attributes:
         text: what the trial gets.

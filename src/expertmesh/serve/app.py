@@ -17,19 +17,19 @@ from expertmesh.engine.engine import Engine
 from expertmesh.errors import ConfigError
 from expertmesh.serve.absent import why_not
 from expertmesh.serve.answer import Answer, AnswerWriter
+from expertmesh.serve.anthropic_messages import CountTokensRequest, MessagesRequest
+from expertmesh.serve.anthropic_messages import translated as translated_messages
+from expertmesh.serve.anthropic_writing import MessagesWriter
 from expertmesh.serve.description import ANSWERS, describe
 from expertmesh.serve.experts_page import PAGE
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.gate import Gate
-from expertmesh.serve.messages import CountTokensRequest, MessagesRequest
-from expertmesh.serve.messages import translated as translated_messages
-from expertmesh.serve.messages_writing import MessagesWriter
 from expertmesh.serve.metrics import Metrics
+from expertmesh.serve.openai_responses import ResponsesRequest
+from expertmesh.serve.openai_responses import translated as translated_response
+from expertmesh.serve.openai_writing import ResponsesWriter
 from expertmesh.serve.reading import Job, RequestReader
 from expertmesh.serve.request_ids import RequestIds
-from expertmesh.serve.responses import ResponsesRequest
-from expertmesh.serve.responses import translated as translated_response
-from expertmesh.serve.responses_writing import ResponsesWriter
 from expertmesh.serve.runtime_adapters import RuntimeAdapters
 from expertmesh.serve.schema import (
     ChatRequest,
@@ -41,7 +41,7 @@ from expertmesh.serve.schema import (
     TokenizeText,
     UnloadAdapterRequest,
 )
-from expertmesh.serve.translation import Translation
+from expertmesh.serve.translation import TranslatedRequest
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 from expertmesh.serve.writing import TokenTexts, Writer
 from expertmesh.serve.wrong_body import best_error
@@ -274,7 +274,7 @@ class ServerApp:
             raise asked.own(fault) from None
         return JSONResponse({"input_tokens": len(job.prompts[0])})
 
-    async def _translated(self, asked: Translation) -> Job:
+    async def _translated(self, asked: TranslatedRequest) -> Job:
         """The job of a request that is a chat completion; errors are in the request's own names."""
         try:
             return await self._with_rules(await self._aside(self.reader.chat, asked.chat()))
@@ -378,7 +378,7 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 
 
 async def _on_dead_engine(request: Request, error: Exception) -> Response:
-    """Response to what the engine's thread cannot do any more."""
+    """Response to an order that a dead engine cannot follow."""
     return RequestError(503, str(error), code="failed").response(request.url.path)
 
 

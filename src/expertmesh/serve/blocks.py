@@ -4,11 +4,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from expertmesh.serve.reading import Job
+from expertmesh.serve.updates import Updates
 from expertmesh.text.answer_pieces import CallArguments, CallStart, Piece, Thought
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """Block of an answer.
 
     Attributes:
@@ -26,17 +28,17 @@ class Block:
     name: str = ""
 
 
-class Step(NamedTuple):
-    """What happens to a block.
+class BlockChange(NamedTuple):
+    """Change of a block.
 
     Attributes:
-        what: it begins, grows or ends.
+        what: whether it begins, grows or ends.
         block: the block, after it.
         new: new characters.
     """
 
     what: Literal["begin", "grow", "end"]
-    block: Block
+    block: AnswerBlock
     new: str = ""
 
 
@@ -48,11 +50,11 @@ class Blocks:
         all: the blocks so far.
     """
 
-    all: list[Block] = field(default_factory=list)
-    _open: Block | None = None
+    all: list[AnswerBlock] = field(default_factory=list)
+    _open: AnswerBlock | None = None
 
-    def feed(self, pieces: Iterable[Piece]) -> Iterator[Step]:
-        """What the next pieces do."""
+    def feed(self, pieces: Iterable[Piece]) -> Iterator[BlockChange]:
+        """Changes that the next pieces make."""
         for piece in pieces:
             if isinstance(piece, CallStart):
                 yield from self._begin("call", piece.call_id, piece.name)
@@ -65,9 +67,9 @@ class Blocks:
             block = self._open
             assert block is not None
             block.text += piece.text
-            yield Step("grow", block, piece.text)
+            yield BlockChange("grow", block, piece.text)
 
-    def finish(self) -> Iterator[Step]:
+    def finish(self) -> Iterator[BlockChange]:
         """End the open block; an answer with neither text nor calls has an empty text."""
         if not any(block.kind != "thought" for block in self.all):
             yield from self._begin("text")
@@ -75,13 +77,36 @@ class Blocks:
 
     def _begin(
         self, kind: Literal["thought", "text", "call"], call_id: str = "", name: str = ""
-    ) -> Iterator[Step]:
+    ) -> Iterator[BlockChange]:
         yield from self._end()
-        self._open = Block(len(self.all), kind, "", call_id, name)
+        self._open = AnswerBlock(len(self.all), kind, "", call_id, name)
         self.all.append(self._open)
-        yield Step("begin", self._open)
+        yield BlockChange("begin", self._open)
 
-    def _end(self) -> Iterator[Step]:
+    def _end(self) -> Iterator[BlockChange]:
         block, self._open = self._open, None
         if block is not None:
-            yield Step("end", block)
+            yield BlockChange("end", block)
+
+
+@dataclass
+class BlockWriter:
+    """Base of the writers of one answer in blocks, whose streams have events with names.
+
+    Args:
+        job: the parsed request, which asks for one answer.
+        model: name of the model.
+    """
+
+    job: Job
+    model: str
+    _blocks: Blocks = field(default_factory=Blocks, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Start the updates of the answer."""
+        self._updates = Updates(self.job)
+
+    @property
+    def is_named(self) -> bool:
+        """Events have names."""
+        return True

@@ -1,4 +1,4 @@
-"""What a whole answer must be, in OpenAI's, vLLM's and other servers' fields: JSON of a schema, one of a list, or what matches."""
+"""Guides of an answer in OpenAI's, vLLM's and other servers' fields: a JSON schema, a list, a regular expression, a grammar."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ GUIDE_FIELDS = ("response_format", "structured_outputs", *_NAMED)
 
 
 class Guide(NamedTuple):
-    """What the whole answer must be.
+    """Rule for the whole answer.
 
     Attributes:
         field: the field that says it.
@@ -50,7 +50,7 @@ class Guide(NamedTuple):
 
 
 def guide_of(fields: Mapping[str, Any]) -> Guide | None:
-    """What the answer must be; None: free text.
+    """Guide of a request; None: free text.
 
     Args:
         fields: fields of the request. `response_format` is {"type": "text"}, {"type": "json_object"} with or without a

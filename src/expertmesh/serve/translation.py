@@ -20,11 +20,13 @@ PASSED = frozenset(
     - {*_NO_PLACE, "response_format"}
 )
 """Fields of chat completions that every interface takes beside its own."""
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Fields that are refused but for some values, and why."""
 _FIRST = re.compile(r"messages\.(\d+)|[a-z_]+")
 
 
 @dataclass(frozen=True)
-class Translation:
+class TranslatedRequest:
     """A request as a chat completion.
 
     Attributes:
@@ -64,8 +66,8 @@ class Translation:
             return self.origins[number] if number < len(self.origins) else self.places["messages"]
         return self.places.get(found[0], found[0])
 
-    def asking(self, **fields: Any) -> "Translation":
-        """The same with further fields of the chat completion."""
+    def asking(self, **fields: Any) -> "TranslatedRequest":
+        """A copy with further fields of the chat completion."""
         return replace(self, body=self.body | fields)
 
 
@@ -89,14 +91,22 @@ def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidato
     return BeforeValidator(checked)
 
 
-def passed(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Fields of a request that are those of chat completions.
+def passed(extra: Mapping[str, Any] | None, refused: Refused) -> dict[str, Any]:
+    """Fields of a request that chat completions have, too.
+
+    Args:
+        extra: fields that the request's model does not have.
+        refused: fields of the interface that are not served.
 
     Raises:
-        RequestError: another field is unknown, and could change the answer.
+        RequestError: a field is refused, or unknown and could change the answer.
     """
-    refuse_unknown(extra, known=PASSED, harmless={"n": (1,)})
-    return {name: one for name, one in (extra or {}).items() if name in PASSED and one is not None}
+    given = {name: one for name, one in (extra or {}).items() if one is not None}
+    for name, (allowed, why) in refused.items():
+        if name in given and given.pop(name) not in allowed:
+            raise RequestError(400, f"{name}: {why}", param=name)
+    refuse_unknown(given, known=PASSED, harmless={"n": (1,)})
+    return {name: one for name, one in given.items() if name in PASSED}
 
 
 def without_nulls(**fields: Any) -> dict[str, Any]:

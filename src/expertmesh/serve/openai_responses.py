@@ -8,10 +8,10 @@ from pydantic.json_schema import SkipJsonSchema
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import refuse_unknown
 from expertmesh.serve.schema import NULL_ALONE, Positive, StreamOptions, Text, few
-from expertmesh.serve.translation import Translation, one_of, passed, without_nulls
+from expertmesh.serve.translation import Refused, TranslatedRequest, one_of, passed, without_nulls
 
 _AGAIN = "nothing is kept between requests; send the whole conversation in input"
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: Refused = {
     "store": ((False,), "answers are not kept; send false, or leave it out"),
     "previous_response_id": ((), _AGAIN),
     "conversation": ((), _AGAIN),
@@ -43,11 +43,13 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
-class _Strict(BaseModel):
+class OpenAIObject(BaseModel):
+    """Object of a request, whose unknown fields are looked at later."""
+
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
 
-class TextOfItem(_Strict):
+class TextOfItem(OpenAIObject):
     """Text of a message, of an output or of reasoning."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -61,7 +63,7 @@ _Parts = Annotated[
 ]
 
 
-class MessageItem(_Strict):
+class MessageItem(OpenAIObject):
     """Message."""
 
     type: Literal["message"] | None = None
@@ -69,7 +71,7 @@ class MessageItem(_Strict):
     content: Text | _Parts
 
 
-class CallItem(_Strict):
+class CallItem(OpenAIObject):
     """Call of a function in an earlier answer."""
 
     type: Literal["function_call"]
@@ -78,7 +80,7 @@ class CallItem(_Strict):
     arguments: Text
 
 
-class CallOutputItem(_Strict):
+class CallOutputItem(OpenAIObject):
     """Result of a call."""
 
     type: Literal["function_call_output"]
@@ -86,7 +88,7 @@ class CallOutputItem(_Strict):
     output: Text | _Parts
 
 
-class ReasoningItem(_Strict):
+class ReasoningItem(OpenAIObject):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
@@ -101,7 +103,7 @@ _Item = Annotated[
 ]
 
 
-class FunctionTool(_Strict):
+class FunctionTool(OpenAIObject):
     """Function that the model may call."""
 
     type: Literal["function"]
@@ -111,21 +113,21 @@ class FunctionTool(_Strict):
     strict: bool | None = None
 
 
-class NamedFunction(_Strict):
+class NamedFunction(OpenAIObject):
     """Function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
-class TextConfig(_Strict):
+class TextField(OpenAIObject):
     """Form of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
-class ReasoningConfig(_Strict):
+class ReasoningField(OpenAIObject):
     """Effort of reasoning; a summary is the reasoning itself."""
 
     effort: str | None = None
@@ -133,7 +135,7 @@ class ReasoningConfig(_Strict):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(_Strict):
+class ResponsesRequest(OpenAIObject):
     """Request of /v1/responses."""
 
     model_config = ConfigDict(
@@ -153,30 +155,25 @@ class ResponsesRequest(_Strict):
     ] = None
     tool_choice: SkipJsonSchema[Literal["none", "auto", "required"] | NamedFunction | None] = None
     parallel_tool_calls: bool | None = None
-    text: SkipJsonSchema[TextConfig | None] = None
-    reasoning: SkipJsonSchema[ReasoningConfig | None] = None
+    text: SkipJsonSchema[TextField | None] = None
+    reasoning: SkipJsonSchema[ReasoningField | None] = None
     include: SkipJsonSchema[list[str] | None] = None
     metadata: SkipJsonSchema[dict[str, Any] | None] = None
     user: str | None = None
 
 
-def translated(request: ResponsesRequest) -> Translation:
+def translated(request: ResponsesRequest) -> TranslatedRequest:
     """The request as a chat completion.
 
     Raises:
         RequestError: a field is not served, or could change the answer and is unknown.
     """
-    extra = dict(request.model_extra or {})
-    for name, (allowed, why) in _REFUSED.items():
-        value = extra.pop(name, None)
-        if value is not None and value not in allowed:
-            raise RequestError(400, f"{name}: {why}", param=name)
     if _NO_LOGPROBS in (request.include or ()):
         raise RequestError(400, "include: /v1/chat/completions has logprobs", param="include")
     if request.stream_options is not None:
         refuse_unknown(request.stream_options.model_extra, place="stream_options.")
     messages, origins = _messages(request)
-    body = passed(extra) | without_nulls(
+    body = passed(request.model_extra, _REFUSED) | without_nulls(
         model=request.model,
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
@@ -195,7 +192,7 @@ def translated(request: ResponsesRequest) -> Translation:
         "verbosity": "text.verbosity",
         "reasoning_effort": "reasoning.effort",
     }
-    return Translation(body, origins, places)
+    return TranslatedRequest(body, origins, places)
 
 
 def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
@@ -292,7 +289,7 @@ def _choice(request: ResponsesRequest) -> Any:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _of_text(text: TextConfig | None) -> dict[str, Any]:
+def _of_text(text: TextField | None) -> dict[str, Any]:
     if text is None:
         return {}
     refuse_unknown(text.model_extra, place="text.")
@@ -303,7 +300,7 @@ def _of_text(text: TextConfig | None) -> dict[str, Any]:
     return without_nulls(response_format=form, verbosity=text.verbosity)
 
 
-def _of_reasoning(reasoning: ReasoningConfig | None) -> dict[str, Any]:
+def _of_reasoning(reasoning: ReasoningField | None) -> dict[str, Any]:
     if reasoning is None:
         return {}
     refuse_unknown(reasoning.model_extra, place="reasoning.")

@@ -3,20 +3,18 @@
 import json
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from expertmesh.engine.output import RequestOutput
-from expertmesh.serve.blocks import Block, Blocks, Step
+from expertmesh.serve.blocks import AnswerBlock, BlockChange, BlockWriter
 from expertmesh.serve.faults import RequestError
-from expertmesh.serve.reading import Job
-from expertmesh.serve.updates import Updates
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 @dataclass
-class MessagesWriter:
+class MessagesWriter(BlockWriter):
     """Formats the answer to one request.
 
     Args:
@@ -24,22 +22,14 @@ class MessagesWriter:
         model: name of the model.
     """
 
-    job: Job
-    model: str
-    _blocks: Blocks = field(default_factory=Blocks)
     _reason: str | None = None
     _stop: str | None = None
     _has_begun: bool = False
 
     def __post_init__(self) -> None:
         """Set the id."""
-        self._updates = Updates(self.job)
+        super().__post_init__()
         self._id = f"msg_{uuid.uuid4().hex}"
-
-    @property
-    def is_named(self) -> bool:
-        """Events have names."""
-        return True
 
     def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Response with the complete answer."""
@@ -96,7 +86,7 @@ class MessagesWriter:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Token counts; those of a prompt that were found in the cache are counted apart."""
+        """Token counts; tokens of the prompt that the cache had are counted apart."""
         known = self._updates.usage()
         cached = known["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -107,7 +97,7 @@ class MessagesWriter:
         }
 
 
-def _events(step: Step) -> Iterator[dict[str, Any]]:
+def _events(step: BlockChange) -> Iterator[dict[str, Any]]:
     block = step.block
     if step.what == "begin":
         begun = _block(block, is_whole=False)
@@ -126,11 +116,11 @@ def _events(step: Step) -> Iterator[dict[str, Any]]:
     yield _delta(block, {"type": kind, name: step.new})
 
 
-def _delta(block: Block, delta: dict[str, Any]) -> dict[str, Any]:
+def _delta(block: AnswerBlock, delta: dict[str, Any]) -> dict[str, Any]:
     return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
 
-def _block(block: Block, *, is_whole: bool) -> dict[str, Any]:
+def _block(block: AnswerBlock, *, is_whole: bool) -> dict[str, Any]:
     """A block of the answer, or its beginning."""
     text = block.text if is_whole else ""
     if block.kind == "text":

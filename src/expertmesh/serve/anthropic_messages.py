@@ -10,9 +10,9 @@ from pydantic.json_schema import SkipJsonSchema
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import refuse_unknown
 from expertmesh.serve.schema import NULL_ALONE, Positive, Stops, Text, few
-from expertmesh.serve.translation import Translation, one_of, passed, without_nulls
+from expertmesh.serve.translation import Refused, TranslatedRequest, one_of, passed, without_nulls
 
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: Refused = {
     "container": ((), "there are no containers"),
     "mcp_servers": (([],), "there is no client of MCP; call its tools yourself"),
     "context_management": (({"edits": []},), "conversations are not shortened; send less"),
@@ -30,18 +30,20 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
-class _Strict(BaseModel):
+class AnthropicObject(BaseModel):
+    """Object of a request, whose unknown fields are looked at later."""
+
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
 
-class TextBlock(_Strict):
+class TextOfMessage(AnthropicObject):
     """Text."""
 
     type: Literal["text"]
     text: Text
 
 
-class ThinkingBlock(_Strict):
+class ThinkingBlock(AnthropicObject):
     """Reasoning of an earlier answer; its signature is not looked at."""
 
     type: Literal["thinking"]
@@ -49,7 +51,7 @@ class ThinkingBlock(_Strict):
     signature: str | None = None
 
 
-class ToolUseBlock(_Strict):
+class ToolUseBlock(AnthropicObject):
     """Call of a tool in an earlier answer."""
 
     type: Literal["tool_use"]
@@ -59,13 +61,13 @@ class ToolUseBlock(_Strict):
 
 
 _Texts = Annotated[
-    list[Annotated[TextBlock, one_of(["text"], "only text is")]],
+    list[Annotated[TextOfMessage, one_of(["text"], "only text is")]],
     Field(fail_fast=True),
     BeforeValidator(few),
 ]
 
 
-class ToolResultBlock(_Strict):
+class ToolResultBlock(AnthropicObject):
     """Result of a call."""
 
     type: Literal["tool_result"]
@@ -75,11 +77,11 @@ class ToolResultBlock(_Strict):
 
 
 _Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, one_of(_BLOCKS, "only text is")
+    TextOfMessage | ThinkingBlock | ToolUseBlock | ToolResultBlock, one_of(_BLOCKS, "only text is")
 ]
 
 
-class TurnOfMessages(_Strict):
+class TurnOfMessages(AnthropicObject):
     """Message of a conversation."""
 
     role: Literal["user", "assistant"]
@@ -88,7 +90,7 @@ class TurnOfMessages(_Strict):
     )
 
 
-class CustomTool(_Strict):
+class CustomTool(AnthropicObject):
     """Tool that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -97,7 +99,7 @@ class CustomTool(_Strict):
     input_schema: dict[str, Any]
 
 
-class ToolChoice(_Strict):
+class ChoiceOfTools(AnthropicObject):
     """Whether and which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -105,7 +107,7 @@ class ToolChoice(_Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(_Strict):
+class ThinkingConfig(AnthropicObject):
     """Whether the model thinks first; a budget is bounded by max_tokens alone."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -113,14 +115,14 @@ class ThinkingConfig(_Strict):
     display: str | None = None
 
 
-class OutputConfig(_Strict):
+class OutputConfig(AnthropicObject):
     """Effort, and the form of the answer."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
-class CountTokensRequest(_Strict):
+class CountTokensRequest(AnthropicObject):
     """Request of /v1/messages/count_tokens."""
 
     model_config = ConfigDict(
@@ -138,7 +140,7 @@ class CountTokensRequest(_Strict):
         list[Annotated[CustomTool, one_of(["custom"], "only tools of your own are", "custom")]]
         | None
     ] = None
-    tool_choice: SkipJsonSchema[ToolChoice | None] = None
+    tool_choice: SkipJsonSchema[ChoiceOfTools | None] = None
     thinking: SkipJsonSchema[ThinkingConfig | None] = None
     output_config: SkipJsonSchema[OutputConfig | None] = None
 
@@ -153,19 +155,14 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-def translated(request: CountTokensRequest) -> Translation:
+def translated(request: CountTokensRequest) -> TranslatedRequest:
     """The request as a chat completion.
 
     Raises:
         RequestError: a field is not served, or could change the answer and is unknown.
     """
-    extra = dict(request.model_extra or {})
-    for name, (allowed, why) in _REFUSED.items():
-        value = extra.pop(name, None)
-        if value is not None and value not in allowed:
-            raise RequestError(400, f"{name}: {why}", param=name)
     messages, origins = _messages(request)
-    body = passed(extra) | without_nulls(
+    body = passed(request.model_extra, _REFUSED) | without_nulls(
         model=request.model,
         messages=messages,
         tools=_tools(request.tools or ()) or None,
@@ -194,7 +191,7 @@ def translated(request: CountTokensRequest) -> Translation:
         "continue_final_message": "messages",
         "messages": "messages",
     }
-    return Translation(body, origins, places)
+    return TranslatedRequest(body, origins, places)
 
 
 def _messages(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str]]:
@@ -233,7 +230,7 @@ def _of_user(place: str, blocks: Iterable[Any]) -> list[dict[str, Any]]:
             error = {"is_error": True} if block.is_error else {}
             tool = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
             found.append(tool | error)
-        elif not isinstance(block, TextBlock):
+        elif not isinstance(block, TextOfMessage):
             raise RequestError(400, f"{where}: {block.type} is the model's", param=where)
         elif found and found[-1]["role"] == "user":
             found[-1]["content"] += "\n" + block.text
@@ -246,7 +243,7 @@ def _of_model(place: str, blocks: Iterable[Any]) -> dict[str, Any]:
     """A message of the model."""
     said: dict[str, Any] = {"role": "assistant"}
     for i, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextOfMessage):
             said["content"] = said.get("content", "") + block.text
         elif isinstance(block, ThinkingBlock):
             said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
@@ -263,7 +260,7 @@ def _of_model(place: str, blocks: Iterable[Any]) -> dict[str, Any]:
     return said
 
 
-def _text(place: str, content: str | list[TextBlock], between: str) -> str:
+def _text(place: str, content: str | list[TextOfMessage], between: str) -> str:
     if isinstance(content, str):
         return content
     for i, block in enumerate(content):
@@ -288,7 +285,7 @@ def _tools(tools: Iterable[CustomTool]) -> list[dict[str, Any]]:
     return found
 
 
-def _of_choice(choice: ToolChoice | None) -> dict[str, Any]:
+def _of_choice(choice: ChoiceOfTools | None) -> dict[str, Any]:
     if choice is None:
         return {}
     refuse_unknown(choice.model_extra, place="tool_choice.")

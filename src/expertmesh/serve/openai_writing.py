@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertmesh.engine.output import RequestOutput
-from expertmesh.serve.blocks import Block, Blocks, Step
+from expertmesh.serve.blocks import AnswerBlock, BlockChange, BlockWriter
 from expertmesh.serve.faults import RequestError
-from expertmesh.serve.reading import Job
-from expertmesh.serve.responses import ResponsesRequest
-from expertmesh.serve.updates import Updates
+from expertmesh.serve.openai_responses import ResponsesRequest
 from expertmesh.text.answer_pieces import Thought
 
 _PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 
 
 @dataclass
-class ResponsesWriter:
+class ResponsesWriter(BlockWriter):
     """Formats the answer to one request.
 
     Args:
@@ -27,10 +25,7 @@ class ResponsesWriter:
         request: the request, of which the answer tells some fields.
     """
 
-    job: Job
-    model: str
     request: ResponsesRequest
-    _blocks: Blocks = field(default_factory=Blocks)
     _items: list[dict[str, Any]] = field(default_factory=list)
     _number: int = 0
     _num_thought: int = 0
@@ -38,13 +33,8 @@ class ResponsesWriter:
 
     def __post_init__(self) -> None:
         """Set the id and the time of creation."""
-        self._updates = Updates(self.job)
+        super().__post_init__()
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
-
-    @property
-    def is_named(self) -> bool:
-        """Events have names."""
-        return True
 
     def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Response with the complete answer."""
@@ -65,7 +55,7 @@ class ResponsesWriter:
         return found
 
     def last(self) -> list[dict[str, Any]]:
-        """Nothing more: the event that ends the answer has been sent."""
+        """No events: the answer's last one ends the stream."""
         return []
 
     def failed(self, fault: RequestError) -> list[dict[str, Any]]:
@@ -93,7 +83,7 @@ class ResponsesWriter:
                 yield from self._of_step(step, is_cut=is_cut)
             self._status = "incomplete" if is_cut else "completed"
 
-    def _of_step(self, step: Step, *, is_cut: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _of_step(self, step: BlockChange, *, is_cut: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         """Events of a block; the item is kept as it is in the response."""
         block = step.block
         if step.what == "begin":
@@ -178,7 +168,7 @@ class ResponsesWriter:
         }
 
 
-def _item(block: Block, name: str) -> dict[str, Any]:
+def _item(block: AnswerBlock, name: str) -> dict[str, Any]:
     """An item of the response that begins."""
     if block.kind == "call":
         return {
@@ -207,7 +197,7 @@ def _item(block: Block, name: str) -> dict[str, Any]:
     }
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
