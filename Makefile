@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve soak translate classify test test-fast test-all test-machines kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -17,6 +17,8 @@ help:
 	@echo "make classify  train a small vision transformer with experts on digits, then classify (IMAGES=folder, CLASSIFY_ARGS=...)"
 	@echo "make serve   OpenAI's interface over the model of \`make demo\`, and a page that shows its experts"
 	@echo "make soak    200 streaming clients on a server, for minutes"
+	@echo "make soak-hostile  one client of the server does harm, and 50 others must lose nothing"
+	@echo "make test-clients  libraries of OpenAI's interface against the server: openai, LangGraph, LiteLLM, pydantic-ai, AI SDK (npm)"
 	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
@@ -75,6 +77,14 @@ serve: $(STAMP)
 SOAK_ARGS ?=
 soak: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.soak $(SOAK_ARGS)
+
+soak-hostile: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.hostile_soak $(SOAK_ARGS)
+
+# Needs a network the first time; CLIENTS_ARGS="--only langgraph".
+CLIENTS_ARGS ?=
+test-clients: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients $(CLIENTS_ARGS)
 
 # One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.
 # Bytecode is kept, whatever the environment says: many tests start a process that imports everything.

@@ -90,8 +90,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder, *options, log="/dev/null", is_forked=True):
-    """A server of a folder on a free port of loopback, or on that of the options, ended in the end."""
+def served(folder, *options, log="/dev/null", is_forked=True, prepare=None):
+    """A server of a folder on a free port of loopback, or on that of the options, ended in the end.
+
+    Where it is forked, `prepare` is called in its process first.
+    """
     port = () if "--port" in options else ("--port", "0")
     words = ["serve", str(folder), *port, *options]
     with tempfile.TemporaryDirectory() as place:
@@ -99,7 +102,7 @@ def served(folder, *options, log="/dev/null", is_forked=True):
         if is_forked:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
-            process = context.Process(target=_child, args=(words, str(said), str(log)))
+            process = context.Process(target=_child, args=(words, str(said), str(log), prepare))
             process.start()
         else:
             with said.open("w") as out, Path(log).open("w") as error:
@@ -120,8 +123,10 @@ def served(folder, *options, log="/dev/null", is_forked=True):
                 found.exit_code()
 
 
-def _child(words, said, log):
+def _child(words, said, log, prepare=None):
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     for number, path in ((1, said), (2, log)):
         with Path(path).open("w") as file:
             os.dup2(file.fileno(), number)
