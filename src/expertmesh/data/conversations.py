@@ -111,6 +111,7 @@ class ConversationData:
         OSError: the cache cannot be written.
 
     Attributes:
+        num_training: number of training samples.
         num_validation: number of validation samples.
     """
 
@@ -153,6 +154,7 @@ class ConversationData:
         num_sequences = len(self._training)
         if config.pack:
             self._training = self._training.packed(config.seq_len, seed)
+        self.num_training = len(self._training)
         self.num_validation = len(self._validation)
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)

@@ -59,11 +59,11 @@ def score_rows(
     dtype = autocast_dtype(h_RD.device)
     if dtype is None or h_RD.dtype == torch.float64:
         dtype = h_RD.dtype
-    scores: Tensor = _Scores.apply(h_RD, head_VD, targets_R, dtype, linear, label_smoothing)
+    scores: Tensor = _ScoredRows.apply(h_RD, head_VD, targets_R, dtype, linear, label_smoothing)
     return scores
 
 
-class _Scores(torch.autograd.Function):
+class _ScoredRows(torch.autograd.Function):
     """Scores over chunks of rows."""
 
     @staticmethod

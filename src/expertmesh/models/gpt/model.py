@@ -412,7 +412,7 @@ class GPT(LanguageModel):
             "logit_rows_R": logit_rows_R,
             "targets_R": targets_R,
         }
-        num_rows = B * S if logit_rows_R is None else len(logit_rows_R)
+        num_rows = B * min(S, num_logits or S) if logit_rows_R is None else len(logit_rows_R)
         if self.shared is not None and logit_rows_R is None:
             num_rows //= self.shared.size
         sizes = {"B": B, "S": S, "T": B * S, "V": self.config.vocab_size}
@@ -548,16 +548,11 @@ class GPT(LanguageModel):
                 x_BSD, stats = block(x_BSD, **call)
             if stats is not None:
                 all_stats.append(stats)
-        if num_logits is not None:
-            x_BSD = x_BSD[:, max(x_BSD.shape[1] - num_logits, 0) :]
-        if logit_rows_R is not None:
-            x_BSD = x_BSD.flatten(0, 1).index_select(0, logit_rows_R)
-        elif is_flat:
-            x_BSD = x_BSD[0]
+        x = _rows_of(x_BSD[0] if is_flat else x_BSD, num_logits, logit_rows_R)
         if targets_R is None:
-            return GPTOutput(self._read_out(x_BSD, table_VD), tuple(all_stats))
-        x_RD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        return GPTScores(self._read_out(x_RD, table_VD, targets_R), tuple(all_stats))
+            return GPTOutput(self._read_out(x, table_VD), tuple(all_stats))
+        logprobs_R = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R)
+        return GPTScores(logprobs_R, tuple(all_stats))
 
     def _read_out(self, x: Tensor, table_VD: Tensor, targets_R: Tensor | None = None) -> Tensor:
         """Logits (..., V) of hidden states (..., D); with targets, the targets' log-probabilities (R,) for (R, D)."""
@@ -572,3 +567,10 @@ class GPT(LanguageModel):
         if targets_R is None:
             return linear(x, table_VD)
         return score_rows(x, table_VD, targets_R, linear=linear)
+
+
+def _rows_of(x: Tensor, num_logits: int | None, rows_R: Tensor | None) -> Tensor:
+    """Hidden states (..., D) that pass the head, which are the last of each sequence, given rows, or all."""
+    if rows_R is not None:
+        return x.reshape(-1, x.shape[-1]).index_select(0, rows_R)
+    return x if num_logits is None else x[:, max(x.shape[1] - num_logits, 0) :]
