@@ -33,7 +33,7 @@ class TextConfig(Config):
     seq_len: int = Field(default=256, gt=0)
     """Sequence length in training, in tokens; at most model.max_seq_len."""
     completions: Completions = "chat"
-    """What records of prompt and completion are: chat, a turn of the user and one of the assistant; or text, of which the completion and its end are learned, without a chat template."""
+    """Form of records of prompt and completion: chat, a turn of the user and one of the assistant; or text, of which the completion and its end are learned, without a chat template."""
     document_mask: bool = False
     """Whether attention is limited to a token's own document."""
     pack: bool = False

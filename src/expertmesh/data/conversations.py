@@ -203,7 +203,7 @@ def _open(folder: Path, side: str) -> _SplitSequences:
 
 
 def _form(tokenizer: Tokenizer, path: Path | None, *, is_plain: bool) -> ChatFormat | PlainForm:
-    """How the records of a corpus become rows."""
+    """Form in which the records of a corpus become rows."""
     return PlainForm(tokenizer, path) if is_plain else find_format(tokenizer, path)
 
 
