@@ -4,6 +4,9 @@ import json
 
 import pytest
 from tests.support.hub_text import hub_folder
+from tests.support.sentencepiece_vocabulary import sentencepiece_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import Metaspace
 
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.start_training import parse_and_begin
@@ -13,6 +16,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.runs.run_dir import RunDir
+from expertmesh.text.tokenizer import token_num_bytes
 from expertmesh.training.ends import more_is_better
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import freeze, learning_rate
@@ -178,3 +182,33 @@ def _words_elsewhere(words, tmp_path):
 def test_the_direction_of_a_measure():
     assert all(map(more_is_better, ("accuracy", "reward", "accuracy_top5", "eval_reward")))
     assert not any(map(more_is_better, ("loss", "bits_per_byte", "loss_de-en")))
+
+
+def unigram():
+    """A tokenizer of SentencePiece without bytes."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), ("\u2581a", -3.0)]
+    letters = [(letter, -4.0) for letter in "abcdefghijklmnopqrstuvwxyz0123456789"]
+    tokenizer = Tokenizer(models.Unigram([*pieces, *letters], unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("made", [sentencepiece_tokenizer, unigram])
+def test_a_mixtral_with_its_tokenizer_is_fine_tuned(made, tmp_path, capsys):
+    tokenizer = made()
+    text = "a walk with \u00e9" if made is sentencepiece_tokenizer else "a walk with e"
+    sizes = token_num_bytes(tokenizer, 290)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert sum(sizes[ids]) == len(f" {text}".encode())
+    end = tokenizer.token_to_id("</s>")
+    small = {"vocab_size": 290, "eos_token_id": end, "options": {"eos_token": "</s>"}}
+    base = hub_folder(tmp_path / "sp", "mixtral", tokenizer=tokenizer, **small)
+    lines = [{"prompt": f"say {n}", "completion": f"well {n}"} for n in range(30)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    places = ["--train.run-dir", f"{tmp_path}/run", "--data.cache-dir", f"{tmp_path}/cache"]
+    options = ["--data.path", str(path), "--data.completions", "text", "--train.device", "cpu"]
+    assert train_verb([str(base), *places, *options, "--train.no-tensorboard"]) == 0
+    (line, *_) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert 0 < line["initial_eval_bits_per_byte"] < 100

@@ -39,7 +39,7 @@ class TextConfig(Config):
     pack: bool = False
     """Whether conversations are packed, several per sequence, each attending to itself only."""
     encode_with: Annotated[str | None, Spelling("FILE")] = None
-    """Byte-level tokenizer.json that encodes the text; none: a tokenizer is learned from the corpus."""
+    """Byte-level or SentencePiece-like tokenizer.json that encodes the text; none: a tokenizer is learned from the corpus."""
     cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Cache folder for tokenizers and token shards; none: the user's cache folder."""
 
