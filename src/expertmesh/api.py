@@ -22,6 +22,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.own_module import Module, own_family
 from expertmesh.models.registry import changed, find_family
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.reporting.training_samples import training_samples
 from expertmesh.runs.open import LoadedModel, device_of, find_model, open_model
 from expertmesh.runs.run_dir import TOKENIZER
 from expertmesh.text.format import text_format
@@ -101,7 +102,12 @@ def train(
                 )
         family = find_family(what.family) if family is None else family
         return loop.train(
-            what, recipe=family.name, family=family, console=console, trackers=trackers
+            what,
+            recipe=family.name,
+            family=family,
+            console=console,
+            trackers=trackers,
+            sampler=training_samples,
         )
     if not isinstance(what, nn.Module) and not callable(what):
         raise ConfigError(

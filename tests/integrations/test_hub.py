@@ -448,7 +448,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     few_bytes = Tokenizer(models.BPE({"a": 0}, []))
     few_bytes.decoder = decoders.ByteLevel()
     for tokenizer, said in (
-        (words, "is no byte-level one"),
+        (words, "is neither byte-level nor of SentencePiece"),
         (few_bytes, "has no token for 242 of the bytes"),
         (
             Tokenizer(models.WordLevel({"a": 0}, unk_token="b")),

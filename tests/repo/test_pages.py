@@ -34,6 +34,7 @@ SMALLER = {
 TRAINED = {
     "docs/data.md": ["mine"],
     "docs/report.md": ["mine", "other"],
+    "docs/finetuning.md": ["mine"],
     "docs/checkpoints.md": ["gpt-moe-demo"],
     "docs/integrations.md": ["gpt-moe-demo"],
     "docs/quantization.md": ["gpt-moe-demo"],

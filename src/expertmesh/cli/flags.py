@@ -3,12 +3,20 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, ClassVar, NamedTuple
 
 from expertmesh.cli.config_file import read_config_file
 from expertmesh.cli.help import help_of, name_of
 from expertmesh.cli.options import options_of
-from expertmesh.cli.parse import made, split_words, value_of, values_in_file, wants_help
+from expertmesh.cli.parse import (
+    holds_model,
+    made,
+    split_words,
+    value_of,
+    values_in_file,
+    wants_help,
+)
 from expertmesh.config.fields import Operation, OptionsFile, Spelling, Word
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.config.values import shown, some_of
@@ -18,18 +26,19 @@ from expertmesh.models.registry import DEFAULT, absent_families, find_family, re
 
 
 class TrainVerb(Operation):
-    """Trains a model from a recipe; every value of the recipe can be changed by an option.
+    """Trains a model from a recipe, or fine-tunes the model of a folder; every value can be changed by an option.
 
     examples:
       expertmesh train gpt-moe-demo
       expertmesh train gpt-moe-demo --train.steps 100 --train.run-dir runs/short --data.path my_texts/
       expertmesh train gpt-moe-demo --model.moe.num-experts 16 --model.moe.top-k 4 --dry-run
+      expertmesh train models/Qwen3-30B-A3B --data.path chats.jsonl --train.epochs 2 --train.run-dir runs/tuned
     """
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Options of training that the verb does not have, with the reason and the fix."""
     recipe: Annotated[str | None, Spelling("RECIPE"), Word] = None
-    """recipe; expertmesh train RECIPE --help shows its values"""
+    """recipe, or folder of a model to fine-tune: a run, or one in transformers' format; expertmesh train RECIPE --help shows its values"""
     dry_run: bool = False
     """print the resolved configuration, parameter counts and memory, without training"""
     verbose: bool = False
@@ -71,7 +80,8 @@ def parse_run_config(
     keeps its share of the steps, unless `--optim.warmup-steps` is given.
 
     Args:
-        argv: RECIPE, `--section.field value` and options of the verb, in any order. The recipe may be left out if the
+        argv: RECIPE, or the folder of a model to fine-tune (`Family.finetune`), `--section.field value` and options of the verb, in any
+            order. The recipe may be left out if the
             `--config` file names one, or a user's family has only one.
         recipes: functions by name; None: recipes of the family, or of all families of this package.
         kind: the verb.
@@ -94,6 +104,9 @@ def parse_run_config(
     words = [*split.words, *split.rest] or ([] if saved is None else [saved])
     if not words and given is not None and len(recipes) == 1:
         words = list(recipes)
+    folder = words[0] if words and given is None and words[0] not in recipes else ""
+    if folder and holds_model(folder) and DEFAULT.finetune is not None:
+        recipes = {**recipes, folder: partial(DEFAULT.finetune, folder)}
     if wants_help(argv):
         print_train_help(words[0] if words else None, recipes, type(default), kind)
         raise SystemExit(0)
@@ -111,6 +124,14 @@ def parse_run_config(
     values = {one: value for one, value in typed.items() if one not in own}
     in_file = {} if file is None else values_in_file(file, sections, of_run, verb)
     family = given or owners.get(words[0]) or find_family(default.family)
+    begin = values.get("train.init_from", words[0])
+    if words[0] == default.train.init_from and begin != words[0]:
+        raise ConfigError(
+            "train.init_from",
+            begin,
+            f"the first word is {words[0]}, another model",
+            "leave one of them out",
+        )
     config = default.updated(with_fitting_warmup(default, in_file | values))
     config = config.model_copy(update={"family": family.name})
     given_names = frozenset(in_file), frozenset(values)
@@ -154,5 +175,7 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
         return recipes[name]
     near = difflib.get_close_matches(name, recipes, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
+    if "/" in name or name in (".", ".."):
+        hint = "nor is it a folder with a model's config.json; "
     known = f"known: {some_of(recipes)}{absent_families()}"
     raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}{known}")

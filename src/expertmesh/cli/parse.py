@@ -292,7 +292,7 @@ def _check_run(kind: type[Operation], split: Split, word: str | None) -> None:
     if word is None:
         given = next(texts[0] for option, texts in split.flags.values() if option.spelling.also)
         for one in split.words:
-            if _holds_model(one):
+            if holds_model(one):
                 raise ConfigError(
                     f"two runs given, {one} and {given}; leave one out, or write -- before a word that is none:"
                     f" {example_of(kind)}"
@@ -318,7 +318,7 @@ def example_of(kind: type[Operation]) -> str:
     return command(examples[0] if examples else name_of(kind))
 
 
-def _holds_model(word: str) -> bool:
+def holds_model(word: str) -> bool:
     """Whether a word is the path of a run or hub folder."""
     try:
         return (expanded(word) / "config.json").is_file()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from typing import Any
 
 from expertmesh.cli.flags import ParsedRun, TrainVerb, parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
@@ -32,7 +33,7 @@ def parse_and_begin(argv: Sequence[str], kind: type[TrainVerb] = TrainVerb) -> P
             return parsed
         from expertmesh.training.init_from import with_init_from
 
-        config = with_init_from(parsed.config, parsed.family)
+        config = with_init_from(_with_length(parsed), parsed.family)
         for name in sorted(parsed.from_words):
             ours, theirs = attrgetter(name)(parsed.config), attrgetter(name)(config)
             if name.startswith("model.") and ours != theirs:
@@ -43,6 +44,36 @@ def parse_and_begin(argv: Sequence[str], kind: type[TrainVerb] = TrainVerb) -> P
                     "leave it out",
                 )
         return parsed._replace(config=config)
+
+
+_LONGEST = 2048
+"""Tokens of a sequence in fine-tuning, where the model takes as many and no other number is given."""
+
+
+def _with_length(parsed: ParsedRun) -> RunConfig:
+    """Configuration of a fine-tune with sequences as long as its model takes, up to a limit, unless a length is given.
+
+    Raises:
+        ConfigError: a fine-tune has no data of its own.
+    """
+    config, name = parsed.config, "data.seq_len"
+    begin = config.train.init_from
+    if begin is None or parsed.recipe != begin:
+        return config
+    data: Any = config.data
+    if data.path is None and data.dataset is None and not parsed.dry_run:
+        raise ConfigError(
+            "data.path",
+            None,
+            f"{begin} has nothing to learn from",
+            "name conversations or texts, for example chats.jsonl",
+        )
+    if name in parsed.from_words | parsed.from_file:
+        return config
+    from expertmesh.runs.open import find_model
+
+    longest = getattr(find_model(begin).config.model, "max_seq_len", _LONGEST)
+    return config.updated({name: min(longest, _LONGEST)})
 
 
 @contextmanager

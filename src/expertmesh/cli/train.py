@@ -10,10 +10,10 @@ from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.costs.memory_text import bytes_text, memory_text
 from expertmesh.models.family import Family
 
 if TYPE_CHECKING:
-    from expertmesh.costs.memory import PeakMemory
     from expertmesh.training.loop import TrainResult
 
 
@@ -39,10 +39,13 @@ def run(argv: list[str]) -> int:
             print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
     with ready_to_train(parsed.config, verbose=parsed.options.verbose):
+        from expertmesh.reporting.training_samples import training_samples
         from expertmesh.training.loop import train
         from expertmesh.training.stop import NOBODY_READS
 
-        result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
+        result = train(
+            parsed.config, recipe=parsed.recipe, family=parsed.family, sampler=training_samples
+        )
     if result.stopped_by in NOBODY_READS:
         silence_output()
     elif result.is_leader:
@@ -91,28 +94,25 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
         item = family.items.removesuffix("s")
         lines += [
             f"parameters  {costs.parameters:,} in all, {costs.active:,} active per {item}",
-            f"training    {costs.num_items:,} {family.items}, {costs.flops_per_item / 1e9:,.3f} GFLOP per {item}",
-            f"memory      {_memory(costs.memory, num_ranks, on_gpu=on_gpu)}",
+            f"training    {_length(config, costs.num_items, family)}, {costs.flops_per_item / 1e9:,.3f} GFLOP per {item}",
+            f"memory      {memory_text(costs.memory, num_ranks, on_gpu=on_gpu)}",
         ]
     taught = teacher_bytes(
         config, family, num_ranks=num_ranks, compute_dtype=precision.compute_dtype
     )
     if taught:
-        lines.append(f"teacher     {_bytes(taught)} of weights on each rank, beside these")
+        lines.append(f"teacher     {bytes_text(taught)} of weights on each rank, beside these")
     return "\n".join(
         [*lines, "configuration", json.dumps(config.model_dump(mode="json"), indent=2)]
     )
 
 
-def _memory(memory: "PeakMemory", num_ranks: int, *, on_gpu: bool) -> str:
-    """Memory at the peak of a step, of the rank that has most, in all and by part; and what is not counted."""
-    of = "" if num_ranks == 1 else f"of each of {num_ranks} ranks "
-    parts = ", ".join(f"{words} {_bytes(size)}" for words, size in memory.parts)
-    host = f"; offloaded to the host {_bytes(memory.host_bytes)}" if memory.host_bytes else ""
-    left = (
-        "" if on_gpu else "; a GPU's context, buffers and fragments come on top (plan counts them)"
-    )
-    return f"{of}{_bytes(memory.device_bytes)}: {parts} (activations are estimates){host}{left}"
+def _length(config: RunConfig, num_items: int, family: Family) -> str:
+    """Length of a run: its items, or epochs of data that are not read yet."""
+    epochs = config.train.epochs
+    if epochs is None:
+        return f"{num_items:,} {family.items}"
+    return f"{epochs:g} epoch{'' if epochs == 1 else 's'} of the data"
 
 
 def summary(result: "TrainResult", family: Family) -> str:
@@ -137,12 +137,3 @@ def summary(result: "TrainResult", family: Family) -> str:
         lines.append(f"checkpoint: {result.checkpoint}")
         lines.append(f"try: {prog_name()} report {shlex.quote(str(result.run_dir))}")
     return "\n".join(lines)
-
-
-def _bytes(number: float) -> str:
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

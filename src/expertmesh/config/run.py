@@ -1,7 +1,9 @@
 """The configuration of a training run of any model, in the sections of the command line."""
 
+import math
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -14,7 +16,7 @@ from expertmesh.errors import ConfigError, named
 Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Optimizer = Literal["adamw", "muon"]
-Schedule = Literal["cosine", "wsd"]
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
 StateDtype = Literal["float32", "bfloat16", "int8", "fp16-scaled", "torchao-int8", "torchao-int4"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Resume = Literal["auto", "never", "required"]
@@ -80,9 +82,11 @@ class OptimConfig(Config):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a ratio of the peak."""
     schedule: Schedule = "cosine"
-    """Learning-rate schedule after the warm-up: cosine decay, or warmup-stable-decay (wsd)."""
+    """Learning-rate schedule after the warm-up: cosine or linear decay, constant, or warmup-stable-decay (wsd)."""
     warmup_steps: int = Field(default=50, ge=0)
     """Number of linear warm-up steps."""
+    warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
+    """Linear warm-up as a share of the schedule's steps; none: warmup_steps."""
     schedule_steps: int | None = Field(default=None, gt=0)
     """Length of the schedule in steps, if training spans several runs; none: train.steps."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
@@ -105,7 +109,8 @@ class OptimConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         idle = {
-            "decay_fraction": ("schedule", "wsd", self.schedule == "cosine"),
+            "decay_fraction": ("schedule", "wsd", self.schedule != "wsd"),
+            "min_lr_ratio": ("schedule", "cosine", self.schedule == "constant"),
             "momentum": ("name", "muon", self.name == "adamw"),
         }
         for name, (cause, needed, is_idle) in idle.items():
@@ -114,6 +119,9 @@ class OptimConfig(Config):
                 rule = f"has no effect with {named(f'optim.{cause}', getattr(self, cause))}"
                 fix = f"leave it at {usual}, or use {named(f'optim.{cause}', needed)}"
                 self.refuse_idle(name, rule, fix)
+        if self.warmup_ratio is not None:
+            rule = f"has no effect with {named('optim.warmup_ratio', self.warmup_ratio)}"
+            self.refuse_idle("warmup_steps", rule, "leave one of the two out")
         if self.name == "muon" and self.state_dtype.startswith("torchao"):
             raise FieldError(
                 "state_dtype",
@@ -123,12 +131,20 @@ class OptimConfig(Config):
             )
         return self
 
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Number of warm-up steps of a schedule of so many steps."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(self.warmup_ratio * total_steps)
+
 
 class TrainConfig(Config):
     """The training loop."""
 
     steps: int = Field(default=1000, gt=0)
     """Number of optimizer steps."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training samples, fractions included, in place of steps; the last step is filled up; none: steps."""
     batch_size: int = Field(default=16, gt=0)
     """Global batch size: sequences (or other samples) per optimizer step."""
     micro_batch_size: int | None = Field(default=None, gt=0)
@@ -170,7 +186,11 @@ class TrainConfig(Config):
     max_time: float | None = Field(default=None, gt=0)
     """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves and stops, to be resumed; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
-    """Number of consecutive evaluations without a lower validation loss after which the run stops (early stopping); none: no early stopping."""
+    """Number of consecutive evaluations that are no better than the best, by best_by, after which the run stops (early stopping); none: no early stopping."""
+    best_by: str = "loss"
+    """Measure of the evaluations that decides which checkpoint is the best: loss, or another of the family (bits_per_byte, accuracy); of accuracies and rewards more is better."""
+    sample_every: int | None = Field(default=None, gt=0)
+    """Number of steps between samples, which are printed and written to samples.jsonl: answers to the first validation prompts; none: no samples."""
     tensorboard: bool = True
     """Whether TensorBoard events are written, if the package is installed."""
     trackers: tuple[TrackerName, ...] = ()
@@ -184,6 +204,15 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.require_once("freeze", "trackers")
+        if self.epochs is not None:
+            rule = f"has no effect with {named('train.epochs', self.epochs)}"
+            self.refuse_idle("steps", rule, "leave one of the two out")
+            self.require(
+                self.branch_from is None,
+                "epochs",
+                f"conflicts with {named('train.branch_from')}, whose decay begins at a step",
+                f"use {named('train.steps')}",
+            )
         count = self.gradient_accumulation_steps or 1
         self.require(
             self.batch_size % count == 0,
@@ -457,13 +486,53 @@ class RunConfig(Config):
             f"needs a schedule that is constant until its decay, and {named('optim.schedule')} is {self.optim.schedule}",
             f"use {named('optim.schedule', 'wsd')} in both runs",
         )
+        is_known = self.train.epochs is None or self.optim.schedule_steps is not None
+        warmup = self.optim.num_warmup_steps(self.total_schedule_steps)
         self.require(
-            self.optim.warmup_steps <= self.total_schedule_steps,
+            not is_known or warmup <= self.total_schedule_steps,
             "optim.warmup_steps",
             f"must be at most the steps of the schedule, {self.total_schedule_steps}",
             f"lower it, or raise {named('train.steps')}",
         )
         return self
+
+
+_EITHER = (("train.steps", "train.epochs"), ("optim.warmup_steps", "optim.warmup_ratio"))
+"""Options of which the second, where it is set, takes the place of the first."""
+
+
+def _without_the_other(default: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes that unset a recipe's second of two options where the first is given."""
+    return {
+        second: None
+        for first, second in _EITHER
+        if first in changes and attrgetter(second)(default) is not None
+    }
+
+
+def with_epochs(config: RunConfig, *, num_samples: int | None) -> RunConfig:
+    """The configuration with train.steps in the place of train.epochs, if that is set.
+
+    Args:
+        config: configuration of the run.
+        num_samples: number of training samples; None: not known.
+
+    Raises:
+        ConfigError: the number is not known.
+    """
+    train = config.train
+    if train.epochs is None:
+        return config
+    if num_samples is None:
+        raise ConfigError(
+            "train.epochs",
+            train.epochs,
+            f"the data of family {config.family} do not say how many training samples they have (num_training)",
+            f"use {named('train.steps')}",
+        )
+    steps = max(1, math.ceil(train.epochs * num_samples / train.batch_size))
+    changes = {"train.epochs": None, "train.steps": steps}
+    return config.updated(with_fitting_warmup(config, changes))
 
 
 def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -479,8 +548,10 @@ def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[
     Raises:
         ConfigError: a name is unknown or a value breaks a rule.
     """
+    changes = {**_without_the_other(default, changes), **changes}
     warmup = default.optim.warmup_steps
-    if "optim.warmup_steps" in changes or "optim" in changes:
+    own = {"optim", "optim.warmup_steps", "optim.warmup_ratio"}
+    if own & changes.keys() or default.optim.warmup_ratio is not None:
         return dict(changes)
     steps = default.updated({**changes, "optim.warmup_steps": 0}).total_schedule_steps
     if warmup > steps:

@@ -1,7 +1,7 @@
 """Options of text data."""
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,8 @@ from expertmesh.config.base import Config, expanded
 from expertmesh.config.fields import Spelling
 from expertmesh.config.run import check_encoding
 from expertmesh.errors import named
+
+Completions = Literal["chat", "text"]
 
 
 class TextConfig(Config):
@@ -30,12 +32,14 @@ class TextConfig(Config):
     """Maximum size of the corpus in bytes; documents are chosen by a hash of their names; none: all documents."""
     seq_len: int = Field(default=256, gt=0)
     """Sequence length in training, in tokens; at most model.max_seq_len."""
+    completions: Completions = "chat"
+    """Form of records of prompt and completion: chat, a turn of the user and one of the assistant; or text, of which the completion and its end are learned, without a chat template."""
     document_mask: bool = False
     """Whether attention is limited to a token's own document."""
     pack: bool = False
     """Whether conversations are packed, several per sequence, each attending to itself only."""
     encode_with: Annotated[str | None, Spelling("FILE")] = None
-    """Byte-level tokenizer.json that encodes the text; none: a tokenizer is learned from the corpus."""
+    """Byte-level or SentencePiece-like tokenizer.json that encodes the text; none: a tokenizer is learned from the corpus."""
     cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Cache folder for tokenizers and token shards; none: the user's cache folder."""
 
@@ -47,7 +51,8 @@ class TextConfig(Config):
         if self.path is None:
             self.refuse_idle("encoding", "has no effect without path", "leave it out")
             if self.dataset is None:
-                self.refuse_idle("column", "has no effect without path or dataset", "leave it out")
+                for name in ("column", "completions"):
+                    self.refuse_idle(name, "has no effect without path or dataset", "leave it out")
         self.require(
             self.tokenizer is None or any(map(_may_hold_tokens, paths)),
             "tokenizer",

@@ -15,6 +15,8 @@ from expertmesh.spec.model_spec import ModelSpec, Parameter, Role, num_elements,
 
 LOGITS_CHUNKS = 8
 """Number of parts in which logits are computed where they are never whole."""
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Largest number of logits that training holds at a time, by type of device: products of them are still as fast as larger ones."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from expertmesh.data.data_progress import Progress, note, say
 from expertmesh.data.files import LeftOut
 from expertmesh.data.order import permutation, shuffled, spread_batches
 from expertmesh.data.packing import packed
+from expertmesh.data.plain_completions import PlainForm
 from expertmesh.errors import ConfigError, Line, named
 from expertmesh.text.chat import (
     MARKS,
@@ -111,6 +112,7 @@ class ConversationData:
         OSError: the cache cannot be written.
 
     Attributes:
+        num_training: number of training samples.
         num_validation: number of validation samples.
     """
 
@@ -132,18 +134,28 @@ class ConversationData:
                 "leave it out",
             )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
+        is_plain = config.completions == "text"
         versions = [FORMAT_VERSION, tokenizers.__version__]
         identity = [*versions, vocab_size, config.seq_len, corpus.digest]
         if tokenizer is not None:
-            identity += [tokenizer.to_str(), find_format(tokenizer, given).identity]
+            form = _form(tokenizer, given, is_plain=is_plain)
+            identity += [tokenizer.to_str(), form.identity]
             identity += filter(None, [named_end(tokenizer)])
+        elif is_plain:
+            identity += [PlainForm.identity]
         self.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
         self._seq_len, self._seed = config.seq_len, seed
         folder = cache_root(config.cache_dir) / f"conversations-{self.key}"
         fill_once(
             folder,
             lambda at: _fill(
-                at, corpus, tokenizer, given, vocab_size=vocab_size, seq_len=config.seq_len
+                at,
+                corpus,
+                tokenizer,
+                given,
+                vocab_size=vocab_size,
+                seq_len=config.seq_len,
+                is_plain=is_plain,
             ),
         )
         index = parse_json((folder / INDEX).read_bytes())
@@ -153,6 +165,7 @@ class ConversationData:
         num_sequences = len(self._training)
         if config.pack:
             self._training = self._training.packed(config.seq_len, seed)
+        self.num_training = len(self._training)
         self.num_validation = len(self._validation)
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
@@ -189,6 +202,11 @@ def _open(folder: Path, side: str) -> _SplitSequences:
     return _SplitSequences(tokens, learned, starts)
 
 
+def _form(tokenizer: Tokenizer, path: Path | None, *, is_plain: bool) -> ChatFormat | PlainForm:
+    """Form in which the records of a corpus become rows."""
+    return PlainForm(tokenizer, path) if is_plain else find_format(tokenizer, path)
+
+
 def _fill(
     folder: Path,
     corpus: Corpus,
@@ -197,6 +215,7 @@ def _fill(
     *,
     vocab_size: int,
     seq_len: int,
+    is_plain: bool,
 ) -> None:
     """Write a cache entry: tokenizer, tokens of both splits, notes on cut and left out conversations."""
     if tokenizer is None:
@@ -207,7 +226,7 @@ def _fill(
         )
         say("")
     tokenizer = save_tokenizer(tokenizer, folder)
-    form = find_format(tokenizer, path)
+    form = _form(tokenizer, path, is_plain=is_plain)
     told = LeftOut()
     index: dict[str, Any] = {}
     for side, documents in zip(_SIDES, (corpus.training, corpus.validation), strict=True):
@@ -248,7 +267,7 @@ def _write(
     folder: Path,
     side: str,
     documents: Sequence[Document],
-    form: ChatFormat,
+    form: ChatFormat | PlainForm,
     seq_len: int,
     told: LeftOut,
 ) -> dict[str, int]:
@@ -271,7 +290,7 @@ def _write(
 
 def _rows(
     document: Document,
-    form: ChatFormat,
+    form: ChatFormat | PlainForm,
     seq_len: int,
     told: LeftOut,
 ) -> Iterator[tuple[list[int], list[bool]]]:

@@ -16,6 +16,7 @@ from expertmesh.data.data_progress import NAMES_ALL, Progress
 from expertmesh.data.encoding import NotTextError, remedy
 from expertmesh.data.files import NOT_READABLE
 from expertmesh.data.paths import find_paths
+from expertmesh.data.plain_completions import check_plain
 from expertmesh.data.records import Row
 from expertmesh.errors import ConfigError, Line, named
 
@@ -109,6 +110,8 @@ def load_corpus(config: TextConfig) -> Corpus:
             continue
         if not data:
             continue
+        if config.completions == "text":
+            check_plain(read, shown or name)
         if isinstance(read, Row) and read.shape is not None and read.shape.beside:
             not_talks.setdefault(" with ".join(map(repr, read.shape.beside)), shown or name)
         kinds.setdefault(isinstance(read, Row) and read.is_talk, shown or name)

@@ -62,6 +62,7 @@ class TextData:
     Attributes:
         corpus: the documents.
         windows: windows of the training split.
+        num_training: number of training samples.
         num_validation: number of validation samples.
         labels: names of the entries of `data.path`, all different, if there are 2 to 64.
     """
@@ -75,6 +76,7 @@ class TextData:
         self.files = {"tokenizer.json": tokens.tokenizer_path, **extras_of(given)}
         self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)
         self._validation = Windows(tokens.validation.tokens_N, config.seq_len, seed)
+        self.num_training = self.windows.num_windows
         self.num_validation = self._validation.num_windows
         tokenizer = load_tokenizer(tokens.tokenizer_path)
         sizes = token_num_bytes(tokenizer, vocab_size)

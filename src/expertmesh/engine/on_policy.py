@@ -12,7 +12,6 @@ from expertmesh.engine.checks import ids_of_prompts, prompts_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating
 from expertmesh.moe.types import Routing
-from expertmesh.ops.sampling import logprobs
 
 
 def token_logprobs(
@@ -64,15 +63,18 @@ def token_logprobs(
         ids_BS[row, : len(one)] = torch.tensor(one, device=model.device)
         mask_BS[row, : len(one)] = True
     whole = bool(mask_BS.all())
+    is_next_BS = torch.zeros_like(mask_BS)
+    is_next_BS[:, :-1] = mask_BS[:, 1:]
+    rows_R = is_next_BS.flatten().nonzero().squeeze(1)
     with evaluating(model), _replayed(model, routing, length):
         output = model(
             ids_BS,
             token_mask_BS=None if whole else mask_BS,
+            logit_rows_R=rows_R,
+            targets_R=ids_BS.flatten()[rows_R + 1],
             capacity_factor=model.config.moe.dropless_factor,
         )
-    scores_BSV = logprobs(output.logits_BSV[:, :-1])
-    scores_BS = scores_BSV.gather(-1, ids_BS[:, 1:, None])[..., 0]
-    return [scores_BS[row, : len(one) - 1] for row, one in enumerate(ids)]
+    return list(output.logprobs_R.split([len(one) - 1 for one in ids]))
 
 
 def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[Tensor]) -> None:

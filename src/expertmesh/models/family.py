@@ -56,6 +56,7 @@ class Family:
         files: names of the files in a run directory without which its models cannot be used.
         begin: a function of (configuration, configuration of the run in train.init_from) that returns the configuration with
             all options that the earlier run's weights fix, or "module:name" of one; None: train.init_from is not supported.
+        finetune: a function of a model's folder that returns the configuration of its fine-tuning; None: there is none.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Family:
     generates_text: bool = False
     files: tuple[str, ...] = ()
     begin: str | Callable[[Any, Any], RunConfig] | None = None
+    finetune: Callable[[str], RunConfig] | None = None
 
     def open_task(self, config: RunConfig) -> Any:
         """The `Task` of one run; imports torch.

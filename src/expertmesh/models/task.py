@@ -28,7 +28,8 @@ Batch = Any
 class Data(Protocol):
     """Training and validation samples of a run. Sample i is the same for any batch size and any number of ranks.
 
-    An optional `num_validation`, the number of validation samples, gives progress of evaluations a total.
+    An optional `num_validation`, the number of validation samples, gives progress of evaluations a total. An optional
+    `num_training`, the number of training samples, is needed by `train.epochs`.
     """
 
     @property

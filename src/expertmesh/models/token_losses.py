@@ -45,8 +45,8 @@ def token_losses(
     a CPU the rows stay in its cache.
 
     Args:
-        logits_BSV: (B, S, V), any floating dtype.
-        targets_BS: (B, S) int64.
+        logits_BSV: (B, S, V), or (T, V), any floating dtype.
+        targets_BS: (B, S), or (T,), int64.
         label_smoothing: s, in [0, 1).
         distill: teacher logits; None: no distillation.
         overwrite_logits: whether the backward pass writes the gradient into the memory of the logits, which must not be
@@ -55,9 +55,9 @@ def token_losses(
     Returns:
         (B * S,) FP32 or FP64, differentiable once. Does not synchronise.
     """
-    flat = logits_BSV.flatten(0, 1), targets_BS.flatten()
+    flat = logits_BSV.flatten(0, -2), targets_BS.flatten()
     if distill is not None:
-        distill = distill._replace(logits_BSV=distill.logits_BSV.detach().flatten(0, 1))
+        distill = distill._replace(logits_BSV=distill.logits_BSV.detach().flatten(0, -2))
     losses: Tensor = _CrossEntropy.apply(*flat, label_smoothing, distill, overwrite_logits)
     return losses
 
@@ -74,43 +74,67 @@ class _CrossEntropy(torch.autograd.Function):
         distill: DistillTargets | None,
         overwrite: bool,
     ) -> Tensor:
-        dtype = accumulate_dtype(logits_TV.dtype)
-        losses_T = torch.empty(len(logits_TV), dtype=dtype, device=logits_TV.device)
-        for rows in _row_blocks(logits_TV):
-            # twice as fast on a CPU as a sum of exponentials: one pass over each row
-            logp = torch.log_softmax(logits_TV[rows].to(dtype), dim=1)
-            torch.neg(logp.gather(1, targets_T[rows, None]).squeeze(1), out=losses_T[rows])
-            if smoothing:
-                losses_T[rows].lerp_(-logp.mean(1), smoothing)
-            if distill is not None:
-                T = distill.temperature
-                ours = torch.log_softmax(logits_TV[rows].to(dtype) / T, dim=1)
-                theirs = torch.log_softmax(distill.logits_BSV[rows].to(dtype) / T, dim=1)
-                divergence = (theirs.exp() * (theirs - ours)).sum(1)
-                losses_T[rows] += distill.weight * T**2 * divergence
         ctx.save_for_backward(logits_TV, targets_T, *([] if distill is None else distill[:1]))
         ctx.smoothing, ctx.distill, ctx.overwrite = smoothing, distill and distill[1:], overwrite
-        return losses_T
+        return row_losses(logits_TV, targets_T, smoothing, distill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_TV, targets_T, *teacher = ctx.saved_tensors
         grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)
-        for rows in _row_blocks(logits_TV):
-            logits = logits_TV[rows].to(grad_T.dtype)
-            softmax = torch.softmax(logits, dim=1)
-            grad = grad_T[rows, None]
-            if ctx.smoothing:
-                softmax.sub_(ctx.smoothing / softmax.shape[1])
-            if teacher:
-                weight, T = ctx.distill
-                theirs = torch.softmax(teacher[0][rows].to(grad_T.dtype) / T, dim=1)
-                softmax.add_(torch.softmax(logits / T, dim=1).sub_(theirs), alpha=weight * T)
-            softmax.mul_(grad)
-            softmax.scatter_add_(1, targets_T[rows, None], (ctx.smoothing - 1.0) * grad)
-            grad_TV[rows] = softmax
+        distill = DistillTargets(teacher[0], *ctx.distill) if teacher else None
+        write_gradient(logits_TV, targets_T, grad_T, ctx.smoothing, distill, out_TV=grad_TV)
         return grad_TV, None, None, None, None
+
+
+def row_losses(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    smoothing: float = 0.0,
+    distill: DistillTargets | None = None,
+) -> Tensor:
+    """Losses (T,) of `token_losses`, not seen by autograd."""
+    dtype = accumulate_dtype(logits_TV.dtype)
+    losses_T = torch.empty(len(logits_TV), dtype=dtype, device=logits_TV.device)
+    for rows in _row_blocks(logits_TV):
+        # twice as fast on a CPU as a sum of exponentials: one pass over each row
+        logp = torch.log_softmax(logits_TV[rows].to(dtype), dim=1)
+        torch.neg(logp.gather(1, targets_T[rows, None]).squeeze(1), out=losses_T[rows])
+        if smoothing:
+            losses_T[rows].lerp_(-logp.mean(1), smoothing)
+        if distill is not None:
+            T = distill.temperature
+            ours = torch.log_softmax(logits_TV[rows].to(dtype) / T, dim=1)
+            theirs = torch.log_softmax(distill.logits_BSV[rows].to(dtype) / T, dim=1)
+            divergence = (theirs.exp() * (theirs - ours)).sum(1)
+            losses_T[rows] += distill.weight * T**2 * divergence
+    return losses_T
+
+
+def write_gradient(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    grad_T: Tensor,
+    smoothing: float = 0.0,
+    distill: DistillTargets | None = None,
+    *,
+    out_TV: Tensor,
+) -> None:
+    """Write the gradient of the logits of `row_losses`, times grad_T, to out_TV, which may be the logits themselves."""
+    for rows in _row_blocks(logits_TV):
+        logits = logits_TV[rows].to(grad_T.dtype)
+        softmax = torch.softmax(logits, dim=1)
+        grad = grad_T[rows, None]
+        if smoothing:
+            softmax.sub_(smoothing / softmax.shape[1])
+        if distill is not None:
+            T = distill.temperature
+            theirs = torch.softmax(distill.logits_BSV[rows].to(grad_T.dtype) / T, dim=1)
+            softmax.add_(torch.softmax(logits / T, dim=1).sub_(theirs), alpha=distill.weight * T)
+        softmax.mul_(grad)
+        softmax.scatter_add_(1, targets_T[rows, None], (smoothing - 1.0) * grad)
+        out_TV[rows] = softmax
 
 
 def _row_blocks(logits_TV: Tensor) -> Iterator[slice]:

@@ -249,6 +249,17 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     return any(one.get("type") == "ByteLevel" for one in (kind, *kind.get("decoders", [])))
 
 
+BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256) if chr(byte) not in IN_NO_TEXT}
+"""Tokens of SentencePiece for single bytes, those that occur in texts."""
+_BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+"""SentencePiece's character for a blank."""
+
+
+def _falls_back(model: models.Model) -> bool:
+    """Whether a model writes what it does not know as bytes."""
+    return isinstance(model, models.BPE) and model.byte_fallback
+
+
 def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
     """Read a tokenizer that was made elsewhere, for option data.encode_with.
 
@@ -257,22 +268,25 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
         vocab_size: V of the model.
 
     Raises:
-        ConfigError: the file is missing, or the tokenizer is not byte-level, lacks a byte that texts have, is larger than the
-            vocabulary, or has no end of text.
+        ConfigError: the file is missing, or the tokenizer is neither byte-level nor of SentencePiece, lacks a byte that texts
+            have, is larger than the vocabulary, or has no end of text.
     """
     try:
         tokenizer = load_tokenizer(path)
     except CheckpointError as error:
         raise ConfigError(named("data.encode_with", error)) from None
-    if not is_byte_level(tokenizer):
+    is_ours, model = is_byte_level(tokenizer), tokenizer.model
+    if not is_ours and not isinstance(model, models.Unigram) and not _falls_back(model):
         raise ConfigError(
             "data.encode_with",
             path,
-            "is no byte-level one, so that bits per byte mean nothing",
+            "is neither byte-level nor of SentencePiece (BPE with byte fallback, Unigram), so that text would get lost",
             "use a model that has one",
         )
-    lost = set(pre_tokenizers.ByteLevel.alphabet()) - IN_NO_TEXT - set(tokenizer.get_vocab())
-    if lost:
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet()) if is_ours else set(BYTE_TOKENS)
+    lost = alphabet - IN_NO_TEXT - set(tokenizer.get_vocab())
+    # a Unigram without bytes has a token for what it does not know, as it was trained
+    if lost and (is_ours or _falls_back(model)):
         raise ConfigError(
             "data.encode_with",
             path,
@@ -302,16 +316,21 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     """Number of bytes of text that every token stands for.
 
     Args:
-        tokenizer: byte-level BPE.
+        tokenizer: a byte-level BPE, or one of SentencePiece, of which bytes of the normalised text are counted, with the
+            blank that it puts before a text.
         vocab_size: V of the model, at least the tokenizer's.
 
     Returns:
         (V,) int64; 0 for the end of text, for marks (special tokens) and for ids without a token.
     """
     sizes = np.zeros(vocab_size, dtype=np.int64)
-    added = tokenizer.get_added_tokens_decoder()
+    added, is_ours = tokenizer.get_added_tokens_decoder(), is_byte_level(tokenizer)
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id not in added:
+        if token_id not in added and not is_ours and tokenizer.decoder is not None:
+            sizes[token_id] = (
+                1 if token in BYTE_TOKENS else len(token.replace(_BLANK, " ").encode())
+            )
+        elif token_id not in added:
             sizes[token_id] = len(
                 token
             )  # a byte-level vocabulary writes each byte as one character

@@ -2,13 +2,19 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from expertmesh.config.run import TrainConfig
+from expertmesh.errors import ConfigError
 
 EarlyEnd = Literal["max_time", "patience"]
 """Option that ended a run."""
+
+
+def more_is_better(measure: str) -> bool:
+    """Whether a larger value of a measure of evaluations is the better one: accuracies and rewards, no losses."""
+    return measure.startswith(("accuracy", "reward")) or measure.endswith(("accuracy", "reward"))
 
 
 class Ends:
@@ -31,8 +37,28 @@ class Ends:
 
     @property
     def best(self) -> float:
-        """Lowest validation loss so far."""
+        """Lowest value so far."""
         return self._best
+
+    @property
+    def best_text(self) -> str:
+        """The best value so far, in words."""
+        name = self._config.best_by
+        if more_is_better(name):
+            return f"validation {name} above {-self.best:.4f}"
+        return f"validation {name} below {self.best:.4f}"
+
+    def badness(self, found: Mapping[str, float]) -> float:
+        """Measure of an evaluation by which checkpoints are compared (`best_by`), with its sign changed where more is better.
+
+        Raises:
+            ConfigError: the evaluation does not have the measure.
+        """
+        name = self._config.best_by
+        if name not in found:
+            known = f"known: {', '.join(found)}"
+            raise ConfigError("train.best_by", name, "is no measure of this run", known)
+        return -found[name] if more_is_better(name) else found[name]
 
     def stepped(self, seconds: float) -> None:
         """Record the seconds of a step."""
@@ -45,7 +71,7 @@ class Ends:
         )
 
     def heard(self, losses: Iterable[float]) -> None:
-        """Record the losses of evaluations; a non-finite loss is never an improvement."""
+        """Record the losses of evaluations, or other values of which less is better; a non-finite one is never an improvement."""
         for loss in losses:
             is_better = loss < self._best
             self._best = loss if is_better else self._best

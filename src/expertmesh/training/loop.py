@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
 from expertmesh.comm.bind import bind_ranks, bound_to
-from expertmesh.config.run import RunConfig
+from expertmesh.config.run import RunConfig, with_epochs
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.bound_files import check_files, check_run, hashes_in, newest_state
@@ -22,9 +22,8 @@ from expertmesh.models.registry import find_family
 from expertmesh.models.task import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
-from expertmesh.runs.arithmetic import write_arithmetic
 from expertmesh.runs.data_paths import with_whole_paths
-from expertmesh.runs.precision import Precision, is_exact, resolve_device, settle_precision
+from expertmesh.runs.precision import Precision, resolve_device
 from expertmesh.runs.run_dir import Run, RunDir
 from expertmesh.training.branch import branch_point
 from expertmesh.training.check_run_memory import check_run_memory
@@ -32,6 +31,7 @@ from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
 from expertmesh.training.init_from import kept_files, run_of_init_from, with_init_from
+from expertmesh.training.kept_samples import Sampler, check_samples, kept_samples
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
 from expertmesh.training.named_trackers import check_installed, open_trackers
@@ -45,6 +45,7 @@ from expertmesh.training.optim import (
 from expertmesh.training.pace import Pace
 from expertmesh.training.param_groups import summary
 from expertmesh.training.progress import ProgressReport
+from expertmesh.training.settle import settle
 from expertmesh.training.state import (
     RunProgress,
     TrainState,
@@ -55,8 +56,9 @@ from expertmesh.training.state import (
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import find_teacher, open_teacher, teacher_bytes
-from expertmesh.training.threads import Threads, computing_with, settle_threads
+from expertmesh.training.threads import Threads, computing_with
 from expertmesh.training.trackers import AllTrackers, Files, OwnTracker, Tracker
+from expertmesh.training.what_learns import learning_lines
 
 
 class _LeftOutError(Exception):
@@ -106,6 +108,7 @@ def train(
     family: Family | None = None,
     console: Console | None = None,
     trackers: Sequence[Tracker] = (),
+    sampler: Sampler | None = None,
 ) -> TrainResult:
     """Train, or resume training, in `config.train.run_dir`.
 
@@ -120,6 +123,7 @@ def train(
         console: output of progress; None: standard output.
         trackers: additional trackers; rank 0 writes to them, and does not close them. An error of one is raised after a
             checkpoint is saved.
+        sampler: writes the samples of `train.sample_every`.
 
     Returns:
         Result of the call.
@@ -150,6 +154,7 @@ def train(
             )
         )
         ranks.check_equal(config.model_dump_json(), what="the configuration")
+        check_samples(config, family, sampler, num_ranks=ranks.size)
         ranks.on_rank0(lambda: check_ranks(task, ranks))
         ranks.on_rank0(lambda: check_run_memory(family, config, device, num_ranks=ranks.size))
 
@@ -178,11 +183,9 @@ def train(
         torch.manual_seed(config.train.seed)
         if list_checkpoints(run_dir.checkpoints):
             stack.enter_context(notes_known())  # already printed when the run started
-        prepared: list[Data] = []
-        ranks.on_rank0(lambda: prepared.append(task.prepare()))  # fills the cache
-        data = ranks.on_all(lambda: prepared[0] if prepared else task.prepare())
-        ranks.check_equal(data.key, what="the data")
-        precision, threads = _settle(family, config, run_dir, ranks)
+        data = _prepared(task, ranks)
+        config = task.config
+        precision, threads = settle(family, config, run_dir, ranks)
         if threads is not None:
             stack.enter_context(computing_with(threads))
         stack.enter_context(precision.products())
@@ -194,32 +197,20 @@ def train(
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume(leaves_from, begin)
         ranks.on_rank0(trainer.describe)
-        trainer.run(stop, console, stack, trackers)
+        trainer.run(stop, console, stack, trackers, sampler)
         return trainer.result(resumed_from, stop)
 
 
-def _settle(
-    family: Family, config: RunConfig, run_dir: RunDir, ranks: Ranks
-) -> tuple[Precision, Threads | None]:
-    """Precision and number of threads of a run, both saved with it; threads are None on a GPU unless given."""
-    record, given = run_dir.arithmetic, config.parallel.num_threads
-    goes_on = ranks.on_rank0(lambda: bool(list_checkpoints(run_dir.checkpoints)))
-    # by the whole step's products, which are the same on any number of ranks
-    asked = {"products": family.products_of(config), "is_exact": is_exact(config.model_dump())}
-    precision = ranks.on_rank0(lambda: settle_precision(config.train, record=record, **asked))
-    if precision.device.type != "cpu" and given is None:
-        return precision, None
-    began_with = precision.arithmetic.threads
-    threads = settle_threads(
-        ranks,
-        family.products_of(config, num_parts=ranks.num_row_parts),
-        given=given,
-        # older runs did not save it and used torch's number
-        began_with=torch.get_num_threads() if goes_on and began_with is None else began_with,
-    )
-    kept = replace(precision.arithmetic, threads=threads.count)
-    ranks.on_rank0(lambda: write_arithmetic(record, kept))
-    return precision, threads
+def _prepared(task: Task, ranks: Ranks) -> Data:
+    """Data of a task, whose configuration gets the steps of its epochs."""
+    prepared: list[Data] = []
+    ranks.on_rank0(lambda: prepared.append(task.prepare()))  # fills the cache
+    data = ranks.on_all(lambda: prepared[0] if prepared else task.prepare())
+    ranks.check_equal(data.key, what="the data")
+    num_samples = getattr(data, "num_training", None)
+    config = ranks.on_all(lambda: with_epochs(task.config, num_samples=num_samples))
+    task.config = task.builder.config = config
+    return data
 
 
 class _Trainer:
@@ -271,6 +262,7 @@ class _Trainer:
         self.saved_step: int | None = None
         self.evaluated: Evaluation | None = None
         self.evaluated_step = -1
+        self.sampler: Sampler | None = None
 
     def resume(self, trunk: Path | None, begin: Run | None) -> int:
         """Load the newest good checkpoint, the trunk's checkpoint, or initial weights; returns the number of steps done."""
@@ -306,8 +298,10 @@ class _Trainer:
         console: Console | None,
         stack: ExitStack,
         given: Sequence[Tracker] = (),
+        sampler: Sampler | None = None,
     ) -> None:
         """Run all remaining steps."""
+        self.sampler = sampler
         config, progress = self.config, self.state.progress
         first = progress.step
         lost, own = "", list[OwnTracker]()
@@ -342,6 +336,9 @@ class _Trainer:
         stop.on_ask = report.asked
         report.message(self._description(first))
         report.message(summary(self.state.model, muon=config.optim.name == "muon"))
+        if config.train.init_from is not None:
+            for line in learning_lines(self.family, self.task, self.state, self.precision):
+                report.message(line)
         for told in (lost, self.state.loaded):
             if told:
                 report.message(told)
@@ -380,7 +377,7 @@ class _Trainer:
         """Validation losses up to a step, in order."""
         lines = [line for line in read_metrics(self.run_dir.metrics) if line["step"] <= step]
         first = evaluations(lines, "initial_eval_")[:1]
-        return [one["loss"] for one in (*first, *evaluations(lines)) if "loss" in one]
+        return [self.ends.badness(one) for one in (*first, *evaluations(lines)) if "loss" in one]
 
     def _say_end(self, stop: StopRequest, report: ProgressReport, first: int) -> None:
         """Report why the run stopped, and non-finite last steps, which are not saved.
@@ -418,8 +415,7 @@ class _Trainer:
                 else f"{config.patience} evaluations in a row"
             )
             report.last_word(
-                f"done after step {progress.step}: {count} had no validation loss below"
-                f" {self.ends.best:.4f}, {saved}"
+                f"done after step {progress.step}: {count} had no {self.ends.best_text}, {saved}"
             )
         elif bad:
             report.last_word(saved)
@@ -460,6 +456,12 @@ class _Trainer:
         if progress.step % config.eval_every == 0 or progress.step == config.steps:
             evaluation = self._evaluate(stop, report)
             extra |= {f"eval_{name}": value for name, value in (evaluation or {}).items()}
+        every = config.sample_every
+        if every is not None and (progress.step % every == 0 or progress.step == config.steps):
+            assert self.sampler is not None
+            found = self.sampler(self.task, self.state.model, self.data, self.precision)
+            for text in kept_samples(found, self.run_dir.path, step=progress.step):
+                report.message(text)
         values = {**line.named(self.family.items), **extra}
         self.trackers.write(values, result.experts)
         self._check_divergence()
@@ -528,7 +530,7 @@ class _Trainer:
             report.message(f"step {step}: the evaluation is left out")
             return None
         report.evaluation(step, found)
-        self.ends.heard([found["loss"]])
+        self.ends.heard([self.ends.badness(found)])
         self.evaluated, self.evaluated_step = found, step
         return found
 
@@ -546,7 +548,7 @@ class _Trainer:
             self.state.values(
                 self.config, recipe=self.recipe, data_key=self.data.key, files=self.hashes
             ),
-            eval_loss=None if evaluation is None else evaluation["loss"],
+            eval_loss=None if evaluation is None else self.ends.badness(evaluation),
         )
         self.saved_step = progress.step
         if self.ends.waits_for_save:

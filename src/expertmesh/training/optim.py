@@ -125,6 +125,7 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
     Warm-up: lr (step + 1) / warmup_steps. Then, with p in [0, 1] the finished share of the remaining steps:
 
     * cosine (Loshchilov and Hutter 2017, eq. 5): lr (r + (1 - r) (1 + cos(pi p)) / 2), r = min_lr_ratio;
+    * linear: lr (1 - (1 - r) p); constant: lr;
     * wsd (Hu et al. 2024, 4.3): lr, then from `decay_start` on a line down to lr r.
 
     The last step has p = 1, hence the rate lr r. If it is the only step or part of the warm-up, the rate never decays.
@@ -135,9 +136,11 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
         config: options of the schedule.
     """
     step = min(step, total_steps - 1)
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    start = config.warmup_steps
+    start = config.num_warmup_steps(total_steps)
+    if step < start:
+        return config.lr * (step + 1) / start
+    if config.schedule == "constant":
+        return config.lr
     if config.schedule == "wsd":
         start = decay_start(total_steps=total_steps, config=config)
     steps = total_steps - 1 - start
@@ -158,7 +161,7 @@ def decay_start(*, total_steps: int, config: OptimConfig) -> int:
         config: options of the schedule.
     """
     num_decay = max(round(total_steps * config.decay_fraction), 1)
-    return max(config.warmup_steps, total_steps - num_decay)
+    return max(config.num_warmup_steps(total_steps), total_steps - num_decay)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

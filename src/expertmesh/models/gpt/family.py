@@ -4,7 +4,7 @@ from typing import Any
 
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.gpt.config import GPTRunConfig, begun_with
-from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES, finetune
 
 
 def _task(config: GPTRunConfig) -> Any:
@@ -27,5 +27,6 @@ GPT = Family(
     generates_text=True,
     files=("tokenizer.json",),
     begin=begun_with,
+    finetune=finetune,
 )
 """The GPT family."""

@@ -5,7 +5,7 @@ from functools import lru_cache
 from expertmesh.config.short_sequence import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.costs.flops import rows_per_token
 from expertmesh.costs.rank_layout import Checkpointing, RankLayout, Workload
-from expertmesh.costs.sizes import Activations
+from expertmesh.costs.sizes import CHUNK_ELEMENTS, Activations
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.spec.feed_forward import num_branches
 
@@ -89,7 +89,10 @@ def gpt_activations(config: ModelConfig, layout: RankLayout, work: Workload) -> 
     kept, recomputed, dispatch, logits = _per_token(
         config, layout.checkpointing, layout.route_degree, layout.layer_routes, work
     )
-    return Activations(T * kept, T * recomputed, T * dispatch / layout.overlap_degree, T * logits)
+    rows = min(T, max(1, CHUNK_ELEMENTS["cuda" if work.on_gpu else "cpu"] // config.vocab_size))
+    return Activations(
+        T * kept, T * recomputed, T * dispatch / layout.overlap_degree, rows * logits
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +126,7 @@ def _per_token(
             )
         )
     kept = len(layers) * config.dim * stream if again else sum(layers)
-    # input and output of the final norm; in the compute dtype, the logits and, at the peak, their gradient
+    # input and output of the final norm; in the compute dtype, logits of a chunk and, at the peak, their gradient
     head = config.dim * (stream + b)
     return (
         kept + head,

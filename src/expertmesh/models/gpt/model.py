@@ -27,8 +27,8 @@ from expertmesh.models.layers import (
     draw_weights,
     init_by_spec,
 )
+from expertmesh.models.scored import Head, score_rows
 from expertmesh.moe.check_arguments import check_call_factor, check_top_k
-from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
@@ -53,9 +53,21 @@ class GPTOutput:
     stats: tuple[RoutingStats, ...]
 
 
-torch.utils._pytree.register_dataclass(
-    GPTOutput, field_names=["logits_BSV", "stats"], drop_field_names=[]
-)
+@dataclass(frozen=True)
+class GPTScores:
+    """Log-probabilities of given tokens and routing statistics of one forward pass; a pytree.
+
+    Attributes:
+        logprobs_R: (R,) log-probabilities of the targets, FP32 or FP64.
+        stats: as in `GPTOutput`.
+    """
+
+    logprobs_R: Tensor
+    stats: tuple[RoutingStats, ...]
+
+
+for _kind, _name in ((GPTOutput, "logits_BSV"), (GPTScores, "logprobs_R")):
+    torch.utils._pytree.register_dataclass(_kind, field_names=[_name, "stats"], drop_field_names=[])
 
 
 class SequenceGroup(SharedTokens, Protocol):
@@ -79,6 +91,7 @@ _TENSORS = {
     "logit_rows_R": Arg(
         "R", IDS, "one per token with logits", below="T", fix="give rows of ids_BS.flatten()"
     ),
+    "targets_R": Arg("R", IDS, "the token after each row", below="V", fix="give ids of tokens"),
 }
 _NUM_LOGITS = Number(1, fix="leave it out for all positions", types=WHOLE, optional=True)
 
@@ -247,9 +260,9 @@ class GPT(LanguageModel):
             device="meta",
             dtype=dtype,
         )
-        self.output: Linear | None = None
+        self.output: Head | None = None
         if not config.tie_embeddings:
-            self.output = Linear(
+            self.output = Head(
                 config.dim,
                 config.vocab_size,
                 arithmetic=self.arithmetic,
@@ -385,6 +398,7 @@ class GPT(LanguageModel):
         *,
         num_logits: int | None = None,
         logit_rows_R: Tensor | None = None,
+        targets_R: Tensor | None = None,
         max_len: int | None,
     ) -> None:
         """Raise ConfigError for arguments that do not fit the model or the tokens; see `forward`."""
@@ -396,8 +410,15 @@ class GPT(LanguageModel):
             "document_BS": document_BS,
             "token_index": token_index,
             "logit_rows_R": logit_rows_R,
+            "targets_R": targets_R,
         }
-        check_tensors(_TENSORS, given, {"B": B, "S": S, "T": B * S}, device=ids_BS.device)
+        num_rows = B * min(S, num_logits or S) if logit_rows_R is None else len(logit_rows_R)
+        if self.shared is not None and logit_rows_R is None:
+            num_rows //= self.shared.size
+        sizes = {"B": B, "S": S, "T": B * S, "V": self.config.vocab_size}
+        if targets_R is not None:
+            sizes["R"] = num_rows
+        check_tensors(_TENSORS, given, sizes, device=ids_BS.device)
         _NUM_LOGITS.check("num_logits", num_logits)
         if num_logits is not None and logit_rows_R is not None:
             raise ConfigError(
@@ -443,11 +464,12 @@ class GPT(LanguageModel):
         context: AttentionContext | None = None,
         num_logits: int | None = None,
         logit_rows_R: Tensor | None = None,
+        targets_R: Tensor | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
         dispatch: DispatchOptions | None = None,
         losses: bool = True,
-    ) -> GPTOutput:
+    ) -> GPTOutput | GPTScores:
         """Logits of the next token at every position, or at this rank's positions where ranks share sequences.
 
         Does not synchronise with the device: values of ids are checked on CPUs only, and not inside torch.compile.
@@ -462,13 +484,15 @@ class GPT(LanguageModel):
             context: attention context, with earlier keys (`KVCache.begin` makes one); None: the given sequences alone.
             num_logits: number of last positions with logits, at least 1; None: all positions.
             logit_rows_R: (R,) int64 indices of the T = B * S tokens with logits; None: all, or num_logits.
+            targets_R: (R,) int64 tokens, one for each row that would get logits; see Returns.
             top_k: experts per token in all MoE layers, for this call only; None: each layer's own.
             capacity_factor: capacity factor of all MoE layers, for this call only; inf: dropless; None: each layer's own.
             dispatch: dispatch options of this call for a model spread over ranks, equal on all ranks; None: as it was spread.
             losses: see `MoELayer.forward`.
 
         Returns:
-            Logits, (R, V) with logit_rows_R and (T, V) for flat tokens, and the routing statistics of every MoE layer.
+            Logits, (R, V) with logit_rows_R and (T, V) for flat tokens, and the routing statistics of every MoE layer. With
+            targets_R their log-probabilities in place of logits, computed in chunks of rows (`score_rows`).
 
         Raises:
             ConfigError: an argument has a wrong shape, dtype, device or range, there are more tokens than config.max_seq_len, or
@@ -485,6 +509,7 @@ class GPT(LanguageModel):
             token_index,
             num_logits=num_logits,
             logit_rows_R=logit_rows_R,
+            targets_R=targets_R,
             max_len=None if is_flat else self.config.max_seq_len,
         )
         choices = self._choices(
@@ -523,21 +548,29 @@ class GPT(LanguageModel):
                 x_BSD, stats = block(x_BSD, **call)
             if stats is not None:
                 all_stats.append(stats)
-        if num_logits is not None:
-            x_BSD = x_BSD[:, max(x_BSD.shape[1] - num_logits, 0) :]
-        if logit_rows_R is not None:
-            x_BSD = x_BSD.flatten(0, 1).index_select(0, logit_rows_R)
-        elif is_flat:
-            x_BSD = x_BSD[0]
-        return GPTOutput(self._logits(x_BSD, table_VD), tuple(all_stats))
+        x = _rows_of(x_BSD[0] if is_flat else x_BSD, num_logits, logit_rows_R)
+        if targets_R is None:
+            return GPTOutput(self._read_out(x, table_VD), tuple(all_stats))
+        logprobs_R = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R)
+        return GPTScores(logprobs_R, tuple(all_stats))
 
-    def _logits(self, x: Tensor, table_VD: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D)."""
+    def _read_out(self, x: Tensor, table_VD: Tensor, targets_R: Tensor | None = None) -> Tensor:
+        """Logits (..., V) of hidden states (..., D); with targets, the targets' log-probabilities (R,) for (R, D)."""
         x = self.final_norm(x)
-        arithmetic = self.arithmetic.in_mode(self.training)
-        if self.output is None:
-            return arithmetic.linear(x, table_VD)
-        if self.shared is None:
-            logits: Tensor = self.output(x)
-            return logits
-        return arithmetic.linear(x, self.shared.gather(self.output.weight))
+        if self.output is not None and self.shared is None:
+            found: Tensor = self.output(x) if targets_R is None else self.output(x, targets_R)
+            return found
+        if self.output is not None:
+            assert self.shared is not None
+            table_VD = self.shared.gather(self.output.weight)
+        linear = self.arithmetic.in_mode(self.training).linear
+        if targets_R is None:
+            return linear(x, table_VD)
+        return score_rows(x, table_VD, targets_R, linear=linear)
+
+
+def _rows_of(x: Tensor, num_logits: int | None, rows_R: Tensor | None) -> Tensor:
+    """Hidden states (..., D) that pass the head, which are the last of each sequence, given rows, or all."""
+    if rows_R is not None:
+        return x.reshape(-1, x.shape[-1]).index_select(0, rows_R)
+    return x if num_logits is None else x[:, max(x.shape[1] - num_logits, 0) :]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import PurePath
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import DistillConfig, OptimConfig, TrainConfig
@@ -121,6 +122,22 @@ def dense_twin(config: GPTRunConfig) -> GPTRunConfig:
         update={"ffn_hidden_dim": hidden_dim, "moe": MoEConfig(num_experts=())}
     )
     return config.model_copy(update={"model": model})
+
+
+def finetune(folder: str) -> GPTRunConfig:
+    """Fine-tuning of the model of a folder: one epoch, AdamW at 2e-5, warm-up and cosine decay, no weight decay.
+
+    Args:
+        folder: a run directory, or a folder in transformers' format.
+    """
+    return GPTRunConfig(
+        optim=OptimConfig(lr=2e-5, weight_decay=0.0, warmup_ratio=0.03),
+        train=TrainConfig(
+            epochs=1.0,
+            init_from=folder,
+            run_dir=f"runs/{PurePath(folder).name or 'model'}-finetuned",
+        ),
+    )
 
 
 RECIPES: dict[str, Callable[[], GPTRunConfig]] = {

@@ -1,7 +1,8 @@
 """Task of GPTs: data, loss and measure of a language model of text or conversations."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class GPTTask(Task):
     config: GPTRunConfig
     builder_class = GPTBuilder
     has_lessons = True
+    measures_items = True
 
     def prepare(self) -> TextData | ConversationData:
         """The corpus as tokens; see `text_data`."""
@@ -40,7 +42,7 @@ class GPTTask(Task):
 
     def num_items(self, batch: Batch) -> int:
         """Number of predicted tokens; in conversations, of the assistant's tokens."""
-        counts_BS = _more(batch[2:]).get("counts")
+        counts_BS = _more(batch).get("counts")
         return int(batch[1].numel() if counts_BS is None else counts_BS.sum())
 
     def cut(self, batch: Batch) -> Batch:
@@ -48,8 +50,7 @@ class GPTTask(Task):
 
         Routing groups stay the same: nothing is cut if a group extends over the end of a row.
         """
-        more: Mapping[str, Tensor] = next((one for one in batch if isinstance(one, Mapping)), {})
-        is_token_BS = more.get("is_token")
+        is_token_BS = _more(batch).get("is_token")
         if is_token_BS is None:
             return batch
         S = is_token_BS.shape[1]
@@ -63,31 +64,31 @@ class GPTTask(Task):
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
         """Number of tokens without padding, prompts of conversations included."""
-        is_token_BS = _more(batch[2:]).get("is_token")
+        is_token_BS = _more(batch).get("is_token")
         if is_token_BS is None:
             return [ranks.positions(batch[0]).numel()]
         return [int(ranks.positions(is_token_BS).sum())]
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the next tokens in nats."""
-        ids_BS, targets_BS, *rest = batch
-        more = _more(rest)
+        (ids_BS, targets_BS, *_), more = batch, _more(batch)
         S, seq_len = ids_BS.shape[1], self.config.data.seq_len
         stride = seq_len if "is_token" in more else None
         token_index = part.token_index(S, ids_BS.device, stride=stride)
-        output = model(ids_BS, token_index=token_index, **_masks(more))
-        losses = token_losses(
-            output.logits_BSV,
-            part.positions(targets_BS),
-            distill=self._distill_targets(ids_BS, _masks(more), part.step),
-            overwrite_logits=True,
+        learned = Learned.of(part.positions(targets_BS), more.get("counts"), part)
+        call = {"token_index": token_index, "logit_rows_R": learned.rows_R, **_masks(more)}
+        distill = self._distill_targets(ids_BS, learned.rows_R, _masks(more), part.step)
+        if distill is None:
+            output = model(ids_BS, targets_R=learned.targets_R, **call)
+            return Loss(learned.sum(-output.logprobs_R), output.stats)
+        output = model(ids_BS, **call)
+        losses_R = token_losses(
+            output.logits_BSV, learned.targets_R, distill=distill, overwrite_logits=True
         )
-        if "counts" in more:
-            losses = losses * part.positions(more["counts"]).flatten()
-        return Loss(losses.sum(), output.stats)
+        return Loss(learned.sum(losses_R), output.stats)
 
     def _distill_targets(
-        self, ids_BS: Tensor, masks: Mapping[str, Tensor], step: int
+        self, ids_BS: Tensor, rows_R: Tensor | None, masks: Mapping[str, Tensor], step: int
     ) -> DistillTargets | None:
         """Teacher logits of a dropless forward pass; None if there is no teacher or its weight is 0 in this step."""
         if self.teacher is None:
@@ -99,22 +100,18 @@ class GPTTask(Task):
         assert isinstance(self.teacher, GPT)
         factor = self.teacher.config.moe.dropless_factor
         with torch.no_grad():
-            output = self.teacher(ids_BS, capacity_factor=factor, **masks)
+            output = self.teacher(ids_BS, logit_rows_R=rows_R, capacity_factor=factor, **masks)
         return DistillTargets(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Sums of cross-entropy in nats, of tokens, and of their bytes of text."""
-        ids_BS, targets_BS, num_bytes_BS, *rest = batch
-        more = _more(rest)
-        output = model(ids_BS, **_masks(more))
-        losses = token_losses(output.logits_BSV, part.positions(targets_BS))
-        items: Tensor | int = losses.numel()
-        if "counts" in more:
-            counts = part.positions(more["counts"]).flatten()
-            losses, items = losses * counts, counts.sum()
+        (ids_BS, targets_BS, num_bytes_BS, *_), more = batch, _more(batch)
+        learned = Learned.of(part.positions(targets_BS), more.get("counts"), part)
+        masks = {"logit_rows_R": learned.rows_R, **_masks(more)}
+        output = model(ids_BS, targets_R=learned.targets_R, **masks)
         return {
-            "nats": losses.sum(),
-            "items": items,
+            "nats": learned.sum(-output.logprobs_R),
+            "items": learned.num_items,
             "bytes": part.positions(num_bytes_BS).sum(),
         }
 
@@ -139,9 +136,55 @@ class GPTTask(Task):
         return Baseline("byte trigram with back-off (Witten-Bell)", "trigram model", value)
 
 
-def _more(rest: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+class Learned(NamedTuple):
+    """The positions of this rank whose next token is learned.
+
+    Attributes:
+        rows_R: (R,) int64 their indices among the rank's tokens; None: all.
+        targets_R: (R,) int64 their next tokens.
+        is_real_R: (R,) bool, False for fillers; None: there are none.
+    """
+
+    rows_R: Tensor | None
+    targets_R: Tensor
+    is_real_R: Tensor | None
+
+    @classmethod
+    def of(cls, targets_BS: Tensor, counts_BS: Tensor | None, part: Part) -> "Learned":
+        """Rows of targets (B, S), those whose counts_BS (all ranks' positions) is True. Does not synchronise.
+
+        Args:
+            targets_BS: the targets of this rank.
+            counts_BS: whether each target of all ranks is learned; None: all are.
+            part: place in the batch, with its number of items.
+        """
+        targets_T = targets_BS.flatten()
+        if counts_BS is None:
+            return cls(None, targets_T, None)
+        counts_T = part.positions(counts_BS).flatten()
+        # a rank that shares sequences may have fewer than all of the items: the rest is filled up
+        size = min(len(counts_T), len(counts_T) if part.num_items is None else part.num_items)
+        rows_R = torch.nonzero_static(counts_T, size=size).squeeze(1)
+        places_R = torch.arange(size, device=counts_T.device)
+        is_real_R = places_R < counts_T.sum()
+        rows_R = rows_R.where(is_real_R, 0)
+        return cls(rows_R, targets_T[rows_R], is_real_R)
+
+    @property
+    def num_items(self) -> Tensor | int:
+        """Number of learned positions."""
+        return len(self.targets_R) if self.is_real_R is None else self.is_real_R.sum()
+
+    def sum(self, losses_R: Tensor) -> Tensor:
+        """Sum of the losses of learned positions."""
+        if self.is_real_R is not None:
+            losses_R = losses_R.where(self.is_real_R, 0.0)
+        return losses_R.sum()
+
+
+def _more(batch: Batch) -> Mapping[str, Tensor]:
     """Further entries of a batch by name; empty if there are none."""
-    return rest[0] if rest else {}
+    return next((one for one in batch if isinstance(one, Mapping)), {})
 
 
 def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,76 @@
+"""Prompts and completions as plain texts (`data.completions=text`): no chat template, and the completion is learned."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from expertmesh.data.records import Row
+from expertmesh.errors import ConfigError
+from expertmesh.text.chat import Conversation, TokenSpan
+from expertmesh.text.format import hub_files, told_by_files
+from expertmesh.text.tokenizer import end_of_text_id, own_start
+
+_NEEDED = ("prompt", "completion")
+
+
+class PlainForm:
+    """Form of rows: start tokens, prompt, completion, end of text; both texts are tokenised apart, as in inference.
+
+    Args:
+        tokenizer: the tokenizer.
+        path: its file, beside which a hub model has its start tokens; None: it was learned from the corpus.
+    """
+
+    identity = "plain completions, version 1"
+
+    def __init__(self, tokenizer: Tokenizer, path: Path | None) -> None:
+        self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
+        own = own_start(tokenizer)
+        is_of_hub = path is not None and (
+            bool(hub_files(path.parent)) or "start_ids" in told_by_files(path, tokenizer)
+        )
+        self._start = list(own if is_of_hub else own or (self._end,))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        return (self._end,)
+
+    def writes(self, field: str) -> bool:
+        """Whether a field of messages is written: none is."""
+        return False
+
+    def problem(self, conversation: Conversation) -> str | None:
+        """Reason to leave a record out: there is none."""
+        return None
+
+    def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
+        """Token spans of a record, of which the completion and its end are learned."""
+        prompt, completion = (
+            self._tokenizer.encode(message["content"], add_special_tokens=False).ids
+            for message in conversation["messages"]
+        )
+        return [[TokenSpan(self._start + prompt, False), TokenSpan([*completion, self._end], True)]]
+
+
+def check_plain(read: object, where: str) -> None:
+    """Check that a document is a record of two texts, `prompt` and `completion`.
+
+    Args:
+        read: reader of the document.
+        where: its name, for messages.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    why = "has no 'prompt' and 'completion'"
+    if isinstance(read, Row) and read.shape is not None and read.shape.needed == _NEEDED:
+        values = read.values()
+        has_texts = all(isinstance(values.get(name), str) for name in _NEEDED)
+        if has_texts and not (values.get("system") or values.get("tools")):
+            return
+        why = "has a list of messages as 'prompt' or 'completion'"
+        if has_texts:
+            why = "has 'system' or 'tools', which a plain text has no place for"
+    fix = "leave it out, or write both as texts"
+    raise ConfigError("data.completions", "text", f"{where} {why}", fix)

@@ -1,0 +1,126 @@
+"""Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from expertmesh.costs.sizes import CHUNK_ELEMENTS
+from expertmesh.models.token_losses import row_losses, write_gradient
+from expertmesh.moe.dense_parts import Linear
+from expertmesh.ops.cpu.products import product
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x (R, D), w (V, D) -> x w^T (R, V); `OpSet.linear` is one."""
+
+
+class Head(Linear):
+    """The output matrix of a language model: logits of hidden states or, with targets, the targets' log-probabilities.
+
+    Both are calls of the module, so that wrappers of modules reach it.
+    """
+
+    def forward(self, x: Tensor, targets_R: Tensor | None = None) -> Tensor:
+        """(..., D) -> (..., V) logits; with targets (R, D) -> (R,), see `score_rows`."""
+        if targets_R is None:
+            return super().forward(x)
+        linear = self.arithmetic.in_mode(self.training).linear
+        return score_rows(x, self.weight, targets_R, linear=linear)
+
+
+def score_rows(
+    h_RD: Tensor,
+    head_VD: Tensor,
+    targets_R: Tensor,
+    *,
+    linear: Product,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T.
+
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). Rows that do
+    not fit into one chunk (`CHUNK_ELEMENTS`) are saved as hidden states, and their logits are computed again in the
+    backward pass; the logits of a single chunk are kept, and overwritten by their gradient. Sums over the vocabulary and
+    over chunks are in FP32 (FP64 for FP64). A frozen head gets no gradient.
+
+    Args:
+        h_RD: (R, D) hidden states, any floating dtype; under autocast it and the head are cast to autocast's dtype.
+        head_VD: (V, D) output matrix.
+        targets_R: (R,) int64 tokens, in 0 ... V - 1.
+        linear: the product of the model's op set: with a batch-invariant one a row's result depends on that row only.
+        label_smoothing: s, in [0, 1).
+
+    Returns:
+        (R,) in FP32 or FP64, differentiable once. Does not synchronise.
+    """
+    dtype = autocast_dtype(h_RD.device)
+    if dtype is None or h_RD.dtype == torch.float64:
+        dtype = h_RD.dtype
+    scores: Tensor = _ScoredRows.apply(h_RD, head_VD, targets_R, dtype, linear, label_smoothing)
+    return scores
+
+
+class _ScoredRows(torch.autograd.Function):
+    """Scores over chunks of rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_RD: Tensor,
+        head_VD: Tensor,
+        targets_R: Tensor,
+        dtype: torch.dtype,
+        linear: Product,
+        smoothing: float,
+    ) -> Tensor:
+        ctx.linear, ctx.smoothing = linear, smoothing
+        ctx.dtypes = h_RD.dtype, head_VD.dtype
+        scores_R = h_RD.new_empty(len(h_RD), dtype=accumulate_dtype(dtype))
+        with without_autocast(h_RD.device):
+            h_RD, head_VD = h_RD.to(dtype), head_VD.to(dtype)
+            chunks = _chunks(h_RD, head_VD)
+            logits = None
+            for rows in chunks:
+                logits = linear(h_RD[rows], head_VD)
+                scores_R[rows] = row_losses(logits, targets_R[rows], smoothing).neg_()
+        ctx.save_for_backward(h_RD, head_VD, targets_R, logits if len(chunks) == 1 else None)
+        return scores_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor | None, ...]:
+        h_RD, head_VD, targets_R, logits = ctx.saved_tensors
+        (needs_h, needs_head, *_), chunks = ctx.needs_input_grad, _chunks(h_RD, head_VD)
+        dh = torch.empty_like(h_RD) if needs_h else None
+        dhead = None
+        for rows in chunks:
+            z = ctx.linear(h_RD[rows], head_VD) if logits is None else logits.detach()
+            write_gradient(z, targets_R[rows], -grad_R[rows], ctx.smoothing, out_TV=z)
+            if dh is not None:
+                dh[rows] = product(z, head_VD)
+            if needs_head:
+                part = product(z.t(), h_RD[rows])
+                if dhead is None:
+                    dhead = part if len(chunks) == 1 else part.to(grad_R.dtype)
+                else:
+                    dhead += part
+        of_h, of_head = ctx.dtypes
+        if needs_head and dhead is None:
+            dhead = torch.zeros_like(head_VD)
+        return (
+            None if dh is None else dh.to(of_h),
+            None if dhead is None else dhead.to(of_head).contiguous(),
+            *[None] * 4,
+        )
+
+
+def _chunks(h_RD: Tensor, head_VD: Tensor) -> list[slice]:
+    """Rows of equal chunks, none of them larger than `CHUNK_ELEMENTS` logits."""
+    R = len(h_RD)
+    most = max(1, CHUNK_ELEMENTS["cpu" if h_RD.is_cpu else "cuda"] // len(head_VD))
+    count = -(-R // most)
+    size = -(-R // max(count, 1))
+    return [slice(start, min(start + size, R)) for start in range(0, R, max(size, 1))]

@@ -1,0 +1,62 @@
+"""Samples of a model in training: what it answers to the first validation prompts."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.config.sampling import SamplingParams
+from expertmesh.engine.texts import continue_prompts
+from expertmesh.models.decoder import EncoderDecoder, evaluating
+from expertmesh.models.task import Data, Task
+from expertmesh.runs.precision import Precision
+from expertmesh.text.tokenizer import load_tokenizer
+
+_COUNT = 3
+_TOKENS = 48
+_PROMPT_TOKENS = 16
+"""Tokens of a prompt that is the beginning of a text, not of a conversation."""
+
+
+def training_samples(
+    task: Task, model: nn.Module, data: Data, precision: Precision
+) -> list[Mapping[str, str]]:
+    """Greedy answers of a model to the first validation prompts; no random number is drawn.
+
+    Args:
+        task: task of the run, of a family that generates text.
+        model: the model; its mode is restored.
+        data: data of the run.
+        precision: device and dtype.
+
+    Returns:
+        For each sample its "prompt" and "text"; [] for an encoder-decoder.
+    """
+    decoder: Any = task.builder.decoder(model)
+    if isinstance(decoder, EncoderDecoder):
+        return []
+    tokenizer = load_tokenizer(data.files["tokenizer.json"])
+    prompts = list(_prompts(data, most=decoder.max_seq_len - 1))
+    room = min(_TOKENS, decoder.max_seq_len - max(map(len, prompts), default=0))
+    params = SamplingParams(temperature=0.0, max_tokens=room)
+    with evaluating(model), precision.autocast(), torch.no_grad():
+        outputs = continue_prompts(decoder, prompts, params)
+    return [
+        {
+            "prompt": tokenizer.decode(ids, skip_special_tokens=False),
+            "text": tokenizer.decode(list(output.token_ids)),
+        }
+        for ids, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def _prompts(data: Data, *, most: int) -> Iterator[list[int]]:
+    """Tokens of each validation sample before the first one that is learned; of a text its first tokens."""
+    for batch in data.validation(_COUNT, 1):
+        ids_S: Tensor = batch[0][0]
+        size = min(_PROMPT_TOKENS, len(ids_S))
+        more = next((one for one in batch if isinstance(one, Mapping)), {})
+        if "counts" in more:
+            size = int(more["counts"][0].int().argmax()) + 1
+        yield ids_S[:size][-most:].tolist()

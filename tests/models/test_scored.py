@@ -1,0 +1,181 @@
+"""Scores of rows in chunks: the plain formula in FP64, the two-times rule, and no tensor of all logits."""
+
+from functools import partial
+
+import pytest
+import torch
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from expertmesh.config.run import TrainConfig
+from expertmesh.config.text import TextConfig
+from expertmesh.models import scored
+from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.recipes import gpt_moe_test
+from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.scored import score_rows
+from expertmesh.models.task import Part
+from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
+from expertmesh.parallel.ranks import Ranks
+
+V = 23
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of three rows."""
+    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", 3 * V)
+
+
+def plain(h_RD, head_VD, targets_R, *, label_smoothing=0.0):
+    z = (h_RD @ head_VD.t()).to(torch.promote_types(h_RD.dtype, torch.float32))
+    logp = z - z.logsumexp(1, keepdim=True)
+    of_target = logp.gather(1, targets_R[:, None]).squeeze(1)
+    return (1 - label_smoothing) * of_target + label_smoothing * logp.mean(1)
+
+
+def results(function, h_RD, head_VD, targets_R, weights_R):
+    leaves = [t.clone().requires_grad_() for t in (h_RD, head_VD)]
+    scores = function(*leaves, targets_R)
+    (scores * weights_R.to(scores)).sum().backward()
+    return scores.detach(), *(leaf.grad for leaf in leaves)
+
+
+def drawn(rows, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    h, head = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (rows, V))
+    targets = torch.randint(V, (rows,), generator=generator)
+    return h.to(dtype), head.to(dtype), targets, torch.rand(rows, generator=generator).double()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("ops", [DEFAULT_OPS, BATCH_INVARIANT_OPS], ids=["default", "invariant"])
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 11])
+@pytest.mark.usefixtures("small_chunks")
+def test_the_plain_formula_in_fp64(rows, ops, smoothing):
+    given = drawn(rows, torch.float64)
+    ours = partial(score_rows, linear=ops.linear, label_smoothing=smoothing)
+    found, expected = (
+        results(f, *given) for f in (ours, partial(plain, label_smoothing=smoothing))
+    )
+    for one, other, what in zip(found, expected, ("scores", "hidden", "head"), strict=True):
+        assert_close_fp64(one, other, what=what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("small_chunks")
+def test_the_two_times_rule(dtype):
+    given = drawn(40, dtype)
+    wide = [t.double() if t.is_floating_point() else t for t in given]
+    every = [
+        results(f, *of)
+        for f, of in (
+            (partial(score_rows, linear=DEFAULT_OPS.linear), given),
+            (plain, given),
+            (plain, wide),
+        )
+    ]
+    for ours, usual, exact, what in zip(*every, ("scores", "hidden", "head"), strict=True):
+        assert_two_times(ours, usual, exact, what=what)
+
+
+def test_sums_over_chunks_are_in_fp32(monkeypatch):
+    """256 chunks of one row each would lose their gradients in 16 bits."""
+    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", V)
+    h, head, targets, weights = drawn(256, torch.float32)
+    targets, h = torch.zeros_like(targets), h[:1].expand_as(h).contiguous()
+    head.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = score_rows(h, head, targets, linear=DEFAULT_OPS.linear)
+    scores.sum().backward()
+    one = head.grad.clone()
+    head.grad = None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = score_rows(h[:1], head, targets[:1], linear=DEFAULT_OPS.linear)
+    scores.sum().backward()
+    assert torch.equal(one, 256 * head.grad)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_frozen_head_gets_no_gradient():
+    h, head, targets, _ = drawn(7, torch.float32)
+    h.requires_grad_()
+    with Largest() as seen:
+        score_rows(h, head, targets, linear=DEFAULT_OPS.linear).sum().backward()
+    assert head.grad is None and h.grad is not None
+    assert head.shape not in seen.made
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the tensors that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.made = 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_tensor(t)
+        }
+        for one in filter(is_tensor, tree_leaves(found)):
+            if one.untyped_storage().data_ptr() not in given:
+                self.elements = max(self.elements, one.numel())
+                self.made.add(one.shape)
+        return found
+
+
+def is_tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+def task_of(vocab_size):
+    usual = gpt_moe_test()
+    model = usual.model.model_copy(update={"vocab_size": vocab_size})
+    config = GPTRunConfig(
+        model=model, data=TextConfig(seq_len=64), train=TrainConfig(run_dir="unused", batch_size=4)
+    )
+    return GPTTask(config)
+
+
+def batch_of(vocab_size, *, learned):
+    B, S = 4, 64
+    ids = torch.randint(vocab_size, (B, S + 1), generator=torch.Generator().manual_seed(0))
+    batch = ids[:, :-1], ids[:, 1:]
+    if learned is None:
+        return batch
+    counts = torch.zeros(B, S, dtype=torch.bool)
+    counts[:, :learned] = True
+    return *batch, {"counts": counts, "is_token": torch.ones(B, S, dtype=torch.bool)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("learned", [None, 0, 5])
+def test_training_never_holds_the_logits_of_all_rows(learned, tied, monkeypatch):
+    vocab_size = 3001
+    task, batch = task_of(vocab_size), batch_of(vocab_size, learned=learned)
+    config = task.config.model.model_copy(update={"tie_embeddings": tied})
+    task.config = task.config.model_copy(update={"model": config})
+    num_rows = 256 if learned is None else 4 * learned
+    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
+    model = task.builder_class(task.config).build(dtype=torch.float64, device="cpu")
+    part = Part(0, slice(0, 4), Ranks(), task.num_items(batch))
+    with Largest() as seen:
+        loss = task.loss(model, batch, part).total
+        loss.backward()
+    assert seen.elements <= max(16, config.dim) * vocab_size < 256 * vocab_size
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    logits = model(batch[0]).logits_BSV.flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, batch[1].flatten(), reduction="none")
+    expected = (losses if learned is None else losses * batch[2]["counts"].flatten()).sum()
+    expected.backward()
+    assert_close_fp64(loss.detach(), expected.detach(), what="loss", scale=max(1.0, num_rows * 8.0))
+    for one, parameter in zip(gradients, model.parameters(), strict=True):
+        if parameter.grad is not None or one is not None:
+            assert_close_fp64(one, parameter.grad, what="gradient", scale=1.0)
+    with torch.no_grad(), Largest() as seen:
+        sums = task.measure(model.eval(), (*batch[:2], batch[1], *batch[2:]), part)
+    assert seen.elements <= max(16, config.dim) * vocab_size
+    assert int(sums["items"]) == num_rows
