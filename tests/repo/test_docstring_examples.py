@@ -14,7 +14,10 @@ from expertmesh import functional
 MODULES = [
     "integrations.deepspeed",
     "integrations.fairseq",
-    "integrations.tutel",
+    "integrations.tutel.layer",
+    "integrations.tutel.net",
+    "integrations.tutel.padded",
+    "integrations.tutel.system",
     "moe.capacity",
     "moe.checkpointing",
     "moe.losses",
