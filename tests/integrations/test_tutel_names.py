@@ -182,6 +182,19 @@ def test_a_form_of_ones_own_computes_what_grouped_experts_compute(gshard):
     torch.testing.assert_close(grouped(x).l_aux, padded(x).l_aux)
 
 
+def test_an_activation_may_read_what_is_defined_later():
+    layer = layer_of(experts=FFN | {"activation_fn": lambda h: later(torch.relu(h))})
+    dropout = torch.nn.Module()
+    other = layer_of(experts=FFN | {"activation_fn": lambda h: dropout.later(torch.relu(h))})
+    later = dropout.later = torch.nn.Dropout(0.5)
+    x = torch.randn(6, 8)
+    torch.manual_seed(0)
+    y = layer(x)
+    torch.manual_seed(0)
+    assert torch.equal(other(x), y)
+    assert not torch.equal(layer.eval()(x), y)
+
+
 def test_gates_take_turns_and_tokens_have_dimensions():
     layer = layer_of([{"type": "top", "k": 1}, {"type": "top", "k": 2}], OWN)
     x = torch.randn(5, 2, 4)

@@ -12,7 +12,8 @@ import expertmesh
 from expertmesh import functional
 
 MODULES = [
-    "integrations.deepspeed",
+    "integrations.deepspeed.layer",
+    "integrations.deepspeed.param_groups",
     "integrations.fairseq",
     "integrations.tutel.layer",
     "integrations.tutel.net",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.padded import (
@@ -17,6 +18,7 @@ from expertmesh.integrations.tutel.padded import (
     gshard_loss,
     load_importance_loss,
 )
+from expertmesh.parallel.experts.owned import OwnedParameter
 
 
 def drawn(seed: int | None, make: Callable[[], nn.Module]) -> nn.Module:
@@ -166,6 +168,9 @@ class CustomLayer(nn.Module):
         kind = experts["module"] if experts["type"] == "custom" else Ffn
         own |= {"model_dim": model_dim, "sharded_count": sharded_count}
         self.experts = drawn(seeds[1], lambda: _built(kind, own, num_local_experts))
+        if self.world_size > 1:
+            for parameter in self.experts.parameters():
+                OwnedParameter.adopt(parameter, World(group).all_ranks())
         made = []
         for index, gate in enumerate(gates):
             own = {n: v for n, v in gate.items() if n not in ("type", "module")}

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.custom_layer import GATES, CustomLayer, Ffn, drawn
 from expertmesh.integrations.tutel.names import refuse_switches
-from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import match_activation
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.owned import check_left_alone, refuse_engine
 
 _COUNT_NAMES = ("num_experts_per_device", "count_per_node", "local_experts")
 _FFN = {"hidden_size_per_expert", "activation_fn", "activation_fn_with_self"}
@@ -47,28 +48,31 @@ class MOELayer(nn.Module):
 
     If torch.distributed is initialised, the experts are sharded over the ranks of `group` at construction. The
     optimizer then sees each rank's shard, whose gradients are sums over all ranks (as in Tutel, do not all-reduce
-    parameters that `scan_expert_func` was called with). On one process `state_dict` uses Tutel's names.
+    parameters that `scan_expert_func` was called with). `state_dict` uses Tutel's names, with this rank's experts as in
+    Tutel's file of the rank, unless ranks share an expert.
 
     Args:
-        gate_type: {"type": "top" or "cosine_top", "k", "capacity_factor", "gate_noise", "fp32_gate", "proj_dim"}; the gate
-            always computes in FP32. capacity_factor above 0: rows per expert as a ratio of the even share; 0: dropless;
+        gate_type: {"type": "top" or "cosine_top", "k", "capacity_factor", "gate_noise", "fp32_gate", "proj_dim"}, or
+            {"type": "custom", "module": class, ...} with the class's arguments, or a list of these. k above E is E. capacity_factor above 0: rows per expert as a ratio of the even share; 0: dropless;
             below 0: at most that ratio.
         model_dim: size of a token (D).
         experts: {"type": "ffn" or "llama_ffn", "num_experts_per_device", "hidden_size_per_expert", "activation_fn",
-            "has_fc1_bias", "has_fc2_bias"}; a negative number of experts per device is the number of devices per expert.
+            "has_fc1_bias", "has_fc2_bias", "output_dim"}, or {"type": "custom", "module": class, ...}; a negative number of experts per device is the number of devices per expert.
         scan_expert_func: called with the name and the parameter of each expert weight, which has the attribute
             `_tutel_expert`.
         result_func: applied to the output, whose attribute `l_aux` is the balance loss.
         group: process group that shares the experts; None: torch's default group.
-        seeds: up to three numbers. The first is the seed of the layer's weights, which do not depend on the number of
-            ranks; the third is passed to `torch.manual_seed` afterwards.
-        a2a_ffn_overlap_degree: accepted; see `expertmesh.parallel` for overlap.
-        is_postscore: False is not supported: routing weights multiply the experts' outputs.
+        seeds: up to three numbers: of the gate's weights, of this rank's experts (of type "ffn", of which a device has
+            whole ones, and "custom"), and the one passed to `torch.manual_seed` afterwards. Weights are those that Tutel
+            draws.
+        a2a_ffn_overlap_degree: parts that tokens travel in between ranks, while experts compute on another part.
+        is_postscore: whether routing weights multiply the experts' outputs; False: their inputs.
         batch_prioritized_routing: tokens with the largest weights are served first.
         normalize_gate: for k > 1, routing weights sum to one.
         is_gshard_loss: the balance loss of GShard (first choices); False: importance and load, which needs gate_noise.
         parallel_type: "adaptive:r", "data", "model" or "auto": the starting `adaptive_r`.
-        use_2dh: accepted; see `expertmesh.parallel` for the all-to-all.
+        use_2dh: the all-to-all in two steps, between nodes first.
+        **deprecated: `pad_samples`, which has no effect.
 
     Raises:
         ConfigError: an argument breaks a rule, or has no counterpart.
@@ -159,7 +163,12 @@ class MOELayer(nn.Module):
                     World(group),
                     es_degree=self.sharded_count if count < 0 else None,
                     all_to_all="hierarchical" if use_2dh else "flat",
+                    plain=self.sharded_count == 1,
                 )
+        if self._num_ranks > 1:
+            self._layer.set_deepspeed_parallelism = partial(  # type: ignore[assignment]
+                refuse_engine, "moe_layer"
+            )
         self.valid_rs = [0] + [
             r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0
         ]
@@ -289,11 +298,11 @@ class MOELayer(nn.Module):
 
         Args:
             input: (..., D).
-            gate_index: 0; there is one gate.
+            gate_index: number of the gate.
             capacity_factor: see `gate_type`; None: from `gate_type`.
             top_k: experts per token; None: from `gate_type`.
-            a2a_ffn_overlap_degree: accepted.
-            reserve_dims: 1.
+            a2a_ffn_overlap_degree: see `MOELayer`; None: the layer's.
+            reserve_dims: dimensions of a token, at the end of the input's shape; above 1 for experts of type "custom".
             inequivalent_tokens: accepted; ranks may always have different numbers of tokens.
             adaptive_r: 0: tokens stay and weights are gathered; r: tokens are sent to r groups of slices of every
                 expert.
@@ -309,6 +318,8 @@ class MOELayer(nn.Module):
             "adaptive_r", self.adaptive_degree if adaptive_r is None else adaptive_r, self.valid_rs
         )
         layer = self._layer
+        if self._num_ranks > 1 and self._owns_whole:
+            check_left_alone(layer.experts, layer="moe_layer")
         if isinstance(layer, CustomLayer):
             check_choice("gate_index", gate_index, range(len(layer.gates)))
             y, loss, counts = layer(
@@ -355,6 +366,11 @@ class MOELayer(nn.Module):
             **travels,
         )
         return y, stats.aux_loss, stats.num_tokens_per_expert_E
+
+    @property
+    def _owns_whole(self) -> bool:
+        """Whether this rank's experts are plain tensors of whole experts, as in Tutel's files."""
+        return self._num_ranks == 1 or self.sharded_count == 1
 
     def _route_degree(self, adaptive_r: int | None) -> int:
         """Route degree for Tutel's r."""
@@ -542,7 +558,7 @@ def _to_theirs(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
         for name in [n for n in state if n.startswith(f"{prefix}_layer.")]:
             state[prefix + name.removeprefix(f"{prefix}_layer.")] = state.pop(name)
         state[f"{prefix}_num_global_experts"] = torch.tensor(layer.num_global_experts)
-    elif isinstance(layer._layer.dispatcher, LocalDispatcher):
+    elif layer._owns_whole:
         to_foreign(state, _names(layer), prefix=prefix, own_prefix="_layer.")
         state[f"{prefix}_num_global_experts"] = torch.tensor(layer.num_global_experts)
 
@@ -554,7 +570,7 @@ def _to_ours(layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any)
         for name in [n for n in state if n.startswith((f"{prefix}gates.", f"{prefix}experts."))]:
             state[f"{prefix}_layer.{name.removeprefix(prefix)}"] = state.pop(name)
         return
-    if not isinstance(layer._layer.dispatcher, LocalDispatcher):
+    if not layer._owns_whole:
         return
     state.pop(f"{prefix}_num_global_experts", None)
     bias = state.pop(f"{prefix}gates.0.cosine_projector.bias", None)
