@@ -9,7 +9,27 @@ from torch import nn
 from expertmesh.errors import ConfigError
 from expertmesh.integrations import deepspeed as door
 
-EVERY = ["MoE", "has_moe_layers", "is_moe_param", "split_params_into_shared_and_expert_params", "split_params_grads_into_shared_and_expert_params", "split_params_into_different_moe_groups_for_optimizer", "is_moe_param_group", "configure_moe_param_groups", "multiplicative_jitter", "gumbel_rsample", "einsum", "top1gating", "top2gating", "topkgating", "TopKGate", "MOELayer", "Experts", "gather_tokens", "drop_tokens"]
+EVERY = [
+    "MoE",
+    "has_moe_layers",
+    "is_moe_param",
+    "split_params_into_shared_and_expert_params",
+    "split_params_grads_into_shared_and_expert_params",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "is_moe_param_group",
+    "configure_moe_param_groups",
+    "multiplicative_jitter",
+    "gumbel_rsample",
+    "einsum",
+    "top1gating",
+    "top2gating",
+    "topkgating",
+    "TopKGate",
+    "MOELayer",
+    "Experts",
+    "gather_tokens",
+    "drop_tokens",
+]
 """Public names of deepspeed.moe.layer, utils, sharded_moe, experts and mappings."""
 
 

@@ -32,8 +32,9 @@ IMPORTS = {
 SIZES = {
     r"num_samples = 16 \* 1024": "num_samples = 64",
     r"model_dim, hidden_size = 2048, 2048": "model_dim, hidden_size = 32, 48",
+    r"device_ids=\[args.local_rank\]": "device_ids=None",
 }
-"""Numbers without an option, made small for the parent as well."""
+"""Numbers without an option, made to fit CPUs for the parent as well."""
 
 SHORT = ["--num_steps", "10", "--num_tokens", "16", "--model_dim", "32", "--batch_size", "4"]
 FFN = [*SHORT, "--device", "cpu", "--hidden_size", "32"]
@@ -45,7 +46,8 @@ CASES = {
     "helloworld_ddp": FFN,
     "helloworld_ddp_tutel": FFN,
     "helloworld_amp": [*SHORT, "--hidden_size", "32"],
-    "helloworld_switch": FFN,
+    # Tutel rounds rows per expert up to a multiple of the overlap degree, which differs where tokens are dropped
+    "helloworld_switch": [*FFN, "--cap_factor", "0"],
     "helloworld_custom_gate_expert": OWN,
     "helloworld_custom_expert_sharded": OWN,
     "helloworld_from_scratch": [],

@@ -1,7 +1,7 @@
 """A layer in Tutel's padded form, for gates and experts that are modules of their own: route -> rows -> experts -> tokens."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class Ffn(nn.Module):
             )
             for _ in range(num_experts_per_device)
         ]
-        stacked = {
+        stacked: dict[str, list[Any]] = {
             "batched_fc1_w": [fc1.weight for fc1, _ in pairs],
             "batched_fc2_w": [fc2.weight.T for _, fc2 in pairs],
             "batched_fc1_bias": [fc1.bias for fc1, _ in pairs],
@@ -120,11 +120,12 @@ class Ffn(nn.Module):
 
     def forward(self, x: Tensor, _: nn.Module) -> Tensor:
         """Results of the rows."""
-        h = x @ self.batched_fc1_w.mT
-        if self.batched_fc1_bias is not None:
-            h = h + self.batched_fc1_bias[:, None]
-        y = self.activation_fn(h) @ self.batched_fc2_w
-        return y if self.batched_fc2_bias is None else y + self.batched_fc2_bias[:, None]
+        own = dict(self.named_parameters())
+        h = x @ own["batched_fc1_w"].mT
+        if "batched_fc1_bias" in own:
+            h = h + own["batched_fc1_bias"][:, None]
+        y = self.activation_fn(h) @ own["batched_fc2_w"]
+        return y + own["batched_fc2_bias"][:, None] if "batched_fc2_bias" in own else y
 
 
 GATES: dict[str, Callable[..., nn.Module]] = {"top": LinearGate, "cosine_top": CosineGate}
@@ -147,7 +148,7 @@ class CustomLayer(nn.Module):
 
     def __init__(
         self,
-        gates: list[Mapping[str, Any]],
+        gates: Sequence[Mapping[str, Any]],
         experts: Mapping[str, Any],
         *,
         model_dim: int,

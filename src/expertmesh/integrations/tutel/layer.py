@@ -273,9 +273,9 @@ class MOELayer(nn.Module):
         Raises:
             ConfigError: param_type has another value.
         """
-        is_custom = isinstance(self._layer, CustomLayer)
-        gate = self._layer.gates if is_custom else self._layer.router
-        parts = {"gate": gate, "local_experts": self._layer.experts}
+        layer = self._layer
+        gate: nn.Module = layer.gates if isinstance(layer, CustomLayer) else layer.router
+        parts = {"gate": gate, "local_experts": layer.experts}
         if param_type not in parts:
             raise ConfigError(
                 f"param_type={param_type!r}: must be 'gate' or 'local_experts'; choose one"
@@ -389,7 +389,7 @@ def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list
     """The gates' dictionaries, with a capacity factor."""
     if isinstance(gate_type, str) and (named := re.fullmatch("Top([0-9]+)Gate", gate_type)):
         gate_type = {"type": "top", "k": int(named[1])}
-    gates = gate_type if isinstance(gate_type, list) else [gate_type]
+    gates: list[Any] = gate_type if isinstance(gate_type, list) else [gate_type]
     for gate in gates or [None]:
         kind = gate.get("type") if isinstance(gate, Mapping) else None
         if kind == "custom" and callable(gate.get("module")):
@@ -527,6 +527,7 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> Non
 
 def _names(layer: MOELayer) -> list[ForeignName]:
     """Tutel's names of all tensors of the layer."""
+    assert isinstance(layer._layer, MoELayer)
     if layer._layer.options.router_kind == "cosine":
         found = [
             ForeignName("gates.0.temperature", "router.log_scale"),
