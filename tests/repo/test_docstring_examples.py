@@ -12,10 +12,10 @@ import expertmesh
 from expertmesh import functional
 
 MODULES = [
-    "integrations.deepspeed.layer",
-    "integrations.deepspeed.param_groups",
+    "integrations.deepspeed.door",
+    "integrations.deepspeed.optimizer_groups",
     "integrations.fairseq",
-    "integrations.tutel.layer",
+    "integrations.tutel.moe_layer",
     "integrations.tutel.net",
     "integrations.tutel.padded",
     "integrations.tutel.system",

@@ -6,8 +6,8 @@ Change `from deepspeed.moe.layer import MoE` and `from deepspeed.moe.utils impor
 from typing import NoReturn
 
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.deepspeed.layer import MoE
-from expertmesh.integrations.deepspeed.param_groups import (
+from expertmesh.integrations.deepspeed.door import MoE
+from expertmesh.integrations.deepspeed.optimizer_groups import (
     configure_moe_param_groups,
     has_moe_layers,
     is_moe_param,

@@ -1,7 +1,7 @@
 """Replacement for `tutel.moe`: the layer, and its parts for layers of your own."""
 
-from expertmesh.integrations.tutel import names
-from expertmesh.integrations.tutel.layer import MOELayer, moe_layer
+from expertmesh.integrations.tutel import refused
+from expertmesh.integrations.tutel.moe_layer import MOELayer, moe_layer
 from expertmesh.integrations.tutel.padded import (
     extract_critical,
     fast_cumsum_sub_one,
@@ -22,4 +22,4 @@ __all__ = [
     "top_k_routing",
 ]
 
-__getattr__ = names.refusing("tutel.moe")
+__getattr__ = refused.refusing("tutel.moe")

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.tutel import names
-from expertmesh.integrations.tutel.groups import create_groups_from_world
+from expertmesh.integrations.tutel import refused
+from expertmesh.integrations.tutel.rank_groups import create_groups_from_world
 
 __all__ = ["create_groups_from_world"]
-__getattr__ = names.refusing("tutel.net")
+__getattr__ = refused.refusing("tutel.net")
 
 Group = Any
 Move = Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_world_rank(group: Group = None) -> int:
-    """This rank's position; 0 without torch.distributed."""
+    """Position of this rank; 0 without torch.distributed."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
@@ -66,13 +66,13 @@ def simple_all_to_all(input: Tensor, group: Group = None, background: bool = Fal
 
 
 def simple_split(input: Tensor, group: Group = None) -> Tensor:
-    """This rank's piece of the first dimension."""
+    """Piece of the first dimension for this rank."""
     _check_pieces(input, group)
     return input.chunk(get_world_size(group))[get_world_rank(group)]
 
 
 def simple_reduce_scatter(input: Tensor, group: Group = None, op: Any = _SUM) -> Tensor:
-    """This rank's piece of the sum over ranks."""
+    """Piece of the sum over ranks for this rank."""
     return simple_split(simple_all_reduce(input, group, op), group)
 
 
@@ -87,7 +87,7 @@ def simple_all_gather(input: Tensor, group: Group = None) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """One collective forward, another backward."""
+    """Collective whose backward pass is another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
@@ -144,7 +144,7 @@ def all_to_all(
 
 
 def reduce_scatter(input: Tensor, dim: int, group: Group = None) -> Tensor:
-    """This rank's piece of the sum over ranks along a dimension; the backward pass gathers."""
+    """Piece of the sum over ranks along a dimension for this rank; the backward pass gathers."""
     return _along(dim, input, simple_reduce_scatter, simple_all_gather, group)
 
 
@@ -155,7 +155,7 @@ def all_gather(input: Tensor, dim: int, fused: bool = False, group: Group = None
 
 
 def spatial_split(input: Tensor, dim: int, group: Group = None) -> Tensor:
-    """This rank's piece along a dimension; the backward pass gathers."""
+    """Piece along a dimension for this rank; the backward pass gathers."""
     return _along(dim, input, simple_split, simple_all_gather, group)
 
 
@@ -187,7 +187,7 @@ def zero_gather(
 def zero_scatter(
     input: Tensor, scatter_fn: Callable[..., Tensor], group: Group = None
 ) -> tuple[Tensor, torch.Size]:
-    """What `scatter_fn` makes of the values, padded with zeros to equal slices, and the shape before."""
+    """Apply `scatter_fn` to the values, padded with zeros to equal slices; also returns the shape before."""
     padding = -input.numel() % get_world_size(group)
     values = torch.nn.functional.pad(input.reshape(-1), (0, padding))
     return scatter_fn(values, group=group), input.shape
@@ -225,10 +225,10 @@ def batch_all_gather_v(datas: Iterable[Tensor], group: Group = None) -> tuple[li
 
 
 class TutelDistributedOptimizer:
-    """Optimizer of which each rank updates a slice of the shared parameters; experts stay whole on their ranks.
+    """Optimizer whose ranks update a slice of the shared parameters each; experts stay whole on their ranks.
 
     Args:
-        params: parameters; those of experts have the attribute `_tutel_expert`.
+        params: parameters; experts' ones have the attribute `_tutel_expert`.
         group: the ranks; None: all.
         average_shared: average gradients of shared parameters over ranks; False: sum them.
 

@@ -130,13 +130,13 @@ top_k_routing = extract_critical
 
 
 class fast_dispatcher:  # noqa: N801
-    """Moves tokens (T, D) to rows (E * C, D) and back, by choices that `update` gives.
+    """Movement of tokens (T, D) to rows (E * C, D) and back; `update` gives the choices.
 
     Args:
         num_global_experts: E.
         capacity: C, if `update` gives none.
         model_dim: D.
-        dispatch_dtype: type of what `encode` and `decode` return.
+        dispatch_dtype: type of the results of `encode` and `decode`.
     """
 
     def __init__(

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from expertmesh.comm.start import start_group
 from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.tutel import names
-from expertmesh.integrations.tutel.groups import RankGroups, create_groups_from_world
+from expertmesh.integrations.tutel import refused
+from expertmesh.integrations.tutel.rank_groups import RankGroups, create_groups_from_world
 
 _TIMEOUT_S = 86400.0
 _log = logging.getLogger(__name__)
 
-__getattr__ = names.refusing("tutel.system")
+__getattr__ = refused.refusing("tutel.system")
 
 _session: RankGroups | None = None
 
@@ -61,7 +61,7 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Ran
 
 
 def get_local_session() -> RankGroups:
-    """What `init_data_model_parallel` returned last.
+    """Return the session that `init_data_model_parallel` made last.
 
     Raises:
         ConfigError: it was not called.

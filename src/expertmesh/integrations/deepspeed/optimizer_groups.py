@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.deepspeed.layer import MoE
+from expertmesh.integrations.deepspeed.door import MoE
 
 Group = dict[str, Any]
 
@@ -32,7 +32,7 @@ def is_moe_param_group(param_group: Group) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Shared parameters and those of experts."""
+    """Split parameters into shared ones and experts' ones."""
     params = list(params)
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 

@@ -26,7 +26,7 @@ from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.custom_layer import GATES, CustomLayer, Ffn, drawn
-from expertmesh.integrations.tutel.names import refuse_switches
+from expertmesh.integrations.tutel.refused import refuse_switches
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import match_activation

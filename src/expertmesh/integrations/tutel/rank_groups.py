@@ -11,7 +11,7 @@ from expertmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankGroups:
-    """This process among the ranks; groups are None on one process.
+    """Ranks and groups as one process sees them; groups are None on one process.
 
     Attributes:
         global_size: number of ranks.

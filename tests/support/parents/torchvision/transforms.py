@@ -1,8 +1,0 @@
-"""Transforms that nobody calls: drawn images are tensors."""
-
-
-def _nothing(*_):
-    return None
-
-
-ToTensor = Normalize = Compose = _nothing
