@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -22,6 +22,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
+	@echo "make test-parents  run Tutel's and DeepSpeed's own examples through our doors (PARENTS=folder with their checkouts)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make kernels-sanitized  run the tests of the kernels in C with the compiler's checks of memory and of undefined behaviour"
 	@echo "make release build the sdist and the wheels into dist/: for any platform, and for Linux on x86-64 with the kernels in C compiled"
@@ -102,6 +103,13 @@ test-all: $(STAMP)
 # AVX2, AVX-512 without BF16, all instructions; one, two and four threads: one after the other, a table at the end.
 test-machines: $(STAMP)
 	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
+
+# PARENTS: a folder with checkouts of microsoft/tutel and microsoft/DeepSpeedExamples; tests/integrations/test_parents.py has the commits.
+PARENTS ?=
+test-parents: $(STAMP)
+	@test -d "$(PARENTS)" || { echo "error: no parents; make test-parents PARENTS=folder, with checkouts tutel and DeepSpeedExamples" \
+	  "in it" >&2; exit 2; }
+	@EXPERTMESH_PARENTS=$(abspath $(PARENTS)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_parents.py $(PYTEST_ARGS)
 
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
 # TRITON=3.6.0: the same with this Triton beside the pinned one, from PyPI in a folder of its own.

@@ -236,7 +236,7 @@ SPREAD, CUT = (
 REFUSED = {
     "parallelize": (parallelized, CUT),
     "spread_experts": (spread, SPREAD),
-    "Tutel's door": (of_tutel, CUT),
+    "Tutel's door": (of_tutel, SPREAD),
     "fairseq's door": (of_fairseq, SPREAD),
     "DeepSpeed's door, spread by hand": (spread_before, CUT),
     "DeepSpeed's door, modules spread by hand": (lambda: spread_before("modules"), SPREAD),

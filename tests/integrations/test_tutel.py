@@ -22,7 +22,7 @@ LLAMA = {"type": "llama_ffn", "num_experts_per_device": E, "hidden_size_per_expe
 CONSTRUCTOR = (
     "(self, gate_type, model_dim, experts=None, scan_expert_func=None, result_func=None, group=None, seeds=None, "
     "a2a_ffn_overlap_degree=1, is_postscore=True, batch_prioritized_routing=False, normalize_gate=True, is_gshard_loss=True, "
-    "parallel_type='adaptive:1', use_2dh=False)"
+    "parallel_type='adaptive:1', use_2dh=False, **deprecated)"
 )
 FORWARD = (
     "(self, input, gate_index=0, capacity_factor=None, top_k=None, a2a_ffn_overlap_degree=None, reserve_dims=1, "
@@ -168,20 +168,20 @@ def test_importance_and_load():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"gate": {"type": "custom"}}, "router=module"),
-        ({"gate": "TopKGate"}, "gate_type='TopKGate': must be one dictionary"),
+        ({"gate": {"type": "custom"}}, "'custom' with a module"),
+        ({"gate": "TopKGate"}, "gate_type='TopKGate': must be a dictionary"),
         ({"gate": {"tau": 1}}, "gate_type has 'tau'"),
         ({"experts": {"type": "custom"}}, "experts=..."),
         ({"experts": FFN | {"hidden": 3}}, "experts has 'hidden'"),
-        ({"experts": FFN | {"output_dim": 3}}, "output_dim 3"),
+        ({"experts": {"type": "moe"}}, "experts has type 'moe'"),
+        ({"experts": LLAMA | {"activation_fn": torch.sigmoid}}, "activation_fn"),
+        ({"experts": LLAMA, "is_postscore": False}, "experts has type 'llama_ffn'"),
+        ({"pad_sample": True}, "moe_layer has 'pad_sample'"),
         ({"experts": FFN | {"num_experts_per_device": 0}}, "num_experts_per_device=0"),
         ({"experts": FFN | {"num_experts_per_device": -2}}, "num_experts_per_device=-2"),
-        ({"experts": FFN | {"activation_fn": torch.sigmoid}}, "activation_fn"),
         ({"experts": {"type": "ffn"}}, "hidden_size_per_expert"),
-        ({"is_postscore": False}, "is_postscore=False"),
         ({"is_gshard_loss": False}, "gate_noise"),
         ({"parallel_type": "fast"}, "parallel_type='fast'"),
-        ({"gate": {"k": 5}}, "top_k"),
     ],
 )
 def test_mistakes(arguments, words):

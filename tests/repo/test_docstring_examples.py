@@ -12,9 +12,13 @@ import expertmesh
 from expertmesh import functional
 
 MODULES = [
-    "integrations.deepspeed",
+    "integrations.deepspeed.door",
+    "integrations.deepspeed.optimizer_groups",
     "integrations.fairseq",
-    "integrations.tutel",
+    "integrations.tutel.moe_layer",
+    "integrations.tutel.net",
+    "integrations.tutel.padded",
+    "integrations.tutel.system",
     "moe.capacity",
     "moe.checkpointing",
     "moe.losses",

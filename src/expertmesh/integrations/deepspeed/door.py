@@ -51,7 +51,8 @@ class MoE(nn.Module):
         eval_capacity_factor: capacity factor in evaluation.
         min_capacity: minimum rows per expert.
         use_residual: y = a MoE(x) + b expert(x) with (a, b) a learned softmax (PR-MoE, arXiv 2201.05596).
-        noisy_gate_policy: None, "Jitter" (the router's input times 1 +- 0.01) or "RSample" (Gumbel noise on the choice; k = 1).
+        noisy_gate_policy: None, "Jitter" (the router's input times 1 +- 0.01) or "RSample" (Gumbel noise on the choice; no
+            effect for k above 1, as there).
         drop_tokens: False: no capacity.
         use_rts: random token selection for k = 1. Otherwise the first tokens are kept (k = 2), or the tokens with the
             largest weights (k > 2).
@@ -88,7 +89,7 @@ class MoE(nn.Module):
     ) -> None:
         _join_theirs()
         nn.Module.__init__(self)
-        _check(num_experts, ep_size, k, noisy_gate_policy, enable_expert_tensor_parallelism)
+        _check(num_experts, ep_size, noisy_gate_policy, enable_expert_tensor_parallelism)
         self.num_experts, self.ep_size, self.k = num_experts, ep_size, k
         self.use_residual = use_residual
         self.num_local_experts = num_experts // ep_size
@@ -259,9 +260,7 @@ def _share_groups(moe: MoE) -> None:
 _FUSED = ("w_in", "w_out", "b_in", "b_out")
 
 
-def _check(
-    num_experts: int, ep_size: int, k: int, noisy_gate_policy: str | None, slices: bool
-) -> None:
+def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None, slices: bool) -> None:
     if not isinstance(num_experts, int):
         raise ConfigError(
             f"num_experts={num_experts!r}: must be one number; build one MoE per layer of a pyramid"
@@ -273,10 +272,6 @@ def _check(
     if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
         raise ConfigError(
             f"noisy_gate_policy={noisy_gate_policy!r}: must be None, 'Jitter' or 'RSample'; choose one"
-        )
-    if noisy_gate_policy == "RSample" and k > 1:
-        raise ConfigError(
-            f"noisy_gate_policy='RSample' with k={k}: it has an effect for k=1 only; use 'Jitter' or None"
         )
     if slices:
         raise ConfigError(
@@ -291,7 +286,7 @@ def _drop_policy(k: int, use_rts: bool) -> DropPolicy:
 
 
 def _noise(k: int, noisy_gate_policy: str | None, samples_second: bool) -> RouterNoise:
-    if noisy_gate_policy == "RSample":
+    if noisy_gate_policy == "RSample" and k == 1:
         return "gumbel"
     return "gumbel_after_first" if k == 2 and samples_second else "none"
 

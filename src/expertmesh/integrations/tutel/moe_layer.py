@@ -1,0 +1,584 @@
+"""Replacement for Tutel's `moe_layer`: same signature, documented semantics, state dicts in both directions.
+
+Where Tutel's code differs from its documentation, this module follows the documentation:
+
+* arguments of a call apply to that call only; dictionaries that are passed in are not changed;
+* gate noise affects the choice only, and has the scale that `load_importance_loss` assumes;
+* dropless means that no token is dropped, also with batch-prioritized routing, and no row is padded;
+* the backward pass of a process group other than the world uses that group;
+* gated experts are correct for every `adaptive_r`, odd `model_dim` and empty batches work, missing experts are an
+  error.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from expertmesh.comm.world import World
+from expertmesh.config.values import check_choice
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.tutel import net
+from expertmesh.integrations.tutel.custom_layer import GATES, CustomLayer, Ffn, drawn
+from expertmesh.integrations.tutel.refused import refuse_switches
+from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.match_mlp import match_activation
+from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.owned import check_left_alone, refuse_engine
+
+_COUNT_NAMES = ("num_experts_per_device", "count_per_node", "local_experts")
+_FFN = {"hidden_size_per_expert", "activation_fn", "activation_fn_with_self"}
+_FFN |= {"has_fc1_bias", "has_fc2_bias", "output_dim"}
+_LLAMA = {"hidden_size_per_expert", "activation_fn"}
+_GATES = {
+    "top": {"k", "fp32_gate", "capacity_factor", "gate_noise"},
+    "cosine_top": {"k", "fp32_gate", "capacity_factor", "gate_noise", "proj_dim", "init_t"},
+}
+
+
+class MOELayer(nn.Module):
+    """MoE layer with the interface of Tutel's `moe_layer`.
+
+    If torch.distributed is initialised, the experts are sharded over the ranks of `group` at construction. The
+    optimizer then sees each rank's shard, whose gradients are sums over all ranks (as in Tutel, do not all-reduce
+    parameters that `scan_expert_func` was called with). `state_dict` uses Tutel's names, with this rank's experts as in
+    Tutel's file of the rank, unless ranks share an expert.
+
+    Args:
+        gate_type: {"type": "top" or "cosine_top", "k", "capacity_factor", "gate_noise", "fp32_gate", "proj_dim"}, or
+            {"type": "custom", "module": class, ...} with the class's arguments, or a list of these. k above E is E. capacity_factor above 0: rows per expert as a ratio of the even share; 0: dropless;
+            below 0: at most that ratio.
+        model_dim: size of a token (D).
+        experts: {"type": "ffn" or "llama_ffn", "num_experts_per_device", "hidden_size_per_expert", "activation_fn",
+            "has_fc1_bias", "has_fc2_bias", "output_dim"}, or {"type": "custom", "module": class, ...}; a negative number of experts per device is the number of devices per expert.
+        scan_expert_func: called with the name and the parameter of each expert weight, which has the attribute
+            `_tutel_expert`.
+        result_func: applied to the output, whose attribute `l_aux` is the balance loss.
+        group: process group that shares the experts; None: torch's default group.
+        seeds: up to three numbers: of the gate's weights, of this rank's experts (of type "ffn", of which a device has
+            whole ones, and "custom"), and the one passed to `torch.manual_seed` afterwards. Weights are those that Tutel
+            draws.
+        a2a_ffn_overlap_degree: parts that tokens travel in between ranks, while experts compute on another part.
+        is_postscore: whether routing weights multiply the experts' outputs; False: their inputs.
+        batch_prioritized_routing: tokens with the largest weights are served first.
+        normalize_gate: for k > 1, routing weights sum to one.
+        is_gshard_loss: the balance loss of GShard (first choices); False: importance and load, which needs gate_noise.
+        parallel_type: "adaptive:r", "data", "model" or "auto": the starting `adaptive_r`.
+        use_2dh: the all-to-all in two steps, between nodes first.
+        **deprecated: `pad_samples`, which has no effect.
+
+    Raises:
+        ConfigError: an argument breaks a rule, or has no counterpart.
+
+    Example:
+        >>> layer = moe_layer(
+        ...     gate_type={"type": "top", "k": 2},
+        ...     model_dim=64,
+        ...     experts={"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 128},
+        ... )
+        >>> y = layer(torch.randn(2, 16, 64))
+        >>> loss = y.square().mean() + 0.01 * y.l_aux
+    """
+
+    def __init__(
+        self,
+        gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str,
+        model_dim: int,
+        experts: Mapping[str, Any] | None = None,
+        scan_expert_func: Callable[[str, nn.Parameter], None] | None = None,
+        result_func: Callable[[Tensor], Tensor] | None = None,
+        group: Any = None,
+        seeds: tuple[int | None, ...] | None = None,
+        a2a_ffn_overlap_degree: int = 1,
+        is_postscore: bool = True,
+        batch_prioritized_routing: bool = False,
+        normalize_gate: bool = True,
+        is_gshard_loss: bool = True,
+        parallel_type: str = "adaptive:1",
+        use_2dh: bool = False,
+        **deprecated: Any,
+    ) -> None:
+        super().__init__()
+        refuse_switches()
+        _refuse_unknown("moe_layer", deprecated, {"pad_samples"})
+        if deprecated:
+            logging.getLogger(__name__).warning("pad_samples has no effect; leave it out")
+        gates, expert = _gates(gate_type), dict(experts or {})
+        count = _count(expert)
+        self.num_global_experts = self.global_expert_count(count, group)
+        self._num_ranks, self.sharded_count = net.get_world_size(group), max(-count, 1)
+        noises = [float(gate.get("gate_noise", 0.0)) for gate in gates]
+        if not is_gshard_loss and min(noises) <= 0:
+            raise ConfigError(
+                "is_gshard_loss=False: the load of an expert needs gate_noise above 0; set it in gate_type"
+            )
+        options = {
+            "is_postscore": is_postscore,
+            "batch_prioritized_routing": batch_prioritized_routing
+            or bool(int(os.environ.get("BATCH_PRIO") or 0)),
+            "normalize_gate": normalize_gate,
+            "is_gshard_loss": is_gshard_loss,
+        }
+        seeds = (*(seeds or ()), None, None, None)[:3]
+        self.a2a_ffn_overlap_degree, self.use_2dh = a2a_ffn_overlap_degree, use_2dh
+        self.result_func = result_func
+        self._l_aux: Tensor | None = None
+        self._dispatch_count: Tensor | None = None
+        known = (
+            None if _is_custom(gates, expert, is_postscore) else _known_expert(expert, model_dim)
+        )
+        self._layer: MoELayer | CustomLayer
+        if known is None:
+            _check_custom(expert)
+            self._layer = CustomLayer(
+                gates,
+                expert,
+                model_dim=model_dim,
+                num_global_experts=self.num_global_experts,
+                num_local_experts=max(count, 1),
+                sharded_count=self.sharded_count,
+                group=group,
+                seeds=seeds,
+                options=options,
+            )
+        else:
+            self._biased = known.pop("biased")
+            self._layer = _grouped(
+                gates[0], known | {"seed": seeds[0]}, model_dim, self.num_global_experts, options
+            )
+            for has_bias, bias in zip(self._biased, ("b_in", "b_out"), strict=True):
+                if any(self._biased) and not has_bias:  # stays zero
+                    self._layer.experts.get_parameter(bias).requires_grad_(False)
+            self._draw(gates[0], expert, model_dim, count, seeds, group)
+            if dist.is_initialized():
+                spread_experts(
+                    self._layer,
+                    World(group),
+                    es_degree=self.sharded_count if count < 0 else None,
+                    all_to_all="hierarchical" if use_2dh else "flat",
+                    plain=self.sharded_count == 1,
+                )
+        if self._num_ranks > 1:
+            self._layer.set_deepspeed_parallelism = partial(  # type: ignore[assignment]
+                refuse_engine, "moe_layer"
+            )
+        self.valid_rs = [0] + [
+            r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0
+        ]
+        self.adaptive_degree = self._starting_r(parallel_type)
+        for name, parameter in self._layer.experts.named_parameters():
+            parameter._tutel_expert = True  # type: ignore[attr-defined]
+            if scan_expert_func is not None:
+                scan_expert_func(name, parameter)
+        if seeds[2] is not None:
+            torch.manual_seed(seeds[2])
+        self.register_state_dict_post_hook(_to_theirs)
+        self.register_load_state_dict_pre_hook(_to_ours)
+        self.register_load_state_dict_pre_hook(keep_where_refused)
+
+    @staticmethod
+    def global_expert_count(num_local_experts: float, group: Any = None) -> int:
+        """Number of experts over all ranks.
+
+        Args:
+            num_local_experts: experts of a rank; -n or 1 / n: n ranks share an expert.
+            group: the ranks; None: all.
+
+        Raises:
+            ConfigError: the number is 0, or does not divide the ranks.
+        """
+        count, ranks = _whole(num_local_experts), net.get_world_size(group)
+        if count > 0:
+            return count * ranks
+        if ranks % -count:
+            raise ConfigError(
+                f"num_experts_per_device={count}: {-count} devices share an expert, which must divide the {ranks} "
+                "ranks; choose a divisor"
+            )
+        return ranks // -count
+
+    @torch.no_grad()
+    def _draw(
+        self,
+        gate: Mapping[str, Any],
+        expert: Mapping[str, Any],
+        model_dim: int,
+        count: int,
+        seeds: tuple[int | None, ...],
+        group: Any,
+    ) -> None:
+        """Fill in the weights that Tutel draws from these seeds: this rank's experts, then the gate."""
+        assert isinstance(self._layer, MoELayer)
+        theirs: dict[str, Tensor] = {}
+        if seeds[1] is not None and count > 0 and expert["type"] == "ffn":
+            options = {n: v for n, v in expert.items() if n != "type"}
+            module = drawn(
+                seeds[1],
+                lambda: Ffn(
+                    model_dim=model_dim, num_experts_per_device=count, sharded_count=1, **options
+                ),
+            )
+            theirs |= {f"experts.{n}": v.detach() for n, v in module.named_parameters()}
+        if seeds[0] is not None:
+            made = drawn(seeds[0], lambda: _make_gate(gate, model_dim, self.num_global_experts))
+            theirs |= {f"gates.0.{n}": v.detach() for n, v in made.named_parameters()}
+        first = net.get_world_rank(group) * max(count, 1)
+        ours = self._layer.state_dict()
+        for name in _names(self):
+            if name.theirs in theirs:
+                values = theirs[name.theirs]
+                place = ours[name.ours]
+                if name.theirs.startswith("experts."):
+                    place = place[first : first + count]
+                place[name.part].copy_(values.mT if name.transposed else values)
+
+    def _starting_r(self, parallel_type: str) -> int:
+        named = {"data": 1, "auto": 1, "model": self.sharded_count}
+        if parallel_type in named:
+            return named[parallel_type]
+        kind, _, r = parallel_type.partition(":")
+        if kind != "adaptive" or not r.isdigit():
+            raise ConfigError(
+                f"parallel_type={parallel_type!r}: must be 'adaptive:r', 'data', 'model' or 'auto'; choose one"
+            )
+        return min(int(r), self.sharded_count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for copying and saving, without the loss of the last call, which references autograd's graph."""
+        return self.__dict__ | {"_l_aux": None, "_dispatch_count": None}
+
+    @property
+    def l_aux(self) -> Tensor | None:
+        """Balance loss of the last call, or None."""
+        return self._l_aux
+
+    @property
+    def dispatch_count(self) -> Tensor | None:
+        """Choices per expert in the last call, before dropping, (E,) int64, or None."""
+        return self._dispatch_count
+
+    def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters of the gate or of this rank's experts.
+
+        Args:
+            param_type: "gate" or "local_experts".
+
+        Raises:
+            ConfigError: param_type has another value.
+        """
+        layer = self._layer
+        gate: nn.Module = layer.gates if isinstance(layer, CustomLayer) else layer.router
+        parts = {"gate": gate, "local_experts": layer.experts}
+        if param_type not in parts:
+            raise ConfigError(
+                f"param_type={param_type!r}: must be 'gate' or 'local_experts'; choose one"
+            )
+        return parts[param_type].named_parameters()
+
+    def forward(
+        self,
+        input: Tensor,
+        gate_index: int = 0,
+        capacity_factor: float | None = None,
+        top_k: int | None = None,
+        a2a_ffn_overlap_degree: int | None = None,
+        reserve_dims: int = 1,
+        inequivalent_tokens: bool = False,
+        adaptive_r: int | None = None,
+        megablocks_size: int = 0,
+    ) -> Tensor:
+        """Route every token through its experts; arguments apply to this call only.
+
+        Args:
+            input: (..., D).
+            gate_index: number of the gate.
+            capacity_factor: see `gate_type`; None: from `gate_type`.
+            top_k: experts per token; None: from `gate_type`.
+            a2a_ffn_overlap_degree: see `MOELayer`; None: the layer's.
+            reserve_dims: dimensions of a token, at the end of the input's shape; above 1 for experts of type "custom".
+            inequivalent_tokens: accepted; ranks may always have different numbers of tokens.
+            adaptive_r: 0: tokens stay and weights are gathered; r: tokens are sent to r groups of slices of every
+                expert.
+            megablocks_size: accepted; rows are never padded.
+
+        Returns:
+            (..., D), with the attribute `l_aux`.
+
+        Raises:
+            ConfigError: an argument does not fit the layer.
+        """
+        check_choice(
+            "adaptive_r", self.adaptive_degree if adaptive_r is None else adaptive_r, self.valid_rs
+        )
+        layer = self._layer
+        if self._num_ranks > 1 and self._owns_whole:
+            check_left_alone(layer.experts, layer="moe_layer")
+        if isinstance(layer, CustomLayer):
+            check_choice("gate_index", gate_index, range(len(layer.gates)))
+            y, loss, counts = layer(
+                input,
+                gate_index=gate_index,
+                top_k=top_k,
+                capacity_factor=capacity_factor,
+                reserve_dims=reserve_dims,
+                inequivalent_tokens=inequivalent_tokens,
+            )
+        else:
+            check_choice("gate_index", gate_index, [0])
+            check_choice("reserve_dims", reserve_dims, [1])
+            overlap = a2a_ffn_overlap_degree or self.a2a_ffn_overlap_degree
+            y, loss, counts = self._call_grouped(
+                layer, input, top_k, capacity_factor, overlap, adaptive_r
+            )
+        self._l_aux, self._dispatch_count = loss, counts
+        y.l_aux = self._l_aux
+        if self.result_func is not None:
+            y = self.result_func(y)
+            y.l_aux = self._l_aux  # type: ignore[attr-defined]
+        return y
+
+    def _call_grouped(
+        self,
+        layer: MoELayer,
+        x: Tensor,
+        top_k: int | None,
+        capacity_factor: float | None,
+        overlap: int,
+        adaptive_r: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, balance loss and choices per expert of the grouped layer."""
+        travels = {}
+        if self._num_ranks > 1:
+            travels = {"route_degree": self._route_degree(adaptive_r), "overlap_degree": overlap}
+        y, stats = layer(
+            x,
+            top_k=None if top_k is None else min(top_k, self.num_global_experts),
+            capacity_factor=None
+            if capacity_factor is None
+            else abs(capacity_factor) or float("inf"),
+            **travels,
+        )
+        return y, stats.aux_loss, stats.num_tokens_per_expert_E
+
+    @property
+    def _owns_whole(self) -> bool:
+        """Whether this rank's experts are plain tensors of whole experts, as in Tutel's files."""
+        return self._num_ranks == 1 or self.sharded_count == 1
+
+    def _route_degree(self, adaptive_r: int | None) -> int:
+        """Route degree for Tutel's r."""
+        r = self.adaptive_degree if adaptive_r is None else adaptive_r
+        return 1 if r == 0 else self._num_ranks // self.sharded_count * r
+
+
+moe_layer = MOELayer
+
+
+def _unbiased(num_experts: int) -> float:
+    return num_experts / max(num_experts - 1, 1)
+
+
+def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list[dict[str, Any]]:
+    """The gates' dictionaries, with a capacity factor."""
+    if isinstance(gate_type, str) and (named := re.fullmatch("Top([0-9]+)Gate", gate_type)):
+        gate_type = {"type": "top", "k": int(named[1])}
+    gates: list[Any] = gate_type if isinstance(gate_type, list) else [gate_type]
+    for gate in gates or [None]:
+        kind = gate.get("type") if isinstance(gate, Mapping) else None
+        if kind == "custom" and callable(gate.get("module")):
+            continue
+        if kind not in _GATES:
+            raise ConfigError(
+                f"gate_type={gate!r}: must be a dictionary with type 'top', 'cosine_top', or 'custom' with a module; give one"
+            )
+        _refuse_unknown("gate_type", gate, _GATES[kind])
+    default = float(os.environ.get("CAP_FACTOR") or 1.0)
+    own = [gate["type"] != "custom" for gate in gates]
+    return [
+        {"capacity_factor": default} | dict(g) if o else dict(g)
+        for g, o in zip(gates, own, strict=True)
+    ]
+
+
+def _make_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn.Module:
+    own = {n: v for n, v in gate.items() if n != "type"}
+    return GATES[gate["type"]](model_dim=model_dim, num_global_experts=num_experts, **own)
+
+
+def _whole(count: float) -> int:
+    """Experts per device; negative: devices per expert."""
+    whole = -round(1 / count) if isinstance(count, float) and 0 < count < 1 else int(count)
+    if whole == 0:
+        raise ConfigError("num_experts_per_device=0: must be positive, or negative; use 1")
+    return 1 if whole == -1 else whole
+
+
+def _count(expert: dict[str, Any]) -> int:
+    """Take the number of experts per device out of the dictionary."""
+    given = [expert.pop(name) for name in _COUNT_NAMES if name in expert]
+    return _whole(given[0] if given else 1)
+
+
+def _is_custom(gates: list[dict[str, Any]], expert: Mapping[str, Any], is_postscore: bool) -> bool:
+    """Whether the layer has parts that grouped experts and our routers have not."""
+    return (
+        len(gates) > 1
+        or gates[0]["type"] == "custom"
+        or expert.get("type") == "custom"
+        or not is_postscore
+    )
+
+
+def _check_custom(expert: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the experts can be built in Tutel's form."""
+    if expert.get("type") == "custom":
+        if not callable(expert.get("module")):
+            raise ConfigError(
+                "experts has type 'custom' and no module; give a class, or use expertmesh.MoELayer(experts=...)"
+            )
+    elif expert.get("type") == "ffn":
+        _known_expert(expert, None)
+    else:
+        raise ConfigError(
+            f"experts has type {expert.get('type')!r}: beside a gate of your own it must be 'ffn' or 'custom'; choose one"
+        )
+
+
+def _known_expert(expert: Mapping[str, Any], model_dim: int | None) -> dict[str, Any] | None:
+    """Arguments of the layer for grouped experts; None: their form is another."""
+    kind = expert.get("type")
+    if kind not in ("ffn", "llama_ffn"):
+        raise ConfigError(
+            f"experts has type {kind!r}: must be 'ffn', 'llama_ffn', or 'custom' with a module; choose one"
+        )
+    known = _FFN if kind == "ffn" else _LLAMA
+    _refuse_unknown("experts", expert, known | set(_COUNT_NAMES))
+    if "hidden_size_per_expert" not in expert:
+        raise ConfigError("experts has no hidden_size_per_expert; give the experts' hidden size")
+    default = nn.functional.relu if kind == "ffn" else nn.functional.silu
+    name = match_activation(expert.get("activation_fn") or default)
+    gated = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+    if kind == "llama_ffn" and name not in gated:
+        raise ConfigError(
+            "experts has an activation_fn that is none of silu, gelu (exact) and relu; use one of these, or type 'custom'"
+        )
+    other_dim = expert.get("output_dim") not in (None, model_dim)
+    if name is None or other_dim or expert.get("activation_fn_with_self") is not None:
+        return None
+    biased = (expert.get("has_fc1_bias", True), expert.get("has_fc2_bias", True))
+    biased = biased if kind == "ffn" else (False, False)
+    return {
+        "hidden_dim": expert["hidden_size_per_expert"],
+        "activation": name if kind == "ffn" else gated[name],
+        "bias": any(biased),
+        "biased": biased,
+    }
+
+
+def _grouped(
+    gate: Mapping[str, Any],
+    expert: Mapping[str, Any],
+    model_dim: int,
+    num_experts: int,
+    options: Mapping[str, bool],
+) -> MoELayer:
+    """The layer with grouped experts."""
+    k, noise = min(int(gate.get("k", 1)), num_experts), float(gate.get("gate_noise", 0.0))
+    factor = abs(gate["capacity_factor"]) or None
+    cosine = {"cosine_dim": gate.get("proj_dim", 256)} if gate["type"] == "cosine_top" else {}
+    layer = MoELayer(
+        dim=model_dim,
+        num_experts=num_experts,
+        top_k=k,
+        router="cosine" if cosine else "topk",
+        normalize_weights="topk" if k > 1 and options["normalize_gate"] else "none",
+        router_noise="gaussian" if noise > 0 else "none",
+        router_noise_std=noise / num_experts if noise > 0 else 1.0,
+        capacity_factor=factor,
+        eval_capacity_factor=factor,
+        min_capacity=1,
+        drop_policy="priority" if options["batch_prioritized_routing"] else "first",
+        balance_loss="gshard" if options["is_gshard_loss"] else "importance_load",
+        # Tutel's variances divide by E - 1, ours by E
+        aux_loss_weight=1.0 if options["is_gshard_loss"] else _unbiased(num_experts),
+        **cosine,
+        **expert,
+    )
+    if cosine and gate.get("init_t", 0.5) != 0.5:
+        with torch.no_grad():
+            scale = layer.router.get_parameter("log_scale")
+            scale.fill_(-torch.tensor(float(gate["init_t"])).log())
+    return layer
+
+
+def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(set(given) - known - {"type"}):
+        raise ConfigError(
+            f"{what} has {unknown[0]!r}, which has no counterpart here; known are {', '.join(sorted(known))}"
+        )
+
+
+def _names(layer: MOELayer) -> list[ForeignName]:
+    """Tutel's names of all tensors of the layer."""
+    assert isinstance(layer._layer, MoELayer)
+    if layer._layer.options.router_kind == "cosine":
+        found = [
+            ForeignName("gates.0.temperature", "router.log_scale"),
+            ForeignName("gates.0.cosine_projector.weight", "router.proj.weight"),
+            ForeignName("gates.0.sim_matrix", "router.expert_embeddings", transposed=True),
+        ]
+    else:
+        found = [ForeignName("gates.0.wg.weight", "router.proj.weight")]
+    every: slice = slice(None)
+    if str(layer._layer.experts.activation).endswith("glu"):
+        return [
+            *found,
+            ForeignName("experts.W_fc1", "experts.w_in", (every, 0), transposed=True),
+            ForeignName("experts.W_fc2", "experts.w_in", (every, 1), transposed=True),
+            ForeignName("experts.W_fc3", "experts.w_out", transposed=True),
+        ]
+    found.append(ForeignName("experts.batched_fc1_w", "experts.w_in", (every, 0)))
+    found.append(ForeignName("experts.batched_fc2_w", "experts.w_out", transposed=True))
+    if layer._biased[0]:
+        found.append(ForeignName("experts.batched_fc1_bias", "experts.b_in", (every, 0)))
+    if layer._biased[1]:
+        found.append(ForeignName("experts.batched_fc2_bias", "experts.b_out"))
+    return found
+
+
+def _to_theirs(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    assert isinstance(layer, MOELayer)
+    if isinstance(layer._layer, CustomLayer):
+        for name in [n for n in state if n.startswith(f"{prefix}_layer.")]:
+            state[prefix + name.removeprefix(f"{prefix}_layer.")] = state.pop(name)
+        state[f"{prefix}_num_global_experts"] = torch.tensor(layer.num_global_experts)
+    elif layer._owns_whole:
+        to_foreign(state, _names(layer), prefix=prefix, own_prefix="_layer.")
+        state[f"{prefix}_num_global_experts"] = torch.tensor(layer.num_global_experts)
+
+
+def _to_ours(layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    assert isinstance(layer, MOELayer)
+    if isinstance(layer._layer, CustomLayer):
+        state.pop(f"{prefix}_num_global_experts", None)
+        for name in [n for n in state if n.startswith((f"{prefix}gates.", f"{prefix}experts."))]:
+            state[f"{prefix}_layer.{name.removeprefix(prefix)}"] = state.pop(name)
+        return
+    if not layer._owns_whole:
+        return
+    state.pop(f"{prefix}_num_global_experts", None)
+    bias = state.pop(f"{prefix}gates.0.cosine_projector.bias", None)
+    if bias is not None and bool((bias != 0).any()):
+        others[-1].append(
+            f"{prefix}gates.0.cosine_projector.bias is not zero; the cosine router has no such bias"
+        )
+    others[-1].extend(
+        from_foreign(state, _names(layer), layer._layer, prefix=prefix, own_prefix="_layer.")
+    )

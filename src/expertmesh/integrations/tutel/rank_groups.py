@@ -1,0 +1,114 @@
+"""Groups of ranks in Tutel's grid: neighbouring ranks share a model group, ranks of equal position a data group."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """Ranks and groups as one process sees them; groups are None on one process.
+
+    Attributes:
+        global_size: number of ranks.
+        global_rank: this rank.
+        group_count: number of model groups.
+        data_rank: number of this rank's model group.
+        model_size: ranks in a model group.
+        model_rank: position in it.
+        local_device: the device of this process; None: no backend was given.
+        global_group: all ranks.
+        model_group: neighbouring ranks.
+        data_group: ranks of the same position.
+        is_distributed: whether torch.distributed is initialised.
+    """
+
+    global_size: int
+    global_rank: int
+    group_count: int
+    data_rank: int
+    model_size: int
+    model_rank: int
+    local_device: torch.device | None
+    global_group: Any = None
+    model_group: Any = None
+    data_group: Any = None
+    is_distributed: bool = False
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device of this process is a GPU."""
+        return self.local_device is not None and self.local_device.type == "cuda"
+
+    def dist_print(self, *values: Any) -> None:
+        """Print on rank 0."""
+        if self.global_rank == 0:
+            print(*values)  # noqa: T201
+
+
+_made: dict[tuple[int, Any], RankGroups] = {}
+
+
+def create_groups_from_world(
+    group_count: int, include_init: str | None = None, parent_group: Any = None
+) -> RankGroups:
+    """Part all ranks into groups of neighbours. Every rank must call; equal calls return the same groups.
+
+    Args:
+        group_count: number of groups; negative: ranks per group.
+        include_init: backend, "nccl" or "gloo", which tells the device of this process; None: as torch's default group.
+        parent_group: None or all ranks.
+
+    Raises:
+        ConfigError: the groups do not divide the ranks, or the parent has some of the ranks only.
+    """
+    is_distributed = dist.is_initialized()
+    size, rank = (dist.get_world_size(), dist.get_rank()) if is_distributed else (1, 0)
+    if is_distributed and dist.get_world_size(parent_group) not in (1, size):
+        raise ConfigError(
+            f"parent_group: has {dist.get_world_size(parent_group)} of {size} ranks, and only all ranks can be parted; "
+            "leave it out"
+        )
+    count = group_count if group_count > 0 else size // -group_count if group_count else 0
+    if count < 1 or size % count:
+        raise ConfigError(
+            f"group_count={group_count}: must part {size} ranks evenly; choose a divisor"
+        )
+    backend = include_init or (dist.get_backend() if is_distributed else None)
+    key = (count, dist.group.WORLD if is_distributed else None)
+    if key in _made and include_init is None:
+        return _made[key]
+    inner = size // count
+    grid = torch.arange(size).view(count, inner)
+    groups: dict[str, Any] = {}
+    if is_distributed:
+        groups = {
+            "global_group": dist.group.WORLD,
+            "model_group": _own(grid, rank),
+            "data_group": _own(grid.T, rank),
+        }
+    _made[key] = RankGroups(
+        size, rank, count, rank // inner, inner, rank % inner, _device(backend),
+        is_distributed=is_distributed, **groups,
+    )  # fmt: skip
+    return _made[key]
+
+
+def _own(grid: torch.Tensor, rank: int) -> Any:
+    """The group of one row of a grid of ranks, the one with this rank; every rank makes all."""
+    if len(grid) == 1:
+        return dist.group.WORLD
+    made = [(row.tolist(), dist.new_group(row.tolist())) for row in grid]
+    return next(group for ranks, group in made if rank in ranks)
+
+
+def _device(backend: str | None) -> torch.device | None:
+    if backend is None:
+        return None
+    if "nccl" in backend:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,114 @@
+"""Every name of `deepspeed.moe` is served by the door, or refused by it with the way out; groups of parameters."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from expertmesh.errors import ConfigError
+from expertmesh.integrations import deepspeed as door
+
+EVERY = [
+    "MoE",
+    "has_moe_layers",
+    "is_moe_param",
+    "split_params_into_shared_and_expert_params",
+    "split_params_grads_into_shared_and_expert_params",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "is_moe_param_group",
+    "configure_moe_param_groups",
+    "multiplicative_jitter",
+    "gumbel_rsample",
+    "einsum",
+    "top1gating",
+    "top2gating",
+    "topkgating",
+    "TopKGate",
+    "MOELayer",
+    "Experts",
+    "gather_tokens",
+    "drop_tokens",
+]
+"""Public names of deepspeed.moe.layer, utils, sharded_moe, experts and mappings."""
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_name_is_served_or_refused(name):
+    if name in door.REFUSED:
+        with pytest.raises(
+            ConfigError, match=f"^deepspeed.moe's {name} has no counterpart here; .+"
+        ):
+            getattr(door, name)
+    else:
+        assert name in door.__all__ and callable(getattr(door, name))
+
+
+def test_the_table_refuses_only_what_is_there():
+    assert door.REFUSED.keys() <= set(EVERY)
+    with pytest.raises(AttributeError, match="no attribute 'top9gating'"):
+        door.top9gating  # noqa: B018
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), door.MoE(4, nn.Linear(4, 4), num_experts=2))
+
+
+def test_groups_have_every_parameter_once():
+    model = net()
+    assert door.has_moe_layers(model) == (True, 2) and door.has_moe_layers(nn.Linear(1, 1)) == (
+        False,
+        0,
+    )
+    shared, own = door.split_params_into_shared_and_expert_params(model.parameters())
+    assert own == list(model[1]._layer.experts.parameters()) and own
+    for most, parts in ((None, 1), (1, len(own)), (20, 2), (40, 1)):
+        groups = door.split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all", "lr": 0.1}, max_group_size=most
+        )
+        assert groups[0]["params"] == shared and not door.is_moe_param_group(groups[0])
+        rest = [p for group in groups[1:] for p in group["params"]]
+        assert [id(p) for p in rest] == [id(p) for p in own] and len(groups) == 1 + parts, most
+        assert all(g["lr"] == 0.1 and g["name"] == "ep_size_1" and g["moe"] for g in groups[1:])
+        torch.optim.SGD(groups, lr=0.1)
+    assert door.configure_moe_param_groups(groups) is groups
+    again = door.configure_moe_param_groups(list(model.parameters()))
+    assert [g["name"] for g in again] == ["dense-params", "ep_size_1"]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    grads = door.split_params_grads_into_shared_and_expert_params(model.parameters())
+    assert [len(g) for g in grads] == [len(shared), len(own)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed not installed")
+@pytest.mark.parametrize("most", [None, 1, 20, 40])
+def test_groups_are_deepspeeds(most):
+    from deepspeed.moe import utils
+
+    made = [
+        module.split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(net().parameters()), "name": "all"}, max_group_size=most
+        )
+        for module in (door, utils)
+    ]
+    ours, theirs = ([(g["name"], len(g["params"])) for g in groups] for groups in made)
+    assert ours == [group for group in theirs if group[1]]
+
+
+@pytest.mark.parametrize("given", [[], [3], "net"])
+def test_mistakes(given):
+    with pytest.raises(ConfigError, match="^model_parameters: must be"):
+        door.configure_moe_param_groups(given)
+    with pytest.raises(ConfigError, match="has no 'name'"):
+        door.split_params_into_different_moe_groups_for_optimizer({"params": []})
+
+
+def test_rsample_has_no_effect_for_two_experts_a_token():
+    torch.manual_seed(0)
+    expert, x = nn.Linear(4, 4), torch.randn(8, 4)
+    options = {"num_experts": 4, "k": 2, "top2_2nd_expert_sampling": False}
+    plain = door.MoE(4, expert, **options)
+    noisy = door.MoE(4, expert, noisy_gate_policy="RSample", **options)
+    noisy.load_state_dict(plain.state_dict())
+    assert torch.equal(noisy(x)[0], plain(x)[0])

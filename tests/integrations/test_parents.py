@@ -1,0 +1,133 @@
+"""Tutel's and DeepSpeed's own examples through the doors, with their import lines changed, beside Tutel's own losses.
+
+`EXPERTMESH_PARENTS` names a folder with checkouts `tutel` (github.com/microsoft/tutel, 82af7aad) and `DeepSpeedExamples`
+(github.com/microsoft/DeepSpeedExamples, 83757d9c); `make test-parents PARENTS=folder` runs this file.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+STAND_INS = ROOT / "tests" / "support" / "parents"
+PARENTS = Path(os.environ.get("EXPERTMESH_PARENTS") or "parents-not-given")
+EXAMPLES = "tutel/tutel/examples"
+CIFAR = "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py"
+
+IMPORTS = {
+    r"^from tutel import": "from expertmesh.integrations.tutel import",
+    r"^import deepspeed$": "import deepspeed\nfrom expertmesh.integrations.deepspeed import MoE",
+    r"deepspeed\.moe\.layer\.MoE\(": "MoE(",
+    r"^from deepspeed\.moe\.utils import": "from expertmesh.integrations.deepspeed import",
+}
+"""What is changed in a script."""
+
+SIZES = {
+    r"num_samples = 16 \* 1024": "num_samples = 64",
+    r"model_dim, hidden_size = 2048, 2048": "model_dim, hidden_size = 32, 48",
+    r"device_ids=\[args.local_rank\]": "device_ids=None",
+}
+"""Numbers without an option, made to fit CPUs for the parent as well."""
+
+SHORT = ["--num_steps", "10", "--num_tokens", "16", "--model_dim", "32", "--batch_size", "4"]
+FFN = [*SHORT, "--device", "cpu", "--hidden_size", "32"]
+OWN = [*SHORT, "--device", "cpu"]
+IMAGES = ["--epochs", "2", "--batch-size", "16", "--log-interval", "1"]
+CASES = {
+    "helloworld": [*FFN, "--l_aux_wt", "0.1", "--capacity_factor", "1.25"],
+    "helloworld --top 4": [*FFN, "--num_local_experts", "1", "--capacity_factor", "0"],
+    "helloworld_ddp": FFN,
+    "helloworld_ddp_tutel": FFN,
+    "helloworld_amp": [*SHORT, "--hidden_size", "32"],
+    # Tutel rounds rows per expert up to a multiple of the overlap degree, which differs where tokens are dropped
+    "helloworld_switch": [*FFN, "--cap_factor", "4"],
+    "helloworld_custom_gate_expert": OWN,
+    "helloworld_custom_expert_sharded": OWN,
+    "helloworld_from_scratch": [],
+    "moe_mnist": IMAGES,
+    "moe_cifar10": IMAGES,
+}
+FAILS_THERE = {"helloworld_amp": "starts NCCL without a GPU"}
+SHA256 = {
+    "helloworld": "3471c5d160299b141231e0bc30c04dfe88f0afb0874bfe1c6f1cd25cb9efbc73",
+    "helloworld_amp": "e0c2532daf3dc83c76d77e58205f6e0eb221c48bad3531d80e74cbe1654e3602",
+    "helloworld_custom_expert_sharded": "5195018ac515821aa95e840b3953a7f8cc81783b6ae89dd35c4b34d0d73c4185",
+    "helloworld_custom_gate_expert": "d125aec21c3bed889dcd5a69b6432394022b497d7ad1fd0acd28dfc7e8012c6f",
+    "helloworld_ddp": "e1bec681f4aafb7ed169f19c28728689ada7999ef8e7292471e2d63909a96403",
+    "helloworld_ddp_tutel": "644d2c9f687a6c3fcf4e26cccab2ea93f0c53eeb216bcc95f926df33df257b89",
+    "helloworld_from_scratch": "e7dfd3ba8e9e78755686dead53b51570cd7819f0b598d828c6cd69996c98530d",
+    "helloworld_switch": "b3938d699351a7972dbac6cc6000b57c4b82533a5266dedc7213d5583ae52efb",
+    "moe_cifar10": "a6807406e2dda9654d65ffd0f40c1605bee2b96a3adcdf70a520ad0f7b3a1a62",
+    "moe_mnist": "88c6fc895f9149825e8b9dba20a2f748e6e39b5ade75f0b471e749c6c85db1a4",
+    "cifar10_deepspeed": "4ae71cfb528a3b91b8f95eddeb0787eba98db2b4b5b48631f5248f6765234666",
+}
+SIX_DIGITS = 1.01e-5
+"""Losses are printed with five decimals, where equal ones may be rounded apart."""
+
+
+def changed(path, table):
+    text = path.read_text()
+    assert hashlib.sha256(text.encode()).hexdigest() == SHA256[path.stem], f"{path}: other version"
+    for pattern, line in table.items():
+        text = re.sub(pattern, line, text, flags=re.MULTILINE)
+    return text
+
+
+def losses(script, arguments, ranks, *paths):
+    """Losses that a script prints."""
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*start, str(script), *arguments],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ
+        | {"PYTHONPATH": ":".join(map(str, [*paths, STAND_INS])), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [float(x) for x in re.findall(r"[lL]oss(?: = |: *)([0-9.]+)", done.stdout)]
+
+
+@pytest.mark.skipif(not (PARENTS / "tutel").is_dir(), reason="EXPERTMESH_PARENTS has no tutel")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_tutels_examples(case, ranks, tmp_path):
+    name = case.split()[0]
+    arguments = CASES[case] + case.split()[1:]
+    path = PARENTS / EXAMPLES / f"{name}.py"
+    ours, theirs = tmp_path / "ours.py", tmp_path / "theirs.py"
+    ours.write_text(changed(path, IMPORTS | SIZES))
+    found = losses(ours, arguments, ranks, ROOT / "src")
+    assert len(found) >= 8, found
+    if name in FAILS_THERE:
+        return
+    theirs.write_text(changed(path, SIZES))
+    expected = losses(theirs, arguments, ranks, PARENTS / "tutel")
+    assert found == pytest.approx(expected, rel=0, abs=SIX_DIGITS)
+
+
+@pytest.mark.skipif(
+    not (PARENTS / CIFAR).is_file() or importlib.util.find_spec("deepspeed") is None,
+    reason="EXPERTMESH_PARENTS has no DeepSpeedExamples, or deepspeed is not installed",
+)
+@pytest.mark.parametrize("more", ["--num-experts 2", "--num-experts 2 4 --mlp-type residual"])
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_deepspeeds_example(ranks, stage, more, tmp_path):
+    script = tmp_path / "ours.py"
+    script.write_text(changed(PARENTS / CIFAR, IMPORTS))
+    arguments = f"--deepspeed --moe --ep-world-size {ranks} {more} --top-k 1 --noisy-gate-policy RSample --moe-param-group"
+    arguments += f" --dtype fp32 --stage {stage} --epochs 6 --log-interval 2"
+    where = [p for p in os.environ.get("PYTHONPATH", "").split(":") if p]
+    found = losses(script, arguments.split(), max(ranks, 1), ROOT / "src", *where)
+    assert found[-1] < found[0]
