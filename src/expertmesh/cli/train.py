@@ -10,7 +10,6 @@ from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 from expertmesh.cli.terminal_progress import silence_output, tell
 from expertmesh.config.launched import launched_rank
 from expertmesh.config.run import ParallelConfig, RunConfig
-from expertmesh.costs.memory_text import bytes_text, memory_text
 from expertmesh.models.family import Family
 
 if TYPE_CHECKING:
@@ -76,6 +75,7 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
     """
+    from expertmesh.costs.memory_text import bytes_text, memory_text
     from expertmesh.runs.precision import resolve_precision
     from expertmesh.runs.run_dir import RunDir
     from expertmesh.training.teacher import teacher_bytes
