@@ -6,6 +6,7 @@ import socket
 
 import httpx2
 import pytest
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from tokenizers import Tokenizer
@@ -212,7 +213,10 @@ def test_a_million_errors_are_refused_at_the_first(fields):
 def test_only_the_first_errors_of_a_body_are_looked_at():
     one = {"type": "int_type", "loc": ("body", "n"), "msg": "Input should be a number"}
     error = RequestValidationError([one] * 100 + [None], body={"n": "x"})
-    answer = asyncio.run(_on_wrong_body(None, error))
+    request = Request(
+        {"type": "http", "path": COMPLETE, "headers": [], "server": ("localhost", 80)}
+    )
+    answer = asyncio.run(_on_wrong_body(request, error))
     assert json.loads(answer.body)["error"]["param"] == "n"
 
 

@@ -52,6 +52,7 @@ def curl(server, path, body):
     for pattern, mask in (
         (r"^date: .*\n", ""),
         (r"^content-length: .*\n", ""),
+        (r"^x-request-id: [0-9a-f]{32}$", "x-request-id: ID"),
         (r'"(chat)?cmpl-[0-9a-f]{32}"', r'"\1cmpl-ID"'),
         (r'"created":\d+', '"created":0'),
         (

@@ -158,9 +158,8 @@ class SamplingParams(Config):
     `ignore_eos` and `min_tokens`.
     """
     choice: Annotated[
-        tuple[Whole, ...] | None,
+        Annotated[tuple[Whole, ...], Field(min_length=1, max_length=MOST_CHOICES)] | None,
         must("be a list of texts", 'for example ["yes", "no"]'),
-        Field(min_length=1, max_length=MOST_CHOICES),
     ] = None
     """Texts of which the answer is one; needs the extra `json`; none: any text."""
     regex: Annotated[

@@ -412,12 +412,12 @@ class GPT(LanguageModel):
             "logit_rows_R": logit_rows_R,
             "targets_R": targets_R,
         }
-        num_rows = B * min(S, num_logits or S) if logit_rows_R is None else len(logit_rows_R)
-        if self.shared is not None and logit_rows_R is None:
-            num_rows //= self.shared.size
         sizes = {"B": B, "S": S, "T": B * S, "V": self.config.vocab_size}
-        if targets_R is not None:
-            sizes["R"] = num_rows
+        if targets_R is not None and logit_rows_R is not None:
+            sizes["R"] = len(logit_rows_R)
+        elif targets_R is not None:
+            num_sharing = 1 if self.shared is None else self.shared.size
+            sizes["R"] = B * min(S, num_logits or S) // num_sharing
         check_tensors(_TENSORS, given, sizes, device=ids_BS.device)
         _NUM_LOGITS.check("num_logits", num_logits)
         if num_logits is not None and logit_rows_R is not None:
@@ -548,7 +548,9 @@ class GPT(LanguageModel):
                 x_BSD, stats = block(x_BSD, **call)
             if stats is not None:
                 all_stats.append(stats)
-        x = _rows_of(x_BSD[0] if is_flat else x_BSD, num_logits, logit_rows_R)
+        x = _rows_of(x_BSD, num_logits, logit_rows_R)
+        if is_flat and logit_rows_R is None:
+            x = x[0]
         if targets_R is None:
             return GPTOutput(self._read_out(x, table_VD), tuple(all_stats))
         logprobs_R = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R)
@@ -569,8 +571,8 @@ class GPT(LanguageModel):
         return score_rows(x, table_VD, targets_R, linear=linear)
 
 
-def _rows_of(x: Tensor, num_logits: int | None, rows_R: Tensor | None) -> Tensor:
-    """Hidden states (..., D) that pass the head, which are the last of each sequence, given rows, or all."""
+def _rows_of(x_BSD: Tensor, num_logits: int | None, rows_R: Tensor | None) -> Tensor:
+    """Hidden states that pass the head: the last of each sequence, given rows (R, D), or all."""
     if rows_R is not None:
-        return x.reshape(-1, x.shape[-1]).index_select(0, rows_R)
-    return x if num_logits is None else x[:, max(x.shape[1] - num_logits, 0) :]
+        return x_BSD.flatten(0, 1).index_select(0, rows_R)
+    return x_BSD if num_logits is None else x_BSD[:, max(x_BSD.shape[1] - num_logits, 0) :]
