@@ -136,6 +136,38 @@ GRANITE = (
     + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}'
     "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
 )
+_LISTED = '[{% for c in m.tool_calls %}{"NAME": "{{ c.function.name }}", "ARGS": {{ c.function.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor %}]'
+_WITHOUT_CALLS = _TOOLS + _CHATML.replace("CALLS", "{% if m.tool_calls %}CALLS{% endif %}")
+
+
+def _json_list(opens, closes, name="name", arguments="arguments"):
+    """A template with calls in a JSON list between two marks."""
+    calls = _LISTED.replace("NAME", name).replace("ARGS", arguments)
+    return _WITHOUT_CALLS.replace("CALLS", opens + calls + closes)
+
+
+_PYTHON = (
+    "[{% for c in m.tool_calls %}{{ c.function.name }}({% for k, v in c.function.arguments | items %}"
+    "{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]"
+)
+LFM2 = _WITHOUT_CALLS.replace("CALLS", f"<|tool_call_start|>{_PYTHON}<|tool_call_end|>")
+PYTHONIC = "{# [func_name1(param1=value1), func_name2()] #}" + _WITHOUT_CALLS.replace(
+    "CALLS", _PYTHON
+)
+_DSML = _WITHOUT_CALLS.replace(
+    "CALLS",
+    "\n\n<｜DSML｜BLOCK>\n"
+    + _EACH
+    + '<｜DSML｜invoke name="{{ f.name }}">\n{% for k, v in f.arguments | items %}<｜DSML｜parameter name="{{ k }}"'
+    + " string=\"{{ 'true' if v is string else 'false' }}\">"
+    + _TAGGED
+    + "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n{% endfor %}</｜DSML｜BLOCK>",
+)
+SEED = (
+    QWEN3_CODER.replace("tool_call>", "seed:tool_call>")
+    .replace("think>", "seed:think>")
+    .replace("\n{{ v if v is string else v | tojson }}\n", "{{ v }}")
+)
 TEMPLATES = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
@@ -149,5 +181,16 @@ TEMPLATES = {
     "llama3_json": LLAMA,
     "kimi_k2": KIMI,
     "granite": GRANITE,
+    "minimax": _json_list("<tool_calls>", "</tool_calls>"),
+    "nemotron": _json_list("<TOOLCALL>", "</TOOLCALL>"),
+    "internlm": _json_list("<|action_start|><|plugin|>\n", "<|action_end|>"),
+    "cohere_command3": _json_list("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters")
+    .replace("<think>", "<|START_THINKING|>")
+    .replace("</think>", "<|END_THINKING|>"),
+    "lfm2": LFM2,
+    "pythonic": PYTHONIC,
+    "deepseek_v32": _DSML.replace("BLOCK", "function_calls"),
+    "deepseek_v4": _DSML.replace("BLOCK", "tool_calls"),
+    "seed_oss": SEED,
 }
 """Templates by the name of their calls' format."""

@@ -96,7 +96,7 @@ def message_of(name, calls, thought, content):
     for one in calls:
         if name == "kimi_k2":
             one["id"] = KIMI_IDS[one["function"]["name"]]
-        if name.startswith("deepseek"):
+        if name in ("deepseek_v3", "deepseek_v31"):
             arguments = json.dumps(one["function"]["arguments"], ensure_ascii=False)
             one["function"]["arguments"] = arguments
     message = {"role": "assistant", "content": content, "tool_calls": calls}
@@ -107,12 +107,14 @@ def message_of(name, calls, thought, content):
 def test_rendered_answers_are_parsed_back_at_every_cut(name):
     lone = name in ("llama3_json",)
     hard = dict(HARD)
-    if name in ("qwen3_coder", "glm45", "minimax_m2", "llama3_json"):
+    if name in ("qwen3_coder", "glm45", "minimax_m2", "llama3_json", "seed_oss"):
         del hard["none"]  # "null" of a text or null
     first = {**ONE, "function": {"name": "get_weather", "arguments": hard}}
     has_thoughts = format_of("thoughts", TEMPLATES[name]) is not None
     thoughts = ("", "hm,\n\nwell <tool") if has_thoughts else ("",)
-    contents = (None,) if lone or name == "deepseek_v3" else (None, "so < be it:\n\n- a")
+    contents = (
+        (None,) if lone or name in ("deepseek_v3", "pythonic") else (None, "so < be it:\n\n- a")
+    )
     for calls in ([first], [TWO], [first, TWO]):
         if lone and len(calls) > 1 or (name == "openai" and len(calls) > 1):
             continue
@@ -174,6 +176,11 @@ NO_CALLS = {
     "llama3_json": ['{"name": "nobody", "parameters": {}}', '{"a": 1}', "{", "<|python_tag|>print(1)", '{"name": "stop"} so'],
     "kimi_k2": ["<|tool_calls_section_begin|><|tool_call_begin|>functions.nobody:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"],
     "granite": ["<|tool_call|>[1]", "[1, 2]"],
+    "pythonic": ["[stop()] is a call", "[1, 2]", "[", "[]", "[nobody()]", "[stop(1)]", "[stop(**{})]", "[stop(a=open)]",
+                 "[stop(a=stop())]", "[stop(a=1 + 1)]", "[stop(a={1})]", "[stop(a=b'x')]", "[stop(a=1e999)]", "stop()",
+                 "[stop(a='\\ud800')]", "[stop(a=" + "[" * 9999, "[stop(a=" + "9" * 5000 + ")]", "[stop(a='\0')]"],
+    "lfm2": ["<|tool_call_start|>stop()<|tool_call_end|>", "<|tool_call_start|>[stop(a='<|tool_call_end|>"],
+    "deepseek_v32": ['<｜DSML｜function_calls><｜DSML｜invoke name="stop">'],
     "openai": ["plain words", "  <|x|> words"],
 }  # fmt: skip
 
@@ -265,10 +272,25 @@ def test_values_of_tagged_calls_by_type():
         ("unknown", "7", 7),
         ("unknown", '"7"', '"7"'),
         ("unknown", "None", None),
+        ("tags", "[1.5, 'x', True, None]", [1.5, "x", True, None]),
+        ("deep", "{'a': open}", "{'a': open}"),
+        ("city", "['a']", "['a']"),
     ):
         one = f"<parameter={key}>\n{value}\n</parameter>\n"
         (call,) = said(parser_of("qwen3_coder"), text.format(one))[2]
         assert json.loads(call[1]) == {key: want}
+
+
+def test_calls_as_python_writes_them():
+    for text, want in (
+        ("[stop()]", {}),
+        ("<|python_start|>[stop()]<|python_end|>", {}),
+        ("""[stop(a='x "y"', b=-1, c=[True, None], d={'e': 1.5})]""", {"a": 'x "y"', "b": -1, "c": [True, None], "d": {"e": 1.5}}),
+        ("[stop(a=true, b=null, c=(1, 2), d='\\d')]", {"a": True, "b": None, "c": [1, 2], "d": "\\d"}),
+    ):  # fmt: skip
+        for parts in ([text], [*text]):
+            content, _, calls = said(parser_of("pythonic"), *parts)
+            assert (content, [json.loads(call[1]) for call in calls]) == ("", [want]), parts
 
 
 def test_formats_by_name():

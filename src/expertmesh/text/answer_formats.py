@@ -93,6 +93,8 @@ FORMATS = (
     ),
     AnswerFormat(("kimi_k2",), ("<|tool_calls_section_begin|>",), calls=calls.KIMI),
     AnswerFormat(("minimax_m2",), ("<minimax:tool_call>",), calls=calls.MINIMAX),
+    AnswerFormat(("deepseek_v32",), ("｜DSML｜", "function_calls>"), calls=calls.DEEPSEEK_V32),
+    AnswerFormat(("deepseek_v4",), ("｜DSML｜",), calls=calls.DEEPSEEK_V4),
     AnswerFormat(("deepseek_v3",), (_DEEPSEEK, "```json"), calls=calls.DEEPSEEK_V3),
     AnswerFormat(("deepseek_v31",), (_DEEPSEEK,), calls=calls.DEEPSEEK_V31),
     AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, 9),
@@ -102,6 +104,18 @@ FORMATS = (
         ("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER
     ),
     AnswerFormat(("glm45", "glm47"), ("<tool_call>", "<arg_key>"), calls=calls.GLM),
+    AnswerFormat(("seed_oss",), ("<seed:tool_call>",), calls=calls.SEED),
+    AnswerFormat(("minimax", "hunyuan_a13b"), ("<tool_calls>",), calls=calls.TOOL_CALLS),
+    AnswerFormat(("nemotron",), ("<TOOLCALL>",), calls=calls.TOOLCALL),
+    AnswerFormat(("internlm",), ("<|action_start|>", "<|plugin|>"), calls=calls.INTERNLM),
+    AnswerFormat(
+        ("cohere_command3",),
+        ("<|START_ACTION|>",),
+        ThoughtTags("<|START_THINKING|>", "<|END_THINKING|>"),
+        calls.COHERE,
+    ),
+    AnswerFormat(("lfm2",), ("<|tool_call_start|>",), calls=calls.LFM2),
+    AnswerFormat(("pythonic", "llama4_pythonic"), ("[func_name1(",), calls=calls.PYTHONIC),
     AnswerFormat(("hermes", "qwen", "granite4"), ("<tool_call>",), calls=calls.HERMES),
     AnswerFormat(
         ("llama3_json", "llama4_json"),

@@ -4,8 +4,10 @@ Arguments in JSON are given as the model wrote them. Arguments between tags (Qwe
 become JSON values by the types in the tool's parameters.
 """
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -147,7 +149,8 @@ def _arguments(text: str, at: int) -> tuple[str, int]:
     return text[at:end], end
 
 
-_NAMES, _ARGUMENTS = ("name", "function"), ("arguments", "parameters")
+_NAMES, _ARGUMENTS = ("name", "function", "tool_name"), ("arguments", "parameters")
+_IDS = ("id", "tool_call_id")
 
 
 def _call(text: str, at: int) -> tuple[ReadCall, int]:
@@ -159,7 +162,7 @@ def _call(text: str, at: int) -> tuple[ReadCall, int]:
         value, given = _value(value, 0)[0], value
     if not isinstance(name, str) or not isinstance(value, dict):
         raise MalformedCallError
-    call_id = values.get("id", (None, ""))[0]
+    call_id = next((values[key][0] for key in _IDS if key in values), None)
     return ReadCall(name, given, call_id if isinstance(call_id, str) else None), end
 
 
@@ -190,6 +193,51 @@ def _objects(text: str, at: int) -> list[ReadCall]:
     return found
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Names of JSON's constants, which some models write in Python's calls."""
+
+    _VALUES = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """The constant, or the name."""
+        known = node.id in self._VALUES
+        return ast.Constant(self._VALUES[node.id]) if known else node
+
+
+def read_python(text: str, tools: Tools) -> list[ReadCall]:
+    """Calls in a list as Python writes it, `[f(a=1), g()]`; their arguments are literals, which nothing runs."""
+    bare = text.strip().removesuffix(_PYTHON_END).strip()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # an unknown escape stays text
+            parsed = _JsonNames().visit(ast.parse(bare, mode="eval")).body
+        calls = parsed.elts if isinstance(parsed, ast.List) else []
+        found = [_python_call(one) for one in calls]
+    except SyntaxError as error:
+        raise MalformedCallError(is_cut="unterminated" in error.msg) from None
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise MalformedCallError from None
+    if not found:
+        raise MalformedCallError
+    return found
+
+
+def _python_call(node: ast.AST) -> ReadCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise MalformedCallError
+    if any(one.arg is None for one in node.keywords):  # f(**a)
+        raise MalformedCallError
+    values = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+    return ReadCall(ast.unparse(node.func), _json_text(values))
+
+
+def _json_text(value: Any) -> str:
+    """JSON text of a literal of Python; raises ValueError or TypeError where there is none."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()  # half a character is no text
+    return text
+
+
+_PYTHON_END = "<|python_end|>"
 _MISTRAL = re.compile(r"\s*(\[TOOL_CALLS\])?([^\[\]{}\s]+)(?:\[CALL_ID\](\w+))?\[ARGS\]\s*")
 
 
@@ -236,7 +284,7 @@ class _Tags(NamedTuple):
 
     Attributes:
         head: what a call begins with, with a group `name`.
-        opens: what an argument begins with, with a group `key`.
+        opens: what an argument begins with, with a group `key`, and `string` ("true" or "false") where it tells that.
         closes: what ends its value.
         tail: what ends the call.
         is_lined: whether a line break around a value is none of it.
@@ -264,7 +312,8 @@ class _Tags(NamedTuple):
                 value = text[begun.end() : end]
                 if self.is_lined:
                     value = value.removeprefix("\n").removesuffix("\n")
-                values[begun["key"]] = _typed(value, kinds.get(begun["key"]))
+                kind = _TOLD.get(begun.groupdict().get("string") or "") or kinds.get(begun["key"])
+                values[begun["key"]] = _typed(value, kind)
                 at = end + len(self.closes)
             tail = self.tail.match(text, at)
             if tail is None:
@@ -275,9 +324,11 @@ class _Tags(NamedTuple):
         return found
 
 
-_PYTHONS = {"True": "true", "False": "false", "None": "null"}
+_PYTHONS = ("True", "False", "None", "[", "{")
+"""Beginnings of values that some templates write as Python does, not as JSON."""
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object"}
 _KINDS |= {list: "array", type(None): "null"}
+_TOLD = {"true": {"string"}, "false": {*_KINDS.values()} - {"string"}}
 
 
 def _kinds(parameters: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -303,8 +354,9 @@ def _types(schema: Any) -> Iterator[str]:
 
 def _typed(text: str, kinds: set[str] | None) -> str:
     """JSON text of a value that is written as text: JSON where its type allows that, else a string."""
-    given = _PYTHONS.get(text, text) if kinds is None or "string" not in kinds else text
+    is_python = (kinds is None or "string" not in kinds) and text.lstrip().startswith(_PYTHONS)
     try:
+        given = _json_of_python(text) if is_python else text
         value = parse_json(given.encode())
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
@@ -316,6 +368,19 @@ def _typed(text: str, kinds: set[str] | None) -> str:
     else:
         is_meant = True
     return given.strip() if is_meant else json.dumps(text, ensure_ascii=False)
+
+
+def _json_of_python(text: str) -> str:
+    """JSON text of a literal of Python; a text that is none stays as it is."""
+    try:
+        parse_json(text.encode())
+    except (ValueError, RecursionError):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return _json_text(ast.literal_eval(text.strip()))
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            pass
+    return text
 
 
 _NEVER = re.compile(r"(?!)")
@@ -338,6 +403,14 @@ _MINIMAX = _Tags(
     "</parameter>",
     re.compile(r"\s*</invoke>\s*"),
 )
+_DSML = _Tags(
+    re.compile(r"\s*<｜DSML｜invoke name=\"(?P<name>[^\"\n]+)\">\s*"),
+    re.compile(
+        r"\s*<｜DSML｜parameter name=\"(?P<key>[^\"\n]+)\"(?: string=\"(?P<string>true|false)\")?>"
+    ),
+    "</｜DSML｜parameter>",
+    re.compile(r"\s*</｜DSML｜invoke>\s*"),
+)
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _DEEPSEEK_MARKERS = (_CALL_BEGIN, _CALL_END, _SEP)
@@ -359,10 +432,28 @@ HERMES = CallSyntax(
         '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", between="\n"
     ),
 )
+TOOL_CALLS, TOOLCALL, INTERNLM, COHERE = (
+    CallSyntax(begin, end, read_json, ("{", "["))
+    for begin, end in (
+        ("<tool_calls>", "</tool_calls>"),
+        ("<TOOLCALL>", "</TOOLCALL>"),
+        ("<|action_start|><|plugin|>", "<|action_end|>"),
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+    )
+)
+PYTHONIC = CallSyntax("<|python_start|>", None, read_python, ("[",), (_PYTHON_END,))
+LFM2 = CallSyntax("<|tool_call_start|>", "<|tool_call_end|>", read_python, ("[",))
 QWEN3_CODER = CallSyntax("<tool_call>", "</tool_call>", _QWEN3_CODER.read, ("<function=",))
+SEED = QWEN3_CODER._replace(begin="<seed:tool_call>", end="</seed:tool_call>")
 GLM = CallSyntax("<tool_call>", "</tool_call>", _GLM.read)
 MINIMAX = CallSyntax(
     "<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX.read, ("<invoke name=",)
+)
+DEEPSEEK_V32, DEEPSEEK_V4 = (
+    CallSyntax(
+        f"<｜DSML｜{name}>", f"</｜DSML｜{name}>", _DSML.read, ("<｜DSML｜invoke",), ("｜DSML｜",)
+    )
+    for name in ("function_calls", "tool_calls")
 )
 DEEPSEEK_V3 = CallSyntax(
     _CALLS_BEGIN,
