@@ -77,6 +77,8 @@ WHO_MAY_TIME = {
     "engine/timing.py": _REPORTED,
     "serve/app.py": _REPORTED,
     "serve/writing.py": _REPORTED,
+    "serve/openai_writing.py": _REPORTED,
+    "integrations/tutel/system.py": _REPORTED,
     "serve/worker.py": _REPORTED,
     "serve/request_metrics.py": _REPORTED,
     "serve/gate.py": _REPORTED,

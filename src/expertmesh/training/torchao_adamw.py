@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
@@ -100,7 +100,7 @@ class TorchaoAdamW(LowBitAdamW):
         for group, theirs in zip(self._groups, self._theirs.param_groups, strict=True):
             # torchao's rate is a tensor, so a new value does not recompile
             theirs["lr"].fill_(group["lr"])
-        with nullcontext() if self._has_stepped else _quiet():
+        with nullcontext() if self._has_stepped else _quiet(), _as_compiled_or_not():
             self._theirs.step()
         self._has_stepped = True
         if self._plain is not None:
@@ -126,6 +126,12 @@ def plain_tensors(key: str, value: Tensor) -> dict[str, Tensor]:
     """Tensors of an optimizer state entry in a checkpoint: codes and scales of a torchao moment, else the entry itself."""
     codes, scale = (getattr(value, name, None) for name in ("codes", "scale"))
     return {key: value} if codes is None or scale is None else {key: codes, f"{key}_scale": scale}
+
+
+def _as_compiled_or_not() -> AbstractContextManager[object]:
+    """Context in which torchao's compiled step runs as it is where Dynamo is off: with fullgraph torch would raise."""
+    is_off = torch._dynamo.config.disable
+    return torch.compiler.set_stance("force_eager") if is_off else nullcontext()
 
 
 @contextmanager
