@@ -549,8 +549,7 @@ class GPT(LanguageModel):
             if stats is not None:
                 all_stats.append(stats)
         x = _rows_of(x_BSD, num_logits, logit_rows_R)
-        if is_flat and logit_rows_R is None:
-            x = x[0]
+        x = x[0] if is_flat and logit_rows_R is None else x
         if targets_R is None:
             return GPTOutput(self._read_out(x, table_VD), tuple(all_stats))
         logprobs_R = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R)
