@@ -25,6 +25,7 @@ answer_requests(answer)
 INTERRUPTED = """
 import os, pathlib, signal, threading, time
 from expertmesh.config.child_process import ChildProcess
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 child = ChildProcess("answering", "it")
 assert child.ask(b"a") == b"aa"
 
