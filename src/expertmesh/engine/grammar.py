@@ -44,7 +44,7 @@ class AnswerRule:
         matcher: llguidance matcher at its start, owned by this rule.
         tokens: bytes of each of V tokens.
         end_ids: end tokens.
-        check: reason why a whole answer does not validate, or None.
+        check: reason why a whole answer does not validate, or None; None: every one does.
         guide: name of the option.
 
     Attributes:
@@ -57,7 +57,7 @@ class AnswerRule:
         *,
         tokens: Seq[bytes],
         end_ids: Iterable[int],
-        check: _Check,
+        check: _Check | None,
         guide: str,
     ) -> None:
         self._matcher, self._tokens, self._check, self._guide = matcher, tokens, check, guide
@@ -102,7 +102,8 @@ class AnswerRule:
         """Forbid end tokens where the answer is whole and does not validate, whatever the compiler says."""
         ends = list(self.end_ids)
         self._wrong = None
-        if found_V[ends].any():
+        # without a check the text is not put together: it would be at every token that may be the last
+        if self._check is not None and found_V[ends].any():
             text = b"".join(self._tokens[i] for i in self._seen).decode(errors="replace")
             self._wrong = self._check(text)
             if self._wrong is not None:
@@ -174,11 +175,11 @@ class _Reading(NamedTuple):
 
     Attributes:
         text: what the trial gets.
-        check: makes the check of whole answers.
+        check: makes the check of whole answers, or None: the compiler's word is enough.
     """
 
     text: str
-    check: Callable[[], _Check]
+    check: Callable[[], _Check | None] = lambda: None
 
 
 class _Kind(NamedTuple):
@@ -209,11 +210,11 @@ def _read_choice(text: str) -> _Reading:
 
 
 def _read_regex(text: str) -> _Reading:
-    return _Reading(readable_pattern(json.loads(text)), lambda: lambda _: None)
+    return _Reading(readable_pattern(json.loads(text)))
 
 
 def _read_grammar(text: str) -> _Reading:
-    return _Reading(json.loads(text), lambda: lambda _: None)
+    return _Reading(json.loads(text))
 
 
 _READ = {
@@ -294,6 +295,7 @@ class AnswerRules:
             tokenizer, tokens = self._of_model()
             check = read.check()
             if isinstance(value, GuidedCalls):
+                assert check is not None  # of a schema
                 grammar = value.grammar(lambda one: read_schema(one).schema, self._specials)
                 matcher, check = matcher_of_grammar(grammar, tokenizer), _of_list(value, check)
             else:
