@@ -383,7 +383,6 @@ def _json_of_python(text: str) -> str:
     return text
 
 
-_NEVER = re.compile(r"(?!)")
 _QWEN3_CODER = _Tags(
     re.compile(r"\s*<function=(?P<name>[^>\n]+)>\s*"),
     re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>"),
@@ -415,13 +414,9 @@ _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁e
 _CALL_BEGIN, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _DEEPSEEK_MARKERS = (_CALL_BEGIN, _CALL_END, _SEP)
 
-JSON_CALLS = CallSyntax(
-    "",
-    None,
-    read_json,
-    ("[", "{"),
-    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}", "[", ", ", "]"),
-)
+_JSON_LIST = CallMarkup('{{"name": "{name}", "arguments": ', "}", "[", ", ", "]")
+
+JSON_CALLS = CallSyntax("", None, read_json, ("[", "{"), markup=_JSON_LIST)
 """A JSON list of calls, for models whose format has no markup of its own."""
 HERMES = CallSyntax(
     "<tool_call>",
@@ -504,10 +499,7 @@ KIMI = CallSyntax(
     ),
 )
 MISTRAL = CallSyntax(
-    "[TOOL_CALLS]",
-    None,
-    _read_mistral,
-    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
+    "[TOOL_CALLS]", None, _read_mistral, markup=_JSON_LIST._replace(before="[TOOL_CALLS][")
 )
 MISTRAL_V11 = MISTRAL._replace(
     markers=("[ARGS]", "[CALL_ID]"), markup=CallMarkup("[TOOL_CALLS]{name}[ARGS]")
@@ -519,12 +511,8 @@ LLAMA = CallSyntax(
     ("{",),
     markup=CallMarkup('{{"name": "{name}", "parameters": ', "}", between=None),
 )
-GRANITE = CallSyntax(
-    "<|tool_call|>",
-    None,
-    read_json,
-    ("[", "{"),
-    markup=CallMarkup('{{"name": "{name}", "arguments": ', "}", "<|tool_call|>[", ", ", "]"),
+GRANITE = JSON_CALLS._replace(
+    begin="<|tool_call|>", markup=_JSON_LIST._replace(before="<|tool_call|>[")
 )
 HARMONY_CALLS = CallSyntax(
     "<|channel|>",
