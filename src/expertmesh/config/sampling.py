@@ -157,10 +157,14 @@ class SamplingParams(Config):
     max_tokens or a stop may cut the answer. Where nothing else may follow, the model's end tokens are allowed despite
     `ignore_eos` and `min_tokens`.
     """
-    choice: Annotated[
-        Annotated[tuple[Whole, ...], Field(min_length=1, max_length=MOST_CHOICES)] | None,
-        must("be a list of texts", 'for example ["yes", "no"]'),
-    ] = None
+    choice: (
+        Annotated[
+            tuple[Whole, ...],
+            must("be a list of texts", 'for example ["yes", "no"]'),
+            Field(min_length=1, max_length=MOST_CHOICES),
+        ]
+        | None
+    ) = None
     """Texts of which the answer is one; needs the extra `json`; none: any text."""
     regex: Annotated[
         Whole | None, must("be a regular expression", "give a text of a character or more")
