@@ -12,6 +12,8 @@ from expertmesh.errors import ConfigError
 TOO_LONG = "context_length_exceeded"
 IN_NO_TEXT = set("\xc0\xc1\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff")
 """Characters of the bytes that never occur in UTF-8."""
+BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256) if chr(byte) not in IN_NO_TEXT)
+"""Tokens of SentencePiece for single bytes, those that occur in texts."""
 _KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 _SPLITTING = ("Split", "Punctuation")
 """Pre-tokenizers that keep the text, and those that keep it unless their behavior is Removed."""
@@ -70,7 +72,7 @@ class TokenBound:
         if is_byte_level:
             needed = {*pre_tokenizers.ByteLevel.alphabet()} - IN_NO_TEXT
         else:
-            needed = {f"<0x{byte:02X}>" for byte in range(256) if chr(byte) not in IN_NO_TEXT}
+            needed = {*BYTE_TOKENS}
         is_whole = isinstance(model, models.BPE) and (is_byte_level or model.byte_fallback)
         if not is_whole or not needed <= vocab.keys() or not all(map(_keeps, self._steps)):
             return None

@@ -7,13 +7,12 @@ from functools import cache
 
 from tokenizers import Tokenizer
 
-from expertmesh.text.tokenizer import is_byte_level
+from expertmesh.text.tokenizer import BLANK, is_byte_level
 
 # Bytes that byte-level BPE (Radford et al. 2019, 2.2) writes as their own characters; the other 68 become 256, 257, ...
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_BLANK = "\u2581"
 
 
 @cache
@@ -81,7 +80,7 @@ class TextStream:
             return token.encode()  # added to the vocabulary as plain text
         if _BYTE.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        return token.replace(_BLANK, " ").encode()
+        return token.replace(BLANK, " ").encode()
 
     def finish(self) -> str:
         """Text of the bytes held back: U+FFFD for an incomplete character, else ""."""

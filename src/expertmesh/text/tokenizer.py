@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, ConfigError, named
-from expertmesh.text.limits import IN_NO_TEXT
+from expertmesh.text.limits import BYTE_TOKENS, IN_NO_TEXT
 from expertmesh.text.tokenizer_files import CONFIG, TokenizerFiles, read_tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
@@ -249,9 +249,7 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     return any(one.get("type") == "ByteLevel" for one in (kind, *kind.get("decoders", [])))
 
 
-BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256) if chr(byte) not in IN_NO_TEXT}
-"""Tokens of SentencePiece for single bytes, those that occur in texts."""
-_BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a blank."""
 
 
@@ -283,7 +281,7 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
             "is neither byte-level nor of SentencePiece (BPE with byte fallback, Unigram), so that text would get lost",
             "use a model that has one",
         )
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet()) if is_ours else set(BYTE_TOKENS)
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet()) if is_ours else {*BYTE_TOKENS}
     lost = alphabet - IN_NO_TEXT - set(tokenizer.get_vocab())
     # a Unigram without bytes has a token for what it does not know, as it was trained
     if lost and (is_ours or _falls_back(model)):
@@ -327,9 +325,7 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     added, is_ours = tokenizer.get_added_tokens_decoder(), is_byte_level(tokenizer)
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id not in added and not is_ours and tokenizer.decoder is not None:
-            sizes[token_id] = (
-                1 if token in BYTE_TOKENS else len(token.replace(_BLANK, " ").encode())
-            )
+            sizes[token_id] = 1 if token in BYTE_TOKENS else len(token.replace(BLANK, " ").encode())
         elif token_id not in added:
             sizes[token_id] = len(
                 token
