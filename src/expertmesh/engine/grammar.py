@@ -27,6 +27,7 @@ from expertmesh.engine.schema_patterns import readable_pattern
 from expertmesh.engine.schema_reading import MOST_CHARACTERS, read_schema
 from expertmesh.errors import ConfigError
 from expertmesh.text.stream import TextStream
+from expertmesh.text.tokenizer import special_ids
 
 _MOST_KEPT = 64
 """Maximum number of compiled guides to keep."""
@@ -296,7 +297,9 @@ class AnswerRules:
             check = read.check()
             if isinstance(value, GuidedCalls):
                 assert check is not None  # of a schema
-                grammar = value.grammar(lambda one: read_schema(one).schema, self._specials)
+                assert self._tokenizer is not None  # see `known`
+                specials = special_ids(self._tokenizer)
+                grammar = value.grammar(lambda one: read_schema(one).schema, specials)
                 matcher, check = matcher_of_grammar(grammar, tokenizer), _of_list(value, check)
             else:
                 matcher = matcher_of(guide, read.text, tokenizer)
@@ -315,12 +318,6 @@ class AnswerRules:
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return found
-
-    @property
-    def _specials(self) -> dict[str, int]:
-        assert self._tokenizer is not None
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        return {one.content: i for i, one in added if one.special}
 
     def _of_model(self) -> tuple[Any, Seq[bytes]]:
         """llguidance's tokenizer of the model, and the bytes of its tokens."""
@@ -369,8 +366,7 @@ class _Words:
         stream = TextStream(tokenizer)
         self._tokenizer, self.eos_token_id = tokenizer, end_ids[0]
         self.tokens = [stream.bytes_of(token_id) for token_id in range(vocab_size)]
-        added = tokenizer.get_added_tokens_decoder().items()
-        self.special_token_ids = sorted({i for i, one in added if one.special} | {*end_ids})
+        self.special_token_ids = sorted({*special_ids(tokenizer).values(), *end_ids})
         self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:

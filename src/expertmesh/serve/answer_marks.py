@@ -6,6 +6,7 @@ from expertmesh.config.server import ServerConfig
 from expertmesh.serve.tool_fields import ToolUse
 from expertmesh.text.answer_formats import JSON, AnswerFormat, AnswerReading, format_of
 from expertmesh.text.format import TextFormat
+from expertmesh.text.tokenizer import special_ids
 
 _TAIL = 64
 """Last tokens of a prompt in which the mark of an open thought is looked for."""
@@ -27,8 +28,7 @@ class AnswerMarks:
         template = text.chat.source if text.can_chat else ""
         self._thoughts = format_of("thoughts", template, config.reasoning_parser)
         self._calls = format_of("calls", template, config.tool_call_parser)
-        added = text.tokenizer.get_added_tokens_decoder()
-        self._specials = {token.content: i for i, token in added.items() if token.special}
+        self._specials = special_ids(text.tokenizer)
 
     def is_open(self, prompt: Sequence[int], said: str) -> bool | None:
         """Whether an answer begins within a thought; None: it has no thoughts.

@@ -38,6 +38,7 @@ from expertmesh.text.answer_pieces import AnswerParser, PlainParser
 from expertmesh.text.format import TextFormat
 from expertmesh.text.limits import TextLimitError
 from expertmesh.text.messages import our_role
+from expertmesh.text.tokenizer import special_ids
 from expertmesh.text.tools import read_calls
 
 _DEFAULT_TOKENS = 16
@@ -100,9 +101,8 @@ class RequestReader:
         self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
         self._config, self._name = config, model_name
         self._engine = engine
-        added = self.text.tokenizer.get_added_tokens_decoder()
         self.leaving: set[str] = set()
-        self._specials = {token.content: i for i, token in added.items() if token.special}
+        self._specials = special_ids(self.text.tokenizer)
         self._marks = AnswerMarks(self.text, config)
 
     @property

@@ -249,6 +249,12 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     return any(one.get("type") == "ByteLevel" for one in (kind, *kind.get("decoders", [])))
 
 
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of the special tokens, by name."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {token.content: token_id for token_id, token in added if token.special}
+
+
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a blank."""
 
