@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import refuse_unknown
-from expertmesh.serve.schema import NULL_ALONE, Positive, Stops, Text, few
+from expertmesh.serve.schema import NULL_ALONE, Positive, RequestObject, Stops, Text, few
 from expertmesh.serve.translation import Refused, TranslatedRequest, one_of, passed, without_nulls
 
 _REFUSED: Refused = {
@@ -30,20 +30,14 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
-class AnthropicObject(BaseModel):
-    """Object of a request, whose unknown fields are looked at later."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
-
-
-class TextOfMessage(AnthropicObject):
+class TextOfMessage(RequestObject):
     """Text."""
 
     type: Literal["text"]
     text: Text
 
 
-class ThinkingBlock(AnthropicObject):
+class ThinkingBlock(RequestObject):
     """Reasoning of an earlier answer; its signature is not looked at."""
 
     type: Literal["thinking"]
@@ -51,7 +45,7 @@ class ThinkingBlock(AnthropicObject):
     signature: str | None = None
 
 
-class ToolUseBlock(AnthropicObject):
+class ToolUseBlock(RequestObject):
     """Call of a tool in an earlier answer."""
 
     type: Literal["tool_use"]
@@ -67,7 +61,7 @@ _Texts = Annotated[
 ]
 
 
-class ToolResultBlock(AnthropicObject):
+class ToolResultBlock(RequestObject):
     """Result of a call."""
 
     type: Literal["tool_result"]
@@ -81,7 +75,7 @@ _Block = Annotated[
 ]
 
 
-class TurnOfMessages(AnthropicObject):
+class TurnOfMessages(RequestObject):
     """Message of a conversation."""
 
     role: Literal["user", "assistant"]
@@ -90,7 +84,7 @@ class TurnOfMessages(AnthropicObject):
     )
 
 
-class CustomTool(AnthropicObject):
+class CustomTool(RequestObject):
     """Tool that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -99,7 +93,7 @@ class CustomTool(AnthropicObject):
     input_schema: dict[str, Any]
 
 
-class ChoiceOfTools(AnthropicObject):
+class ChoiceOfTools(RequestObject):
     """Whether and which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -107,7 +101,7 @@ class ChoiceOfTools(AnthropicObject):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(AnthropicObject):
+class ThinkingConfig(RequestObject):
     """Whether the model thinks first; a budget is bounded by max_tokens alone."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -115,19 +109,17 @@ class ThinkingConfig(AnthropicObject):
     display: str | None = None
 
 
-class OutputConfig(AnthropicObject):
+class OutputConfig(RequestObject):
     """Effort, and the form of the answer."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
-class CountTokensRequest(AnthropicObject):
+class CountTokensRequest(RequestObject):
     """Request of /v1/messages/count_tokens."""
 
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=NULL_ALONE
-    )
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str | None = None
     messages: Annotated[

@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import refuse_unknown
-from expertmesh.serve.schema import NULL_ALONE, Positive, StreamOptions, Text, few
+from expertmesh.serve.schema import NULL_ALONE, Positive, RequestObject, StreamOptions, Text, few
 from expertmesh.serve.translation import Refused, TranslatedRequest, one_of, passed, without_nulls
 
 _AGAIN = "nothing is kept between requests; send the whole conversation in input"
@@ -43,13 +43,7 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
-class OpenAIObject(BaseModel):
-    """Object of a request, whose unknown fields are looked at later."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
-
-
-class TextOfItem(OpenAIObject):
+class TextOfItem(RequestObject):
     """Text of a message, of an output or of reasoning."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -63,7 +57,7 @@ _Parts = Annotated[
 ]
 
 
-class MessageItem(OpenAIObject):
+class MessageItem(RequestObject):
     """Message."""
 
     type: Literal["message"] | None = None
@@ -71,7 +65,7 @@ class MessageItem(OpenAIObject):
     content: Text | _Parts
 
 
-class CallItem(OpenAIObject):
+class CallItem(RequestObject):
     """Call of a function in an earlier answer."""
 
     type: Literal["function_call"]
@@ -80,7 +74,7 @@ class CallItem(OpenAIObject):
     arguments: Text
 
 
-class CallOutputItem(OpenAIObject):
+class CallOutputItem(RequestObject):
     """Result of a call."""
 
     type: Literal["function_call_output"]
@@ -88,7 +82,7 @@ class CallOutputItem(OpenAIObject):
     output: Text | _Parts
 
 
-class ReasoningItem(OpenAIObject):
+class ReasoningItem(RequestObject):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
@@ -103,7 +97,7 @@ _Item = Annotated[
 ]
 
 
-class FunctionTool(OpenAIObject):
+class FunctionTool(RequestObject):
     """Function that the model may call."""
 
     type: Literal["function"]
@@ -113,21 +107,21 @@ class FunctionTool(OpenAIObject):
     strict: bool | None = None
 
 
-class NamedFunction(OpenAIObject):
+class NamedFunction(RequestObject):
     """Function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
-class TextField(OpenAIObject):
+class TextField(RequestObject):
     """Form of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
-class ReasoningField(OpenAIObject):
+class ReasoningField(RequestObject):
     """Effort of reasoning; a summary is the reasoning itself."""
 
     effort: str | None = None
@@ -135,12 +129,10 @@ class ReasoningField(OpenAIObject):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(OpenAIObject):
+class ResponsesRequest(RequestObject):
     """Request of /v1/responses."""
 
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=NULL_ALONE
-    )
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str | None = None
     input: Text | Annotated[list[_Item], Field(fail_fast=True, min_length=1), BeforeValidator(few)]

@@ -247,10 +247,14 @@ TemplateVariables = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
+class RequestObject(BaseModel):
+    """Object of a request, whose unknown fields are looked at later."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
+
+
+class StreamOptions(RequestObject):
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
@@ -262,15 +266,13 @@ _FIELDS: dict[str, Any] = {
     )
     for name, one in SPELLED.items()
 }
-_SamplingFields: Any = create_model("_SamplingFields", **_FIELDS)
+_SamplingFields: Any = create_model("_SamplingFields", __base__=RequestObject, **_FIELDS)
 
 
 class Sampling(_SamplingFields):
     """Fields that completions and chat completions share."""
 
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=NULL_ALONE
-    )
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str | None = None
     stream: bool | None = None
@@ -297,10 +299,8 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
 
 
-class TextPart(BaseModel):
+class TextPart(RequestObject):
     """Text part of a message."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     type: Literal["text"]
     text: Text
@@ -342,12 +342,10 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
 
-class ChatPrompt(BaseModel):
+class ChatPrompt(RequestObject):
     """Conversation, and how a prompt is made of it."""
 
     model_config = ConfigDict(
-        strict=True,
-        extra="allow",
         json_schema_extra={
             **NULL_ALONE,
             "not": {
@@ -374,10 +372,8 @@ class ChatRequest(Sampling, ChatPrompt):
     top_logprobs: Tops | None = None
 
 
-class TokenizeText(BaseModel):
+class TokenizeText(RequestObject):
     """Text to tokenize."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     model: str | None = None
     prompt: Text
@@ -392,27 +388,21 @@ class TokenizeChat(ChatPrompt):
     return_token_strs: bool | None = None
 
 
-class LoadAdapterRequest(BaseModel):
+class LoadAdapterRequest(RequestObject):
     """Adapter to load, as in vLLM."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class UnloadAdapterRequest(BaseModel):
+class UnloadAdapterRequest(RequestObject):
     """Adapter to unload, as in vLLM."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     lora_name: AdapterName
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestObject):
     """Tokens to convert to text."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=NULL_ALONE)
 
     model: str | None = None
     tokens: TokenIds
