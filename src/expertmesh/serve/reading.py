@@ -174,7 +174,7 @@ class RequestReader:
             raise _over("top_logprobs", count, self._config.max_logprobs)
         given = request.model_extra or {}
         use = read_tool_use(given)
-        ids = self.chat_ids(request)
+        ids = self.chat_ids(request, use)
         wanted = (
             request.max_tokens
             if request.max_completion_tokens is None
@@ -217,8 +217,8 @@ class RequestReader:
             else job
         )
 
-    def chat_ids(self, request: ChatPrompt) -> list[int]:
-        """Tokens of a conversation.
+    def chat_ids(self, request: ChatPrompt, use: ToolUse) -> list[int]:
+        """Tokens of a conversation with these tools.
 
         Raises:
             RequestError: there is no chat template, it rejects the messages, or a field of the prompt is invalid.
@@ -233,7 +233,6 @@ class RequestReader:
             )
         said = [_said(message, number) for number, message in enumerate(request.messages)]
         variables = self._variables(request)
-        use = read_tool_use(request.model_extra or {})
         # guided calls need no prompt that tells of tools, and where none may be called, none need be told
         is_told = self.text.chat.writes("tools") or (use.callable and not use.must_call)
         try:
@@ -291,7 +290,7 @@ class RequestReader:
         if isinstance(request, TokenizeChat):
             harmless = {"add_special_tokens": (False,)}
             refuse_unknown(request.model_extra, known=(*_OF_CHATS, *_SPLITS), harmless=harmless)
-            return self.chat_ids(request)
+            return self.chat_ids(request, read_tool_use(request.model_extra or {}))
         refuse_unknown(request.model_extra)
         if request.add_special_tokens is False and request.prompt in self._specials:
             return [self._specials[request.prompt]]
@@ -447,7 +446,7 @@ def _said(message: Message, number: int) -> dict[str, Any]:
     }
     if more.get("tool_calls"):
         try:
-            read_calls(more["tool_calls"], f"messages.{number}.tool_calls")
+            more["tool_calls"] = read_calls(more["tool_calls"], f"messages.{number}.tool_calls")
         except ConfigError as error:
             raise RequestError(400, str(error), param=str(error).partition(":")[0]) from None
     return {**more, "role": our_role(message.role), "content": message.said}
