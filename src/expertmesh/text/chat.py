@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -295,13 +295,17 @@ class TemplateFormat:
 
     def writes(self, field: str) -> bool:
         """Whether the template names a field of messages, or a variable."""
-        sources = f"{self.source}\n{self._with_tools or ''}"
-        return re.search(rf"\b{re.escape(field)}\b", sources) is not None
+        return _names(self._sources, field)
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """Variables that the template reads."""
-        return variables_of(f"{self.source}\n{self._with_tools or ''}")
+        return variables_of(self._sources)
+
+    @cached_property
+    def _sources(self) -> str:
+        """Sources of the template, and of the one for tools."""
+        return f"{self.source}\n{self._with_tools or ''}"
 
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
@@ -402,7 +406,7 @@ class TemplateFormat:
 
     @cached_property
     def _id_size(self) -> int | None:
-        found = format_of("calls", f"{self.source}{self._with_tools or ''}")
+        found = format_of("calls", self._sources)
         return None if found is None else found.id_size
 
     @cached_property
@@ -478,6 +482,11 @@ class TemplateFormat:
         own = {MESSAGES: said, "tools": tools, "add_generation_prompt": asks}
         given = {**_NOTHING, **self._variables, **variables, **own}
         return render(source, given, unset=self._unset, most_characters=most)
+
+
+@lru_cache  # every request and every conversation of a data set asks for the same few
+def _names(source: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", source) is not None
 
 
 class _ParsedAnswer(NamedTuple):
