@@ -70,9 +70,9 @@ class GuidedCalls(dict[str, Any]):
             specials: ids of special tokens by name.
         """
         given = self.reading
-        assert given.calls is not None and given.calls.calls is not None
-        markup, most, is_open = given.calls.calls.markup, given.most, given.is_open
-        assert markup is not None
+        syntax, most, is_open = given.call_syntax, given.most, given.is_open
+        assert syntax is not None and syntax.markup is not None
+        markup = syntax.markup
         rules, names = [], []
         for i, (name, parameters) in enumerate(given.tools.items()):
             schema = _json(read(parameters))
@@ -90,8 +90,8 @@ class GuidedCalls(dict[str, Any]):
         if self.answer is not None:
             start = "start: (calls | answer)"
             rules.append(f"answer: {_json(read(self.answer))}")
-        if given.thoughts is not None and given.thoughts.thoughts is not None:
-            opens, closes = given.thoughts.thoughts.span
+        if given.thought_syntax is not None:
+            opens, closes = given.thought_syntax.span
             start = start.replace("start:", "start: thought" if is_open else "start: [thought]")
             first = "" if is_open else _written(opens, specials)
             rules.append(f"thought: {first} {_until(closes, specials)} /[ \\n]{{0,4}}/")

@@ -60,24 +60,31 @@ class AnswerReading:
 
     def __call__(self) -> AnswerParser:
         """Parser of one answer."""
-        first: AnswerParser = PlainParser()
-        if self.thoughts is not None and self.thoughts.thoughts is not None:
-            first = self.thoughts.thoughts.parser(is_open=self.is_open)
-        if not self.tools or self.calls is None or self.calls.calls is None:
+        thoughts, calls = self.thought_syntax, self.call_syntax
+        first = PlainParser() if thoughts is None else thoughts.parser(is_open=self.is_open)
+        if calls is None:
             return first
-        size = self.calls.id_size
-        last = CallParser(self.calls.calls, self.tools, most=self.most, id_size=size)
-        return MarkedParser(first, last)
+        size = None if self.calls is None else self.calls.id_size
+        return MarkedParser(first, CallParser(calls, self.tools, most=self.most, id_size=size))
+
+    @property
+    def thought_syntax(self) -> ThoughtSyntax | None:
+        """How thoughts are marked; None: they stay content."""
+        return None if self.thoughts is None else self.thoughts.thoughts
+
+    @property
+    def call_syntax(self) -> CallSyntax | None:
+        """How calls are written; None: they stay content, as where no tool may be called."""
+        return self.calls.calls if self.tools and self.calls is not None else None
 
     @property
     def markers(self) -> list[str]:
         """Markers that the parsers need in the text, even if they are special tokens."""
-        found: list[str] = []
-        if self.thoughts is not None and self.thoughts.thoughts is not None:
-            found += self.thoughts.thoughts.markers
-        if self.tools and self.calls is not None and self.calls.calls is not None:
-            found += self.calls.calls.all_markers
-        return found
+        thoughts, calls = self.thought_syntax, self.call_syntax
+        return [
+            *(() if thoughts is None else thoughts.markers),
+            *(() if calls is None else calls.all_markers),
+        ]
 
 
 _THINK = ThoughtTags("<think>", "</think>")
