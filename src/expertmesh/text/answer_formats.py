@@ -69,12 +69,12 @@ class AnswerReading:
 
     @property
     def thought_syntax(self) -> ThoughtSyntax | None:
-        """How thoughts are marked; None: they stay content."""
+        """Syntax of thoughts; None: they stay content."""
         return None if self.thoughts is None else self.thoughts.thoughts
 
     @property
     def call_syntax(self) -> CallSyntax | None:
-        """How calls are written; None: they stay content, as where no tool may be called."""
+        """Syntax of calls; None: they stay content, as where no tool may be called."""
         return self.calls.calls if self.tools and self.calls is not None else None
 
     @property
