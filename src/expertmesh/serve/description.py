@@ -9,7 +9,6 @@ from expertmesh.serve.faults import TYPES
 from expertmesh.serve.gate import OPEN_PATHS
 
 _TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
-_FLAG = {"type": "boolean"}
 
 
 def _object(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
