@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel.net import Group, simple_all_reduce
-from expertmesh.moe.capacity import count_all_choices, queue_positions
+from expertmesh.moe.capacity import count_all_choices, priority_order, queue_positions
 from expertmesh.moe.losses import importance_load_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -100,9 +100,7 @@ def extract_critical(
     loss = None if loss_fn is None else loss_fn(scores, ids)
     order = None
     if batch_prioritized_routing:
-        by_importance = scores.detach().amax(1).argsort(descending=True, stable=True)
-        first_slot = torch.arange(top_k, device=scores.device)[:, None] * num_tokens
-        order = (first_slot + by_importance).reshape(-1)
+        order = priority_order(scores.detach().amax(1), top_k)
     places = queue_positions(ids.T.reshape(-1), order, num_experts).view(top_k, num_tokens)
     counts = count_all_choices(ids, num_experts)
     if top_k > 1 and normalize_gate:
