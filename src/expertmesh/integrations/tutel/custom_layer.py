@@ -21,13 +21,6 @@ from expertmesh.integrations.tutel.padded import (
 from expertmesh.parallel.experts.owned import OwnedParameter
 
 
-def drawn(seed: int | None, make: Callable[[], nn.Module]) -> nn.Module:
-    """Build a module, after seeding torch's generator unless the seed is None."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    return make()
-
-
 class LinearGate(nn.Module):
     """Logits of a linear map without bias, (T, D) to (T, E)."""
 
@@ -131,6 +124,44 @@ class Ffn(nn.Module):
 GATES: dict[str, Callable[..., nn.Module]] = {"top": LinearGate, "cosine_top": CosineGate}
 
 
+def make_gate(
+    gate: Mapping[str, Any], model_dim: int, num_global_experts: int, *, seed: int | None
+) -> nn.Module:
+    """The module of one of Tutel's `gate_type` dictionaries; seed: of torch's generator, None: as it is."""
+    make = gate["module"] if gate["type"] == "custom" else GATES[gate["type"]]
+    own = _arguments(gate) | {"model_dim": model_dim, "num_global_experts": num_global_experts}
+    return _drawn(make, own, seed)
+
+
+def make_experts(
+    experts: Mapping[str, Any],
+    model_dim: int,
+    num_local_experts: int,
+    sharded_count: int,
+    *,
+    seed: int | None,
+) -> nn.Module:
+    """The module of Tutel's `experts` dictionary; classes of one's own may take the number of experts by its former name."""
+    make = experts["module"] if experts["type"] == "custom" else Ffn
+    accepted = inspect.signature(make).parameters
+    former = "local_experts" in accepted and "num_experts_per_device" not in accepted
+    count = "local_experts" if former else "num_experts_per_device"
+    sizes = {"model_dim": model_dim, "sharded_count": sharded_count, count: num_local_experts}
+    return _drawn(make, _arguments(experts) | sizes, seed)
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in given.items() if n not in ("type", "module")}
+
+
+def _drawn(
+    make: Callable[..., nn.Module], arguments: dict[str, Any], seed: int | None
+) -> nn.Module:
+    if seed is not None:
+        torch.manual_seed(seed)
+    return make(**arguments)
+
+
 class CustomLayer(nn.Module):
     """Gates and experts in Tutel's protocol: `gate(x)` gives logits, `experts(rows, layer)` maps (n, C, *token) rows.
 
@@ -165,20 +196,16 @@ class CustomLayer(nn.Module):
         self.group, self.options = group, options
         self.world_size = net.get_world_size(group)
         self.adaptive_degree, self.megablocks_size = 1, 0
-        own = {n: v for n, v in experts.items() if n not in ("type", "module")}
-        kind = experts["module"] if experts["type"] == "custom" else Ffn
-        own |= {"model_dim": model_dim, "sharded_count": sharded_count}
-        self.experts = drawn(seeds[1], lambda: _built(kind, own, num_local_experts))
+        self.experts = make_experts(
+            experts, model_dim, num_local_experts, sharded_count, seed=seeds[1]
+        )
         if self.world_size > 1:
             for parameter in self.experts.parameters():
                 OwnedParameter.adopt(parameter, World(group).all_ranks())
         made = []
         for index, gate in enumerate(gates):
-            own = {n: v for n, v in gate.items() if n not in ("type", "module")}
-            make = gate["module"] if gate["type"] == "custom" else GATES[gate["type"]]
             seed = None if seeds[0] is None else seeds[0] + index
-            own |= {"model_dim": model_dim, "num_global_experts": num_global_experts}
-            module = drawn(seed, lambda make=make, own=own: make(**own))  # type: ignore[misc]
+            module = make_gate(gate, model_dim, num_global_experts, seed=seed)
             for name, default in (("gate_noise", 0.0), ("capacity_factor", 1.0)):
                 if not hasattr(module, name):
                     setattr(module, name, gate.get(name, default))
@@ -248,10 +275,3 @@ class CustomLayer(nn.Module):
             group=self.group,
             inequivalent_tokens=inequivalent_tokens,
         )
-
-
-def _built(kind: Callable[..., nn.Module], own: dict[str, Any], count: int) -> nn.Module:
-    """Experts of a class that takes their number as `num_experts_per_device`, or by its former name."""
-    accepted = inspect.signature(kind).parameters
-    former = "local_experts" in accepted and "num_experts_per_device" not in accepted
-    return kind(**own, **{"local_experts" if former else "num_experts_per_device": count})

@@ -25,7 +25,7 @@ from expertmesh.comm.world import World
 from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
-from expertmesh.integrations.tutel.custom_layer import GATES, CustomLayer, Ffn, drawn
+from expertmesh.integrations.tutel.custom_layer import CustomLayer, make_experts, make_gate
 from expertmesh.integrations.tutel.refused import refuse_switches
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
@@ -218,16 +218,10 @@ class MOELayer(nn.Module):
         assert isinstance(self._layer, MoELayer)
         theirs: dict[str, Tensor] = {}
         if seeds[1] is not None and count > 0 and expert["type"] == "ffn":
-            options = {n: v for n, v in expert.items() if n != "type"}
-            module = drawn(
-                seeds[1],
-                lambda: Ffn(
-                    model_dim=model_dim, num_experts_per_device=count, sharded_count=1, **options
-                ),
-            )
+            module = make_experts(expert, model_dim, count, 1, seed=seeds[1])
             theirs |= {f"experts.{n}": v.detach() for n, v in module.named_parameters()}
         if seeds[0] is not None:
-            made = drawn(seeds[0], lambda: _make_gate(gate, model_dim, self.num_global_experts))
+            made = make_gate(gate, model_dim, self.num_global_experts, seed=seeds[0])
             theirs |= {f"gates.0.{n}": v.detach() for n, v in made.named_parameters()}
         first = net.get_world_rank(group) * max(count, 1)
         ours = self._layer.state_dict()
@@ -405,11 +399,6 @@ def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list
         {"capacity_factor": default} | dict(g) if o else dict(g)
         for g, o in zip(gates, own, strict=True)
     ]
-
-
-def _make_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn.Module:
-    own = {n: v for n, v in gate.items() if n != "type"}
-    return GATES[gate["type"]](model_dim=model_dim, num_global_experts=num_experts, **own)
 
 
 def _whole(count: float) -> int:
