@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
 from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
@@ -169,9 +170,7 @@ class MOELayer(nn.Module):
             self._layer.set_deepspeed_parallelism = partial(  # type: ignore[assignment]
                 refuse_engine, "moe_layer"
             )
-        self.valid_rs = [0] + [
-            r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0
-        ]
+        self.valid_rs = [0, *divisors(self.sharded_count)]
         self.adaptive_degree = self._starting_r(parallel_type)
         for name, parameter in self._layer.experts.named_parameters():
             parameter._tutel_expert = True  # type: ignore[attr-defined]
@@ -308,9 +307,8 @@ class MOELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        check_choice(
-            "adaptive_r", self.adaptive_degree if adaptive_r is None else adaptive_r, self.valid_rs
-        )
+        r = self.adaptive_degree if adaptive_r is None else adaptive_r
+        check_choice("adaptive_r", r, self.valid_rs)
         layer = self._layer
         if self._num_ranks > 1 and self._owns_whole:
             check_left_alone(layer.experts, layer="moe_layer")
@@ -328,9 +326,7 @@ class MOELayer(nn.Module):
             check_choice("gate_index", gate_index, [0])
             check_choice("reserve_dims", reserve_dims, [1])
             overlap = a2a_ffn_overlap_degree or self.a2a_ffn_overlap_degree
-            y, loss, counts = self._call_grouped(
-                layer, input, top_k, capacity_factor, overlap, adaptive_r
-            )
+            y, loss, counts = self._call_grouped(layer, input, top_k, capacity_factor, overlap, r)
         self._l_aux, self._dispatch_count = loss, counts
         y.l_aux = self._l_aux
         if self.result_func is not None:
@@ -345,12 +341,13 @@ class MOELayer(nn.Module):
         top_k: int | None,
         capacity_factor: float | None,
         overlap: int,
-        adaptive_r: int | None,
+        r: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output, balance loss and choices per expert of the grouped layer."""
         travels = {}
         if self._num_ranks > 1:
-            travels = {"route_degree": self._route_degree(adaptive_r), "overlap_degree": overlap}
+            degree = 1 if r == 0 else self._num_ranks // self.sharded_count * r
+            travels = {"route_degree": degree, "overlap_degree": overlap}
         y, stats = layer(
             x,
             top_k=None if top_k is None else min(top_k, self.num_global_experts),
@@ -365,11 +362,6 @@ class MOELayer(nn.Module):
     def _owns_whole(self) -> bool:
         """Whether this rank's experts are plain tensors of whole experts, as in Tutel's files."""
         return self._num_ranks == 1 or self.sharded_count == 1
-
-    def _route_degree(self, adaptive_r: int | None) -> int:
-        """Route degree for Tutel's r."""
-        r = self.adaptive_degree if adaptive_r is None else adaptive_r
-        return 1 if r == 0 else self._num_ranks // self.sharded_count * r
 
 
 moe_layer = MOELayer
@@ -393,12 +385,8 @@ def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list
                 f"gate_type={gate!r}: must be a dictionary with type 'top', 'cosine_top', or 'custom' with a module; give one"
             )
         _refuse_unknown("gate_type", gate, _GATES[kind])
-    default = float(os.environ.get("CAP_FACTOR") or 1.0)
-    own = [gate["type"] != "custom" for gate in gates]
-    return [
-        {"capacity_factor": default} | dict(g) if o else dict(g)
-        for g, o in zip(gates, own, strict=True)
-    ]
+    default = {"capacity_factor": float(os.environ.get("CAP_FACTOR") or 1.0)}
+    return [dict(g) if g["type"] == "custom" else default | dict(g) for g in gates]
 
 
 def _whole(count: float) -> int:
