@@ -200,8 +200,9 @@ class CustomLayer(nn.Module):
             experts, model_dim, num_local_experts, sharded_count, seed=seeds[1]
         )
         if self.world_size > 1:
+            owners = World(group).all_ranks()
             for parameter in self.experts.parameters():
-                OwnedParameter.adopt(parameter, World(group).all_ranks())
+                OwnedParameter.adopt(parameter, owners)
         made = []
         for index, gate in enumerate(gates):
             seed = None if seeds[0] is None else seeds[0] + index

@@ -215,13 +215,9 @@ def batch_all_to_all_v(
 def batch_all_gather_v(datas: Iterable[Tensor], group: Group = None) -> tuple[list[Tensor], Tensor]:
     """All ranks' values of several tensors, whose sizes may differ between ranks, and these sizes."""
     datas = [data.reshape(-1) for data in datas]
-    own = torch.tensor([datas[0].numel()], device=datas[0].device)
     ranks = get_world_size(group)
-    if ranks == 1:
-        return datas, own
-    sizes = simple_all_gather(own, group)
-    copies = [torch.cat([data] * ranks) for data in datas]
-    return [batch_all_to_all_v([copy], own.expand(ranks), group)[0][0] for copy in copies], sizes
+    copies = datas if ranks == 1 else [data.repeat(ranks) for data in datas]
+    return batch_all_to_all_v(copies, [datas[0].numel()] * ranks, group)
 
 
 class TutelDistributedOptimizer:
