@@ -1,5 +1,6 @@
 """Tutel's collectives, groups, optimizer and layers of one's own on two ranks, against the same on one."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,13 +27,26 @@ def pieces_of_different_sizes():
     yield arriving, torch.tensor([(2, 4)[rank]] * RANKS)
 
 
-def exchanged():
-    for got, expected in pieces_of_different_sizes():
+def slices_of_parameters():
+    """Parameters put together from the ranks' slices, beside the parameters."""
+    for shape in ((3, 5), (4,), ()):
+        whole = given(0, *shape)
+        piece, full_shape = net.zero_scatter(whole, net.simple_split)
+        yield net.zero_gather(piece, full_shape), whole
+    yield (
+        net.zero_gather(given(net.get_world_rank(), 2, 3)),
+        torch.cat([given(r, 2, 3) for r in range(RANKS)]),
+    )
+
+
+def exchanged(kind):
+    for got, expected in kind():
         torch.testing.assert_close(got, expected)
 
 
-def test_pieces_of_different_sizes(two_ranks):
-    two_ranks.run(exchanged)
+@pytest.mark.parametrize("kind", [pieces_of_different_sizes, slices_of_parameters])
+def test_exchanges(two_ranks, kind):
+    two_ranks.run(exchanged, kind)
 
 
 def groups():

@@ -179,9 +179,9 @@ def zero_gather(
     input: Tensor, full_shape: Iterable[int] | None = None, group: Group = None
 ) -> Tensor:
     """All ranks' slices of a parameter, without the padding; the backward pass sums over ranks and scatters."""
-    shape = list(full_shape or (input.shape[0] * get_world_size(group), *input.shape[1:]))
     whole = _moved(input, simple_all_gather, simple_reduce_scatter, group)
-    return whole.reshape(-1)[: torch.Size(shape).numel()].view(shape)
+    shape = whole.shape if full_shape is None else torch.Size(full_shape)
+    return whole.reshape(-1)[: shape.numel()].view(shape)
 
 
 def zero_scatter(
@@ -267,8 +267,7 @@ class TutelDistributedOptimizer:
                 piece.grad = zero_scatter(p.grad / share, simple_reduce_scatter, self.group)[0]
         self.local_optim.step()
         for p, piece in zip(self.params, self.virt_params, strict=True):
-            whole = simple_all_gather(piece.data, self.group)
-            p.data = whole[: p.numel()].view(p.shape)
+            p.data = zero_gather(piece.data, p.shape, self.group)
 
 
 def _check_pieces(x: Tensor, group: Group, dim: int = 0) -> None:
