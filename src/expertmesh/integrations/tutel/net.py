@@ -40,8 +40,7 @@ def create_standalone_group() -> Group:
     """A group of this rank alone; None without torch.distributed. Every rank must call."""
     if not dist.is_initialized():
         return None
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
+    return dist.new_subgroups_by_enumeration([[r] for r in range(dist.get_world_size())])[0]
 
 
 def simple_all_reduce(
