@@ -171,6 +171,18 @@ def test_forms_of_ones_own(form):
     assert torch.equal(other(x), y)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("num_tokens", "factor"), [(0, 0), (0, 1.0), (2, 0.1)])
+def test_experts_without_a_row(form, num_tokens, factor):
+    gate, experts, options = FORMS[form]
+    layer = layer_of(gate, experts, **options)
+    x = torch.randn(num_tokens, 8, requires_grad=True)
+    y = layer(x, capacity_factor=factor)
+    assert y.shape[0] == num_tokens and not y.any() and y.l_aux.isfinite()
+    (y.sum() + y.l_aux).backward()
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("gshard", [True, False])
 def test_a_form_of_ones_own_computes_what_grouped_experts_compute(gshard):
     gate = {"type": "top", "k": 2, "gate_noise": 1.0}

@@ -236,10 +236,8 @@ class CustomLayer(nn.Module):
             )
         after = self.options["is_postscore"]
         rows = fast_encode(x, routed, after)
-        capacity = rows.shape[1]
-        rows = rows.view(
-            -1, capacity // self.sharded_count, rows.shape[2]
-        )  # parts for the ranks of an expert
+        parts = self.sharded_count  # of an expert's rows, for its ranks
+        rows = rows.view(rows.shape[0] * parts, rows.shape[1] // parts, rows.shape[2])
         rows = net.all_to_all(rows, 1, 0, group=self.group)
         rows = self.experts(rows.unflatten(-1, token), self)
         token_out = rows.shape[2:]

@@ -34,7 +34,7 @@ class Routed(NamedTuple):
 
 def gshard_loss(scores: Tensor, topk_ids: Tensor) -> Tensor:
     """E times the mean over experts of probability times share of first choices: 1 at balance."""
-    num_tokens, num_experts = scores.shape
+    num_tokens, num_experts = max(scores.shape[0], 1), scores.shape[1]
     counts = count_all_choices(topk_ids[:, :1], num_experts).to(scores.dtype)
     return (scores.sum(0) * counts).sum() * num_experts / num_tokens / num_tokens
 
