@@ -27,6 +27,7 @@ from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.custom_layer import CustomLayer, make_experts, make_gate
+from expertmesh.integrations.tutel.padded import unbiased
 from expertmesh.integrations.tutel.refused import refuse_switches
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
@@ -367,10 +368,6 @@ class MOELayer(nn.Module):
 moe_layer = MOELayer
 
 
-def _unbiased(num_experts: int) -> float:
-    return num_experts / max(num_experts - 1, 1)
-
-
 def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list[dict[str, Any]]:
     """The gates' dictionaries, with a capacity factor."""
     if isinstance(gate_type, str) and (named := re.fullmatch("Top([0-9]+)Gate", gate_type)):
@@ -483,8 +480,7 @@ def _grouped(
         min_capacity=1,
         drop_policy="priority" if options["batch_prioritized_routing"] else "first",
         balance_loss="gshard" if options["is_gshard_loss"] else "importance_load",
-        # Tutel's variances divide by E - 1, ours by E
-        aux_loss_weight=1.0 if options["is_gshard_loss"] else _unbiased(num_experts),
+        aux_loss_weight=1.0 if options["is_gshard_loss"] else unbiased(num_experts),
         **cosine,
         **expert,
     )

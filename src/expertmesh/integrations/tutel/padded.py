@@ -55,7 +55,12 @@ def load_importance_loss(logits: Tensor, noisy: Tensor, ids: Tensor, noise_std: 
     num_experts = logits.shape[1]
     counts = count_all_choices(ids, num_experts)[None]
     loss = importance_load_loss(F.softmax(logits.float(), dim=1), counts, load_TE=load)
-    return loss * num_experts / max(num_experts - 1, 1)
+    return loss * unbiased(num_experts)
+
+
+def unbiased(num_experts: int) -> float:
+    """Factor from variances over E, as ours are, to variances over E - 1, as Tutel's are."""
+    return num_experts / max(num_experts - 1, 1)
 
 
 def extract_critical(
