@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.output import RequestOutput
@@ -145,8 +146,7 @@ def outputs(count):
 
 
 def scripted():
-    from expertmesh.config.sampling import SamplingParams
-
+    """A job whose answers are parsed into `SCRIPT`."""
     return Job([[1, 2]], [], [SamplingParams()], make_parser=lambda: Scripted(*SCRIPT))
 
 
