@@ -29,12 +29,6 @@ WEATHER = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as one:
-        yield one
-
-
 def strict(value, kind=Response):
     """A value whose fields have the types that the client declares for them."""
     return TypeAdapter(kind).validate_json(json.dumps(value))
