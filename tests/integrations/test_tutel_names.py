@@ -1,5 +1,6 @@
 """Every name of Tutel is served under its name, or refused by it with the way out."""
 
+import copy
 import importlib
 
 import pytest
@@ -205,6 +206,14 @@ def test_an_activation_may_read_what_is_defined_later():
     torch.manual_seed(0)
     assert torch.equal(other(x), y)
     assert not torch.equal(layer.eval()(x), y)
+
+
+def test_an_activation_with_self_sees_the_experts_that_it_is_called_for():
+    layer = layer_of(experts=FFN | {"activation_fn_with_self": lambda h, me: h * me.scale})
+    other = copy.deepcopy(layer)
+    layer._layer.experts.scale, other._layer.experts.scale = 1.0, 2.0
+    x = torch.randn(6, 8)
+    assert not torch.equal(other(x), layer(x))
 
 
 def test_gates_take_turns_and_tokens_have_dimensions():

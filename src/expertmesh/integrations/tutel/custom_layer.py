@@ -89,10 +89,8 @@ class Ffn(nn.Module):
                 f"num_experts_per_device=-{sharded_count}: experts with an activation or output_dim of their own are whole "
                 "on a device; use 1"
             )
-        with_self = activation_fn_with_self
-        self.activation_fn = (
-            (lambda x: with_self(x, self)) if with_self else activation_fn or F.relu
-        )
+        self.activation_fn = activation_fn or F.relu
+        self.activation_fn_with_self = activation_fn_with_self
         self.output_dim = output_dim or model_dim
         pairs = [
             (
@@ -117,7 +115,9 @@ class Ffn(nn.Module):
         h = x @ own["batched_fc1_w"].mT
         if "batched_fc1_bias" in own:
             h = h + own["batched_fc1_bias"][:, None]
-        y = self.activation_fn(h) @ own["batched_fc2_w"]
+        with_self = self.activation_fn_with_self
+        h = self.activation_fn(h) if with_self is None else with_self(h, self)
+        y = h @ own["batched_fc2_w"]
         return y + own["batched_fc2_bias"][:, None] if "batched_fc2_bias" in own else y
 
 
