@@ -76,7 +76,7 @@ def learned(shapes, steps=2):
     rank = net.get_world_rank()
     params = [torch.nn.Parameter(given(0, *shape)) for shape in shapes]
     optimizer = net.TutelDistributedOptimizer(params, average_shared=True)
-    optimizer.warp_local(torch.optim.Adam, lr=0.1)
+    optimizer.warp_local(torch.optim.SGD, lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
         sum((p * given(100 * step + rank, *p.shape)).sum() for p in params).backward()
@@ -87,7 +87,7 @@ def learned(shapes, steps=2):
 def test_the_sharded_optimizer_learns_what_a_whole_one_learns(two_ranks):
     shapes = [(3, 5), (4,), ()]
     params = [torch.nn.Parameter(given(0, *shape)) for shape in shapes]
-    optimizer = torch.optim.Adam(params, lr=0.1)
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     for step in range(2):
         for p in params:
             p.grad = sum(given(100 * step + rank, *p.shape) for rank in range(RANKS)) / RANKS
