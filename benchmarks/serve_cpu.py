@@ -14,6 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
+import httpx2
 from tests.support.serving import served
 from tests.support.soak import cpu_s
 
@@ -44,13 +45,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     load = LoadConfig(num_requests=options.num_requests, concurrency=options.concurrency)
-    engine = Engine(options.folder)
-    facts = {"vocab_size": engine.model.vocab_size, "max_len": engine.max_len}
     seconds = multiprocessing.get_context("forkserver").Value("d", lock=False)
     shares = []
     with served(options.folder, prepare=functools.partial(count_steps, seconds)) as server:
+        facts = httpx2.get(f"{server.address}/tokenizer_info", timeout=60).json()
+        room = {"vocab_size": facts["vocab_size"], "max_len": facts["model_max_length"]}
         for number in range(options.rounds + 1):
-            requests = list(bodies(load.updated({"seed": number}), **facts))
+            requests = list(bodies(load.updated({"seed": number}), **room))
             before, steps = cpu_s(server), seconds.value
             outcomes, wall = asyncio.run(drive(server.address, load, requests))
             whole, steps = cpu_s(server) - before, seconds.value - steps

@@ -1,5 +1,6 @@
 """Every name of Tutel is served under its name, or refused by it with the way out."""
 
+import copy
 import importlib
 
 import pytest
@@ -171,6 +172,18 @@ def test_forms_of_ones_own(form):
     assert torch.equal(other(x), y)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("num_tokens", "factor"), [(0, 0), (0, 1.0), (2, 0.1)])
+def test_experts_without_a_row(form, num_tokens, factor):
+    gate, experts, options = FORMS[form]
+    layer = layer_of(gate, experts, **options)
+    x = torch.randn(num_tokens, 8, requires_grad=True)
+    y = layer(x, capacity_factor=factor)
+    assert y.shape[0] == num_tokens and not y.any() and y.l_aux.isfinite()
+    (y.sum() + y.l_aux).backward()
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("gshard", [True, False])
 def test_a_form_of_ones_own_computes_what_grouped_experts_compute(gshard):
     gate = {"type": "top", "k": 2, "gate_noise": 1.0}
@@ -193,6 +206,14 @@ def test_an_activation_may_read_what_is_defined_later():
     torch.manual_seed(0)
     assert torch.equal(other(x), y)
     assert not torch.equal(layer.eval()(x), y)
+
+
+def test_an_activation_with_self_sees_the_experts_that_it_is_called_for():
+    layer = layer_of(experts=FFN | {"activation_fn_with_self": lambda h, me: h * me.scale})
+    other = copy.deepcopy(layer)
+    layer._layer.experts.scale, other._layer.experts.scale = 1.0, 2.0
+    x = torch.randn(6, 8)
+    assert not torch.equal(other(x), layer(x))
 
 
 def test_gates_take_turns_and_tokens_have_dimensions():

@@ -15,3 +15,12 @@ def server(folder):
     """A server that all tests of the session share."""
     with served(folder) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    """OpenAI's client of it."""
+    import openai  # here, because only some tests pay for it
+
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as one:
+        yield one

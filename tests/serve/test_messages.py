@@ -4,13 +4,11 @@ import json
 
 import httpx2
 import pytest
-from tests.serve.test_responses import SCRIPT, Scripted, outputs
+from tests.serve.test_responses import outputs, scripted
 
-from expertmesh.config.sampling import SamplingParams
 from expertmesh.serve.anthropic_messages import CountTokensRequest, MessagesRequest, translated
 from expertmesh.serve.anthropic_writing import MessagesWriter
 from expertmesh.serve.faults import RequestError
-from expertmesh.serve.reading import Job
 
 SAID = [{"role": "user", "content": "def main("}]
 ASKED = {"model": "tiny", "max_tokens": 6, "messages": SAID, "temperature": 0}
@@ -110,10 +108,7 @@ def test_calls_are_blocks(server):
 
 
 def test_thoughts_texts_and_calls_are_blocks_of_their_types():
-    def job():
-        return Job([[1, 2]], [], [SamplingParams()], make_parser=lambda: Scripted(*SCRIPT))
-
-    writer = MessagesWriter(job(), "tiny")
+    writer = MessagesWriter(scripted(), "tiny")
     values = [one for output in outputs(5) for one in writer.chunks(0, output)] + writer.last()
     blocks = {}
     is_open = None
@@ -134,7 +129,7 @@ def test_thoughts_texts_and_calls_are_blocks_of_their_types():
     assert blocks[1]["text_delta"] == "Yes, sir"
     assert json.loads(blocks[2]["input_json_delta"]) == {"city": "Bern"}
     assert values[-2]["delta"]["stop_reason"] == "tool_use"
-    whole = MessagesWriter(job(), "tiny")
+    whole = MessagesWriter(scripted(), "tiny")
     for output in outputs(5)[:-1]:
         whole.chunks(0, output)
     content = whole.whole({0: outputs(5)[-1]})["content"]

@@ -14,12 +14,6 @@ CHAT = [{"role": "user", "content": "import os"}]
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
 def engine(folder):
     return em.Engine(folder)
 

@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.output import RequestOutput
@@ -26,12 +27,6 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"], "additionalProperties": False},
     "strict": True,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as one:
-        yield one
 
 
 def strict(value, kind=Response):
@@ -145,8 +140,7 @@ def outputs(count):
 
 
 def scripted():
-    from expertmesh.config.sampling import SamplingParams
-
+    """A job whose answers are parsed into `SCRIPT`."""
     return Job([[1, 2]], [], [SamplingParams()], make_parser=lambda: Scripted(*SCRIPT))
 
 

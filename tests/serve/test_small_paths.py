@@ -118,8 +118,7 @@ def test_wrong_hosts_are_one_line(given, said):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_here_says_what_to_use(server):
-    client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+def test_what_is_not_here_says_what_to_use(client, server):
     for ask in (
         lambda: client.embeddings.create(model="tiny", input="a"),
         lambda: client.batches.list(),

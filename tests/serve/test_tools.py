@@ -386,7 +386,7 @@ def test_unknown_names_of_formats_are_one_line(readers):
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
+def caller(tmp_path_factory):
     """OpenAI's client of a server whose template writes calls."""
     folder = hub_folder(
         tmp_path_factory.mktemp("tools") / "hub",
@@ -400,16 +400,10 @@ def client(tmp_path_factory):
         yield one
 
 
-@pytest.fixture
-def plain_client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as one:
-        yield one
-
-
-def test_the_round_trip_of_openais_client(client):
+def test_the_round_trip_of_openais_client(caller):
     asked = {"model": "m", "tools": TOOLS, "temperature": 0, "max_tokens": 400}
     for choice in (NAMED, "required"):
-        found = client.chat.completions.create(
+        found = caller.chat.completions.create(
             messages=[USER], tool_choice=choice, parallel_tool_calls=False, **asked
         )
         (one,) = found.choices
@@ -418,7 +412,7 @@ def test_the_round_trip_of_openais_client(client):
         assert call.function.name in ("weather", "stop")
         city = json.loads(call.function.arguments).get("city")
         assert (city in ("Bern", "Oslo")) is (call.function.name == "weather")
-        with client.chat.completions.stream(
+        with caller.chat.completions.stream(
             messages=[USER], tool_choice=choice, parallel_tool_calls=False, **asked
         ) as stream:
             last = stream.get_final_completion().choices[0]
@@ -426,32 +420,32 @@ def test_the_round_trip_of_openais_client(client):
         assert last.finish_reason == "tool_calls"
         talk = [USER, one.message, {"role": "tool", "tool_call_id": call.id, "content": "dry"}]
         for more in ({}, {"tool_choice": "none"}, {"tool_choice": "auto"}):
-            again = client.chat.completions.create(
+            again = caller.chat.completions.create(
                 messages=talk, **asked | more | {"max_tokens": 3}
             )
             assert again.choices[0].finish_reason == "length"
             assert isinstance(again.choices[0].message.content, str)
 
 
-def test_one_body_for_models_with_and_without_efforts(client):
-    raw = client.chat.completions.with_raw_response.create(
+def test_one_body_for_models_with_and_without_efforts(caller):
+    raw = caller.chat.completions.with_raw_response.create(
         model="m", messages=[USER], max_tokens=1, reasoning_effort="low", verbosity="low"
     )
     assert raw.headers["x-without-effect"] == "reasoning_effort, verbosity"
-    with client.chat.completions.with_streaming_response.create(
+    with caller.chat.completions.with_streaming_response.create(
         model="m", messages=[USER], max_tokens=1, reasoning_effort="low", stream=True
     ) as raw:
         assert raw.headers["x-without-effect"] == "reasoning_effort"
-    raw = client.chat.completions.with_raw_response.create(model="m", messages=[USER], max_tokens=1)
+    raw = caller.chat.completions.with_raw_response.create(model="m", messages=[USER], max_tokens=1)
     assert "x-without-effect" not in raw.headers
 
 
-def test_calls_that_must_be_on_a_model_without_tools(plain_client):
-    found = plain_client.chat.completions.create(
+def test_calls_that_must_be_on_a_model_without_tools(client):
+    found = client.chat.completions.create(
         model="tiny", messages=[USER], tools=TOOLS, tool_choice=NAMED, max_tokens=80, n=2, seed=1
     )
     for one in found.choices:
         (call,) = one.message.tool_calls
         assert json.loads(call.function.arguments)["city"] in ("Bern", "Oslo")
     with pytest.raises(openai.BadRequestError, match="template does not write them"):
-        plain_client.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)
+        client.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)

@@ -179,12 +179,9 @@ def _queue_order(
     if policy == "first":
         return None
     if policy == "priority":
-        T, K = weights_TK.shape
         if priority_T is None:
             priority_T = weights_TK.detach().masked_fill(~live_TK, -math.inf).amax(-1)
-        token_T = torch.sort(-priority_T, stable=True).indices
-        first_slot_K = torch.arange(K, device=weights_TK.device) * T
-        return (first_slot_K[:, None] + token_T).reshape(-1)
+        return priority_order(priority_T, weights_TK.shape[1])
     if policy == "weight":
         keys = -weights_TK.detach()
     else:
@@ -196,6 +193,13 @@ def _queue_order(
             stream=STREAM_RANDOM_DROP,
         )
     return torch.sort(keys.t().reshape(-1), stable=True).indices
+
+
+def priority_order(priority_T: Tensor, top_k: int) -> Tensor:
+    """(K * T,) slots j * T + t: all first choices by descending priority of the tokens, then all second choices, ..."""
+    token_T = torch.sort(-priority_T, stable=True).indices
+    first_slot_K = torch.arange(top_k, device=priority_T.device) * priority_T.shape[0]
+    return (first_slot_K[:, None] + token_T).reshape(-1)
 
 
 def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int) -> Tensor:

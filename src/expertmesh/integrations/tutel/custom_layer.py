@@ -21,13 +21,6 @@ from expertmesh.integrations.tutel.padded import (
 from expertmesh.parallel.experts.owned import OwnedParameter
 
 
-def drawn(seed: int | None, make: Callable[[], nn.Module]) -> nn.Module:
-    """Build a module, after seeding torch's generator unless the seed is None."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    return make()
-
-
 class LinearGate(nn.Module):
     """Logits of a linear map without bias, (T, D) to (T, E)."""
 
@@ -96,10 +89,8 @@ class Ffn(nn.Module):
                 f"num_experts_per_device=-{sharded_count}: experts with an activation or output_dim of their own are whole "
                 "on a device; use 1"
             )
-        with_self = activation_fn_with_self
-        self.activation_fn = (
-            (lambda x: with_self(x, self)) if with_self else activation_fn or F.relu
-        )
+        self.activation_fn = activation_fn or F.relu
+        self.activation_fn_with_self = activation_fn_with_self
         self.output_dim = output_dim or model_dim
         pairs = [
             (
@@ -124,11 +115,51 @@ class Ffn(nn.Module):
         h = x @ own["batched_fc1_w"].mT
         if "batched_fc1_bias" in own:
             h = h + own["batched_fc1_bias"][:, None]
-        y = self.activation_fn(h) @ own["batched_fc2_w"]
+        with_self = self.activation_fn_with_self
+        h = self.activation_fn(h) if with_self is None else with_self(h, self)
+        y = h @ own["batched_fc2_w"]
         return y + own["batched_fc2_bias"][:, None] if "batched_fc2_bias" in own else y
 
 
 GATES: dict[str, Callable[..., nn.Module]] = {"top": LinearGate, "cosine_top": CosineGate}
+
+
+def make_gate(
+    gate: Mapping[str, Any], model_dim: int, num_global_experts: int, *, seed: int | None
+) -> nn.Module:
+    """The module of one of Tutel's `gate_type` dictionaries; seed: of torch's generator, None: as it is."""
+    make = gate["module"] if gate["type"] == "custom" else GATES[gate["type"]]
+    own = _arguments(gate) | {"model_dim": model_dim, "num_global_experts": num_global_experts}
+    return _drawn(make, own, seed)
+
+
+def make_experts(
+    experts: Mapping[str, Any],
+    model_dim: int,
+    num_local_experts: int,
+    sharded_count: int,
+    *,
+    seed: int | None,
+) -> nn.Module:
+    """The module of Tutel's `experts` dictionary; classes of one's own may take the number of experts by its former name."""
+    make = experts["module"] if experts["type"] == "custom" else Ffn
+    accepted = inspect.signature(make).parameters
+    former = "local_experts" in accepted and "num_experts_per_device" not in accepted
+    count = "local_experts" if former else "num_experts_per_device"
+    sizes = {"model_dim": model_dim, "sharded_count": sharded_count, count: num_local_experts}
+    return _drawn(make, _arguments(experts) | sizes, seed)
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in given.items() if n not in ("type", "module")}
+
+
+def _drawn(
+    make: Callable[..., nn.Module], arguments: dict[str, Any], seed: int | None
+) -> nn.Module:
+    if seed is not None:
+        torch.manual_seed(seed)
+    return make(**arguments)
 
 
 class CustomLayer(nn.Module):
@@ -165,20 +196,17 @@ class CustomLayer(nn.Module):
         self.group, self.options = group, options
         self.world_size = net.get_world_size(group)
         self.adaptive_degree, self.megablocks_size = 1, 0
-        own = {n: v for n, v in experts.items() if n not in ("type", "module")}
-        kind = experts["module"] if experts["type"] == "custom" else Ffn
-        own |= {"model_dim": model_dim, "sharded_count": sharded_count}
-        self.experts = drawn(seeds[1], lambda: _built(kind, own, num_local_experts))
+        self.experts = make_experts(
+            experts, model_dim, num_local_experts, sharded_count, seed=seeds[1]
+        )
         if self.world_size > 1:
+            owners = World(group).all_ranks()
             for parameter in self.experts.parameters():
-                OwnedParameter.adopt(parameter, World(group).all_ranks())
+                OwnedParameter.adopt(parameter, owners)
         made = []
         for index, gate in enumerate(gates):
-            own = {n: v for n, v in gate.items() if n not in ("type", "module")}
-            make = gate["module"] if gate["type"] == "custom" else GATES[gate["type"]]
             seed = None if seeds[0] is None else seeds[0] + index
-            own |= {"model_dim": model_dim, "num_global_experts": num_global_experts}
-            module = drawn(seed, lambda make=make, own=own: make(**own))  # type: ignore[misc]
+            module = make_gate(gate, model_dim, num_global_experts, seed=seed)
             for name, default in (("gate_noise", 0.0), ("capacity_factor", 1.0)):
                 if not hasattr(module, name):
                     setattr(module, name, gate.get(name, default))
@@ -208,10 +236,8 @@ class CustomLayer(nn.Module):
             )
         after = self.options["is_postscore"]
         rows = fast_encode(x, routed, after)
-        capacity = rows.shape[1]
-        rows = rows.view(
-            -1, capacity // self.sharded_count, rows.shape[2]
-        )  # parts for the ranks of an expert
+        parts = self.sharded_count  # of an expert's rows, for its ranks
+        rows = rows.view(rows.shape[0] * parts, rows.shape[1] // parts, rows.shape[2])
         rows = net.all_to_all(rows, 1, 0, group=self.group)
         rows = self.experts(rows.unflatten(-1, token), self)
         token_out = rows.shape[2:]
@@ -248,10 +274,3 @@ class CustomLayer(nn.Module):
             group=self.group,
             inequivalent_tokens=inequivalent_tokens,
         )
-
-
-def _built(kind: Callable[..., nn.Module], own: dict[str, Any], count: int) -> nn.Module:
-    """Experts of a class that takes their number as `num_experts_per_device`, or by its former name."""
-    accepted = inspect.signature(kind).parameters
-    former = "local_experts" in accepted and "num_experts_per_device" not in accepted
-    return kind(**own, **{"local_experts" if former else "num_experts_per_device": count})

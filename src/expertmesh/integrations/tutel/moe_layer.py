@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
 from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
-from expertmesh.integrations.tutel.custom_layer import GATES, CustomLayer, Ffn, drawn
+from expertmesh.integrations.tutel.custom_layer import CustomLayer, make_experts, make_gate
+from expertmesh.integrations.tutel.padded import unbiased
 from expertmesh.integrations.tutel.refused import refuse_switches
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
@@ -169,9 +171,7 @@ class MOELayer(nn.Module):
             self._layer.set_deepspeed_parallelism = partial(  # type: ignore[assignment]
                 refuse_engine, "moe_layer"
             )
-        self.valid_rs = [0] + [
-            r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0
-        ]
+        self.valid_rs = [0, *divisors(self.sharded_count)]
         self.adaptive_degree = self._starting_r(parallel_type)
         for name, parameter in self._layer.experts.named_parameters():
             parameter._tutel_expert = True  # type: ignore[attr-defined]
@@ -218,16 +218,10 @@ class MOELayer(nn.Module):
         assert isinstance(self._layer, MoELayer)
         theirs: dict[str, Tensor] = {}
         if seeds[1] is not None and count > 0 and expert["type"] == "ffn":
-            options = {n: v for n, v in expert.items() if n != "type"}
-            module = drawn(
-                seeds[1],
-                lambda: Ffn(
-                    model_dim=model_dim, num_experts_per_device=count, sharded_count=1, **options
-                ),
-            )
+            module = make_experts(expert, model_dim, count, 1, seed=seeds[1])
             theirs |= {f"experts.{n}": v.detach() for n, v in module.named_parameters()}
         if seeds[0] is not None:
-            made = drawn(seeds[0], lambda: _make_gate(gate, model_dim, self.num_global_experts))
+            made = make_gate(gate, model_dim, self.num_global_experts, seed=seeds[0])
             theirs |= {f"gates.0.{n}": v.detach() for n, v in made.named_parameters()}
         first = net.get_world_rank(group) * max(count, 1)
         ours = self._layer.state_dict()
@@ -314,9 +308,8 @@ class MOELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        check_choice(
-            "adaptive_r", self.adaptive_degree if adaptive_r is None else adaptive_r, self.valid_rs
-        )
+        r = self.adaptive_degree if adaptive_r is None else adaptive_r
+        check_choice("adaptive_r", r, self.valid_rs)
         layer = self._layer
         if self._num_ranks > 1 and self._owns_whole:
             check_left_alone(layer.experts, layer="moe_layer")
@@ -334,9 +327,7 @@ class MOELayer(nn.Module):
             check_choice("gate_index", gate_index, [0])
             check_choice("reserve_dims", reserve_dims, [1])
             overlap = a2a_ffn_overlap_degree or self.a2a_ffn_overlap_degree
-            y, loss, counts = self._call_grouped(
-                layer, input, top_k, capacity_factor, overlap, adaptive_r
-            )
+            y, loss, counts = self._call_grouped(layer, input, top_k, capacity_factor, overlap, r)
         self._l_aux, self._dispatch_count = loss, counts
         y.l_aux = self._l_aux
         if self.result_func is not None:
@@ -351,12 +342,13 @@ class MOELayer(nn.Module):
         top_k: int | None,
         capacity_factor: float | None,
         overlap: int,
-        adaptive_r: int | None,
+        r: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output, balance loss and choices per expert of the grouped layer."""
         travels = {}
         if self._num_ranks > 1:
-            travels = {"route_degree": self._route_degree(adaptive_r), "overlap_degree": overlap}
+            degree = 1 if r == 0 else self._num_ranks // self.sharded_count * r
+            travels = {"route_degree": degree, "overlap_degree": overlap}
         y, stats = layer(
             x,
             top_k=None if top_k is None else min(top_k, self.num_global_experts),
@@ -372,17 +364,8 @@ class MOELayer(nn.Module):
         """Whether this rank's experts are plain tensors of whole experts, as in Tutel's files."""
         return self._num_ranks == 1 or self.sharded_count == 1
 
-    def _route_degree(self, adaptive_r: int | None) -> int:
-        """Route degree for Tutel's r."""
-        r = self.adaptive_degree if adaptive_r is None else adaptive_r
-        return 1 if r == 0 else self._num_ranks // self.sharded_count * r
-
 
 moe_layer = MOELayer
-
-
-def _unbiased(num_experts: int) -> float:
-    return num_experts / max(num_experts - 1, 1)
 
 
 def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list[dict[str, Any]]:
@@ -399,17 +382,8 @@ def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list
                 f"gate_type={gate!r}: must be a dictionary with type 'top', 'cosine_top', or 'custom' with a module; give one"
             )
         _refuse_unknown("gate_type", gate, _GATES[kind])
-    default = float(os.environ.get("CAP_FACTOR") or 1.0)
-    own = [gate["type"] != "custom" for gate in gates]
-    return [
-        {"capacity_factor": default} | dict(g) if o else dict(g)
-        for g, o in zip(gates, own, strict=True)
-    ]
-
-
-def _make_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn.Module:
-    own = {n: v for n, v in gate.items() if n != "type"}
-    return GATES[gate["type"]](model_dim=model_dim, num_global_experts=num_experts, **own)
+    default = {"capacity_factor": float(os.environ.get("CAP_FACTOR") or 1.0)}
+    return [dict(g) if g["type"] == "custom" else default | dict(g) for g in gates]
 
 
 def _whole(count: float) -> int:
@@ -506,8 +480,7 @@ def _grouped(
         min_capacity=1,
         drop_policy="priority" if options["batch_prioritized_routing"] else "first",
         balance_loss="gshard" if options["is_gshard_loss"] else "importance_load",
-        # Tutel's variances divide by E - 1, ours by E
-        aux_loss_weight=1.0 if options["is_gshard_loss"] else _unbiased(num_experts),
+        aux_loss_weight=1.0 if options["is_gshard_loss"] else unbiased(num_experts),
         **cosine,
         **expert,
     )

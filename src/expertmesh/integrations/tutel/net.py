@@ -40,8 +40,7 @@ def create_standalone_group() -> Group:
     """A group of this rank alone; None without torch.distributed. Every rank must call."""
     if not dist.is_initialized():
         return None
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
+    return dist.new_subgroups_by_enumeration([[r] for r in range(dist.get_world_size())])[0]
 
 
 def simple_all_reduce(
@@ -179,9 +178,9 @@ def zero_gather(
     input: Tensor, full_shape: Iterable[int] | None = None, group: Group = None
 ) -> Tensor:
     """All ranks' slices of a parameter, without the padding; the backward pass sums over ranks and scatters."""
-    shape = list(full_shape or (input.shape[0] * get_world_size(group), *input.shape[1:]))
     whole = _moved(input, simple_all_gather, simple_reduce_scatter, group)
-    return whole.reshape(-1)[: torch.Size(shape).numel()].view(shape)
+    shape = whole.shape if full_shape is None else torch.Size(full_shape)
+    return whole.reshape(-1)[: shape.numel()].view(shape)
 
 
 def zero_scatter(
@@ -215,13 +214,9 @@ def batch_all_to_all_v(
 def batch_all_gather_v(datas: Iterable[Tensor], group: Group = None) -> tuple[list[Tensor], Tensor]:
     """All ranks' values of several tensors, whose sizes may differ between ranks, and these sizes."""
     datas = [data.reshape(-1) for data in datas]
-    own = torch.tensor([datas[0].numel()], device=datas[0].device)
     ranks = get_world_size(group)
-    if ranks == 1:
-        return datas, own
-    sizes = simple_all_gather(own, group)
-    copies = [torch.cat([data] * ranks) for data in datas]
-    return [batch_all_to_all_v([copy], own.expand(ranks), group)[0][0] for copy in copies], sizes
+    copies = datas if ranks == 1 else [data.repeat(ranks) for data in datas]
+    return batch_all_to_all_v(copies, [datas[0].numel()] * ranks, group)
 
 
 class TutelDistributedOptimizer:
@@ -271,8 +266,7 @@ class TutelDistributedOptimizer:
                 piece.grad = zero_scatter(p.grad / share, simple_reduce_scatter, self.group)[0]
         self.local_optim.step()
         for p, piece in zip(self.params, self.virt_params, strict=True):
-            whole = simple_all_gather(piece.data, self.group)
-            p.data = whole[: p.numel()].view(p.shape)
+            p.data = zero_gather(piece.data, p.shape, self.group)
 
 
 def _check_pieces(x: Tensor, group: Group, dim: int = 0) -> None:

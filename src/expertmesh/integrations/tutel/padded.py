@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel.net import Group, simple_all_reduce
-from expertmesh.moe.capacity import count_all_choices, queue_positions
+from expertmesh.moe.capacity import count_all_choices, priority_order, queue_positions
 from expertmesh.moe.losses import importance_load_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -34,7 +34,7 @@ class Routed(NamedTuple):
 
 def gshard_loss(scores: Tensor, topk_ids: Tensor) -> Tensor:
     """E times the mean over experts of probability times share of first choices: 1 at balance."""
-    num_tokens, num_experts = scores.shape
+    num_tokens, num_experts = max(scores.shape[0], 1), scores.shape[1]
     counts = count_all_choices(topk_ids[:, :1], num_experts).to(scores.dtype)
     return (scores.sum(0) * counts).sum() * num_experts / num_tokens / num_tokens
 
@@ -55,7 +55,12 @@ def load_importance_loss(logits: Tensor, noisy: Tensor, ids: Tensor, noise_std: 
     num_experts = logits.shape[1]
     counts = count_all_choices(ids, num_experts)[None]
     loss = importance_load_loss(F.softmax(logits.float(), dim=1), counts, load_TE=load)
-    return loss * num_experts / max(num_experts - 1, 1)
+    return loss * unbiased(num_experts)
+
+
+def unbiased(num_experts: int) -> float:
+    """Factor from variances over E, as ours are, to variances over E - 1, as Tutel's are."""
+    return num_experts / max(num_experts - 1, 1)
 
 
 def extract_critical(
@@ -100,9 +105,7 @@ def extract_critical(
     loss = None if loss_fn is None else loss_fn(scores, ids)
     order = None
     if batch_prioritized_routing:
-        by_importance = scores.detach().amax(1).argsort(descending=True, stable=True)
-        first_slot = torch.arange(top_k, device=scores.device)[:, None] * num_tokens
-        order = (first_slot + by_importance).reshape(-1)
+        order = priority_order(scores.detach().amax(1), top_k)
     places = queue_positions(ids.T.reshape(-1), order, num_experts).view(top_k, num_tokens)
     counts = count_all_choices(ids, num_experts)
     if top_k > 1 and normalize_gate:

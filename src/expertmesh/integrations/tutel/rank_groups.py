@@ -88,8 +88,8 @@ def create_groups_from_world(
     if is_distributed:
         groups = {
             "global_group": dist.group.WORLD,
-            "model_group": _own(grid, rank),
-            "data_group": _own(grid.T, rank),
+            "model_group": _own(grid),
+            "data_group": _own(grid.T),
         }
     _made[key] = RankGroups(
         size, rank, count, rank // inner, inner, rank % inner, _device(backend),
@@ -98,12 +98,11 @@ def create_groups_from_world(
     return _made[key]
 
 
-def _own(grid: torch.Tensor, rank: int) -> Any:
+def _own(grid: torch.Tensor) -> Any:
     """The group of one row of a grid of ranks, the one with this rank; every rank makes all."""
     if len(grid) == 1:
         return dist.group.WORLD
-    made = [(row.tolist(), dist.new_group(row.tolist())) for row in grid]
-    return next(group for ranks, group in made if rank in ranks)
+    return dist.new_subgroups_by_enumeration(grid.tolist())[0]
 
 
 def _device(backend: str | None) -> torch.device | None:
