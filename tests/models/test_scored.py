@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.config.text import TextConfig
-from expertmesh.models import scored
+from expertmesh.costs import sizes
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.models.gpt.task import GPTTask
@@ -25,7 +25,7 @@ V = 23
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of three rows."""
-    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", 3 * V)
+    monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", 3 * V)
 
 
 def plain(h_RD, head_VD, targets_R, *, label_smoothing=0.0):
@@ -82,7 +82,7 @@ def test_the_two_times_rule(dtype):
 
 def test_sums_over_chunks_are_in_fp32(monkeypatch):
     """256 chunks of one row each would lose their gradients in 16 bits."""
-    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", V)
+    monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", V)
     h, head, targets, weights = drawn(256, torch.float32)
     targets, h = torch.zeros_like(targets), h[:1].expand_as(h).contiguous()
     head.requires_grad_()
@@ -158,7 +158,7 @@ def test_training_never_holds_the_logits_of_all_rows(learned, tied, monkeypatch)
     config = task.config.model.model_copy(update={"tie_embeddings": tied})
     task.config = task.config.model_copy(update={"model": config})
     num_rows = 256 if learned is None else 4 * learned
-    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
+    monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
     model = task.builder_class(task.config).build(dtype=torch.float64, device="cpu")
     part = Part(0, slice(0, 4), Ranks(), task.num_items(batch))
     with Largest() as seen:
