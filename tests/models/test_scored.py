@@ -1,5 +1,6 @@
 """Scores of rows in chunks: the plain formula in FP64, the two-times rule, and no tensor of all logits."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -105,6 +106,21 @@ def test_a_frozen_head_gets_no_gradient():
         score_rows(h, head, targets, linear=DEFAULT_OPS.linear).sum().backward()
     assert head.grad is None and h.grad is not None
     assert head.shape not in seen.made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("small_chunks")
+def test_one_chunk_of_logits_is_held_at_a_time(dtype):
+    made = []
+
+    def linear(x_RK, w_NK):
+        assert all(one() is None for one in made)
+        z = DEFAULT_OPS.linear(x_RK, w_NK)
+        made.append(weakref.ref(z))
+        return z
+
+    results(partial(score_rows, linear=linear), *drawn(11, dtype))
+    assert len(made) == 2 * 4  # in the forward, and again in the backward
 
 
 class Largest(TorchDispatchMode):

@@ -84,6 +84,7 @@ class _ScoredRows(torch.autograd.Function):
             chunks = _chunks(h_RD, head_VD)
             logits = None
             for rows in chunks:
+                logits = None  # the last chunk's are freed before the next one's are made
                 logits = linear(h_RD[rows], head_VD)
                 scores_R[rows] = row_losses(logits, targets_R[rows], smoothing).neg_()
         ctx.save_for_backward(h_RD, head_VD, targets_R, logits if len(chunks) == 1 else None)
@@ -107,6 +108,8 @@ class _ScoredRows(torch.autograd.Function):
                     dhead = part if len(chunks) == 1 else part.to(grad_R.dtype)
                 else:
                     dhead += part
+                del part
+            del z
         of_h, of_head = ctx.dtypes
         if needs_head and dhead is None:
             dhead = torch.zeros_like(head_VD)
