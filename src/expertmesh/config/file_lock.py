@@ -21,7 +21,7 @@ def exclusive(path: Path, *, wait: bool = True) -> IO[str]:
 
 
 def shared(path: Path) -> IO[str]:
-    """The same for a lock that others may share; waits for a process that holds it exclusively."""
+    """A lock file that others may share, open and locked until it is closed; waits for a process that has it to itself."""
     return _locked(path, fcntl.LOCK_SH)
 
 
