@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64, assert_two_times
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.support.operators import NewTensors
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.config.text import TextConfig
@@ -102,10 +101,10 @@ def test_sums_over_chunks_are_in_fp32(monkeypatch):
 def test_a_frozen_head_gets_no_gradient():
     h, head, targets, _ = drawn(7, torch.float32)
     h.requires_grad_()
-    with Largest() as seen:
+    with NewTensors() as seen:
         score_rows(h, head, targets, linear=DEFAULT_OPS.linear).sum().backward()
     assert head.grad is None and h.grad is not None
-    assert head.shape not in seen.made
+    assert head.shape not in dict(seen.made)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,27 +122,9 @@ def test_one_chunk_of_logits_is_held_at_a_time(dtype):
     assert len(made) == 2 * 4  # in the forward, and again in the backward
 
 
-class Largest(TorchDispatchMode):
-    """Counts the elements of the tensors that operations make."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements, self.made = 0, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        given = {
-            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_tensor(t)
-        }
-        for one in filter(is_tensor, tree_leaves(found)):
-            if one.untyped_storage().data_ptr() not in given:
-                self.elements = max(self.elements, one.numel())
-                self.made.add(one.shape)
-        return found
-
-
-def is_tensor(value):
-    return isinstance(value, torch.Tensor)
+def largest(seen):
+    """Elements of the largest tensor that an operator made."""
+    return max(shape.numel() for shape, _ in seen.made)
 
 
 def task_of(vocab_size):
@@ -177,10 +158,10 @@ def test_training_never_holds_the_logits_of_all_rows(learned, tied, monkeypatch)
     monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
     model = task.builder_class(task.config).build(dtype=torch.float64, device="cpu")
     part = Part(0, slice(0, 4), Ranks(), task.num_items(batch))
-    with Largest() as seen:
+    with NewTensors() as seen:
         loss = task.loss(model, batch, part).total
         loss.backward()
-    assert seen.elements <= max(16, config.dim) * vocab_size < 256 * vocab_size
+    assert largest(seen) <= max(16, config.dim) * vocab_size < 256 * vocab_size
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad()
     logits = model(batch[0]).logits_BSV.flatten(0, 1)
@@ -191,7 +172,7 @@ def test_training_never_holds_the_logits_of_all_rows(learned, tied, monkeypatch)
     for one, parameter in zip(gradients, model.parameters(), strict=True):
         if parameter.grad is not None or one is not None:
             assert_close_fp64(one, parameter.grad, what="gradient", scale=1.0)
-    with torch.no_grad(), Largest() as seen:
+    with torch.no_grad(), NewTensors() as seen:
         sums = task.measure(model.eval(), (*batch[:2], batch[1], *batch[2:]), part)
-    assert seen.elements <= max(16, config.dim) * vocab_size
+    assert largest(seen) <= max(16, config.dim) * vocab_size
     assert int(sums["items"]) == num_rows
