@@ -7,7 +7,8 @@ import time
 import pytest
 from tests.support.patience import PATIENCE_S
 
-from expertmesh.data.cache_entry import INDEX, exclusive, fill_once
+from expertmesh.config.file_lock import exclusive
+from expertmesh.data.cache_entry import INDEX, fill_once
 
 NAME = "parallel-0123456789abcdef01234567"
 

@@ -1,16 +1,16 @@
 """Scores of rows in chunks: the plain formula in FP64, the two-times rule, and no tensor of all logits."""
 
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64, assert_two_times
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.support.operators import NewTensors
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.config.text import TextConfig
-from expertmesh.models import scored
+from expertmesh.costs import sizes
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.models.gpt.task import GPTTask
@@ -25,7 +25,7 @@ V = 23
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of three rows."""
-    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", 3 * V)
+    monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", 3 * V)
 
 
 def plain(h_RD, head_VD, targets_R, *, label_smoothing=0.0):
@@ -82,7 +82,7 @@ def test_the_two_times_rule(dtype):
 
 def test_sums_over_chunks_are_in_fp32(monkeypatch):
     """256 chunks of one row each would lose their gradients in 16 bits."""
-    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", V)
+    monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", V)
     h, head, targets, weights = drawn(256, torch.float32)
     targets, h = torch.zeros_like(targets), h[:1].expand_as(h).contiguous()
     head.requires_grad_()
@@ -101,33 +101,30 @@ def test_sums_over_chunks_are_in_fp32(monkeypatch):
 def test_a_frozen_head_gets_no_gradient():
     h, head, targets, _ = drawn(7, torch.float32)
     h.requires_grad_()
-    with Largest() as seen:
+    with NewTensors() as seen:
         score_rows(h, head, targets, linear=DEFAULT_OPS.linear).sum().backward()
     assert head.grad is None and h.grad is not None
-    assert head.shape not in seen.made
+    assert head.shape not in dict(seen.made)
 
 
-class Largest(TorchDispatchMode):
-    """Counts the elements of the tensors that operations make."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("small_chunks")
+def test_one_chunk_of_logits_is_held_at_a_time(dtype):
+    made = []
 
-    def __init__(self):
-        super().__init__()
-        self.elements, self.made = 0, set()
+    def linear(x_RK, w_NK):
+        assert all(one() is None for one in made)
+        z = DEFAULT_OPS.linear(x_RK, w_NK)
+        made.append(weakref.ref(z))
+        return z
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        given = {
-            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_tensor(t)
-        }
-        for one in filter(is_tensor, tree_leaves(found)):
-            if one.untyped_storage().data_ptr() not in given:
-                self.elements = max(self.elements, one.numel())
-                self.made.add(one.shape)
-        return found
+    results(partial(score_rows, linear=linear), *drawn(11, dtype))
+    assert len(made) == 2 * 4  # in the forward, and again in the backward
 
 
-def is_tensor(value):
-    return isinstance(value, torch.Tensor)
+def largest(seen):
+    """Elements of the largest tensor that an operator made."""
+    return max(shape.numel() for shape, _ in seen.made)
 
 
 def task_of(vocab_size):
@@ -158,13 +155,13 @@ def test_training_never_holds_the_logits_of_all_rows(learned, tied, monkeypatch)
     config = task.config.model.model_copy(update={"tie_embeddings": tied})
     task.config = task.config.model_copy(update={"model": config})
     num_rows = 256 if learned is None else 4 * learned
-    monkeypatch.setitem(scored.CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
+    monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
     model = task.builder_class(task.config).build(dtype=torch.float64, device="cpu")
     part = Part(0, slice(0, 4), Ranks(), task.num_items(batch))
-    with Largest() as seen:
+    with NewTensors() as seen:
         loss = task.loss(model, batch, part).total
         loss.backward()
-    assert seen.elements <= max(16, config.dim) * vocab_size < 256 * vocab_size
+    assert largest(seen) <= max(16, config.dim) * vocab_size < 256 * vocab_size
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad()
     logits = model(batch[0]).logits_BSV.flatten(0, 1)
@@ -175,7 +172,7 @@ def test_training_never_holds_the_logits_of_all_rows(learned, tied, monkeypatch)
     for one, parameter in zip(gradients, model.parameters(), strict=True):
         if parameter.grad is not None or one is not None:
             assert_close_fp64(one, parameter.grad, what="gradient", scale=1.0)
-    with torch.no_grad(), Largest() as seen:
+    with torch.no_grad(), NewTensors() as seen:
         sums = task.measure(model.eval(), (*batch[:2], batch[1], *batch[2:]), part)
-    assert seen.elements <= max(16, config.dim) * vocab_size
+    assert largest(seen) <= max(16, config.dim) * vocab_size
     assert int(sums["items"]) == num_rows

@@ -4,9 +4,8 @@ import functools
 
 import pytest
 import torch
+from tests.support.operators import NewTensors
 from tests.support.ranks import world_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.dispatcher import spread_experts
@@ -14,26 +13,9 @@ from expertmesh.parallel.experts.dispatcher import spread_experts
 DIM, HIDDEN, EXPERTS = 16, 64, 8
 
 
-class LargeResults(TorchDispatchMode):
-    """Counts the elements of all storages that operators make, those below a size left out."""
-
-    def __init__(self, smallest):
-        super().__init__()
-        self.smallest, self.num_elements = smallest, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            is_new = isinstance(tensor, torch.Tensor) and storage_of(tensor) not in known
-            if is_new and tensor.numel() >= self.smallest:
-                known.add(storage_of(tensor))
-                self.num_elements += tensor.untyped_storage().nbytes() // tensor.itemsize
-        return result
-
-
-def storage_of(tensor):
-    return tensor.untyped_storage()._cdata
+def num_elements(seen, smallest):
+    """Elements of all memory that operators made, that of tensors below a size left out."""
+    return sum(count for shape, count in seen.made if shape.numel() >= smallest)
 
 
 def made(autocast, spread):
@@ -46,11 +28,11 @@ def made(autocast, spread):
     with precision():  # groups and buffers of a first call
         layer(x)[0].sum().backward()
     layer.zero_grad(set_to_none=True)
-    with LargeResults(whole // 16) as forward, precision():
+    with NewTensors() as forward, precision():
         y = layer(x)[0]
-    with LargeResults(whole // 16) as backward:
+    with NewTensors() as backward:
         y.sum().backward()
-    return forward.num_elements / whole, backward.num_elements / whole
+    return tuple(num_elements(seen, whole // 16) / whole for seen in (forward, backward))
 
 
 INNER, OUTER = "experts_inner", "slices_inner"

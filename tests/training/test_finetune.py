@@ -155,13 +155,13 @@ def test_samples_change_no_loss(words, tmp_path, capsys):
     ]
     assert {row["step"] for row in rows} == {2, 3} and all("say" in row["prompt"] for row in rows)
     with_samples = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert train_verb(_words_elsewhere(short, tmp_path)) == 0
+    assert train_verb(_elsewhere(short, tmp_path)) == 0
     alone = [line["loss"] for line in read_metrics(tmp_path / "other" / "metrics.jsonl")]
     assert with_samples == alone
 
 
 def _elsewhere(words, tmp_path):
-    return [str(tmp_path / "other") if one == f"{tmp_path}/run" else one for one in words[1:]]
+    return [f"{tmp_path}/other" if one == f"{tmp_path}/run" else one for one in words]
 
 
 def test_the_best_by_another_measure(words, tmp_path):
@@ -170,13 +170,7 @@ def test_the_best_by_another_measure(words, tmp_path):
     with pytest.raises(
         ConfigError, match="train.best_by=f1: is no measure of this run; known: loss"
     ):
-        train_verb(
-            [*_words_elsewhere(words, tmp_path), "--train.steps", "2", "--train.best-by", "f1"]
-        )
-
-
-def _words_elsewhere(words, tmp_path):
-    return [words[0], *_elsewhere(words, tmp_path)]
+        train_verb([*_elsewhere(words, tmp_path), "--train.steps", "2", "--train.best-by", "f1"])
 
 
 def test_the_direction_of_a_measure():

@@ -456,22 +456,20 @@ def _huge_pages() -> tuple[Mark, str]:
     if mode in ("", "never") or not is_wanted():
         why = f"transparent_hugepage is {mode or 'not there'}" if is_wanted() else "turned off"
         return "no", f"{why}: weights are in pages of 4 KB, which are slower to read"
-    found = re.search(
-        r"^AnonHugePages:\s+(\d+) kB$", read_text(Path("/proc/meminfo")), flags=re.MULTILINE
-    )
-    used = f"; {int(found[1]) >> 10:,} MB of this machine's memory are in them" if found else ""
+    kib = _meminfo().get("AnonHugePages")
+    used = "" if kib is None else f"; {kib >> 10:,} MB of this machine's memory are in them"
     return "yes", f"for weights, of 2 MB (transparent_hugepage is {mode}){used}"
 
 
 def _memory() -> str:
-    facts = dict(
-        re.findall(
-            r"^(MemTotal|MemAvailable):\s+(\d+) kB$",
-            read_text(Path("/proc/meminfo")),
-            flags=re.MULTILINE,
-        )
-    )
-    if not facts:
+    kib = _meminfo()
+    if "MemTotal" not in kib:
         return "unknown"
-    gib = {key: int(value) / 2**20 for key, value in facts.items()}
-    return f"{gib['MemTotal']:.1f} GiB, {gib.get('MemAvailable', 0.0):.1f} GiB available"
+    total, free = (kib.get(name, 0) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    return f"{total:.1f} GiB, {free:.1f} GiB available"
+
+
+def _meminfo() -> dict[str, int]:
+    """The kernel's counts of memory in KiB, by name; empty if it says none."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", read_text(Path("/proc/meminfo")), flags=re.MULTILINE)
+    return {name: int(kib) for name, kib in found}

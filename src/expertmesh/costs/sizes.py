@@ -19,6 +19,11 @@ CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Largest number of logits that training holds at a time, by type of device: products of them are still as fast as larger ones."""
 
 
+def chunk_rows(vocab_size: int, *, on_gpu: bool) -> int:
+    """Largest number of rows whose logits training holds at a time."""
+    return max(1, CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"] // vocab_size)
+
+
 @dataclass(frozen=True)
 class Activations:
     """Bytes of a rank's activations of one micro-batch.

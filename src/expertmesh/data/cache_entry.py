@@ -1,7 +1,6 @@
 """Cache folders, computed once by one of several processes, and again if they are damaged."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -13,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from expertmesh.config.base import parse_json
+from expertmesh.config.file_lock import exclusive
 from expertmesh.config.output_file import naming
 from expertmesh.data.data_progress import Progress
 from expertmesh.errors import ConfigError
@@ -141,19 +141,3 @@ def _remove_leftovers(base: Path, *, mine: str) -> None:
             if found[1] != mine:
                 stack.enter_context(exclusive(base / f"{found[1]}.lock", wait=False))
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock file; the system releases it when the process dies.
-
-    Args:
-        path: the file; made if it does not exist.
-        wait: whether to wait for a process that holds it.
-
-    Raises:
-        BlockingIOError: another process, or another file of this one, holds it, and `wait` is false.
-    """
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield

@@ -83,6 +83,7 @@ class ModelBuilder(ABC):
         device: torch.device,
         dtype: torch.dtype,
         offload: bool = False,
+        is_read_next: bool = False,
     ) -> nn.Module:
         """The model with its initial weights, spread over ranks.
 
@@ -93,13 +94,16 @@ class ModelBuilder(ABC):
             device: device that computes.
             dtype: dtype of the parameters.
             offload: whether parameters are kept in host memory.
+            is_read_next: whether all weights are read next, for inference: none are drawn where none need be, and large ones get
+                huge pages.
         """
         home, is_empty = "cpu" if offload else device, self.is_built_empty
         model = self.build(device="meta" if is_empty else home, dtype=dtype)
         spread(model)
         if is_empty:
-            give_memory(model, device=device, offload=offload, in_huge_pages=False)
-            cast(Any, model).init_weights(self.config.train.seed)
+            give_memory(model, device=device, offload=offload, in_huge_pages=is_read_next)
+            if not is_read_next:
+                cast(Any, model).init_weights(self.config.train.seed)
         return model
 
     def spread(self, model: nn.Module, world: World) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.costs.sizes import CHUNK_ELEMENTS
+from expertmesh.costs.sizes import chunk_rows
 from expertmesh.models.token_losses import row_losses, write_gradient
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.cpu.products import product
@@ -42,7 +42,7 @@ def score_rows(
     """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T.
 
     With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). Rows that do
-    not fit into one chunk (`CHUNK_ELEMENTS`) are saved as hidden states, and their logits are computed again in the
+    not fit into one chunk (`chunk_rows`) are saved as hidden states, and their logits are computed again in the
     backward pass; the logits of a single chunk are kept, and overwritten by their gradient. Sums over the vocabulary and
     over chunks are in FP32 (FP64 for FP64). A frozen head gets no gradient.
 
@@ -84,6 +84,7 @@ class _ScoredRows(torch.autograd.Function):
             chunks = _chunks(h_RD, head_VD)
             logits = None
             for rows in chunks:
+                logits = None  # the last chunk's are freed before the next one's are made
                 logits = linear(h_RD[rows], head_VD)
                 scores_R[rows] = row_losses(logits, targets_R[rows], smoothing).neg_()
         ctx.save_for_backward(h_RD, head_VD, targets_R, logits if len(chunks) == 1 else None)
@@ -107,6 +108,8 @@ class _ScoredRows(torch.autograd.Function):
                     dhead = part if len(chunks) == 1 else part.to(grad_R.dtype)
                 else:
                     dhead += part
+                del part
+            del z
         of_h, of_head = ctx.dtypes
         if needs_head and dhead is None:
             dhead = torch.zeros_like(head_VD)
@@ -118,9 +121,8 @@ class _ScoredRows(torch.autograd.Function):
 
 
 def _chunks(h_RD: Tensor, head_VD: Tensor) -> list[slice]:
-    """Rows of equal chunks, none of them larger than `CHUNK_ELEMENTS` logits."""
+    """Rows of equal chunks, none of them longer than `chunk_rows`."""
     R = len(h_RD)
-    most = max(1, CHUNK_ELEMENTS["cpu" if h_RD.is_cpu else "cuda"] // len(head_VD))
-    count = -(-R // most)
+    count = -(-R // chunk_rows(len(head_VD), on_gpu=not h_RD.is_cpu))
     size = -(-R // max(count, 1))
     return [slice(start, min(start + size, R)) for start in range(0, R, max(size, 1))]

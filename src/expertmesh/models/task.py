@@ -25,6 +25,11 @@ Batch = Any
 """Tensors in tuples, lists or dictionaries; the first axis of each is the sample."""
 
 
+def named_tensors(batch: Batch) -> Mapping[str, Tensor]:
+    """Entries of a batch that it has by name; empty if there are none."""
+    return next((one for one in batch if isinstance(one, Mapping)), {})
+
+
 class Data(Protocol):
     """Training and validation samples of a run. Sample i is the same for any batch size and any number of ranks.
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expertmesh.comm.bind import read_text
+
 _log = logging.getLogger("expertmesh.checkpoints")
 PAGE_BYTES = 1 << 21
 LEAST_BYTES = 2 * PAGE_BYTES
@@ -64,14 +66,16 @@ def is_wanted() -> bool:
 
 def huge_page_mode(root: Path = _ROOT) -> str:
     """Setting of the system: always, madvise or never; "" if it does not say."""
-    text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    text = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else ""
 
 
 def huge_page_bytes(root: Path = _ROOT) -> int:
     """Bytes of this process that are in such pages."""
-    found = re.search(r"^AnonHugePages:\s+(\d+) kB$", _read(root / "proc/self/smaps_rollup"), re.M)
+    found = re.search(
+        r"^AnonHugePages:\s+(\d+) kB$", read_text(root / "proc/self/smaps_rollup"), re.M
+    )
     return int(found[1]) << 10 if found else 0
 
 
@@ -86,10 +90,3 @@ def say_huge_pages(num_bytes: int) -> None:
             "weights: %s MB, of this process %s MB in pages of 2 MB (transparent_hugepage: %s)",
             *(f"{num_bytes >> 20:,}", f"{huge_page_bytes() >> 20:,}", mode),
         )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.texts import continue_prompts
 from expertmesh.models.decoder import EncoderDecoder, evaluating
-from expertmesh.models.task import Data, Task
+from expertmesh.models.task import Data, Task, named_tensors
 from expertmesh.runs.precision import Precision
 from expertmesh.text.tokenizer import load_tokenizer
 
@@ -56,7 +56,7 @@ def _prompts(data: Data, *, most: int) -> Iterator[list[int]]:
     for batch in data.validation(_COUNT, 1):
         ids_S: Tensor = batch[0][0]
         size = min(_PROMPT_TOKENS, len(ids_S))
-        more = next((one for one in batch if isinstance(one, Mapping)), {})
+        more = named_tensors(batch)
         if "counts" in more:
             size = int(more["counts"][0].int().argmax()) + 1
         yield ids_S[:size][-most:].tolist()

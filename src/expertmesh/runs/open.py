@@ -273,18 +273,17 @@ def _built(
     *,
     for_autocast: bool,
 ) -> nn.Module:
-    """The model, spread over the ranks by `spread`; all of it is read next, so no weights are drawn where none need be."""
-    device, is_empty = precision.device, task.builder.is_built_empty
-    model = task.builder.build(
-        device=torch.device("meta") if is_empty else device, dtype=precision.master_dtype
+    """The model, spread over the ranks by `spread`; all of its weights are read next."""
+
+    def prepare(model: nn.Module) -> None:
+        if for_autocast:
+            _keep_narrow(model, precision)
+        if spread is not None:
+            spread(model)
+
+    return task.builder.build_spread(
+        prepare, device=precision.device, dtype=precision.master_dtype, is_read_next=True
     )
-    if for_autocast:
-        _keep_narrow(model, precision)
-    if spread is not None:
-        spread(model)
-    if is_empty:
-        give_memory(model, device=device)
-    return model
 
 
 def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:

@@ -57,6 +57,7 @@ class RunDir:
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
         self.experts = self.path / "experts.jsonl"
+        self.samples = self.path / "samples.jsonl"
         self.records = (self.metrics, self.experts)
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"

@@ -21,7 +21,7 @@ class Ends:
     """Watches the clock and the evaluations of one call of `train`.
 
     Args:
-        config: options of the run; `max_time` and `patience` are read.
+        config: options of the run; `max_time`, `patience` and `best_by` are read.
         clock: returns seconds; timing starts at construction.
     """
 
@@ -36,17 +36,12 @@ class Ends:
         return self._config.max_time is not None and math.isnan(self._slowest_save_s)
 
     @property
-    def best(self) -> float:
-        """Lowest value so far."""
-        return self._best
-
-    @property
     def best_text(self) -> str:
         """The best value so far, in words."""
         name = self._config.best_by
         if more_is_better(name):
-            return f"validation {name} above {-self.best:.4f}"
-        return f"validation {name} below {self.best:.4f}"
+            return f"validation {name} above {-self._best:.4f}"
+        return f"validation {name} below {self._best:.4f}"
 
     def badness(self, found: Mapping[str, float]) -> float:
         """Measure of an evaluation by which checkpoints are compared (`best_by`), with its sign changed where more is better.

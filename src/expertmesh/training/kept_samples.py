@@ -33,9 +33,9 @@ def check_samples(
         raise ConfigError(name, every, why, "leave it out, and use generate on the checkpoints")
 
 
-def kept_samples(found: Sequence[Mapping[str, str]], folder: Path, *, step: int) -> Iterator[str]:
-    """Append samples to samples.jsonl of a run; yields a line about each."""
-    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+def kept_samples(found: Sequence[Mapping[str, str]], path: Path, *, step: int) -> Iterator[str]:
+    """Append samples to the file of a run; yields a line about each."""
+    with path.open("a", encoding="utf-8") as file:
         for one in found:
             file.write(json.dumps({"step": step, **one}, ensure_ascii=False) + "\n")
             yield f"step {step} wrote: {one['prompt'][-60:]!r} -> {one['text']!r}"

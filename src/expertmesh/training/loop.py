@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -190,14 +189,13 @@ def train(
             stack.enter_context(computing_with(threads))
         stack.enter_context(precision.products())
         torch.manual_seed(config.train.seed)  # data preparation may have drawn random numbers
-        trainer = ranks.on_all(
-            partial(_Trainer, family, task, recipe, run_dir, data, precision, threads, ranks, ends)
-        )
+        own = (family, task, recipe, run_dir, data, precision, threads, ranks, ends, sampler)
+        trainer = ranks.on_all(lambda: _Trainer(*own))
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume(leaves_from, begin)
         ranks.on_rank0(trainer.describe)
-        trainer.run(stop, console, stack, trackers, sampler)
+        trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
 
 
@@ -227,8 +225,9 @@ class _Trainer:
         threads: Threads | None,
         ranks: Ranks,
         ends: Ends,
+        sampler: Sampler | None,
     ) -> None:
-        self.ends = ends
+        self.ends, self.sampler = ends, sampler
         self.ended_early: EarlyEnd | None = None
         config: RunConfig = task.config
         self.family, self.task, self.ranks = family, task, ranks
@@ -262,7 +261,6 @@ class _Trainer:
         self.saved_step: int | None = None
         self.evaluated: Evaluation | None = None
         self.evaluated_step = -1
-        self.sampler: Sampler | None = None
 
     def resume(self, trunk: Path | None, begin: Run | None) -> int:
         """Load the newest good checkpoint, the trunk's checkpoint, or initial weights; returns the number of steps done."""
@@ -298,10 +296,8 @@ class _Trainer:
         console: Console | None,
         stack: ExitStack,
         given: Sequence[Tracker] = (),
-        sampler: Sampler | None = None,
     ) -> None:
         """Run all remaining steps."""
-        self.sampler = sampler
         config, progress = self.config, self.state.progress
         first = progress.step
         lost, own = "", list[OwnTracker]()
@@ -453,22 +449,25 @@ class _Trainer:
         if (slow := self.pace.end(seconds)) is not None:
             report.message(f"step {progress.step} {slow}")
         evaluation = None
-        if progress.step % config.eval_every == 0 or progress.step == config.steps:
+        if self._is_due(config.eval_every):
             evaluation = self._evaluate(stop, report)
             extra |= {f"eval_{name}": value for name, value in (evaluation or {}).items()}
-        every = config.sample_every
-        if every is not None and (progress.step % every == 0 or progress.step == config.steps):
+        if self._is_due(config.sample_every):
             assert self.sampler is not None
             found = self.sampler(self.task, self.state.model, self.data, self.precision)
-            for text in kept_samples(found, self.run_dir.path, step=progress.step):
+            for text in kept_samples(found, self.run_dir.samples, step=progress.step):
                 report.message(text)
         values = {**line.named(self.family.items), **extra}
         self.trackers.write(values, result.experts)
         self._check_divergence()
         self.store.check()
-        due = progress.step % config.checkpoint_every == 0 or progress.step == config.steps
-        if due and progress.bad_steps_in_row == 0:
+        if self._is_due(config.checkpoint_every) and progress.bad_steps_in_row == 0:
             self._save(evaluation)
+
+    def _is_due(self, every: int | None) -> bool:
+        """Whether what is done in every so many steps, and in the last one, is due after this one; None: never done."""
+        step = self.state.progress.step
+        return every is not None and (step % every == 0 or step == self.config.train.steps)
 
     def _update(self, lr: float) -> tuple[StepResult, int]:
         state, progress = self.state, self.state.progress

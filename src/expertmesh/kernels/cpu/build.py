@@ -6,7 +6,6 @@ kernels are compiled for this process alone, in a folder of its own that is remo
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -18,9 +17,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from expertmesh.config.base import user_cache_dir
+from expertmesh.config.file_lock import exclusive, shared
 from expertmesh.errors import ConfigError
 from expertmesh.kernels.cpu.instructions import InstructionSet
 
@@ -164,13 +163,14 @@ def _cached(
     if not is_private(folder):
         return None
     name = f"{instructions.name}-{_key(compiler, instructions)}"
+    lock = folder / f"{name}.lock"
     while True:
-        held = stack.enter_context(_locked(folder / f"{name}.lock", fcntl.LOCK_SH))
+        held = stack.enter_context(shared(lock))
         for path in filter(_is_untouched, folder.glob(f"{name}-*.so")):
             os.utime(path)
             return path
         held.close()
-        with _locked(folder / f"{name}.lock", fcntl.LOCK_EX):
+        with exclusive(lock):
             found = list(folder.glob(f"{name}-*.so"))
             if any(map(_is_untouched, found)):
                 continue  # another process was faster
@@ -184,17 +184,6 @@ def _cached(
             _remove_old(folder, most_objects)
 
 
-def _locked(path: Path, kind: int) -> IO[str]:
-    """A lock file, open and locked; not one that `_remove_old` has removed meanwhile."""
-    while True:
-        lock = path.open("w")
-        fcntl.flock(lock, kind)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
-                return lock
-        lock.close()
-
-
 def _remove_old(folder: Path, most: int) -> None:
     """Remove all but the objects that were used last, with their locks; none that a process is about to load.
 
@@ -203,8 +192,7 @@ def _remove_old(folder: Path, most: int) -> None:
     objects = sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime_ns)
     for path in objects[:-most]:
         lock = path.with_name(f"{path.stem.rpartition('-')[0]}.lock")
-        with lock.open("w") as file, contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError), exclusive(lock, wait=False):
             path.unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
 

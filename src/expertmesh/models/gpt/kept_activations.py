@@ -5,7 +5,7 @@ from functools import lru_cache
 from expertmesh.config.short_sequence import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.costs.flops import rows_per_token
 from expertmesh.costs.rank_layout import Checkpointing, RankLayout, Workload
-from expertmesh.costs.sizes import CHUNK_ELEMENTS, Activations
+from expertmesh.costs.sizes import Activations, chunk_rows
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.spec.feed_forward import num_branches
 
@@ -89,7 +89,7 @@ def gpt_activations(config: ModelConfig, layout: RankLayout, work: Workload) -> 
     kept, recomputed, dispatch, logits = _per_token(
         config, layout.checkpointing, layout.route_degree, layout.layer_routes, work
     )
-    rows = min(T, max(1, CHUNK_ELEMENTS["cuda" if work.on_gpu else "cpu"] // config.vocab_size))
+    rows = min(T, chunk_rows(config.vocab_size, on_gpu=work.on_gpu))
     return Activations(
         T * kept, T * recomputed, T * dispatch / layout.overlap_degree, rows * logits
     )

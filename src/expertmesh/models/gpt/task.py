@@ -15,7 +15,16 @@ from expertmesh.data.text import TextData, text_data
 from expertmesh.models.gpt.builder import GPTBuilder
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.task import Baseline, Batch, Data, Loss, Part, Task, each_tensor
+from expertmesh.models.task import (
+    Baseline,
+    Batch,
+    Data,
+    Loss,
+    Part,
+    Task,
+    each_tensor,
+    named_tensors,
+)
 from expertmesh.models.token_losses import DistillTargets, token_losses
 from expertmesh.parallel.ranks import Ranks
 
@@ -42,7 +51,7 @@ class GPTTask(Task):
 
     def num_items(self, batch: Batch) -> int:
         """Number of predicted tokens; in conversations, of the assistant's tokens."""
-        counts_BS = _more(batch).get("counts")
+        counts_BS = named_tensors(batch).get("counts")
         return int(batch[1].numel() if counts_BS is None else counts_BS.sum())
 
     def cut(self, batch: Batch) -> Batch:
@@ -50,7 +59,7 @@ class GPTTask(Task):
 
         Routing groups stay the same: nothing is cut if a group extends over the end of a row.
         """
-        is_token_BS = _more(batch).get("is_token")
+        is_token_BS = named_tensors(batch).get("is_token")
         if is_token_BS is None:
             return batch
         S = is_token_BS.shape[1]
@@ -64,14 +73,14 @@ class GPTTask(Task):
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
         """Number of tokens without padding, prompts of conversations included."""
-        is_token_BS = _more(batch).get("is_token")
+        is_token_BS = named_tensors(batch).get("is_token")
         if is_token_BS is None:
             return [ranks.positions(batch[0]).numel()]
         return [int(ranks.positions(is_token_BS).sum())]
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the next tokens in nats."""
-        (ids_BS, targets_BS, *_), more = batch, _more(batch)
+        (ids_BS, targets_BS, *_), more = batch, named_tensors(batch)
         S, seq_len = ids_BS.shape[1], self.config.data.seq_len
         stride = seq_len if "is_token" in more else None
         token_index = part.token_index(S, ids_BS.device, stride=stride)
@@ -105,7 +114,7 @@ class GPTTask(Task):
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Sums of cross-entropy in nats, of tokens, and of their bytes of text."""
-        (ids_BS, targets_BS, num_bytes_BS, *_), more = batch, _more(batch)
+        (ids_BS, targets_BS, num_bytes_BS, *_), more = batch, named_tensors(batch)
         learned = Learned.of(part.positions(targets_BS), more.get("counts"), part)
         masks = {"logit_rows_R": learned.rows_R, **_masks(more)}
         output = model(ids_BS, targets_R=learned.targets_R, **masks)
@@ -180,11 +189,6 @@ class Learned(NamedTuple):
         if self.is_real_R is not None:
             losses_R = losses_R.where(self.is_real_R, 0.0)
         return losses_R.sum()
-
-
-def _more(batch: Batch) -> Mapping[str, Tensor]:
-    """Further entries of a batch by name; empty if there are none."""
-    return next((one for one in batch if isinstance(one, Mapping)), {})
 
 
 def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
