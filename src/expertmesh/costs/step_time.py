@@ -44,13 +44,13 @@ class Efficiency:
     """
 
     dense: float = 0.506
-    grouped: float = 0.642
+    grouped: float = 0.6419
     network: float = 0.901
-    element_bytes: float = 144.3
-    host_s: float = 3.16e-3
-    fused_host: float = 0.314
-    old: float = 0.752
-    hidden: float = 0.768
+    element_bytes: float = 141.6
+    host_s: float = 0.00316
+    fused_host: float = 0.3137
+    old: float = 0.7519
+    hidden: float = 0.7682
 
 
 def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
@@ -97,6 +97,7 @@ class RawStep:
         gathers_s: gathers of weights and reductions of gradients of each micro-batch.
         step_gathers_s: gathers and reductions once per step.
         offload_s: copies between host and device, each micro-batch.
+        sends_s: activations and their gradients to the neighbouring pipeline stages.
         host_layers: number of layers whose kernels the CPU launches, in forward and backward.
         optimizer_s: optimizer update, once per step.
         bubble: time that a pipeline waits, as a share of the micro-batches' time.
@@ -117,12 +118,19 @@ class RawStep:
     gathers_s: float
     step_gathers_s: float
     offload_s: float
+    sends_s: float
     host_layers: float
     optimizer_s: float
     bubble: float
     overlap_degree: int
     accumulation: int
     stack: str
+
+    def network_s(self, e: Efficiency) -> float:
+        """Seconds in which links carry what a step sends, hidden or not: no step is shorter."""
+        links = self.exchange_inside_s + self.exchange_across_s + self.tensor_s + self.gathers_s
+        each = (links + self.sends_s) / e.network + self.offload_s
+        return self.accumulation * each + self.step_gathers_s / e.network
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,7 @@ class StepSeconds:
         zero_s: gathers of weights and reductions of gradients.
         optimizer_s: optimizer update.
         offload_s: copies between host and device.
+        sends_s: activations between pipeline stages.
         host_s: kernel launches of the CPU.
         bubble_s: pipeline bubble.
     """
@@ -156,6 +165,7 @@ class StepSeconds:
     zero_s: float
     optimizer_s: float
     offload_s: float
+    sends_s: float
     host_s: float
     bubble_s: float
 
@@ -201,6 +211,7 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
             sums["host_layers"] *= FP8_LAUNCHES
     sums["dense_s"] += 3 * 2 * T * D * sizes.vocab_size / wide / stages
     sums["rows_s"] += T * sizes.vocab_size * 16 / hbm / stages
+    sums["sends_s"] = _sends_s(T * D * b, layout, cluster)
     weights = _weights(sizes, layout, work, cluster)
     bubble = (stages - 1) / (layout.accumulation * layout.virtual_stages)
     return RawStep(
@@ -219,6 +230,15 @@ def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) 
     network = network_of(cluster)
     link = network.inside if tp <= cluster.node_size else network.across
     return 8 * ring_seconds(T * tp * row_bytes, tp, link)
+
+
+def _sends_s(num_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
+    """Seconds of a micro-batch's activations to the next pipeline stage, and of gradients back, for each virtual stage."""
+    if layout.pp_degree == 1:
+        return 0.0
+    spans = layout.num_ranks > cluster.node_size
+    link = cluster.across if spans else cluster.inside
+    return 2 * layout.virtual_stages * (num_bytes / link.bytes_per_s + link.latency_s)
 
 
 @cache
@@ -393,6 +413,9 @@ def _collective_s(
 def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     """Seconds of a step by part, with software of a known efficiency.
 
+    All communication of a pass hides under that pass's compute, whose `hidden` share is one budget: the exchange takes of it
+    first, then sends between stages, gathers and offload, and what is left hides the gathers of a step.
+
     Args:
         raw: seconds at the hardware's peaks.
         e: efficiency of the software.
@@ -404,18 +427,19 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     element = (raw.element_s * e.element_bytes + raw.rows_s) / old
     one_hot = raw.one_hot_s / e.dense / old
     inside, across = raw.exchange_inside_s / e.network, raw.exchange_across_s / e.network
-    travel = inside + across
-    n = raw.overlap_degree
-    hidden = e.hidden * (n - 1) / n * min(travel, grouped + (dense + attention) * (n > 1))
-    left = 1 - hidden / travel if travel else 0.0
+    travel, n = inside + across, raw.overlap_degree
     share = {"fused": e.fused_host, "graphs": math.sqrt(e.fused_host)}.get(raw.stack, 1.0)
     host = e.host_s * share * raw.host_layers
     compute = dense + grouped + attention + element + one_hot
+    budget = _Budget(e.hidden * compute)
+    overlapped = (n - 1) / n * min(travel, grouped + dense + attention)
+    left = 1 - budget.hide(e.hidden * overlapped) / travel if travel else 0.0
     tensor = raw.tensor_s / e.network
-    zero = max(0.0, raw.gathers_s / e.network - e.hidden * compute) * m
-    zero += max(0.0, raw.step_gathers_s / e.network - e.hidden * compute)
-    offload = max(0.0, raw.offload_s - e.hidden * compute) * m
-    waiting = raw.bubble * m * (compute + travel * left + tensor + host)
+    sends = budget.exposed(raw.sends_s / e.network)
+    zero = m * budget.exposed(raw.gathers_s / e.network)
+    offload = m * budget.exposed(raw.offload_s)
+    zero += budget.exposed(raw.step_gathers_s / e.network)
+    waiting = raw.bubble * m * (compute + travel * left + tensor + sends + host)
     return StepSeconds(
         dense_s=m * dense,
         grouped_s=m * grouped,
@@ -428,6 +452,25 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
         zero_s=zero,
         optimizer_s=raw.optimizer_s,
         offload_s=offload,
+        sends_s=m * sends,
         host_s=m * host,
         bubble_s=waiting,
     )
+
+
+class _Budget:
+    """Compute of a pass under which communication can hide, each second once."""
+
+    def __init__(self, seconds: float) -> None:
+        """A budget of so many seconds."""
+        self.left_s = seconds
+
+    def hide(self, seconds: float) -> float:
+        """Seconds of a communication that hide; the budget shrinks by them."""
+        hidden = min(seconds, self.left_s)
+        self.left_s -= hidden
+        return hidden
+
+    def exposed(self, seconds: float) -> float:
+        """Seconds of a communication that do not hide."""
+        return seconds - self.hide(seconds)

@@ -20,6 +20,7 @@ _WORDS = {
     "zero_s": "ZeRO",
     "optimizer_s": "optimizer",
     "offload_s": "copies to the host",
+    "sends_s": "sends between stages",
     "host_s": "launches",
     "bubble_s": "pipeline bubble",
 }
