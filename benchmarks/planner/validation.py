@@ -171,7 +171,7 @@ def judged_serving() -> tuple[Judged, ...]:
 def predicted(point: PublishedMeasurement, efficiency: Efficiency) -> float:
     """The model's prediction for a row, in the row's unit."""
     if point.unit in ("live_gib", "device_gib"):
-        memory = peak_memory(point.sizes, point.layout, point.work)
+        memory = peak_memory(point.sizes, point.layout, point.work, stage=point.stage)
         found = memory.live_bytes if point.unit == "live_gib" else memory.device_bytes
         return found / GIB
     seconds = step_seconds(point.raw(), efficiency)

@@ -51,10 +51,14 @@ class Device(Config):
     """Peak of dense products in BF16 or FP16, in 1e12 operations per second."""
     fp8_tflops: float | None = Field(default=None, gt=0)
     """Peak of dense products in FP8, in 1e12 operations per second; none: the device has no FP8."""
+    fp4_tflops: float | None = Field(default=None, gt=0)
+    """Peak of dense products in FP4, in 1e12 operations per second; none: the device has no FP4."""
     tf32_tflops: float = Field(gt=0)
     """Peak of FP32 products in PyTorch, TF32 where the device has it, in 1e12 operations per second."""
     hbm_gb_per_s: float = Field(gt=0)
     """Bandwidth of the device's memory, in 1e9 bytes per second."""
+    reach: float = Field(default=1.0, gt=0, le=2)
+    """Share of its peak that products reach, beside the share that an H100's reach of its own."""
     rows_of_a_part: float = Field(default=128.0, ge=0)
     """Rows by which each expert's count is raised in the estimated time of its products: for partly full tiles, and for its weights."""
     usd_per_hour: tuple[Annotated[float, Field(ge=0)], ...] = ()
@@ -77,6 +81,10 @@ class Device(Config):
         }.get(precision, self.bf16_tflops)
         return found * TERA
 
+    def reached_per_s(self, precision: Precision) -> float:
+        """Peak of dense products beside which software is as efficient as beside an H100's, per second."""
+        return self.reach * self.flops_per_s(precision)
+
     @property
     def hbm_bytes_per_s(self) -> float:
         """Bandwidth of the device's memory, in bytes per second."""
@@ -86,11 +94,11 @@ class Device(Config):
 class Software(Config):
     """Measured efficiency of software on a cluster; for an option that is none, the value fitted on published rows counts."""
 
-    dense: float | None = Field(default=None, gt=0)
+    dense: float | None = Field(default=None, gt=0, le=2)
     """Share of the peak that large dense products reach."""
-    grouped: float | None = Field(default=None, gt=0)
+    grouped: float | None = Field(default=None, gt=0, le=2)
     """Share of the peak that products of experts reach when their tiles are full."""
-    network: float | None = Field(default=None, gt=0)
+    network: float | None = Field(default=None, gt=0, le=2)
     """Share of the links' bandwidth that collectives reach."""
     element_bytes: float | None = Field(default=None, ge=0)
     """Bytes that element-wise kernels move per token, layer and element of D, forward and backward."""

@@ -4,7 +4,6 @@
 overlapping parts. MoE layers are modelled by `layer_time`, which also chooses dispatch options at run time.
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
@@ -15,6 +14,7 @@ from expertmesh.costs.hardware import network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time
 from expertmesh.costs.rank_layout import ONE_HOT_MASK_BYTES, OURS, RankLayout, Workload
 from expertmesh.costs.sizes import LayerSizes, ModelSizes
+from expertmesh.costs.state_bytes import OTHERS
 
 HBM = 0.8
 """Share of the memory's bandwidth that element-wise kernels reach (ai-dynamo/aiconfigurator)."""
@@ -43,14 +43,14 @@ class Efficiency:
         hidden: share of overlappable communication that is hidden.
     """
 
-    dense: float = 0.506
-    grouped: float = 0.6419
+    dense: float = 0.4764
+    grouped: float = 0.6571
     network: float = 0.901
-    element_bytes: float = 141.6
-    host_s: float = 0.00316
-    fused_host: float = 0.3137
-    old: float = 0.7519
-    hidden: float = 0.7682
+    element_bytes: float = 147.7
+    host_s: float = 0.003144
+    fused_host: float = 0.4178
+    old: float = 0.7658
+    hidden: float = 0.9
 
 
 def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
@@ -99,6 +99,7 @@ class RawStep:
         offload_s: copies between host and device, each micro-batch.
         sends_s: activations and their gradients to the neighbouring pipeline stages.
         host_layers: number of layers whose kernels the CPU launches, in forward and backward.
+        step_layers: number of layers whose update, clipping and zeroing it launches once per step.
         optimizer_s: optimizer update, once per step.
         bubble: time that a pipeline waits, as a share of the micro-batches' time.
         overlap_degree: number of parts that tokens travel in.
@@ -120,6 +121,7 @@ class RawStep:
     offload_s: float
     sends_s: float
     host_layers: float
+    step_layers: float
     optimizer_s: float
     bubble: float
     overlap_degree: int
@@ -185,17 +187,19 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
         cluster: the hardware.
     """
     device, stages = cluster.device, layout.pp_degree
-    peak, hbm = device.flops_per_s(work.precision), HBM * device.hbm_bytes_per_s
-    wide = device.flops_per_s("float32" if work.precision == "float32" else "bfloat16")
+    peak, hbm = device.reached_per_s(work.precision), HBM * device.hbm_bytes_per_s
+    wide = device.reached_per_s("float32" if work.precision == "float32" else "bfloat16")
     T = layout.micro_batch * work.seq_len / (layout.tp_degree * layout.cp_degree)
     D, passes, b = sizes.dim, layout.passes, work.element_bytes
     sums = dict.fromkeys((f.name for f in fields(RawStep) if f.type is float), 0.0)
     for block in sizes.blocks:
         n = block.count / stages
         dense = block.attention_elements + block.dense_elements + D * block.num_experts
-        sums["dense_s"] += n * passes * 2 * T * dense / peak
+        again = block.recomputed_elements(layout.recomputed)
+        sums["dense_s"] += n * 2 * T * (passes * dense + again) / peak
         seen = block.keys_seen(work.seq_len)
-        sums["attention_s"] += n * (passes + 0.5) * 2 * T * block.score_width * seen
+        more = 0.5 + ("core_attn" in layout.recomputed)
+        sums["attention_s"] += n * (passes + more) * 2 * T * block.score_width * seen
         sums["element_s"] += n * passes / 3 * T * D / hbm
         sums["rows_s"] += n * passes / 3 * T * 4 * block.num_matrices * block.dense_hidden * b / hbm
         sums["host_layers"] += n * passes / 3
@@ -212,6 +216,7 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
     sums["dense_s"] += 3 * 2 * T * D * sizes.vocab_size / wide / stages
     sums["rows_s"] += T * sizes.vocab_size * 16 / hbm / stages
     sums["sends_s"] = _sends_s(T * D * b, layout, cluster)
+    sums["step_layers"] = sizes.num_layers / stages if work.on_gpu else 0.0
     weights = _weights(sizes, layout, work, cluster)
     bubble = (stages - 1) / (layout.accumulation * layout.virtual_stages)
     return RawStep(
@@ -293,7 +298,7 @@ def _expert_parts(
     """Seconds of one MoE layer's experts for one micro-batch, by part of `RawStep`."""
     device, D, b = cluster.device, sizes.dim, work.element_bytes
     hbm = HBM * device.hbm_bytes_per_s
-    peak = device.flops_per_s(work.precision)
+    peak = device.reached_per_s(work.precision)
     slices = layout.slices_of(block.num_experts)
     route = route_of(layout.route_degree, slices, cluster.node_size)
     shape = LayerShape(
@@ -341,7 +346,7 @@ def _weights(
 ) -> dict[str, float]:
     """Seconds of one rank's weight gathers, gradient reductions, offload copies and update, by part of `RawStep`."""
     device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
-    gradient = 2 if work.states in ("fairseq", "deepspeed") else 4
+    gradient = OTHERS[work.states].gradient if work.states in OTHERS else 4
     dense = sizes.dense_parameters / stages / layout.tp_degree
     experts = sizes.expert_parameters / stages / layout.route_degree
     shard, replicas, copies = layout.shard_degree, layout.num_replicas, layout.dp_replicate_degree
@@ -410,6 +415,10 @@ def _collective_s(
     return num_bytes * (ranks - 1) / ranks / share + count * hops
 
 
+_GRAPHS = {"graphs": 0.5, "fused": 1.0, "whole_graph": 2.0}
+"""Power of `fused_host` that is left of the CPU's time per layer, by kind of software; of others all is left."""
+
+
 def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     """Seconds of a step by part, with software of a known efficiency.
 
@@ -428,8 +437,8 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     one_hot = raw.one_hot_s / e.dense / old
     inside, across = raw.exchange_inside_s / e.network, raw.exchange_across_s / e.network
     travel, n = inside + across, raw.overlap_degree
-    share = {"fused": e.fused_host, "graphs": math.sqrt(e.fused_host)}.get(raw.stack, 1.0)
-    host = e.host_s * share * raw.host_layers
+    launch = e.host_s * e.fused_host ** _GRAPHS.get(raw.stack, 0.0)
+    host = launch * raw.host_layers
     compute = dense + grouped + attention + element + one_hot
     budget = _Budget(e.hidden * compute)
     overlapped = (n - 1) / n * min(travel, grouped + dense + attention)
@@ -453,7 +462,7 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
         optimizer_s=raw.optimizer_s,
         offload_s=offload,
         sends_s=m * sends,
-        host_s=m * host,
+        host_s=m * host + launch * raw.step_layers,
         bubble_s=waiting,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.hardware import find_cluster
-from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.rank_layout import RankLayout, Stage, Workload
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.costs.step_time import RawStep, raw_step
 from expertmesh.models.gpt.sizes import sizes_of
@@ -35,6 +35,7 @@ class PublishedMeasurement:
         layout: layout of the run.
         work: sequences, precision and software of the run.
         measured: the value.
+        stage: pipeline stage of the rank whose memory it is.
         unit: its unit: tokens_per_s or tflops of one GPU; live_gib or device_gib; exchange_ms or compute_ms; token_ms.
         is_fitted: whether the constants are fitted on the row.
         guesses: inputs that the source does not give.
@@ -49,6 +50,7 @@ class PublishedMeasurement:
     layout: RankLayout
     work: Workload
     measured: float
+    stage: Stage = "most"
     unit: str = "tokens_per_s"
     is_fitted: bool = False
     guesses: tuple[str, ...] = ()
@@ -121,6 +123,7 @@ def point_of(
         sizes = sizes_of_hub(model, is_part=True)
     cluster = find_cluster(v["cluster"])
     given = {key: v[key] for key in OF_LAYOUT if key in v}
+    given["recomputed"] = tuple(v.get("recomputed", ()))
     layout = RankLayout(num_ranks=cluster.num_gpus, **given)
     per_pass = layout.dp_degree * layout.micro_batch
     layout = replace(layout, accumulation=v["gbs"] // per_pass)
@@ -134,6 +137,7 @@ def point_of(
         layout=layout,
         work=work,
         measured=v["measured"],
+        stage=v.get("stage", "most"),
         unit=v.get("unit", "tokens_per_s"),
         is_fitted=v.get("fit", False),
         guesses=tuple(v.get("guess", ())),
