@@ -1,13 +1,15 @@
 """Validation of the models of time and memory: their errors on published measurements, fitted and held out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.memory import GIB, peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.step_time import Efficiency, step_seconds
+from expertmesh.costs.weight_formats import Weights
 from expertmesh.planner.fit import fit_with
 from expertmesh.planner.published import (
     PublishedMeasurement,
@@ -15,7 +17,7 @@ from expertmesh.planner.published import (
     published_points,
     published_serving,
 )
-from expertmesh.planner.serve import Serving
+from expertmesh.planner.serving import Serving
 
 
 @dataclass(frozen=True)
@@ -138,34 +140,43 @@ def judged_serving() -> tuple[Judged, ...]:
     """Rows of generation with predictions."""
     found = []
     for name, v in published_serving().items():
-        cluster = find_cluster(v["cluster"])
-        sizes = published_models()[v["model"]]
-        way = Serving(
-            sizes,
-            cluster,
-            v["batch"],
-            v["context"],
-            v["tp"],
-            v["ep"],
-            weight_bytes=v["weight_bytes"],
-            cache_bytes=v.get("cache_bytes", v["weight_bytes"]),
-            fused=v["fused"],
-        )
+        way = serving_of(v)
         point = PublishedMeasurement(
             name,
             v["source"],
             v["model"],
-            sizes,
-            cluster,
-            RankLayout(cluster.num_gpus),
+            way.sizes,
+            way.cluster,
+            RankLayout(way.cluster.num_gpus),
             Workload(v["context"], stack="fused" if v["fused"] else "eager"),
             v["measured"],
             unit="token_ms",
+            is_fitted=v.get("fit", False),
             guesses=tuple(v.get("guess", ())),
             cause=v.get("cause", ""),
         )
         found.append(Judged(point, 1e3 * way.seconds.total_s))
     return tuple(found)
+
+
+def serving_of(v: Mapping[str, Any]) -> Serving:
+    """Layout of a row of generation."""
+    cluster = find_cluster(v["cluster"])
+    if "memory_gb_per_s" in v:
+        device = cluster.device.model_copy(update={"hbm_gb_per_s": v["memory_gb_per_s"]})
+        cluster = cluster.model_copy(update={"device": device})
+    return Serving(
+        published_models()[v["model"]],
+        cluster,
+        v["batch"],
+        v["context"],
+        v["tp"],
+        v["ep"],
+        weights=Weights.of(v.get("weights", "bfloat16")),
+        fused=v["fused"],
+        redundant=v.get("redundant", 0),
+        overlaps=v.get("overlaps", False),
+    )
 
 
 def predicted(point: PublishedMeasurement, efficiency: Efficiency) -> float:

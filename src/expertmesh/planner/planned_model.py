@@ -12,6 +12,7 @@ from expertmesh.config.base import expanded, is_there, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.values import shown, some_of
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
+from expertmesh.costs.weight_formats import Weights, weights_of_files
 from expertmesh.errors import CheckpointError, ConfigError, text_of
 from expertmesh.models.bound_files import check_run, newest_state
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -20,7 +21,8 @@ from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES, recipe, recipe_owners
 from expertmesh.planner.arguments import path_text
-from expertmesh.planner.published import published_models
+from expertmesh.planner.published import published_files, published_models
+from expertmesh.planner.unmodelled import refuse_unmodelled
 from expertmesh.planner.unread import unread
 
 TOKENS_PER_PARAMETER = 20
@@ -45,6 +47,7 @@ class PlannedModel:
         config: configuration of a run of this project; None: the model cannot be trained here.
         guesses: guessed inputs of its training, in words.
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
+        files: formats of the weights in its files; None: not said.
         unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
     """
 
@@ -56,6 +59,7 @@ class PlannedModel:
     config: GPTRunConfig | None = None
     guesses: tuple[str, ...] = ()
     words: str = ""
+    files: Weights | None = None
     unread: tuple[str, ...] = ()
 
 
@@ -85,7 +89,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     if is_there(file) and file.is_file():
         return _of_file(name, file)
     if name in published_models():
-        return _of_sizes(name, published_models()[name])
+        return replace(_of_sizes(name, published_models()[name]), files=published_files(name))
     if is_folder:
         raise ConfigError(f"plan {name}: has no config.json; give a run, or a Hugging Face folder")
     known = [*RECIPES, *published_models()]
@@ -136,8 +140,9 @@ def _of_file(name: str, file: Path) -> PlannedModel:
         )
     said = unread(values)
     is_hub = "model_type" in values or values.keys().isdisjoint(_OF_RUN)
-    found = _of_hub(name, values) if is_hub else _of_run(name, file, values)
-    return replace(found, unread=(*said, *found.unread))
+    found = _of_hub(name, file, values) if is_hub else _of_run(name, file, values)
+    files = weights_of_files(values.get("quantization_config"))
+    return replace(found, files=files, unread=(*said, *found.unread))
 
 
 def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
@@ -165,10 +170,15 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     return _of_config(name, config, words=words)
 
 
-def _of_hub(name: str, values: dict[str, Any]) -> PlannedModel:
-    """The model of our configuration if our GPT can run it, else of the sizes in config.json alone."""
+def _of_hub(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
+    """The model of our configuration if our GPT can run it, else of the sizes in config.json alone.
+
+    Training goes on from the weights beside a config.json that our GPT can run.
+    """
+    refuse_unmodelled(name, values)
     try:
-        return _of_sizes(name, sizes_of(model_config(values)))
+        found = _of_sizes(name, sizes_of(model_config(values)))
+        return replace(found, words=f"{shlex.quote(str(file.parent))} --data.path DATA")
     except ConfigError as error:
         found = _of_sizes(name, sizes_of_hub(values))
         reason = str(error).partition("; ")[0]

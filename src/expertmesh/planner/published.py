@@ -13,6 +13,7 @@ from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.rank_layout import RankLayout, Stage, Workload
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.costs.step_time import RawStep, raw_step
+from expertmesh.costs.weight_formats import Weights
 from expertmesh.models.gpt.sizes import sizes_of
 
 _USUAL_SEQ = 4096
@@ -82,9 +83,16 @@ def published_models() -> Mapping[str, ModelSizes]:
 
 
 def _sizes(row: Mapping[str, Any]) -> ModelSizes:
+    row = {name: value for name, value in row.items() if name != "files"}
     if "model_type" not in row:
         return sizes_of_hub(row, is_part=True)
     return sizes_of(model_config({**row, **dict.fromkeys(row.get("nulls", ()))}))
+
+
+def published_files(name: str) -> Weights | None:
+    """Formats of the files of a model in published.toml; None: BF16."""
+    text = _table()["models"][name].get("files")
+    return None if text is None else Weights.of(text)
 
 
 @cache
@@ -117,7 +125,7 @@ def point_of(
     v = {**_table()["settings"][values["settings"]], **values}
     v = {RENAMED.get(key, key): value for key, value in v.items()}
     if sizes is None:
-        model = dict(_table()["models"][v["model"]])
+        model = {k: value for k, value in _table()["models"][v["model"]].items() if k != "files"}
         if "num_experts" in v:
             model["num_experts"] = v["num_experts"]
         sizes = sizes_of_hub(model, is_part=True)
