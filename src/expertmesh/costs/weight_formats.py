@@ -108,8 +108,15 @@ class Weights:
 PARTS = tuple(field.name for field in fields(Weights))
 """Names of the parts."""
 _OF_FILES: Mapping[str, FormatName] = {
-    "fp8": "fp8", "fbgemm_fp8": "fp8", "modelopt": "fp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4",
-    "gptq": "int4", "awq": "int4", "auto-round": "int4", "bitsandbytes": "int4",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "modelopt": "fp8",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+    "gptq": "int4",
+    "awq": "int4",
+    "auto-round": "int4",
+    "bitsandbytes": "int4",
 }
 
 

@@ -15,7 +15,7 @@ from expertmesh.planner.arguments import MOST_AT_ONCE, cluster_of, number, whole
 from expertmesh.planner.dense_twin import dense_twin
 from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import TENSOR_DEGREES, can_slice, divisors, routes_over
-from expertmesh.planner.serving import LAUNCH_S, SEQUENCE_S, Serving, with_most_sequences
+from expertmesh.planner.serving import Serving, with_most_sequences
 
 CACHES = {"bfloat16": 2.0, "fp8": 1.0, "float32": 4.0}
 """Bytes of an element of keys and values, by format."""
@@ -150,8 +150,7 @@ def serve_plan(
         *(guess for guess in found.unread if not is_told or "weights count as" not in guess),
         f"{formats.words()}; keys and values in {usual.cache_bytes:g} bytes",
         "even routing, and sequences of equal length",
-        f"{1e6 * LAUNCH_S['fused' if fused else 'eager']:.0f} us per layer and step for launches,"
-        f" {1e6 * SEQUENCE_S:.0f} us for each sequence of a device",
+        _overheads_text(usual),
     )
     twin = dense_twin(found.sizes)
     twins = (
@@ -164,6 +163,11 @@ def serve_plan(
         )
     )
     return ServePlan(found, ways, twins[0] if twins else None, guesses)
+
+
+def _overheads_text(way: Serving) -> str:
+    layer, sequence = 1e6 * way.layer_s, 1e6 * way.overheads.sequence_s
+    return f"{layer:.0f} us per layer and step for launches, {sequence:.0f} us for each sequence of a device"
 
 
 def _lengths(

@@ -58,10 +58,11 @@ def _lengths(way: Serving) -> str:
 def _totals(plan: ServePlan) -> list[str]:
     best, (fast, slow) = plan.best, SERVE_BAR
     token = best.token_s
+    bar = f"({seconds_text(fast * token)} to {seconds_text(slow * token)})"
+    each = best.tokens_per_s / best.cluster.num_gpus
     lines = [
-        f"per token    {seconds_text(token)} ({seconds_text(fast * token)} to {seconds_text(slow * token)}),"
-        f" {1 / token:,.0f} tokens/s for a sequence",
-        f"throughput   {best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / best.cluster.num_gpus:,.0f} per device",
+        f"per token    {seconds_text(token)} {bar}, {1 / token:,.0f} tokens/s for a sequence",
+        f"throughput   {best.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device",
     ]
     if best.prompt:
         lines += [

@@ -12,18 +12,27 @@ from expertmesh.costs.sizes import LayerSizes, ModelSizes
 from expertmesh.costs.step_time import ATTENTION, FP8_SHARE, Efficiency, route_of
 from expertmesh.costs.weight_formats import FORMATS, FormatName, Weights
 
-LAUNCH_S = {"eager": 1.2e-4, "fused": 6e-5}
-"""Seconds of a layer beyond its bytes and products, by kind of software: launches one by one (row tt-qwen3-30b-a100 of
-published.toml), or the beginnings and ends of ten kernels in a graph (ix-r1-8)."""
-SEQUENCE_S = 1.4e-4
-"""Seconds of each sequence of a device in a step: its scheduling, its sampling, its share of attention's small kernels (rows
-ix-gpt-oss-120b-64 and ix-gpt-oss-120b-256)."""
 EXCHANGE_S = 2e-5
 """Seconds of a dispatch or combine beyond its bytes' time: DeepEP's low-latency kernels, 77 us for 46 us of bytes on 8 ranks."""
 REDUCE_S = 1.6e-5
 """Seconds of a small all-reduce over the devices of a node (ai-dynamo/aiconfigurator: 15.7 us on 8 H100)."""
 WORKSPACE_BYTES = 3.5 * GIB
 """Bytes of a server beside weights and cache: context, buffers, graphs (ai-dynamo/aiconfigurator)."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds of generation beyond bytes and products, set with the rows marked `fit` in sight.
+
+    Attributes:
+        eager_s: of a layer, launched operation by operation (row tt-qwen3-30b-a100 of published.toml).
+        fused_s: of a layer in a graph: beginnings and ends of its kernels (row ix-r1-8).
+        sequence_s: of each sequence of a device: scheduling, sampling, small kernels (row ix-gpt-oss-120b-256).
+    """
+
+    eager_s: float = 1.2e-4
+    fused_s: float = 6e-5
+    sequence_s: float = 1.4e-4
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class Serving:
         overlaps: whether two halves of the sequences take turns, so that the exchange of one hides under the other's work.
         prompt: tokens of a prompt; 0: prompts are not counted.
         answer: tokens of an answer.
+        overheads: seconds beyond bytes and products.
     """
 
     sizes: ModelSizes
@@ -91,6 +101,12 @@ class Serving:
     overlaps: bool = False
     prompt: int = 0
     answer: int = 1
+    overheads: Overheads = Overheads()
+
+    @property
+    def layer_s(self) -> float:
+        """Seconds of a layer beyond bytes and products."""
+        return self.overheads.fused_s if self.fused else self.overheads.eager_s
 
     @property
     def local_batch(self) -> float:
@@ -215,8 +231,8 @@ class Serving:
             products_s=products,
             exchange_s=exchange,
             tensor_s=tensor,
-            host_s=sizes.num_layers * LAUNCH_S["fused" if self.fused else "eager"],
-            sequences_s=SEQUENCE_S * tokens,
+            host_s=sizes.num_layers * self.layer_s,
+            sequences_s=self.overheads.sequence_s * tokens,
         )
 
     def _products_s(self, block: LayerSizes, tokens: float, rows: float) -> float:
@@ -266,7 +282,7 @@ class Serving:
         """Seconds of a prompt on its tensor-parallel group, while every other group has one."""
         tokens, hbm = float(self.prompt), self.cluster.device.read_bytes_per_s
         wide = ATTENTION * self.cluster.device.reached_per_s("bfloat16")
-        found = self.sizes.num_layers * LAUNCH_S["eager"] if tokens else 0.0
+        found = self.sizes.num_layers * self.overheads.eager_s if tokens else 0.0
         for block in self.sizes.blocks:
             rows = tokens * block.rows_per_token / self.tp_degree
             experts = self.experts_here(block) * block.expert_parameters

@@ -77,8 +77,8 @@ def how_sure() -> str:
     """Sentence on the error bar of times."""
     fast, slow = ERROR_BAR
     return (
-        f"In four of five published runs that nothing was fitted to, the measured time is {fast:g} to {slow:g} times the"
-        " predicted one; docs/planner.md names the runs, and python -m benchmarks.planner in a clone compares each."
+        f"In three of four published runs of sources that nothing was fitted to, the measured time is {fast:g} to {slow:g}"
+        " times the predicted one; docs/planner.md names the runs, and python -m benchmarks.planner in a clone compares each."
     )
 
 
