@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from expertmesh.checkpoints.compressed_tensors import quantization_of, scheme_of
-from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.kept_experts import Fp8Experts, format_of_files
 from expertmesh.checkpoints.rounded import ExpertFormat, RoundedExperts
@@ -37,6 +36,7 @@ from expertmesh.models.gpt.family import GPT
 from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.models.registry import FAMILIES
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.adapted import checkpoint_weights
 from expertmesh.runs.quantized import open_quantized
 from expertmesh.text.tokenizer import load_tokenizer
 
@@ -376,7 +376,7 @@ class Run:
         if self.is_quantized:
             return open_quantized(self.path, self.config)
         if not self.is_hub:
-            source = Checkpoint(self.checkpoint, prefix="model.")
+            source = checkpoint_weights(self.checkpoint, dtype)
             return source if self.rounds is None else RoundedExperts(source, self.rounds)
         model = HubModel(self.path, dtype=dtype)
         if self.rounds is None:
