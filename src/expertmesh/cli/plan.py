@@ -68,6 +68,18 @@ class PlanVerb(Operation):
     """precision of products; float8 models other software (default: the recipe's)"""
     stack: Literal["2021", "eager", "graphs", "fused", "whole_graph"] | None = None
     """kind of software: of 2021; launch by launch, as train; with CUDA graphs of parts, fused operators, or one graph of all passes (default: eager)"""
+    finetune: Literal["lora", "full"] | None = None
+    """fine-tuning as train FOLDER does it: all weights (full), or low-rank adapters on a resting base (lora)"""
+    rank: int | None = None
+    """rank of the adapters (default: that of train)"""
+    expert_rank: int | None = None
+    """rank of the adapters of routed experts (default: that of train)"""
+    targets: Annotated[tuple[str, ...] | None, Spelling("NAME")] = None
+    """matrices with adapters: attention, dense, shared, experts, head (default: those of train)"""
+    base: str | None = None
+    """storage of the resting weights: float32, bfloat16, int8, int4, nf4, fp8 or mxfp4 (default: that of train)"""
+    filled: float | None = None
+    """share of the sequences' tokens that is text, 1 with packing (default: 1)"""
     page: NewFile | None = None
     """HTML report: Pareto front, time and memory breakdown, scaling"""
     measured: InputFile | None = None

@@ -206,6 +206,23 @@ class ModelSizes:
         used = sum(b.count * b.rows_per_token * b.expert_parameters for b in self.blocks)
         return self.dense_parameters + used
 
+    @cached_property
+    def learning_share(self) -> float:
+        """Elements that learn over the model's; 1 but where weights rest under adapters."""
+        learns = num_elements(one for one in self.spec if one.rests is None)
+        return learns / self.num_parameters
+
+    @cached_property
+    def widened_bytes(self) -> float:
+        """Bytes that a pass moves to widen all packed experts once: their numbers, and twice the wide ones."""
+        packed = [
+            one
+            for one in self.spec
+            if one.rests is not None and one.rests.format not in ("products", "float32")
+        ]
+        read = sum(one.rests.num_bytes(one.shape, element_bytes=2) for one in packed if one.rests)
+        return read + 4 * num_elements(packed)
+
     def training_flops(self, seq_len: int) -> float:
         """Operations of forward and backward per token of sequences of one length, as is usual: three times the forward."""
         found: float = 2 * self.dim * self.vocab_size

@@ -24,6 +24,8 @@ FP8_SHARE = 0.75
 """Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention stay in BF16."""
 FP8_LAUNCHES = 2.0
 """Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their own."""
+ADAPTER_LAUNCHES = 1.5
+"""Launches of a layer with adapters relative to one without: two small products and a sum beside each of its products."""
 ADAM_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, gradient and two moments in FP32, and a copy in BF16."""
 
@@ -191,18 +193,19 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
     wide = device.reached_per_s("float32" if work.precision == "float32" else "bfloat16")
     T = layout.micro_batch * work.seq_len / (layout.tp_degree * layout.cp_degree)
     D, passes, b = sizes.dim, layout.passes, work.element_bytes
+    rests = sizes.learning_share < 1  # weights that rest have no gradients
     sums = dict.fromkeys((f.name for f in fields(RawStep) if f.type is float), 0.0)
     for block in sizes.blocks:
         n = block.count / stages
         dense = block.attention_elements + block.dense_elements + D * block.num_experts
         again = block.recomputed_elements(layout.recomputed)
-        sums["dense_s"] += n * 2 * T * (passes * dense + again) / peak
+        sums["dense_s"] += n * 2 * T * ((passes - rests) * dense + again) / peak
         seen = block.keys_seen(work.seq_len)
         more = 0.5 + ("core_attn" in layout.recomputed)
         sums["attention_s"] += n * (passes + more) * 2 * T * block.score_width * seen
         sums["element_s"] += n * passes / 3 * T * D / hbm
         sums["rows_s"] += n * passes / 3 * T * 4 * block.num_matrices * block.dense_hidden * b / hbm
-        sums["host_layers"] += n * passes / 3
+        sums["host_layers"] += n * passes / 3 * (ADAPTER_LAUNCHES if rests else 1)
         sums["tensor_s"] += n * passes / 3 * _tensor_s(T, D * b, layout, cluster)
         if block.num_experts:
             for name, seconds in _expert_parts(sizes, block, T, layout, work, cluster).items():
@@ -213,8 +216,10 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
         sums["grouped_s"] /= FP8_SHARE
         if work.stack == "eager":
             sums["host_layers"] *= FP8_LAUNCHES
-    sums["dense_s"] += 3 * 2 * T * D * sizes.vocab_size / wide / stages
+    sums["dense_s"] += (3 - rests) * 2 * T * D * sizes.vocab_size / wide / stages
     sums["rows_s"] += T * sizes.vocab_size * 16 / hbm / stages
+    widened = sizes.widened_bytes / layout.route_degree / stages
+    sums["rows_s"] += (passes - rests) * widened / hbm
     sums["sends_s"] = _sends_s(T * D * b, layout, cluster)
     sums["step_layers"] = sizes.num_layers / stages if work.on_gpu else 0.0
     weights = _weights(sizes, layout, work, cluster)
@@ -324,7 +329,7 @@ def _expert_parts(
     )
     again = 4 / 3 if layout.checkpointing in ("full", "moe") else 1.0
     first_product = (block.num_matrices - 1) / block.num_matrices / 3
-    products = again + (first_product if layout.checkpointing == "experts" else 0)
+    products = again - (1 / 3 if sizes.learning_share < 1 else 0) + (first_product if layout.checkpointing == "experts" else 0)
     trips = 1.5 if layout.checkpointing in ("full", "moe") else 1.0
     trips *= 0.75 if work.eight_bit_dispatch else 1.0  # two of the four all-to-alls are dispatches
     rows = T * block.rows_per_token * factor
@@ -347,6 +352,7 @@ def _weights(
     """Seconds of one rank's weight gathers, gradient reductions, offload copies and update, by part of `RawStep`."""
     device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
     gradient = OTHERS[work.states].gradient if work.states in OTHERS else 4
+    gradient *= sizes.learning_share
     dense = sizes.dense_parameters / stages / layout.tp_degree
     experts = sizes.expert_parameters / stages / layout.route_degree
     shard, replicas, copies = layout.shard_degree, layout.num_replicas, layout.dp_replicate_degree
@@ -375,6 +381,7 @@ def _weights(
         each, step = each + dense_sum, step + dense_gather + expert_gather
     else:
         step += dense_gather + dense_sum + expert_gather
+    held *= sizes.learning_share
     update = ADAM_BYTES * held / (HBM * device.hbm_bytes_per_s)
     offload = 0.0
     if layout.offload:

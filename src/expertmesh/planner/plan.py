@@ -1,12 +1,13 @@
 """`expertmesh.plan`: the best layouts of a model on a cluster, their costs, and why other layouts lost."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from expertmesh.config.cluster import Cluster, Precision
 from expertmesh.config.run import OptimConfig
-from expertmesh.config.values import check_choice
+from expertmesh.config.values import Number, check_choice
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.memory import GIB
 from expertmesh.costs.rank_layout import IMBALANCE, Stack, States, workload_of
@@ -22,6 +23,8 @@ from expertmesh.planner.arguments import (
     path_text,
     whole,
 )
+from expertmesh.planner.finetune import Kind as Finetune
+from expertmesh.planner.finetune import finetuned
 from expertmesh.planner.fit import fit_with
 from expertmesh.planner.own import own_points
 from expertmesh.planner.planned_model import PlannedModel, planned_model
@@ -76,6 +79,12 @@ def plan(
     micro_batch: int | None = None,
     precision: Precision | None = None,
     stack: Stack = "eager",
+    finetune: Finetune | None = None,
+    rank: int | None = None,
+    expert_rank: int | None = None,
+    targets: Sequence[str] | None = None,
+    base: str | None = None,
+    filled: float = 1.0,
     measured: str | Path | None = None,
 ) -> Plan:
     """Plan a model on a cluster: the best layouts, memory and time by part, days and price. Imports no torch.
@@ -98,6 +107,12 @@ def plan(
         micro_batch: sequences of a data-parallel rank in one pass.
         precision: precision of products; None: the recipe's. FP8 is that of other software.
         stack: kind of software, see `costs.rank_layout.Workload`; this project's is "eager".
+        finetune: "full" or "lora": fine-tuning as `expertmesh train FOLDER` does it, with its batch and sequences.
+        rank: rank of the adapters, as are the next three an option of "lora"; None: that of training.
+        expert_rank: rank of the adapters of routed experts.
+        targets: matrices with adapters.
+        base: storage of the resting weights, see `config.frozen_base`.
+        filled: share of the sequences' tokens that is text: 1 where texts are packed, less where they are padded.
         measured: a TOML file of your own measurements, on which the constants are fitted again (docs/planner.md).
 
     Returns:
@@ -112,6 +127,16 @@ def plan(
         (True, True)
     """
     found = planned_model(model)
+    adapters = {"rank": rank, "expert_rank": expert_rank, "targets": targets, "base": base}
+    asked = {name: value for name, value in adapters.items() if value is not None}
+    if finetune is not None:
+        check_choice("finetune", finetune, get_args(Finetune))
+        seq_len = None if max_context is None else _tokens("max_context", max_context)
+        found = finetuned(found, finetune, asked, seq_len=seq_len)
+    elif asked:
+        fix = f"give {named('finetune', 'lora')}"
+        raise ConfigError(next(iter(asked)), next(iter(asked.values())), "is an option of adapters", fix)
+    Number(0, 1, "give the share of text", is_open=True).check("filled", filled)
     where = cluster_of(cluster)
     check_choice("goal", goal, get_args(Goal))
     if tokens is not None:
@@ -133,6 +158,7 @@ def plan(
     if tokens is not None:
         found = replace(found, train_tokens=tokens)
         guesses = tuple(g for g in guesses if "training tokens" not in g)
+    found = replace(found, train_tokens=found.train_tokens / filled)
     candidates = search(problem, goal)
     if not candidates:
         raise ConfigError(_nothing_fits(found, problem))

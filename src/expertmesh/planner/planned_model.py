@@ -18,6 +18,7 @@ from expertmesh.models.bound_files import check_run, newest_state
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES, recipe, recipe_owners
 from expertmesh.planner.arguments import path_text
@@ -48,6 +49,7 @@ class PlannedModel:
         guesses: guessed inputs of its training, in words.
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
         files: formats of the weights in its files; None: not said.
+        folder: folder of its weights; "": unknown.
         unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
     """
 
@@ -60,6 +62,7 @@ class PlannedModel:
     guesses: tuple[str, ...] = ()
     words: str = ""
     files: Weights | None = None
+    folder: str = ""
     unread: tuple[str, ...] = ()
 
 
@@ -74,12 +77,12 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
         ConfigError: the target is none of these, or a model that is no decoder.
     """
     if isinstance(target, GPTRunConfig):
-        return _of_config("configuration", target)
+        return of_config("configuration", target)
     name = path_text("model", target, "a recipe's or model's name, a path or a GPTRunConfig")
     if name in recipe_owners():
         config = recipe(name)
         if isinstance(config, GPTRunConfig):
-            return _of_config(name, config, words=name)
+            return of_config(name, config, words=name)
         raise ConfigError(
             f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
         )
@@ -100,12 +103,19 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     )
 
 
-def _of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
+def of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
+    """The model of a configuration, with what of it rests.
+
+    Args:
+        name: name for display.
+        config: the configuration.
+        words: words after `expertmesh train` that give it.
+    """
     seq_len = config.data.seq_len
     batch = config.train.batch_size * seq_len
     return PlannedModel(
         name,
-        sizes_of(config.model),
+        sizes_of_run(config),
         seq_len,
         batch,
         float(config.train.steps * batch),
@@ -167,7 +177,7 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     word = next((known for known in RECIPES if known == recipe), next(iter(RECIPES)))
     folder = shlex.quote(f"{config.train.run_dir}-planned")
     words = f"{word} --config {shlex.quote(str(file))} --train.run-dir {folder}"
-    return _of_config(name, config, words=words)
+    return replace(of_config(name, config, words=words), folder=str(file.parent))
 
 
 def _of_hub(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
@@ -178,7 +188,8 @@ def _of_hub(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     refuse_unmodelled(name, values)
     try:
         found = _of_sizes(name, sizes_of(model_config(values)))
-        return replace(found, words=f"{shlex.quote(str(file.parent))} --data.path DATA")
+        folder = str(file.parent)
+        return replace(found, words=f"{shlex.quote(folder)} --data.path DATA", folder=folder)
     except ConfigError as error:
         found = _of_sizes(name, sizes_of_hub(values))
         reason = str(error).partition("; ")[0]

@@ -118,13 +118,15 @@ def layout_text(candidate: Candidate) -> str:
 
 def _totals(plan: SearchResult) -> list[str]:
     best, fast, slow = plan.best, *ERROR_BAR
-    rate, step, days = best.tokens_per_s, best.seconds.total_s, plan.train_s / 86400
-    of_days = f"{days:,.4g} days ({days * fast:,.3g} to {days * slow:,.3g})"
+    rate, step = best.tokens_per_s, best.seconds.total_s
+    unit, each = ("days", 86400) if plan.train_s > 2 * 86400 else ("hours", 3600)
+    length = plan.train_s / each
+    of_length = f"{length:,.4g} {unit} ({length * fast:,.3g} to {length * slow:,.3g})"
     lines = [
         f"tokens/s     {rate:,.0f} ({rate / slow:,.0f} to {rate / fast:,.0f}), {rate / plan.problem.cluster.num_gpus:,.0f} per device",
         f"step         {seconds_text(step)} ({seconds_text(step * fast)} to {seconds_text(step * slow)})",
         f"utilisation  {100 * best.utilisation:.1f} % of the peak",
-        f"training     {plan.model.train_tokens:,.4g} tokens: {of_days}, {plan.gpu_hours:,.0f} device hours",
+        f"training     {plan.model.train_tokens:,.4g} tokens: {of_length}, {plan.gpu_hours:,.4g} device hours",
     ]
     if plan.usd:
         low, high = plan.usd[0] * fast, plan.usd[-1] * slow
