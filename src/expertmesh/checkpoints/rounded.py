@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from expertmesh.checkpoints.box import Box, whole_box
 from expertmesh.checkpoints.compressed_tensors import is_expert
 from expertmesh.checkpoints.source import Stored, TensorSource
 from expertmesh.errors import ConfigError
-from expertmesh.ops.experts.weights import FORMATS, Kept
+from expertmesh.ops.experts.quantized_formats import QUANTIZED
+from expertmesh.ops.experts.weights import Kept
 
 _SCALE = "_scale"
 
@@ -22,7 +24,7 @@ class ExpertFormat:
     """How a model holds the matrices of its routed experts.
 
     Attributes:
-        format: name of the format in `FORMATS`.
+        format: name of the format in `QUANTIZED`.
         dtype: dtype of the products, and of scales whose type the format leaves open.
         group_size: input columns per scale, where the format leaves it open.
     """
@@ -30,6 +32,17 @@ class ExpertFormat:
     format: str
     dtype: torch.dtype
     group_size: int = 64
+
+    @property
+    def text(self) -> str:
+        """The format in words, for `of`."""
+        return f"{self.format} {self.group_size} {str(self.dtype).removeprefix('torch.')}"
+
+    @classmethod
+    def of(cls, text: str) -> "ExpertFormat":
+        """The format of a `text`."""
+        form, group_size, dtype = text.split()
+        return cls(form, getattr(torch, dtype), int(group_size))
 
 
 class RoundedExperts:
@@ -48,7 +61,7 @@ class RoundedExperts:
 
     def __init__(self, source: TensorSource, scheme: ExpertFormat) -> None:
         self._source, self.scheme, self.products_dtype = source, scheme, scheme.dtype
-        self._form = FORMATS[scheme.format]
+        self._form = QUANTIZED[scheme.format]
         # by matrix and experts, made with the codes and kept until they are read
         self._scales: dict[tuple[str, int, int], Tensor] = {}
         unit = self._form.columns(scheme.group_size)
@@ -105,3 +118,50 @@ class RoundedExperts:
 
     def _kept(self, shape: tuple[int, ...]) -> dict[str, Kept]:
         return self._form.kept(shape, self.scheme.dtype, self.scheme.group_size)
+
+
+class WidenedExperts:
+    """The tensors of a source with quantised experts, these widened, one at a time; a `TensorSource`.
+
+    Args:
+        source: a source with a `scheme` and a `products_dtype`, such as `RoundedExperts`.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._form = QUANTIZED[source.scheme.format]
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        found: Path = self._source.path
+        return found
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """See `TensorSource`."""
+        found: dict[str, Stored] = {}
+        for name, stored in self._source.tensors.items():
+            if is_expert(name):
+                shape = self._form.wide_shape(stored.shape)
+                found[name] = Stored(shape, self._source.products_dtype)
+            elif not is_expert(name.removesuffix(_SCALE)):
+                found[name] = stored
+        return found
+
+    def read(self, name: str, box: Box, into: Tensor) -> None:
+        """See `TensorSource.read`; an expert is widened whole."""
+        if not is_expert(name):
+            self._source.read(name, box, into)
+            return
+        for place, expert in enumerate(range(box[0].start, box[0].stop)):
+            codes, scales = (self._of(f"{name}{end}", expert) for end in ("", _SCALE))
+            wide = self._form.wide(codes, scales, self._source.products_dtype)
+            into[place].copy_(wide[box[1:]])
+
+    def _of(self, name: str, expert: int) -> Tensor:
+        """One expert's part of a tensor."""
+        (_, *one), dtype = self._source.tensors[name]
+        found = torch.empty(1, *one, dtype=dtype)
+        self._source.read(name, (slice(expert, expert + 1), *whole_box(one)), found)
+        return found[0]

@@ -12,6 +12,11 @@ QUANTIZED = ("int8", "int4", "nf4", "fp8", "mxfp4")
 """Storages of the routed experts' matrices; all other weights then have the type of the products."""
 GROUPED = ("int4", "nf4")
 """Storages with a scale per group of columns."""
+IDLE_BASE = (
+    "is for weights that rest under adapters",
+    f"leave it out, or give {named('adapter.kind', 'lora')}",
+)
+"""Rule and fix of a storage where all weights learn."""
 
 
 class FrozenBaseConfig(Config):

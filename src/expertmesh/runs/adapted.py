@@ -10,6 +10,7 @@ import torch
 
 from expertmesh.checkpoints.adapted import AdaptedModel
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.rounded import ExpertFormat
 from expertmesh.checkpoints.source import TensorSource
 from expertmesh.checkpoints.store import read_state
 from expertmesh.config.adapter import AdapterConfig
@@ -19,17 +20,19 @@ from expertmesh.errors import CheckpointError, ConfigError, named
 BASE = "base"
 """Name of a base's record among the values of a checkpoint."""
 _ENDS = 1 << 20
+_ROUNDS = "experts"
 _WORDS = ("*.json", "*.safetensors")
 
 
-def base_record(path: Path, weights: Path) -> dict[str, str]:
-    """Record of a base: its folder, its weights and their digest.
+def base_record(base: Any) -> dict[str, str]:
+    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to.
 
     Args:
-        path: folder of a run or of the hub.
-        weights: a checkpoint of the run, or the hub's folder.
+        base: the `Run`, with its weights.
     """
-    return {"path": str(path), "weights": str(weights), "digest": digest_of(weights)}
+    weights = base.checkpoint
+    found = {"path": str(base.path), "weights": str(weights), "digest": digest_of(weights)}
+    return found if base.rounds is None else {**found, _ROUNDS: base.rounds.text}
 
 
 def digest_of(weights: Path) -> str:
@@ -66,6 +69,13 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
             f"its weights are not those of {before['path']}, on which the adapters of {where} were trained",
             f"restore that folder, or use another {named('train.run_dir')}",
         )
+    if before.get(_ROUNDS) != own.get(_ROUNDS):
+        raise ConfigError(
+            "train.dtype",
+            own.get(_ROUNDS, "").rpartition(" ")[2],
+            f"gives experts in {own.get(_ROUNDS)}, and the adapters of {where} were trained on {before.get(_ROUNDS)}",
+            f"use the type of the run, or another {named('train.run_dir')}",
+        )
 
 
 def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
@@ -83,7 +93,7 @@ def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> Te
     if BASE not in values:
         return own
     base, config = find_base(checkpoint)
-    return AdaptedModel(base.open_weights(dtype), own, config)
+    return AdaptedModel(base.open_widened(dtype), own, config)
 
 
 def find_base(checkpoint: Path) -> tuple[Any, AdapterConfig]:
@@ -108,7 +118,9 @@ def find_base(checkpoint: Path) -> tuple[Any, AdapterConfig]:
         )
     with saved_run():
         config = AdapterConfig.model_validate(values["config"]["adapter"])
-    return replace(find_model(path), weights=weights), config
+    text = record.get(_ROUNDS)
+    rounds = None if text is None else ExpertFormat.of(text)
+    return replace(find_model(path), weights=weights, rounds=rounds), config
 
 
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:

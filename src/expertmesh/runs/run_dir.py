@@ -21,7 +21,7 @@ from torch import Tensor
 from expertmesh.checkpoints.compressed_tensors import quantization_of, scheme_of
 from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.kept_experts import Fp8Experts, format_of_files
-from expertmesh.checkpoints.rounded import ExpertFormat, RoundedExperts
+from expertmesh.checkpoints.rounded import ExpertFormat, RoundedExperts, WidenedExperts
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good, read_state
 from expertmesh.config.base import expanded, parse_json, saved_run
@@ -37,7 +37,7 @@ from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.models.registry import FAMILIES
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.adapted import checkpoint_weights
-from expertmesh.runs.quantized import open_quantized
+from expertmesh.runs.quantized import PackedExperts, open_quantized
 from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -383,6 +383,11 @@ class Run:
             return model
         kind = Fp8Experts if self.rounds.format == "fp8" else RoundedExperts
         return kind(model, self.rounds)
+
+    def open_widened(self, dtype: torch.dtype | None = None) -> TensorSource:
+        """As `open_weights`, with experts in a quantised format widened while they are read."""
+        found = self.open_weights(dtype)
+        return WidenedExperts(found) if isinstance(found, PackedExperts) else found
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of a model, or this rank's shards of them, by their names in its state dict.

@@ -56,6 +56,10 @@ class QuantizedFormat(WeightFormat):
         assert experts.scales_out is not None
         return self.wide(experts.w_out_EDF[e], experts.scales_out[e], dtype)
 
+    def wide_shape(self, kept: Shape) -> Shape:
+        """Shape of matrices once widened, from that of their values."""
+        return kept
+
     def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Widen a matrix for its product."""
         return widened(Rounded(values, scales), dtype)
@@ -97,10 +101,14 @@ class Int4(QuantizedFormat):
         found = super().pack(w, dtype, group_size)
         return {**found, "": nibbles(found[""])}
 
+    def wide_shape(self, kept: Shape) -> Shape:
+        """See `QuantizedFormat`."""
+        return (*kept[:-1], 2 * kept[-1])
+
     def shape(self, experts: ExpertSlice) -> tuple[int, int, int, int]:
         """See `WeightFormat`."""
-        E, G, F, half = experts.w_in_EGFD.shape
-        return E, G, F, 2 * half
+        E, G, F, D = self.wide_shape(experts.w_in_EGFD.shape)
+        return E, G, F, D
 
     def unit(self, experts: ExpertSlice) -> int:
         """See `WeightFormat`: a group of w_out's columns."""
