@@ -329,7 +329,11 @@ def _expert_parts(
     )
     again = 4 / 3 if layout.checkpointing in ("full", "moe") else 1.0
     first_product = (block.num_matrices - 1) / block.num_matrices / 3
-    products = again - (1 / 3 if sizes.learning_share < 1 else 0) + (first_product if layout.checkpointing == "experts" else 0)
+    products = (
+        again
+        - (1 / 3 if sizes.learning_share < 1 else 0)
+        + (first_product if layout.checkpointing == "experts" else 0)
+    )
     trips = 1.5 if layout.checkpointing in ("full", "moe") else 1.0
     trips *= 0.75 if work.eight_bit_dispatch else 1.0  # two of the four all-to-alls are dispatches
     rows = T * block.rows_per_token * factor

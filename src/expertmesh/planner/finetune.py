@@ -45,7 +45,10 @@ def finetuned(
     if kind == "full" and given:
         name = next(iter(given))
         raise ConfigError(
-            name, _text(given[name]), "is an option of adapters", f"give {named('finetune', 'lora')}"
+            name,
+            _text(given[name]),
+            "is an option of adapters",
+            f"give {named('finetune', 'lora')}",
         )
     folder = model.folder or f"models/{model.name}"
     options = {OF_ADAPTERS[name]: value for name, value in given.items()}

@@ -135,7 +135,9 @@ def plan(
         found = finetuned(found, finetune, asked, seq_len=seq_len)
     elif asked:
         fix = f"give {named('finetune', 'lora')}"
-        raise ConfigError(next(iter(asked)), next(iter(asked.values())), "is an option of adapters", fix)
+        raise ConfigError(
+            next(iter(asked)), next(iter(asked.values())), "is an option of adapters", fix
+        )
     Number(0, 1, "give the share of text", is_open=True).check("filled", filled)
     where = cluster_of(cluster)
     check_choice("goal", goal, get_args(Goal))
@@ -143,7 +145,7 @@ def plan(
         fix = "give the tokens of the training"
         tokens = number("tokens", tokens, most=MOST_TOKENS, fix=fix)
     problem, guesses = _problem(
-        found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp
+        found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp, tp
     )
     problem = _chosen(problem, tp, ep, zero, micro_batch)
     if precision is not None:
@@ -205,6 +207,7 @@ def _problem(
     states: States | None,
     pp: int,
     vpp: int,
+    tp: int | None = None,
 ) -> tuple[Problem, tuple[str, ...]]:
     """(search problem, guessed inputs in words)."""
     guesses = [*model.unread, *model.guesses]
@@ -237,7 +240,7 @@ def _problem(
         ranks = cluster.num_gpus // pp
         batch = (
             given
-            if model.config is not None and _splits(given, ranks)
+            if model.config is not None and _splits(given, ranks, tp)
             else -(-given // ranks) * ranks
         )
         if batch != given:
@@ -276,9 +279,10 @@ def _problem(
     )
 
 
-def _splits(batch: int, ranks: int) -> bool:
-    """Whether some tensor degree leaves data-parallel ranks that divide a step's sequences."""
-    return any(ranks % tp == 0 and batch % (ranks // tp) == 0 for tp in TENSOR_DEGREES)
+def _splits(batch: int, ranks: int, tp: object) -> bool:
+    """Whether the chosen tensor degree, or some, leaves data-parallel ranks that divide a step's sequences."""
+    degrees = (tp,) if isinstance(tp, int) and tp > 0 else TENSOR_DEGREES
+    return any(ranks % one == 0 and batch % (ranks // one) == 0 for one in degrees)
 
 
 def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
