@@ -9,7 +9,7 @@ from benchmarks.planner.validation import Judged, Summary, Validation, source_of
 
 from expertmesh.costs import memory, rank_layout, step_time
 from expertmesh.costs.step_time import step_seconds
-from expertmesh.planner import serving
+from expertmesh.planner import serving_layout as serving
 from expertmesh.planner.search_result import ERROR_BAR, MEMORY_BAR
 from expertmesh.planner.serve import SERVE_BAR
 from expertmesh.planner.table import columns

@@ -19,7 +19,7 @@ from expertmesh.planner.published import (
     published_points,
     published_serving,
 )
-from expertmesh.planner.serving import Overheads, Serving
+from expertmesh.planner.serving_layout import Overheads, Serving
 
 _T = TypeVar("_T")
 EAGER_S, FUSED_S, SEQUENCE_S = (

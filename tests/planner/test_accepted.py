@@ -15,7 +15,7 @@ from expertmesh.planner.planned_model import planned_model
 from expertmesh.planner.search import TENSOR_DEGREES
 from expertmesh.planner.search_result import flags_of
 from expertmesh.planner.serve import serve_plan, servings
-from expertmesh.planner.serving import Serving
+from expertmesh.planner.serving_layout import Serving
 from expertmesh.planner.why import why_not
 
 SMALL = {"dim": 64, "num_layers": 2, "vocab_size": 512, "ffn_hidden_dim": 64, "num_heads": 8}

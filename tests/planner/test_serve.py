@@ -14,7 +14,7 @@ from expertmesh.models.registry import recipe
 from expertmesh.planner.dense_twin import dense_twin
 from expertmesh.planner.published import published_models
 from expertmesh.planner.serve import serve_plan
-from expertmesh.planner.serving import Serving, with_most_sequences
+from expertmesh.planner.serving_layout import Serving, with_most_sequences
 
 QWEN = Serving(published_models()["qwen3-30b"], find_cluster("h100x8"), 64, 4096, 1, 8)
 

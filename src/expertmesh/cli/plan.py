@@ -59,7 +59,7 @@ class PlanVerb(Operation):
     tp: int | None = None
     """tensor-parallel degree (default: searched)"""
     ep: int | None = None
-    """number of ranks that tokens travel over, the expert-parallel degree times slices (default: searched)"""
+    """expert-parallel degree, times the slices of an expert (default: searched)"""
     zero: int | None = None
     """ZeRO stage: 1, 2 or 3 (default: searched)"""
     micro_batch: int | None = None
@@ -71,13 +71,13 @@ class PlanVerb(Operation):
     finetune: Literal["lora", "full"] | None = None
     """fine-tuning as train FOLDER does it: all weights (full), or low-rank adapters on a resting base (lora)"""
     rank: int | None = None
-    """rank of the adapters (default: that of train)"""
+    """rank of the adapters (default: as in training)"""
     expert_rank: int | None = None
-    """rank of the adapters of routed experts (default: that of train)"""
+    """rank of the adapters of routed experts (default: as in training)"""
     targets: Annotated[tuple[str, ...] | None, Spelling("NAME")] = None
-    """matrices with adapters: attention, dense, shared, experts, head (default: those of train)"""
+    """matrices with adapters: attention, dense, shared, experts, head (default: as in training)"""
     base: str | None = None
-    """storage of the resting weights: float32, bfloat16, int8, int4, nf4, fp8 or mxfp4 (default: that of train)"""
+    """storage of the resting weights: float32, bfloat16, int8, int4, nf4, fp8 or mxfp4 (default: as in training)"""
     filled: float | None = None
     """share of the sequences' tokens that is text, 1 with packing (default: 1)"""
     page: NewFile | None = None

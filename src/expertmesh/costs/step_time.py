@@ -355,8 +355,8 @@ def _weights(
 ) -> dict[str, float]:
     """Seconds of one rank's weight gathers, gradient reductions, offload copies and update, by part of `RawStep`."""
     device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
-    gradient = OTHERS[work.states].gradient if work.states in OTHERS else 4
-    gradient *= sizes.learning_share
+    other = OTHERS.get(work.states)
+    gradient = (4 if other is None else other.gradient) * sizes.learning_share
     dense = sizes.dense_parameters / stages / layout.tp_degree
     experts = sizes.expert_parameters / stages / layout.route_degree
     shard, replicas, copies = layout.shard_degree, layout.num_replicas, layout.dp_replicate_degree

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from expertmesh.config.cluster import Precision
 from expertmesh.errors import ConfigError
@@ -11,7 +11,7 @@ FormatName = Literal["float32", "bfloat16", "fp8", "int8", "int4", "mxfp4", "nvf
 
 
 @dataclass(frozen=True)
-class Format:
+class ServedFormat:
     """A format of weights.
 
     Attributes:
@@ -23,17 +23,21 @@ class Format:
     precision: Precision
 
 
-FORMATS: Mapping[FormatName, Format] = {
-    "float32": Format(4.0, "float32"),
-    "bfloat16": Format(2.0, "bfloat16"),
-    "fp8": Format(1.0 + 4 / 128**2, "float8"),
-    "int8": Format(1.0, "bfloat16"),
-    "int4": Format(0.5 + 2 / 64, "bfloat16"),
-    "mxfp4": Format(0.5 + 1 / 32, "bfloat16"),
-    "nvfp4": Format(0.5 + 1 / 16, "float8"),
+FORMATS: Mapping[FormatName, ServedFormat] = {
+    "float32": ServedFormat(4.0, "float32"),
+    "bfloat16": ServedFormat(2.0, "bfloat16"),
+    "fp8": ServedFormat(1.0 + 4 / 128**2, "float8"),
+    "int8": ServedFormat(1.0, "bfloat16"),
+    "int4": ServedFormat(0.5 + 2 / 64, "bfloat16"),
+    "mxfp4": ServedFormat(0.5 + 1 / 32, "bfloat16"),
+    "nvfp4": ServedFormat(0.5 + 1 / 16, "float8"),
 }
 """Formats by name: FP8 with a scale for 128 x 128 weights, int8 by row, int4 in groups of 64, MXFP4 in blocks of 32, NVFP4
 of 16. Four-bit weights are widened for their products, NVFP4's to FP8."""
+
+
+def _is_format(name: str) -> TypeGuard[FormatName]:
+    return name in FORMATS
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Weights:
         found = usual or Weights()
         for word in text.split(","):
             part, equals, name = word.strip().rpartition("=")
-            if name not in FORMATS:
+            if not _is_format(name):
                 raise ConfigError(
                     "weights", text, f"must have formats of {', '.join(FORMATS)}", "name one"
                 )
@@ -135,10 +139,9 @@ def weights_of_files(given: Any) -> Weights | None:
     if name == "fp8" and ("nvfp4" in text or "mxfp4" in text):
         name = "nvfp4" if "nvfp4" in text else "mxfp4"
     if given.get("quant_method") == "compressed-tensors":
-        bits = {"'num_bits': 4": "int4", "'num_bits': 8": "int8"}
-        name = next((kind for key, kind in bits.items() if key in text), None)  # type: ignore[assignment]
-        is_float = "'type': 'float'" in text
-        name = {"int4": "nvfp4", "int8": "fp8"}.get(str(name), name) if is_float else name  # type: ignore[assignment]
+        is_float, four = "'type': 'float'" in text, "'num_bits': 4" in text
+        name = ("nvfp4" if four else "fp8") if is_float else ("int4" if four else "int8")
+        name = name if four or "'num_bits': 8" in text else None
     if name is None:
         return None
     return Weights(experts=name) if name == "mxfp4" else Weights.all(name)

@@ -32,7 +32,7 @@ def finetuned(
         model: the model; one that our GPT can run.
         kind: "full", or "lora": low-rank adapters while the weights rest.
         given: options of adapters by their names in `OF_ADAPTERS`.
-        seq_len: tokens of a sequence; None: that of training, what the model takes and at most 2,048.
+        seq_len: tokens of a sequence; None: what the model takes, at most 2,048, as in training.
 
     Raises:
         ConfigError: our GPT cannot run the model, or an option breaks a rule of training.

@@ -1,9 +1,9 @@
 """`expertmesh.plan`: the best layouts of a model on a cluster, their costs, and why other layouts lost."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from expertmesh.config.cluster import Cluster, Precision
 from expertmesh.config.run import OptimConfig
@@ -31,7 +31,7 @@ from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import (
     TENSOR_DEGREES,
     Candidate,
-    Choices,
+    ChosenDegrees,
     Goal,
     Problem,
     can_cut,
@@ -105,10 +105,10 @@ def plan(
         ep: ranks that tokens travel over.
         zero: ZeRO stage.
         micro_batch: sequences of a data-parallel rank in one pass.
-        precision: precision of products; None: the recipe's. FP8 is that of other software.
-        stack: kind of software, see `costs.rank_layout.Workload`; this project's is "eager".
+        precision: precision of products; None: the recipe's. FP8 models other software.
+        stack: kind of software, see `costs.rank_layout.Workload`; "eager" is what training has.
         finetune: "full" or "lora": fine-tuning as `expertmesh train FOLDER` does it, with its batch and sequences.
-        rank: rank of the adapters, as are the next three an option of "lora"; None: that of training.
+        rank: rank of the adapters, as are the next three an option of "lora"; None: as in training.
         expert_rank: rank of the adapters of routed experts.
         targets: matrices with adapters.
         base: storage of the resting weights, see `config.frozen_base`.
@@ -126,18 +126,8 @@ def plan(
         >>> found.best.fits, found.best.memory.device_bytes < 80 * 2**30
         (True, True)
     """
-    found = planned_model(model)
     adapters = {"rank": rank, "expert_rank": expert_rank, "targets": targets, "base": base}
-    asked = {name: value for name, value in adapters.items() if value is not None}
-    if finetune is not None:
-        check_choice("finetune", finetune, get_args(Finetune))
-        seq_len = None if max_context is None else _tokens("max_context", max_context)
-        found = finetuned(found, finetune, asked, seq_len=seq_len)
-    elif asked:
-        fix = f"give {named('finetune', 'lora')}"
-        raise ConfigError(
-            next(iter(asked)), next(iter(asked.values())), "is an option of adapters", fix
-        )
+    found = _asked(planned_model(model), finetune, adapters, max_context)
     Number(0, 1, "give the share of text", is_open=True).check("filled", filled)
     where = cluster_of(cluster)
     check_choice("goal", goal, get_args(Goal))
@@ -167,6 +157,21 @@ def plan(
     return Plan(found, problem, goal, tuple(candidates), guesses)
 
 
+def _asked(
+    model: PlannedModel, finetune: object, adapters: Mapping[str, Any], max_context: object
+) -> PlannedModel:
+    """The model as trained from the beginning, or fine-tuned."""
+    given = {name: value for name, value in adapters.items() if value is not None}
+    if finetune is None:
+        for name, value in given.items():
+            fix = f"give {named('finetune', 'lora')}"
+            raise ConfigError(name, value, "is an option of adapters", fix)
+        return model
+    check_choice("finetune", finetune, get_args(Finetune))
+    seq_len = None if max_context is None else _tokens("max_context", max_context)
+    return finetuned(model, finetune, given, seq_len=seq_len)  # type: ignore[arg-type]
+
+
 _PRECISIONS = tuple(one for one in get_args(Precision) if one != "float64")
 
 
@@ -194,7 +199,7 @@ def _chosen(problem: Problem, tp: object, ep: object, zero: object, micro_batch:
         )
     return replace(
         problem,
-        chosen=Choices(found["tp"], found["ep"], found["micro_batch"], found["zero"]),
+        chosen=ChosenDegrees(found["tp"], found["ep"], found["micro_batch"], found["zero"]),
     )
 
 
@@ -334,7 +339,7 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
         if not offload or sized.zero_stage > 1
     ]
     head = f"plan {model.name} on {cluster.name}"
-    if not smallest and problem.chosen != Choices():
+    if not smallest and problem.chosen != ChosenDegrees():
         return f"{head}: no layout has the chosen degrees; leave one of them out"
     if not smallest:
         least = cluster.num_gpus // max(problem.pp_degree, 1)
@@ -369,7 +374,7 @@ def _first(problem: Problem) -> Candidate | None:
 
 
 def _offloaded(fits: Candidate) -> str:
-    """What a layout pays for fitting, in words."""
+    """Price of fitting by offload, in words."""
     return f" with offload, {fits.seconds.total_s:,.0f} s a step" if fits.layout.offload else ""
 
 

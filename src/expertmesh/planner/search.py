@@ -22,7 +22,7 @@ TENSOR_DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Choices:
+class ChosenDegrees:
     """Degrees of a layout that are given; None: searched.
 
     Attributes:
@@ -60,7 +60,7 @@ class Problem:
     efficiency: Efficiency
     pp_degree: int = 1
     virtual_stages: int = 1
-    chosen: Choices = Choices()
+    chosen: ChosenDegrees = ChosenDegrees()
 
     @property
     def zero_stages(self) -> tuple[int, ...]:

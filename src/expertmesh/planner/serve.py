@@ -15,7 +15,7 @@ from expertmesh.planner.arguments import MOST_AT_ONCE, cluster_of, number, whole
 from expertmesh.planner.dense_twin import dense_twin
 from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import TENSOR_DEGREES, can_slice, divisors, routes_over
-from expertmesh.planner.serving import Serving, with_most_sequences
+from expertmesh.planner.serving_layout import Serving, with_most_sequences
 
 CACHES = {"bfloat16": 2.0, "fp8": 1.0, "float32": 4.0}
 """Bytes of an element of keys and values, by format."""
@@ -94,7 +94,7 @@ def serve_plan(
         context: tokens of each sequence; None: of prompt and answer together.
         prompt: tokens of a prompt, for the time to the first token and its price; None: prompts are not counted.
         answer: tokens of an answer; None: the rest of the context.
-        token_ms: most milliseconds per token, the prompts in between included; the plan is then that of most requests.
+        token_ms: most milliseconds per token, the prompts in between included; the plan then has most requests per second.
         weights: formats, as "fp8" or "experts=mxfp4,attention=bfloat16"; None: as the model's files have them, or BF16.
         cache: format of keys and values; None: BF16, on slow devices FP32.
         fused: whether steps are replayed from CUDA graphs; this project's engine launches each operation.
@@ -131,9 +131,12 @@ def serve_plan(
     usual = Serving(
         found.sizes,
         where,
-        **lengths,
+        lengths["batch"],
+        lengths["context"],
         tp_degree=1,
         route_degree=1,
+        prompt=lengths["prompt"],
+        answer=lengths["answer"],
         weights=formats,
         cache_bytes=CACHES[
             cache or ("float32" if formats == Weights.all("float32") else "bfloat16")

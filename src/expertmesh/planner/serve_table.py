@@ -6,7 +6,7 @@ from typing import Any
 from expertmesh.costs.memory import GIB
 from expertmesh.planner.search import SAFE
 from expertmesh.planner.serve import SERVE_BAR, ServePlan
-from expertmesh.planner.serving import Serving
+from expertmesh.planner.serving_layout import Serving
 from expertmesh.planner.table import SHOWN, columns, seconds_text, side_by_side
 
 _WORDS = {
@@ -59,10 +59,10 @@ def _totals(plan: ServePlan) -> list[str]:
     best, (fast, slow) = plan.best, SERVE_BAR
     token = best.token_s
     bar = f"({seconds_text(fast * token)} to {seconds_text(slow * token)})"
-    each = best.tokens_per_s / best.cluster.num_gpus
+    of_device = best.tokens_per_s / best.cluster.num_gpus
     lines = [
         f"per token    {seconds_text(token)} {bar}, {1 / token:,.0f} tokens/s for a sequence",
-        f"throughput   {best.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device",
+        f"throughput   {best.tokens_per_s:,.0f} tokens/s, {of_device:,.0f} per device",
     ]
     if best.prompt:
         lines += [
@@ -135,7 +135,7 @@ def serving_text(way: Serving) -> str:
 
 
 def serve_json(plan: ServePlan) -> dict[str, Any]:
-    """Values of a plan of generation, as `plan_json.as_json` has those of training.
+    """Values of a plan of generation, named as in `plan_json.as_json`.
 
     Args:
         plan: the plan.

@@ -133,4 +133,4 @@ def _up_projections(config: ModelConfig) -> int:
     latent, heads = config.latent, config.num_heads
     queries = (latent.q_lora_rank or config.dim) * heads * config.head_size
     keys = config.head_size - latent.qk_rope_head_dim
-    return queries + latent.kv_lora_rank * heads * (keys + latent.v_head_dim)
+    return queries + (latent.kv_lora_rank or 0) * heads * (keys + latent.v_head_dim)
