@@ -1,15 +1,18 @@
 """`expertmesh plan`: predict cost, memory and time of a model on a cluster. Never imports torch."""
 
 import json
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import model_validator
 
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.parse import parsed
 from expertmesh.config.counted import Amount, Length
-from expertmesh.config.fields import InputFile, NewFile, Operation, Spelling, Word
+from expertmesh.config.fields import Each, InputFile, NewFile, Operation, Spelling, Word
 from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.models.gpt.config import GPTRunConfig
 
 _OF_GENERATION = frozenset(
     (
@@ -40,6 +43,8 @@ class PlanVerb(Operation):
     """recipe, run, Hugging Face config.json or model folder, or name of a published model"""
     cluster: Annotated[str, Spelling("NAME")]
     """cluster as DEVICExNUMBER, for example h100x64, or a TOML file"""
+    set_: Annotated[tuple[str, ...], Each, Spelling("OPTION=VALUE")] = ()
+    """option of a recipe with another value, for example model.moe.num_experts=64"""
     goal: Literal["throughput", "memory", "latency"] | None = None
     """objective of the layout (default: throughput)"""
     tokens_per_batch: Annotated[Length | None, Spelling("NUMBER")] = None
@@ -111,7 +116,9 @@ class PlanVerb(Operation):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self.model_dump(exclude={"model", "cluster", "serve", "json_"}, exclude_none=True)
+        given = self.model_dump(
+            exclude={"model", "cluster", "serve", "json_", "set_"}, exclude_none=True
+        )
         given = {name: value for name, value in given.items() if value is not False}
         for name in given:
             is_of_generation = name in _OF_GENERATION
@@ -141,13 +148,37 @@ def run(argv: list[str]) -> int:
     return _serve(options) if options.serve else _plan(options)
 
 
+def _model(options: PlanVerb) -> "str | GPTRunConfig":
+    """The model that is asked for, with changed options where it is a recipe."""
+    from expertmesh.models.gpt.config import GPTRunConfig
+    from expertmesh.models.registry import recipe
+
+    changes = {}
+    for word in options.set_:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(
+                "set", word, "must be an option and its value", "write model.moe.num_experts=64"
+            )
+        try:
+            changes[name.strip().replace("-", "_")] = json.loads(text)
+        except ValueError:
+            changes[name.strip().replace("-", "_")] = text
+    if not changes:
+        return options.model
+    config = recipe(options.model, changes)
+    if not isinstance(config, GPTRunConfig):
+        raise ConfigError("set", options.set_[0], "is for recipes of a decoder", "leave it out")
+    return config
+
+
 def _plan(options: PlanVerb) -> int:
     from expertmesh.planner.plan import plan
     from expertmesh.planner.plan_json import as_json
 
-    left_out = {"model", "cluster", "serve", "page", "json_", "graphs"}
+    left_out = {"model", "cluster", "serve", "page", "json_", "graphs", "set_"}
     given = options.model_dump(exclude=left_out, exclude_none=True)
-    found = plan(options.model, cluster=options.cluster, **given)
+    found = plan(_model(options), cluster=options.cluster, **given)
     page = None
     if options.page is not None:
         from expertmesh.planner.plan_page import write_page
@@ -168,6 +199,6 @@ def _serve(options: PlanVerb) -> int:
     from expertmesh.planner.serve_table import serve_json, serve_text
 
     given = options.model_dump(include=set(_OF_GENERATION - {"graphs"}), exclude_none=True)
-    found = serve_plan(options.model, cluster=options.cluster, fused=options.graphs, **given)
+    found = serve_plan(_model(options), cluster=options.cluster, fused=options.graphs, **given)
     print(json.dumps(serve_json(found), indent=2) if options.json_ else serve_text(found))
     return 0
