@@ -322,7 +322,31 @@ WRONG = [
         "must be one of throughput, memory, latency",
     ),
     (["deepseek-v3", "--cluster", "h100x8"], "fits nowhere"),
-    *known([(["translate-multi30k", "--cluster", "h100x8"], "no language model")]),
+    *known(
+        [
+            (
+                ["translate-multi30k", "--cluster", "h100x8", "--max-context", "64"],
+                "is the model's own",
+            ),
+            (
+                ["translate-multi30k", "--cluster", "h100x8", "--finetune", "lora"],
+                "cannot be fine-tuned",
+            ),
+            (
+                [
+                    "translate-twelve",
+                    "--cluster",
+                    "h100x8",
+                    "--serve",
+                    "--batch",
+                    "1",
+                    "--context",
+                    "9",
+                ],
+                "decoders alone",
+            ),
+        ]
+    ),
     (["--validate"], "run python -m benchmarks.planner in a clone"),
     (["gpt-moe-1b", "--claims"], "run python -m benchmarks.planner --claims in a clone"),
 ]

@@ -58,6 +58,8 @@ class LayerSizes:
         kept_width: elements of queries, keys, values and output that attention keeps per token.
         latent_width: the part of these that latent attention's up-projections make.
         latent_elements: elements of the matrices of these up-projections.
+        token_share: share of a sequence's tokens that pass the layer, as those of a source do an encoder.
+        keys: tokens that a token attends to, where it is not those before it; None: these.
         cache_width: elements that generation keeps per token.
         cache_heads: heads of these elements, which tensor parallelism shares out.
         window: most tokens that a token attends to; None: all before.
@@ -88,9 +90,13 @@ class LayerSizes:
     expert_parameters: int
     latent_width: int = 0
     latent_elements: int = 0
+    token_share: float = 1.0
+    keys: float | None = None
 
     def keys_seen(self, seq_len: int) -> float:
-        """Mean number of tokens that a token of a causal sequence attends to, itself included."""
+        """Mean number of tokens that a token attends to: of a causal sequence itself and those before it."""
+        if self.keys is not None:
+            return self.keys
         if self.window is None or self.window >= seq_len:
             return (seq_len + 1) / 2
         return self.window - self.window * (self.window - 1) / (2 * seq_len)
@@ -136,6 +142,7 @@ class ModelSizes:
         tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
         routing_group: number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts
             choose tokens.
+        logit_share: share of a sequence's tokens that have logits.
 
     Example:
         >>> from expertmesh.models.gpt.sizes import sizes_of
@@ -149,6 +156,7 @@ class ModelSizes:
     blocks: tuple[LayerSizes, ...]
     tensor_divisor: int = 1
     routing_group: int = 1
+    logit_share: float = 1.0
 
     @cached_property
     def outside_parameters(self) -> int:
@@ -225,13 +233,13 @@ class ModelSizes:
 
     def training_flops(self, seq_len: int) -> float:
         """Operations of forward and backward per token of sequences of one length, as is usual: three times the forward."""
-        found: float = 2 * self.dim * self.vocab_size
+        found: float = 2 * self.dim * self.vocab_size * self.logit_share
         for b in self.blocks:
             experts = b.rows_per_token * b.num_matrices * self.dim * b.hidden_dim
             router = self.dim * b.num_experts
             seen = b.score_width * b.keys_seen(seq_len)
             products = b.attention_elements + b.dense_elements + experts + router + seen
-            found += b.count * 2 * products
+            found += b.count * b.token_share * 2 * products
         return 3 * found
 
 

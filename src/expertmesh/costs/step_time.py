@@ -191,12 +191,12 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
     device, stages = cluster.device, layout.pp_degree
     peak, hbm = device.reached_per_s(work.precision), HBM * device.hbm_bytes_per_s
     wide = device.reached_per_s("float32" if work.precision == "float32" else "bfloat16")
-    T = layout.micro_batch * work.seq_len / (layout.tp_degree * layout.cp_degree)
+    of_sequence = layout.micro_batch * work.seq_len / (layout.tp_degree * layout.cp_degree)
     D, passes, b = sizes.dim, layout.passes, work.element_bytes
     rests = sizes.learning_share < 1  # weights that rest have no gradients
     sums = dict.fromkeys((f.name for f in fields(RawStep) if f.type is float), 0.0)
     for block in sizes.blocks:
-        n = block.count / stages
+        n, T = block.count / stages, of_sequence * block.token_share
         dense = block.attention_elements + block.dense_elements + D * block.num_experts
         again = block.recomputed_elements(layout.recomputed)
         sums["dense_s"] += n * 2 * T * ((passes - rests) * dense + again) / peak
@@ -211,6 +211,7 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
             for name, seconds in _expert_parts(sizes, block, T, layout, work, cluster).items():
                 sums[name] += n * seconds
     sums["attention_s"] /= ATTENTION * wide
+    T = of_sequence * sizes.logit_share
     if work.precision == "float8":
         sums["dense_s"] /= FP8_SHARE
         sums["grouped_s"] /= FP8_SHARE
@@ -220,7 +221,7 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
     sums["rows_s"] += T * sizes.vocab_size * 16 / hbm / stages
     widened = sizes.widened_bytes / layout.route_degree / stages
     sums["rows_s"] += (passes - rests) * widened / hbm
-    sums["sends_s"] = _sends_s(T * D * b, layout, cluster)
+    sums["sends_s"] = _sends_s(of_sequence * D * b, layout, cluster)
     sums["step_layers"] = sizes.num_layers / stages if work.on_gpu else 0.0
     weights = _weights(sizes, layout, work, cluster)
     bubble = (stages - 1) / (layout.accumulation * layout.virtual_stages)

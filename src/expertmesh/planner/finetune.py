@@ -37,7 +37,7 @@ def finetuned(
     Raises:
         ConfigError: our GPT cannot run the model, or an option breaks a rule of training.
     """
-    if not isinstance(model.sizes, GPTSizes):
+    if not isinstance(model.sizes, GPTSizes) or model.has_lengths:
         raise ConfigError(
             f"plan {model.name}: cannot be fine-tuned here, because its attention or experts are none of ours;"
             f" leave {named('finetune')} out"

@@ -220,6 +220,9 @@ def _problem(
         tokens_per_batch = _tokens("tokens_per_batch", tokens_per_batch)
     if max_context is not None:
         max_context = _tokens("max_context", max_context)
+        if model.has_lengths:
+            rule = "is the model's own: the lengths of sources and targets"
+            raise ConfigError("max_context", max_context, rule, "leave it out")
     if imbalance is not None:
         fix = "leave it out, or give the rows of the fullest rank over the mean"
         imbalance = number("imbalance", imbalance, most=MOST_IMBALANCE, fix=fix)
@@ -242,10 +245,12 @@ def _problem(
         batch = tokens_per_batch // seq_len
     else:
         given = max(model.batch_tokens // seq_len, 1)
-        ranks = cluster.num_gpus // pp
+        ranks, divisor = cluster.num_gpus // pp, model.sizes.tensor_divisor
+        degrees = [n for n in TENSOR_DEGREES if divisor % n == 0 and n <= cluster.node_size]
+        degrees = degrees if tp is None else [tp]
         batch = (
             given
-            if model.config is not None and _splits(given, ranks, tp)
+            if model.config is not None and _splits(given, ranks, degrees)
             else -(-given // ranks) * ranks
         )
         if batch != given:
@@ -284,10 +289,10 @@ def _problem(
     )
 
 
-def _splits(batch: int, ranks: int, tp: object) -> bool:
-    """Whether the chosen tensor degree, or some, leaves data-parallel ranks that divide a step's sequences."""
-    degrees = (tp,) if isinstance(tp, int) and tp > 0 else TENSOR_DEGREES
-    return any(ranks % one == 0 and batch % (ranks // one) == 0 for one in degrees)
+def _splits(batch: int, ranks: int, degrees: Sequence[int]) -> bool:
+    """Whether some tensor degree leaves data-parallel ranks that divide a step's sequences."""
+    whole_ones = (n for n in degrees if isinstance(n, int) and n > 0 and ranks % n == 0)
+    return any(batch % (ranks // n) == 0 for n in whole_ones)
 
 
 def _precision(model: PlannedModel, is_cpu: bool) -> Precision:

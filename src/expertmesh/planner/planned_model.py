@@ -10,11 +10,13 @@ from typing import Any
 from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.base import expanded, is_there, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.run import RunConfig
 from expertmesh.config.values import shown, some_of
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.costs.weight_formats import Weights, weights_of_files
 from expertmesh.errors import CheckpointError, ConfigError, text_of
 from expertmesh.models.bound_files import check_run, newest_state
+from expertmesh.models.family import Family
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
@@ -50,6 +52,7 @@ class PlannedModel:
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
         files: formats of the weights in its files; None: not said.
         folder: folder of its weights; "": unknown.
+        has_lengths: whether the lengths of its sequences are the model's, as sources and targets are.
         unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
     """
 
@@ -58,11 +61,12 @@ class PlannedModel:
     seq_len: int
     batch_tokens: int
     train_tokens: float
-    config: GPTRunConfig | None = None
+    config: RunConfig | None = None
     guesses: tuple[str, ...] = ()
     words: str = ""
     files: Weights | None = None
     folder: str = ""
+    has_lengths: bool = False
     unread: tuple[str, ...] = ()
 
 
@@ -81,11 +85,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     name = path_text("model", target, "a recipe's or model's name, a path or a GPTRunConfig")
     if name in recipe_owners():
         config = recipe(name)
-        if isinstance(config, GPTRunConfig):
-            return of_config(name, config, words=name)
-        raise ConfigError(
-            f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
-        )
+        return _of_recipe(name, config, recipe_owners()[name])
     path = expanded(name)
     is_folder = bool(name) and is_there(path) and path.is_dir()
     file = path / "config.json" if is_folder else path
@@ -100,6 +100,25 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     hint = f"did you mean {near[0]}?" if near else f"known: {some_of(known)}"
     raise ConfigError(
         f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}"
+    )
+
+
+def _of_recipe(name: str, config: RunConfig, family: Family) -> PlannedModel:
+    """The model of a recipe, by the sizes that its family knows."""
+    if isinstance(config, GPTRunConfig):
+        return of_config(name, config, words=name)
+    found = family.sizes_of(config)
+    if found is None:
+        known = f"plan one of {', '.join(RECIPES)}"
+        raise ConfigError(
+            f"plan {name}: is no language model, and its family has no sizes; {known}"
+        )
+    sizes, seq_len = found
+    batch = config.train.batch_size * seq_len
+    tokens = float(config.train.steps * batch)
+    guess = f"sources and targets of {seq_len} tokens together, all as long as the model takes them"
+    return PlannedModel(
+        name, sizes, seq_len, batch, tokens, config, guesses=(guess,), words=name, has_lengths=True
     )
 
 

@@ -1,8 +1,9 @@
 """`SearchResult`: the layouts that a search found, with time, price and flags of the best."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from expertmesh.config.run import ParallelConfig
+from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.costs.rank_layout import OURS, RankLayout
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.planned_model import PlannedModel
@@ -79,7 +80,7 @@ class SearchResult:
         return flags_of(self.best, self.model.config)
 
 
-def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[str]:
+def flags_of(candidate: Candidate, config: RunConfig | None = None) -> list[str]:
     """Options of `expertmesh train` that make a layout; empty for layouts that this project cannot run.
 
     Args:
@@ -95,11 +96,12 @@ def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[s
     flags = [
         f"--train.batch-size {problem.batch}",
         f"--train.micro-batch-size {per_pass}",
-        f"--data.seq-len {work.seq_len}",
         f"--train.dtype {work.precision}",
         f"--parallel.zero-stage {layout.zero_stage}",
     ]
     usual = GPTRunConfig() if config is None else config
+    if isinstance(usual, GPTRunConfig):
+        flags.insert(2, f"--data.seq-len {work.seq_len}")
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     flags += _switches(layout, usual) + _degrees(layout, usual.parallel, has_experts=has_experts)
     moments = OURS[work.states]
@@ -108,7 +110,7 @@ def flags_of(candidate: Candidate, config: GPTRunConfig | None = None) -> list[s
     return flags
 
 
-def _switches(layout: RankLayout, usual: GPTRunConfig) -> list[str]:
+def _switches(layout: RankLayout, usual: Any) -> list[str]:
     """Switches of recomputation and offload, as far as the configuration has them otherwise."""
     found = {
         "train.activation-checkpointing": (

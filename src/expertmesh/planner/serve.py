@@ -111,6 +111,10 @@ def serve_plan(
         ('mxfp4', True)
     """
     found, where = planned_model(model), cluster_of(cluster)
+    if found.has_lengths:
+        raise ConfigError(
+            f"plan {found.name}: generation is planned of decoders alone; leave {named('serve')} out"
+        )
     check_choice("fused", fused, (True, False))
     if cache is not None:
         check_choice("cache", cache, tuple(CACHES))

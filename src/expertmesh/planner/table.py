@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from expertmesh.costs.memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.configured import as_configured
 from expertmesh.planner.search import SAFE, Candidate
 from expertmesh.planner.search_result import ERROR_BAR, MEMORY_BAR, SearchResult
@@ -65,7 +66,9 @@ def plan_text(plan: SearchResult) -> str:
 def _as_configured(plan: SearchResult) -> list[str]:
     """Lines with the costs of the recipe or run as configured; empty if its layout is the best."""
     config, best = plan.model.config, plan.best
-    own = None if config is None else as_configured(config, plan.problem)
+    if not isinstance(config, GPTRunConfig):
+        return []
+    own = as_configured(config, plan.problem)
     if own is None or own.layout == best.layout:
         return []
     memory = f"{own.memory.device_bytes / GIB:,.1f} GiB"
