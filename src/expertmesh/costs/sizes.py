@@ -58,7 +58,7 @@ class LayerSizes:
         kept_width: elements of queries, keys, values and output that attention keeps per token.
         latent_width: the part of these that latent attention's up-projections make.
         latent_elements: elements of the matrices of these up-projections.
-        token_share: share of a sequence's tokens that pass the layer, as those of a source do an encoder.
+        token_share: share of a sequence's tokens that pass the layer, as a source's do an encoder.
         keys: tokens that a token attends to, where it is not those before it; None: these.
         cache_width: elements that generation keeps per token.
         cache_heads: heads of these elements, which tensor parallelism shares out.
