@@ -21,7 +21,7 @@ from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.config.base import expanded
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.moe.expert_adapters import Adapter
+from expertmesh.moe.module_adapters import Adapter
 
 _SHARED = "shared_over_experts"
 _PREFIX = "base_model.model.model."

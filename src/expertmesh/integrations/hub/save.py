@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.family import HubFamily, Piece
 from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
@@ -20,12 +19,12 @@ from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
+from expertmesh.runs.adapted import checkpoint_weights
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import find_format, text_format
 from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer, with_start
 from expertmesh.text.tokenizer_files import CONFIG
 
-_MODEL = "model."
 _CLASS = "PreTrainedTokenizerFast"
 """transformers' class that takes a tokenizer.json as it is."""
 _log = logging.getLogger("expertmesh.integrations")
@@ -69,7 +68,7 @@ def save_pretrained(
 
 def _dtype_of(checkpoint: Path) -> torch.dtype:
     """Dtype of the experts' weights to write; the router is FP32 in any case."""
-    found = Checkpoint(checkpoint, prefix=_MODEL).tensors
+    found = checkpoint_weights(checkpoint).tensors
     dtype = next(kept.dtype for name, kept in found.items() if name.endswith("experts.w_in"))
     if dtype != torch.float64:
         return dtype
@@ -106,7 +105,7 @@ def _targets(several: list[Piece], dtype: torch.dtype) -> list[FileTensor]:
 def _values(
     checkpoint: Path, by_ours: list[tuple[str, list[Piece]]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    source = Checkpoint(checkpoint, prefix=_MODEL)
+    source = checkpoint_weights(checkpoint)
     for ours, several in by_ours:
         tensor = read_whole(source, ours)
         for target in _targets(several, dtype):
