@@ -6,9 +6,11 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
 
+from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.ops.attention import paged_gathered, paged_native
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
+from expertmesh.ops.attention.visible import visible
 from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
 
 H = 6
@@ -156,6 +158,25 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(instructions, rule, dt
         )
         rows = slice(start + first, start + stop)
         assert torch.equal(native(q[rows], k, v, own, rule), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_pages_have_the_bits_of_exact_attention_without_pages(rule, dtype, monkeypatch):
+    """By the kernels, and without them by padded batches."""
+    exact = BATCH_INVARIANT_OPS.attention
+    sequences = ((1, 1), (64, 1), (65, 1), (130, 1), (130, 9), (40, 40))
+    q, k, v, keys = drawn(sequences, 3, 24, 24, dtype=dtype)
+    for attend in (native, WAYS["invariant"]):
+        if attend is not native:
+            monkeypatch.setattr(paged_native, "loaded", lambda: Loaded(None))
+        found = attend(q, k, v, keys, rule)
+        for b, (num, queries) in enumerate(sequences):
+            rows = slice(*keys.starts[b : b + 2].tolist())
+            own = (t[keys.table_BN[b]].flatten(0, 1)[None, :num].transpose(1, 2) for t in (k, v))
+            seen = visible(queries, num, device=q.device)
+            expected = exact(q[None, rows].transpose(1, 2), *own, seen, rule)[0].transpose(0, 1)
+            assert torch.equal(found[rows], expected)
 
 
 @pytest.fixture

@@ -112,14 +112,14 @@ INLINE void scores_of(const Plan *p, Unit *u, int64_t row, const int rows, int n
 static void weigh(const Plan *p, Unit *u, int64_t row, int64_t block) {
     const Call *call = p->call;
     float *s = u->scores + row * KEYS;
-    const char *mask = NULL;
-    if (call->mask) {
-        int64_t query = (u->first_row + row) / (call->num_heads / call->num_key_heads);
-        mask = call->mask + u->sequence * call->mask_of_sequence + query * call->mask_of_query + block;
-        if (call->first) mask += call->first[u->sequence];
-    }
     int32_t first = (int32_t)(u->first_seen[row] > block ? least(u->first_seen[row] - block, KEYS) : 0);
     int32_t last = (int32_t)(u->last_seen[row] > block ? least(u->last_seen[row] - block, KEYS) : 0);
+    char allowed[KEYS] = {0};
+    if (call->mask) {
+        int64_t query = (u->first_row + row) / (call->num_heads / call->num_key_heads);
+        const char *mask = call->mask + u->sequence * call->mask_of_sequence + query * call->mask_of_query + block;
+        memcpy(allowed, mask + (call->first ? call->first[u->sequence] : 0), (size_t)last);
+    }
     Ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     Floats most = all(-__builtin_inff());
@@ -127,8 +127,11 @@ static void weigh(const Plan *p, Unit *u, int64_t row, int64_t block) {
         Floats x = load(s + n) * all((float)call->scale);
         if (call->softcap > 0) x = all((float)call->softcap) * hyperbolic_tangent(x / all((float)call->softcap));
         Ints seen = (lane + n >= first) & (lane + n < last);
-        if (mask)
-            for (int i = 0; i < LANES; i++) seen[i] = seen[i] && mask[n + i] ? -1 : 0;
+        if (call->mask) {
+            Bytes own;
+            memcpy(&own, allowed + n, sizeof own);
+            seen &= __builtin_convertvector(own, Ints) != 0;
+        }
         x = choose(seen, x, all(-__builtin_inff()));
         most = choose(x > most, x, most);
         store(s + n, x);

@@ -29,6 +29,7 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 static inline Floats load(const float *from) {
     Floats v;

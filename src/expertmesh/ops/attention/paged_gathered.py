@@ -107,7 +107,7 @@ class _Batch:
             if pages == list(range(pages[0], pages[0] + len(pages))):
                 start = pages[0] * page_size + first % page_size
                 return slice(start, start + num)
-        key_BL = self._keys_BL(num, device).clamp_(min=0)
+        key_BL = self._last_keys(num, device).clamp_(min=0)
         return self.table_BN.gather(1, key_BL // page_size) * page_size + key_BL % page_size
 
     def _visible(
@@ -118,7 +118,7 @@ class _Batch:
             return visible(S, num, device=device), False
         if not is_padded and S == 1:
             return Visible(1), True
-        key_B1L = self._keys_BL(num, device)[:, None]
+        key_B1L = self._last_keys(num, device)[:, None]
         query_BS1 = key_B1L[:, 0, num - S :, None]
         mask = (key_B1L >= 0) & (key_B1L <= query_BS1)
         if rule.window is not None:
@@ -128,7 +128,7 @@ class _Batch:
         first_B = (-key_B1L[:, 0, 0]).clamp_(min=0)
         return Visible(S, mask=mask[:, None], first_B=first_B), True
 
-    def _keys_BL(self, num: int, device: torch.device) -> Tensor:
+    def _last_keys(self, num: int, device: torch.device) -> Tensor:
         """(B, num) numbers of the last keys; negative before the first."""
         first_B = torch.tensor(self.lengths, device=device) - num
         return first_B[:, None] + torch.arange(num, device=device)
