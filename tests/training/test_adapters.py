@@ -10,8 +10,8 @@ from tests.support.hub_text import hub_folder
 
 import expertmesh as em
 from expertmesh import lora
-from expertmesh.checkpoints.adapted import AdaptedModel, factor_prefix
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.merged_adapters import AdaptedModel, factor_prefix
 from expertmesh.checkpoints.source import Stored, read_whole
 from expertmesh.cli.start_training import parse_and_begin
 from expertmesh.cli.train import run as train_verb
