@@ -15,6 +15,7 @@ from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.engine.request_adapters import Adapters
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub.exports import origin_of
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import Run, checkpoint_weights, find_base
 from expertmesh.spec.adapter_targets import kind_of
@@ -74,11 +75,13 @@ def write_adapter_folder(
     """
     found = adapters_of(checkpoint)
     base, _ = _base_of(checkpoint)
+    model = base.config.model
+    assert isinstance(model, ModelConfig)
     origin = origin_of(checkpoint.parent.parent)
     with complete_folder(new_folder("to", target)) as partial:
         write_peft_folder(
             partial,
-            base.config.model,
+            model,
             found,
             base=str(base.path),
             layout=layout,
