@@ -220,10 +220,9 @@ def remove(model: nn.Module) -> int:
 def _merge(path: str, module: Adapted) -> None:
     """Merge a module's adapters."""
     assert module.adapters is not None
-    is_packed = isinstance(module, GroupedExperts) and module.format != "dense"
     for name, adapter in module.adapters.named_children():
         assert isinstance(adapter, Adapter)
-        if is_packed:
+        if isinstance(module, GroupedExperts) and module.format != "dense":
             _merge_packed(path, module, name, adapter)
         else:
             adapter.add_to(getattr(module, name))
