@@ -14,7 +14,8 @@ Example:
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,23 +88,48 @@ def add(
     check_draw(seed, std=None, out_std=None)
     if isinstance(targets, str) or not all(isinstance(one, str) for one in targets):
         raise ConfigError(f"targets={targets!r}: must be a list of names; write ['experts']")
-    found = _targets(model, targets)
-    for path, names in found.items():
-        _check(path, model.get_submodule(path), names)
+    sizes = {}
+    for name in targeted(_parts(model), targets):
+        r = expert_rank if expert_rank and kind_of(name) == "experts" else rank
+        sizes[name] = Size(r, alpha / (r**0.5 if rslora else r))
+    return attach(model, sizes, shared=shared, freeze=freeze, dtype=dtype, seed=seed)
+
+
+class Size(NamedTuple):
+    """Rank r and scale s of an adapter."""
+
+    rank: int
+    scaling: float
+
+
+def attach(
+    model: nn.Module,
+    sizes: Mapping[str, Size],
+    *,
+    shared: bool = False,
+    freeze: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+) -> int:
+    """Add adapters to parameters by their names; see `add`."""
+    found = defaultdict[str, dict[str, Size]](dict)
+    for name, size in sizes.items():
+        path, _, leaf = name.rpartition(".")
+        found[path][leaf] = size
+    for path, own in found.items():
+        _check(path, model.get_submodule(path), list(own))
     seed = draw_seed() if seed is None else seed
     if freeze:
         model.requires_grad_(False)
-    for path, names in found.items():
+    for path, own in found.items():
         module, made = model.get_submodule(path), {}
-        experts = module.num_experts if isinstance(module, GroupedExperts) else None
-        r = rank if experts is None or expert_rank is None else expert_rank
-        for leaf in names:
+        for leaf, size in own.items():
             weight: Tensor = getattr(module, leaf)
             made[leaf] = Adapter(
                 _shape(module, leaf),
-                num_experts=experts,
-                rank=r,
-                scaling=alpha / (r**0.5 if rslora else r),
+                num_experts=module.num_experts if isinstance(module, GroupedExperts) else None,
+                rank=size.rank,
+                scaling=size.scaling,
                 shared=shared,
                 device=weight.device,
                 dtype=dtype,
@@ -114,8 +140,8 @@ def add(
     return len(found)
 
 
-def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
-    """Names of the parameters that some targets stand for, by module."""
+def _parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Names of transformers' modules of each parameter that may have an adapter, by its name."""
     theirs: dict[str, tuple[str, ...]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules():
@@ -126,11 +152,7 @@ def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
             name = f"{path}.{leaf}".removeprefix(".")
             if kind_of(name) is not None:
                 parts[name] = theirs.get(name) or _usual_parts(module, leaf)
-    found = defaultdict[str, list[str]](list)
-    for name in targeted(parts, targets):
-        path, _, leaf = name.rpartition(".")
-        found[path].append(leaf)
-    return found
+    return parts
 
 
 def _usual_parts(module: nn.Module, leaf: str) -> tuple[str, ...]:
