@@ -16,6 +16,7 @@ from expertmesh.engine.request_adapters import Adapters
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub.exports import origin_of
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.moe.layer import grouped_layers
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import Run, checkpoint_weights, find_base
 from expertmesh.spec.adapter_targets import kind_of
@@ -130,6 +131,9 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
             adapter.b.copy_(found[name].b.view(adapter.b.shape))
     expected = logits()
     lora.remove(model)
+    for _, _, experts in grouped_layers(model):
+        if experts.format != "dense":
+            experts.convert("dense")
     read_into(merged, model.state_dict())
     all_logits["merged"] = logits()
     types = [tensor.dtype for tensor in merged.tensors.values()]

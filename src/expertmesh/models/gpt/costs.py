@@ -8,9 +8,9 @@ from expertmesh.costs.matrix_products import Product
 from expertmesh.costs.run_costs import RunCosts, memory_of
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.gpt.sizes import sizes_of
+from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.spec import gpt_spec
-from expertmesh.spec.adapter_counts import adapter_text, factor_counts
+from expertmesh.spec.adapter_counts import adapter_text
 
 
 def gpt_costs(
@@ -27,25 +27,6 @@ def gpt_costs(
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
     flops = forward_flops(config.model, seq_len=seq_len)
-    memory = memory_of(
-        sizes_of(config.model),
-        config,
-        num_ranks=num_ranks,
-        dtype=dtype,
-        on_gpu=on_gpu,
-        seq_len=seq_len,
-        recomputes_h=config.model.moe.recompute_h,
-    )
-    if config.adapter.rests:
-        # every weight has as many bytes as a gradient
-        element_bytes = memory.gradients_bytes / spec.num_parameters
-        own_bytes = sum(factor_counts(config.adapter, spec).values()) * element_bytes
-        memory = replace(
-            memory,
-            weights_bytes=memory.weights_bytes + own_bytes,
-            gradients_bytes=own_bytes,
-            optimizer_bytes=2 * own_bytes,
-        )
     return RunCosts(
         parameters=spec.num_parameters,
         active=spec.num_active,
@@ -53,7 +34,15 @@ def gpt_costs(
         flops_per_item=flops.training_flops(
             activation_checkpointing=train.activation_checkpointing
         ),
-        memory=memory,
+        memory=memory_of(
+            sizes_of_run(config),
+            config,
+            num_ranks=num_ranks,
+            dtype=dtype,
+            on_gpu=on_gpu,
+            seq_len=seq_len,
+            recomputes_h=config.model.moe.recompute_h,
+        ),
         adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )
 
