@@ -104,7 +104,7 @@ def test_who_multiplies_fp32(library, expected):
     ("problem", "said"),
     [
         ("", "torch.compile works"),
-        ("InvalidCxxCompiler: none found in g++.", "none found in g++; install g++"),
+        ("No working C++ compiler found in g++.", "found in g++; install g++"),
         ("No space left on device", "No space left on device. All works without"),
     ],
 )

@@ -408,7 +408,7 @@ def compiler() -> list[Finding]:
     """Whether torch.compile works on the CPU, as compiled steps need; the test takes some seconds."""
     import torch
 
-    from expertmesh.ops.cpu.compiled_loops import example_values, make_loop
+    from expertmesh.ops.cpu.compiled_loops import NO_COMPILER, example_values, make_loop
 
     log = logging.getLogger("expertmesh.ops")
     log.disabled = True  # its message is part of the report
@@ -421,7 +421,7 @@ def compiler() -> list[Finding]:
             "torch.compile works; large models on the CPU use loops that it makes in the background"
         )
         return [Finding("C++ compiler", "yes", why)]
-    if "InvalidCxxCompiler" in problem:
+    if problem.startswith(NO_COMPILER):
         problem = f"{problem.removesuffix('.')}; install g++, or name a compiler in CXX"
     cost = (
         "All works without torch.compile on the CPU, but with large experts training takes about a tenth longer "

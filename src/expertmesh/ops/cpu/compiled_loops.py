@@ -81,6 +81,10 @@ def make_loop(
     return Loop(run)
 
 
+NO_COMPILER = "No working C++ compiler"
+"""First words of torch's error where it finds none."""
+
+
 def compiler_problem() -> str:
     """Reason why torch.compile finds no C++ compiler, in one line; "" if it finds one or is disabled."""
     with warnings.catch_warnings():
