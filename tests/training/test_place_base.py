@@ -7,13 +7,13 @@ import torch
 from tests.support.hub_text import hub_folder
 from tests.support.runs import lines_of
 
-from expertmesh.checkpoints.adapted import factor_prefix
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.merged_adapters import factor_prefix
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.cli.train import run as train_verb
 from expertmesh.config.frozen_base import QUANTIZED
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub import load_pretrained, quantize
+from expertmesh.integrations.hub import convert, load_pretrained, quantize
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir, load_run
@@ -99,6 +99,11 @@ def test_an_adapter_on_a_packed_base_is_what_the_run_answers_with(words, tmp_pat
         found, expected = opened.model(ids).logits_BSV, tuned.eval()(ids).logits_BSV
     assert (found - expected).norm() < 1e-5 * expected.norm()
     lines = lines_of(tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "merged")
+    merged = load_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert (merged(ids).logits_BSV - expected).norm() < 1e-5 * expected.norm()
+    convert(tmp_path / "run", tmp_path / "adapter", adapter_only=True)  # compares logits
     again = [*[w.replace(f"{tmp_path}/run", f"{tmp_path}/again") for w in words], *more]
     assert train_verb([*again, *lora(steps=3)]) == 0
     assert train_verb([*again, *lora(), "--train.resume", "auto"]) == 0

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from expertmesh.checkpoints.hub.family import HubFamily, Piece
 from expertmesh.checkpoints.hub.layout import pieces
+from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import complete_folder, new_folder
+from expertmesh.integrations.hub.adapter_folder import check_logits
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
-from expertmesh.runs.adapted import checkpoint_weights
+from expertmesh.runs.run_dir import checkpoint_weights
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import find_format, text_format
 from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer, with_start
@@ -38,6 +40,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    check: bool = True,
 ) -> HubFamily:
     """Write a checkpoint in the format of transformers, vLLM and SGLang; the folder appears only when it is complete.
 
@@ -49,12 +52,14 @@ def save_pretrained(
         dtype: dtype of the weights; None: the experts' dtype in the checkpoint, with FP64 written as FP32, because no
             other program computes in FP64.
         shard_bytes: maximum bytes of a file.
+        check: compare the logits of merged and of unmerged adapters, of a run that has some.
 
     Returns:
         The architecture of the written model.
 
     Raises:
         ConfigError: an option has no counterpart in hub architectures, or the folder exists.
+        CheckpointError: logits of merged and of unmerged adapters differ.
     """
     family = export_family(config.model, origin_of(run_dir))
     new_folder("to", folder)
@@ -62,6 +67,8 @@ def save_pretrained(
         written = dtype or _dtype_of(checkpoint)
         _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
         write_rest(run_dir, config.model, family, partial, written)
+        if check and config.adapter.rests:
+            check_logits(checkpoint, HubModel(partial))
     say_left_out(config.model, family)
     return family
 

@@ -10,6 +10,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.adapter_counts import adapter_text
 
 
 def gpt_costs(
@@ -42,6 +43,7 @@ def gpt_costs(
             seq_len=seq_len,
             recomputes_h=config.model.moe.recompute_h,
         ),
+        adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )
 
 

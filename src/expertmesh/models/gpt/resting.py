@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from expertmesh.config.frozen_base import QUANTIZED
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -41,16 +42,15 @@ def _rests(one: Parameter, config: GPTRunConfig) -> Resting | None:
 def _factors(one: Parameter, config: GPTRunConfig) -> Iterator[Parameter]:
     """The factors A and B of a parameter's adapter; experts that share one have it once."""
     *lead, columns = one.shape
-    adapter, experts = config.adapter, dict[str, int]()
+    adapter, experts = config.adapter, dict[str, Any]()
     rank = adapter.rank
     if one.is_expert:
         rank = adapter.expert_rank_of(config.model.moe.top_k)
         experts = {} if adapter.shared else {"expert": lead[0]}
         lead = lead[1:]
     part = one.part if experts else "adapters"
-    for name, sizes in (
-        ("a", {"rank": rank, "model": columns}),
-        ("b", {"rows": math.prod(lead), "rank": rank}),
-    ):
+    of_a: dict[str, Any] = {"rank": rank, "model": columns}
+    of_b: dict[str, Any] = {"rows": math.prod(lead), "rank": rank}
+    for name, sizes in (("a", of_a), ("b", of_b)):
         factor = parameter(f"{one.name}.{name}", "matrix", part, **experts, **sizes)
         yield replace(factor, layer=one.layer)
