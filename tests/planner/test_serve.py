@@ -186,6 +186,22 @@ def test_copies_let_devices_share_experts_that_they_do_not_divide():
             assert way.experts_here(block) * way.route_degree == (288 if block.num_experts else 0)
 
 
+@pytest.mark.parametrize("devices", [48, 72, 96, 144])
+def test_devices_that_do_not_divide_experts_cost_no_slices(devices):
+    """Wide groups have copies of experts; their exchange takes about as long as that of the next power of two."""
+    sizes = published_models()["deepseek-v3"]
+    times = {}
+    for number in (devices, 1 << (devices - 1).bit_length()):
+        way = Serving(
+            sizes, find_cluster(f"h100x{number}"), 64 * number, 4096, 1, number, fused=True
+        )
+        times[number] = way.seconds.exchange_s
+        for block in way.sizes.blocks:
+            assert way.experts_here(block) == -(-block.num_experts // number)
+    assert times[devices] <= 1.1 * max(times.values()) and len(times) == 2
+    assert times[devices] < 1.2 * times[1 << (devices - 1).bit_length()]
+
+
 def test_prompts_cost_time_and_money():
     asked = replace(QWEN, prompt=2048, answer=512)
     longer = replace(asked, prompt=8192)
