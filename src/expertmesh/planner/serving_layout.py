@@ -200,9 +200,14 @@ class Serving:
         return self.weights_held_bytes + self.cache_held_bytes + workspace
 
     @property
+    def filled(self) -> float:
+        """Share of the device's memory that is in use."""
+        return self.device_bytes / (self.cluster.device.memory_gib * GIB)
+
+    @property
     def fits(self) -> bool:
         """Whether a device has the memory."""
-        return self.device_bytes <= self.cluster.device.memory_gib * GIB
+        return self.filled <= 1
 
     @cached_property
     def seconds(self) -> TokenSeconds:
