@@ -118,7 +118,7 @@ SHOWN = {
     "sweep": (["--rates RATE ..."], ["--optim.lr ", "--train.resume", "--dry-run "]),
     "evaluate": (["RUN --tasks FILE ..."], []),
     "experts": (["layer; required by prune"], ["may be repeated"]),
-    "plan": (["devices; required with --serve", "in tokens; required with --serve"], []),
+    "plan": (["devices; --serve needs this or --token-ms", "--set OPTION=VALUE"], []),
     "classify": (["--drop-policy {first,priority,weight,random}"], []),
     "convert": ([], ["hugging Face"]),
 }

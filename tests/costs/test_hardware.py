@@ -80,3 +80,25 @@ def test_a_wrong_file_is_one_line(tmp_path, text, said):
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         find_cluster(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "number"),
+    [
+        ("mi300x64", 191.5, 64),
+        ("mi300xx64", 191.5, 64),
+        ("mi355x8", 287.5, 8),
+        ("rtx-4090x2", 23.5, 2),
+        ("gb300x144", 278, 144),
+    ],
+)
+def test_devices_whose_name_ends_in_x_are_counted_both_ways(name, memory, number):
+    cluster = find_cluster(name)
+    assert (cluster.device.memory_gib, cluster.num_gpus) == (memory, number)
+
+
+def test_every_known_device_is_whole():
+    for name in known_devices():
+        device = find_cluster(f"{name}x1").device
+        assert device.sources and device.reached_per_s("bfloat16") > 0
+        assert device.read_bytes_per_s < device.hbm_bytes_per_s

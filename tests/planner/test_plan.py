@@ -296,6 +296,12 @@ WRONG = [
     (["gpt-moe-1b", "--cluster", "h100x8", "--pp", "3"], "must divide the 8 devices"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--vpp", "2"], "there is none; give --pp, too"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--imbalance", "0.5"], "must be a number from 1"),
+    (
+        ["gpt-moe-1b", "--cluster", "h100x8", "--set", "dim"],
+        "--set dim: must be an option and its value",
+    ),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--set", "model.dimm=8"], "dimm"),
+    (["qwen3-30b", "--cluster", "h100x8", "--set", "model.dim=8"], "qwen3-30b"),
     (["gpt-moe-1b", "--cluster", "a100x8"], "did you mean a100-40 or a100-80?"),
     (["gpt-moe-1b", "--cluster", "rtx4090x8"], "did you mean rtx-4090?"),
     (
@@ -543,6 +549,13 @@ def test_json_has_what_the_table_has(capsys):
     assert found["best"]["step_s"] == plan.best.seconds.total_s
     assert found["command"] == plan.command and found["guesses"] == list(plan.guesses)
     assert sum(found["best"]["time_s"].values()) == pytest.approx(found["best"]["step_s"])
+
+
+def test_options_of_a_recipe_are_set(capsys):
+    words = "plan gpt-400b --cluster a100-80x256 --json --tokens-per-batch 1M --set model.moe.num_experts=64"
+    assert front.main(words.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 200e9 < found["parameters"] < 210e9 and found["tokens_per_step"] == 2**20
 
 
 def test_a_plan_needs_no_torch():

@@ -13,7 +13,9 @@ from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe
 from expertmesh.planner.dense_twin import dense_twin
 from expertmesh.planner.published import published_models
+from expertmesh.planner.search import SAFE
 from expertmesh.planner.serve import serve_plan
+from expertmesh.planner.serve_table import serve_text
 from expertmesh.planner.serving_layout import Serving, with_most_sequences
 
 QWEN = Serving(published_models()["qwen3-30b"], find_cluster("h100x8"), 64, 4096, 1, 8)
@@ -184,6 +186,37 @@ def test_copies_let_devices_share_experts_that_they_do_not_divide():
     for way in ways:
         for block in way.sizes.blocks:
             assert way.experts_here(block) * way.route_degree == (288 if block.num_experts else 0)
+
+
+@pytest.mark.parametrize("devices", [48, 72, 96, 144])
+def test_devices_that_do_not_divide_experts_cost_no_slices(devices):
+    """Wide groups have copies of experts; their exchange takes about as long as that of the next power of two."""
+    sizes = published_models()["deepseek-v3"]
+    times = {}
+    for number in (devices, 1 << (devices - 1).bit_length()):
+        way = Serving(
+            sizes, find_cluster(f"h100x{number}"), 64 * number, 4096, 1, number, fused=True
+        )
+        times[number] = way.seconds.exchange_s
+        for block in way.sizes.blocks:
+            assert way.experts_here(block) == -(-block.num_experts // number)
+    assert times[devices] <= 1.1 * max(times.values()) and len(times) == 2
+    assert times[devices] < 1.2 * times[1 << (devices - 1).bit_length()]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "batch", "is_full"),
+    [
+        ("qwen3-30b", "h100x1", 40, True),
+        ("qwen3-30b", "h100x1", 4, False),
+        ("mixtral-8x7b", "h100x2", 120, True),
+    ],
+)
+def test_a_full_device_is_marked_and_a_safer_plan_given(name, cluster, batch, is_full):
+    found = serve_plan(name, cluster=cluster, batch=batch, context=4096)
+    assert (found.best.filled > SAFE) == is_full == ("above 92 %" in serve_text(found))
+    assert (found.safer is not None) == is_full
+    assert found.safer is None or found.safer.filled <= SAFE
 
 
 def test_prompts_cost_time_and_money():

@@ -1,7 +1,7 @@
 """`expertmesh plan`: predict cost, memory and time of a model on a cluster. Never imports torch."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -10,9 +10,6 @@ from expertmesh.cli.parse import parsed
 from expertmesh.config.counted import Amount, Length
 from expertmesh.config.fields import Each, InputFile, NewFile, Operation, Spelling, Word
 from expertmesh.errors import ConfigError
-
-if TYPE_CHECKING:
-    from expertmesh.models.gpt.config import GPTRunConfig
 
 _OF_GENERATION = frozenset(
     (
@@ -148,28 +145,20 @@ def run(argv: list[str]) -> int:
     return _serve(options) if options.serve else _plan(options)
 
 
-def _model(options: PlanVerb) -> "str | GPTRunConfig":
+def _model(options: PlanVerb) -> Any:
     """The model that is asked for, with changed options where it is a recipe."""
-    from expertmesh.models.gpt.config import GPTRunConfig
-    from expertmesh.models.registry import recipe
+    from expertmesh.planner.planned_model import changed_recipe
 
     changes = {}
     for word in options.set_:
         name, equals, text = word.partition("=")
         if not equals:
-            raise ConfigError(
-                "set", word, "must be an option and its value", "write model.moe.num_experts=64"
-            )
+            raise ConfigError("set", word, "must be an option and its value", "write OPTION=VALUE")
         try:
             changes[name.strip().replace("-", "_")] = json.loads(text)
         except ValueError:
             changes[name.strip().replace("-", "_")] = text
-    if not changes:
-        return options.model
-    config = recipe(options.model, changes)
-    if not isinstance(config, GPTRunConfig):
-        raise ConfigError("set", options.set_[0], "is for recipes of a decoder", "leave it out")
-    return config
+    return changed_recipe(options.model, changes) if changes else options.model
 
 
 def _plan(options: PlanVerb) -> int:

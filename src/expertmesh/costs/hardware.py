@@ -44,7 +44,10 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
     where = named("cluster", shown(name))
     short = re.fullmatch(r"([a-z0-9-]+?)x([0-9]{1,18})", name.lower())
     if short and not is_there(name):
-        values: dict[str, Any] = {"device": short[1], "num_gpus": int(short[2]), "name": name}
+        # mi300x64 are 64 of mi300x, whose own x is easily left out
+        is_short = short[1] not in known_devices() and f"{short[1]}x" in known_devices()
+        device = f"{short[1]}x" if is_short else short[1]
+        values: dict[str, Any] = {"device": device, "num_gpus": int(short[2]), "name": name}
     elif name.lower() in known_devices() and not is_there(name):
         values = {"device": name.lower(), "num_gpus": num_gpus or 1, "name": name}
     else:

@@ -45,13 +45,13 @@ class Efficiency:
         hidden: share of overlappable communication that is hidden.
     """
 
-    dense: float = 0.4764
-    grouped: float = 0.6571
-    network: float = 0.901
-    element_bytes: float = 147.7
+    dense: float = 0.4221
+    grouped: float = 0.7392
+    network: float = 0.9651
+    element_bytes: float = 152.3
     host_s: float = 0.003144
-    fused_host: float = 0.4178
-    old: float = 0.7658
+    fused_host: float = 0.4153
+    old: float = 0.7907
     hidden: float = 0.9
 
 

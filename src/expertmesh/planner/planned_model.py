@@ -3,6 +3,7 @@
 import difflib
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from expertmesh.config.run import RunConfig
 from expertmesh.config.values import shown, some_of
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.costs.weight_formats import Weights, weights_of_files
-from expertmesh.errors import CheckpointError, ConfigError, text_of
+from expertmesh.errors import CheckpointError, ConfigError, named, text_of
 from expertmesh.models.bound_files import check_run, newest_state
 from expertmesh.models.family import Family
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -101,6 +102,24 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     raise ConfigError(
         f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}"
     )
+
+
+def changed_recipe(name: str, changes: Mapping[str, Any]) -> GPTRunConfig:
+    """A recipe with other values.
+
+    Args:
+        name: name of a recipe of a decoder.
+        changes: values by dotted name.
+
+    Raises:
+        ConfigError: there is no such recipe or option, or a value breaks a rule.
+    """
+    config = recipe(name, changes)
+    if not isinstance(config, GPTRunConfig):
+        raise ConfigError(
+            f"plan {name}: no option of an encoder-decoder can be set here; leave {named('set')} out"
+        )
+    return config
 
 
 def _of_recipe(name: str, config: RunConfig, family: Family) -> PlannedModel:

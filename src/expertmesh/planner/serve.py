@@ -14,7 +14,14 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.arguments import MOST_AT_ONCE, cluster_of, number, whole
 from expertmesh.planner.dense_twin import dense_twin
 from expertmesh.planner.planned_model import PlannedModel, planned_model
-from expertmesh.planner.search import TENSOR_DEGREES, can_slice, divisors, routes_over
+from expertmesh.planner.search import (
+    SAFE,
+    TENSOR_DEGREES,
+    can_slice,
+    divisors,
+    powers_of_two,
+    routes_over,
+)
 from expertmesh.planner.serving_layout import Serving, with_most_sequences
 
 CACHES = {"bfloat16": 2.0, "fp8": 1.0, "float32": 4.0}
@@ -68,6 +75,15 @@ class ServePlan:
     def best(self) -> Serving:
         """The best layout."""
         return self.ways[0]
+
+    @property
+    def safer(self) -> Serving | None:
+        """The best layout that leaves memory free, with fewer sequences where none does; None: the best one does, or none can."""
+        if self.best.filled <= SAFE:
+            return None
+        tried = [*self.ways]
+        tried += [replace(self.best, batch=n) for n in reversed(powers_of_two(self.best.batch))]
+        return next((way for way in tried if way.filled <= SAFE), None)
 
 
 def serve_plan(

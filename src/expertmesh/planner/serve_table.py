@@ -78,10 +78,9 @@ def _totals(plan: ServePlan) -> list[str]:
             lines.append(
                 f"price        {low:,.3g} to {high:,.3g} USD per million tokens of {of}, at prices of 2026"
             )
-    filled = best.device_bytes / GIB / best.cluster.device.memory_gib
-    if filled > SAFE:
+    if best.filled > SAFE:
         lines.append(
-            f"memory       {100 * filled:.0f} % of the device: leave more free, with fewer sequences"
+            f"memory       {100 * best.filled:.0f} % of the device, above {100 * SAFE:.0f} %: {_safer(plan)}"
         )
     touched = ", ".join(
         f"{best.experts_touched(block):.1f} of {best.experts_here(block):g}"
@@ -103,6 +102,14 @@ def _totals(plan: ServePlan) -> list[str]:
             f" {seconds_text(plan.twin.token_s)} per token, {ratio:,.2f} times as long"
         )
     return lines
+
+
+def _safer(plan: ServePlan) -> str:
+    other = plan.safer
+    if other is None:
+        return "the weights alone fill it; use more devices or a narrower format"
+    full = f"{100 * other.filled:.0f} %, {seconds_text(other.token_s)} per token"
+    return f"safer is {serving_text(other)} with {other.batch:,} sequences: {full}"
 
 
 def _memory_lines(best: Serving) -> list[tuple[str, str]]:
@@ -149,6 +156,7 @@ def serve_json(plan: ServePlan) -> dict[str, Any]:
         "weights": asdict(best.weights),
         "time_error_bar": list(SERVE_BAR),
         "best": _way(best),
+        "safer": None if plan.safer is None else _way(plan.safer),
         "ways": [_way(way) for way in plan.ways],
         "dense_twin": None
         if plan.twin is None

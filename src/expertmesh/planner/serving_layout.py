@@ -123,18 +123,23 @@ class Serving:
         """Tokens of a sequence in the middle of its answer."""
         return self.prompt + self.answer / 2 if self.prompt else self.context
 
+    def experts_held(self, block: LayerSizes) -> int:
+        """Number of a layer's experts with their copies; software with graphs copies experts that devices do not divide."""
+        if not block.num_experts:
+            return 0
+        rest = -block.num_experts % self.route_degree if self.fused else 0
+        return block.num_experts + (self.redundant or rest)
+
     def experts_here(self, block: LayerSizes) -> float:
         """Number of a layer's experts, copies included, of one device."""
-        return (
-            (block.num_experts + self.redundant) / self.route_degree if block.num_experts else 0.0
-        )
+        return self.experts_held(block) / self.route_degree
 
     def experts_touched(self, block: LayerSizes) -> float:
         """Expected number of a layer's experts on one device that some token of a step chose."""
         here = self.experts_here(block)
         if not here:
             return 0.0
-        untouched = 1 - block.rows_per_token / (block.num_experts + self.redundant)
+        untouched = 1 - block.rows_per_token / self.experts_held(block)
         return here * (1 - untouched**self.routed_batch)
 
     def _held(self, block: LayerSizes) -> float:
@@ -195,9 +200,14 @@ class Serving:
         return self.weights_held_bytes + self.cache_held_bytes + workspace
 
     @property
+    def filled(self) -> float:
+        """Share of the device's memory that is in use."""
+        return self.device_bytes / (self.cluster.device.memory_gib * GIB)
+
+    @property
     def fits(self) -> bool:
         """Whether a device has the memory."""
-        return self.device_bytes <= self.cluster.device.memory_gib * GIB
+        return self.filled <= 1
 
     @cached_property
     def seconds(self) -> TokenSeconds:
@@ -258,7 +268,7 @@ class Serving:
     def _exchange_s(self, block: LayerSizes, tokens: float) -> float:
         if self.route_degree <= self.tp_degree:
             return 0.0
-        held = block.num_experts + self.redundant
+        held = self.experts_held(block)
         slices = RankLayout.slices(held, self.route_degree)
         route = route_of(self.route_degree, slices, self.cluster.node_size)
         load = TokenLoad.even(tokens / self.tp_degree, max(1, round(block.rows_per_token)), held)

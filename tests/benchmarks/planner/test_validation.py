@@ -40,9 +40,9 @@ def test_rows_are_chosen_by_the_rule_that_the_table_states():
 
 
 def test_rows_that_nothing_was_fitted_on_are_close(found):
-    assert Summary.of(found.in_sight).median <= 0.17
-    assert Summary.of(found.later).median <= 0.21
-    assert Summary.of(found.left_out).median <= 0.19
+    assert Summary.of(found.in_sight).median <= 0.16
+    assert Summary.of(found.later).median <= 0.19
+    assert Summary.of(found.left_out).median <= 0.18
     assert Summary.of(found.memory).median <= 0.08
     assert Summary.of(found.serving_left_out).median <= 0.30
     assert Summary.of(found.parts, (0.7, 1.4)).within == 1
