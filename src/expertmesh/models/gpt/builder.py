@@ -32,6 +32,10 @@ class GPTBuilder(ModelBuilder):
         check_degrees(
             config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
         )
+        storage = config.base.storage
+        if num_ranks > 1 and storage not in ("auto", "float32"):
+            rule = "weights that rest are FP32 on several ranks"
+            raise ConfigError("base.storage", storage, rule, "use one process, or leave it out")
         adapted, tp = (
             check_targets(config.adapter, gpt_spec(config.model)),
             config.parallel.tp_degree,
