@@ -15,7 +15,7 @@ Example:
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
-from expertmesh.moe.dense_parts import Linear
-from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.module_adapters import Adapter, ModuleAdapters, adapters_in, add_low_rank
 from expertmesh.spec.adapter_targets import adaptable, kind_of, targeted
@@ -35,8 +33,6 @@ _RANK = Number(1, fix="use 8, for example", types=WHOLE)
 _EXPERT_RANK = Number(1, fix="leave it out, for rank", types=WHOLE, optional=True)
 _ALPHA = Number(0, fix="use twice the rank, for example", is_open=True)
 
-Adapted = Linear | DenseMLP | GroupedExperts
-"""Modules that can have adapters."""
 
 __all__ = ["adapters", "add", "merge", "remove"]
 
@@ -122,12 +118,13 @@ def attach(
     if freeze:
         model.requires_grad_(False)
     for path, own in found.items():
-        module, made = model.get_submodule(path), {}
+        module: Any = model.get_submodule(path)
+        made = {}
         for leaf, size in own.items():
             weight: Tensor = getattr(module, leaf)
             made[leaf] = Adapter(
-                _shape(module, leaf),
-                num_experts=module.num_experts if isinstance(module, GroupedExperts) else None,
+                module.matrices[leaf],
+                num_experts=getattr(module, "num_experts", None),
                 rank=size.rank,
                 scaling=size.scaling,
                 shared=shared,
@@ -147,29 +144,20 @@ def _parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for path, module in model.named_modules():
         if isinstance(spec := getattr(module, "spec", None), ModelSpec):
             theirs |= {f"{path}.{n}".removeprefix("."): ends for n, ends in adaptable(spec).items()}
-        leaves = ("weight",) if isinstance(module, Linear) else ("w_in", "w_out")
-        for leaf in leaves if isinstance(module, Adapted) else ():
+        for leaf, shape in getattr(module, "matrices", {}).items():
             name = f"{path}.{leaf}".removeprefix(".")
             if kind_of(name) is not None:
-                parts[name] = theirs.get(name) or _usual_parts(module, leaf)
+                parts[name] = theirs.get(name) or _usual_parts(leaf, shape)
     return parts
 
 
-def _usual_parts(module: nn.Module, leaf: str) -> tuple[str, ...]:
+def _usual_parts(leaf: str, shape: Sequence[int]) -> tuple[str, ...]:
     """Names of the modules that a parameter is in transformers, for a model that does not tell them."""
     if leaf == "weight":
         return ()
     if leaf == "w_out":
         return ("down_proj",)
-    return ("gate_proj", "up_proj") if _shape(module, leaf)[-3] == 2 else ("up_proj",)
-
-
-def _shape(module: nn.Module, leaf: str) -> tuple[int, ...]:
-    """Shape of a matrix, widened where it is quantised."""
-    if not isinstance(module, GroupedExperts):
-        return tuple(getattr(module, leaf).shape)
-    E, G, F, D = module.shape
-    return (E, G, F, D) if leaf == "w_in" else (E, D, F)
+    return ("gate_proj", "up_proj") if shape[-3] == 2 else ("up_proj",)
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -187,16 +175,14 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
     return found
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Modules with adapters, by path.
 
     Raises:
         ConfigError: there are none.
     """
     for path in dict.fromkeys(name.rpartition(".")[0] for name in adapters(model)):
-        module = model.get_submodule(path)
-        assert isinstance(module, Adapted)
-        yield path, module
+        yield path, model.get_submodule(path)
 
 
 def merge(model: nn.Module) -> int:
@@ -239,19 +225,18 @@ def remove(model: nn.Module) -> int:
     return len(found)
 
 
-def _merge(path: str, module: Adapted) -> None:
+def _merge(path: str, module: Any) -> None:
     """Merge a module's adapters."""
-    assert module.adapters is not None
     for name, adapter in module.adapters.named_children():
         assert isinstance(adapter, Adapter)
-        if isinstance(module, GroupedExperts) and module.format != "dense":
+        if getattr(module, "format", "dense") != "dense":
             _merge_packed(path, module, name, adapter)
         else:
             adapter.add_to(getattr(module, name))
 
 
 @torch.no_grad()
-def _merge_packed(path: str, experts: GroupedExperts, name: str, adapter: Adapter) -> None:
+def _merge_packed(path: str, experts: Any, name: str, adapter: Adapter) -> None:
     """Merge an adapter into quantised matrices, one widened at a time, and say what rounding them again changes."""
     E, G, F, _ = experts.shape
     a_erK, b_eNr = adapter.factors()
@@ -274,14 +259,13 @@ def _merge_packed(path: str, experts: GroupedExperts, name: str, adapter: Adapte
     )
 
 
-def _check(path: str, module: nn.Module, names: Sequence[str]) -> None:
+def _check(path: str, module: Any, names: Sequence[str]) -> None:
     """Raise ConfigError for a module that adapters cannot be added to."""
-    assert isinstance(module, Adapted)
     if module.adapters is not None:
         raise ConfigError(
             f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
         )
-    if isinstance(module, GroupedExperts) and module.paging is not None:
+    if getattr(module, "paging", None) is not None:
         raise ConfigError(
             f"{path}: its experts are in slots, for inference; open it with all of them"
         )

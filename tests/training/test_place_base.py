@@ -9,8 +9,8 @@ from tests.checkpoints.test_rounded import in_fp8, pack_files
 from tests.support.hub_text import hub_folder
 from tests.support.runs import lines_of
 
-from expertmesh.checkpoints.adapted import factor_prefix
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.merged_adapters import factor_prefix
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.cli.train import run as train_verb
 from expertmesh.config.frozen_base import QUANTIZED

@@ -28,7 +28,8 @@ class Head(Linear):
         """(..., D) -> (..., V) logits; with targets (R, D) -> (R,), see `score_rows`."""
         if targets_R is None:
             return super().forward(x)
-        linear, more = self.arithmetic.in_mode(self.training).linear, ()
+        linear = self.arithmetic.in_mode(self.training).linear
+        more: tuple[Tensor, Tensor] | tuple[()] = ()
         if self.adapters is not None and self.adapters.weight is not None:
             more = low_rank_rows(x, self.adapters.weight(), linear, backend=self.backend)
         return score_rows(x, self.weight, targets_R, linear=linear, more=more)

@@ -70,4 +70,6 @@ def learning_lines(
     dtype = str(precision.compute_dtype).removeprefix("torch.")
     costs = family.costs_of(task.config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu)
     if costs is not None:
+        if costs.adapters:
+            yield f"adapters: {costs.adapters}"
         yield f"memory: {memory_text(costs.memory, num_ranks, on_gpu=on_gpu)}"

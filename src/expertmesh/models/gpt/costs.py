@@ -10,6 +10,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.adapter_counts import adapter_text
 
 
 def gpt_costs(
@@ -26,6 +27,15 @@ def gpt_costs(
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
     flops = forward_flops(config.model, seq_len=seq_len)
+    memory = memory_of(
+        sizes_of_run(config),
+        config,
+        num_ranks=num_ranks,
+        dtype=dtype,
+        on_gpu=on_gpu,
+        seq_len=seq_len,
+        recomputes_h=config.model.moe.recompute_h,
+    )
     return RunCosts(
         parameters=spec.num_parameters,
         active=spec.num_active,
@@ -33,15 +43,8 @@ def gpt_costs(
         flops_per_item=flops.training_flops(
             activation_checkpointing=train.activation_checkpointing
         ),
-        memory=memory_of(
-            sizes_of_run(config),
-            config,
-            num_ranks=num_ranks,
-            dtype=dtype,
-            on_gpu=on_gpu,
-            seq_len=seq_len,
-            recomputes_h=config.model.moe.recompute_h,
-        ),
+        memory=memory,
+        adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )
 
 
