@@ -66,7 +66,7 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
 def put_quantized(model: nn.Module, source: PackedExperts) -> None:
     """Give a model's routed experts the tensors of a source's format, empty and on the same device, usually meta."""
     for path, _, experts in grouped_layers(model):
-        room = {}
+        room: dict[str, torch.Tensor] = {}
         for name in TENSORS:
             own = getattr(experts, name)
             if name.startswith("b_"):

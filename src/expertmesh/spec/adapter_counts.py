@@ -35,7 +35,7 @@ def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
 
 
 def factor_counts(config: AdapterConfig, spec: ModelSpec) -> Counter[str]:
-    """Numbers of parameters of the factors, by kind of what they adapt; see `factors`."""
+    """Numbers of parameters of the factors, by kind of the adapted ones; see `factors`."""
     found = Counter[str]()
     for one in factors(config, spec):
         found[str(kind_of(one.name.rpartition(".")[0]))] += one.num_elements

@@ -11,7 +11,7 @@ from expertmesh.spec.resting import Resting
 
 
 def sizes_of_run(config: GPTRunConfig) -> GPTSizes:
-    """Sizes of a run's model; those of `sizes_of` where all of it learns.
+    """Sizes of a run's model, with adapters if it has some.
 
     Args:
         config: configuration of the run.
@@ -26,7 +26,7 @@ def sizes_of_run(config: GPTRunConfig) -> GPTSizes:
 
 
 def _rests(one: Parameter, config: GPTRunConfig) -> Resting | None:
-    """How a parameter of the model is kept; None: it learns."""
+    """Storage of a parameter of the model; None: it learns."""
     base = config.base
     if one.role == "router":
         return Resting("float32") if config.adapter.routers_rest else None
