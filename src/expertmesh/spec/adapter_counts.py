@@ -9,7 +9,7 @@ from expertmesh.spec.model_spec import ModelSpec, num_elements
 
 
 def factor_counts(config: AdapterConfig, spec: ModelSpec) -> Counter[str]:
-    """Numbers of parameters of the factors, by kind of what they adapt.
+    """Numbers of parameters of the factors, by kind of the adapted parameter.
 
     Args:
         config: options of the adapters.
