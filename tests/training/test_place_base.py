@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from expertmesh.checkpoints.merged_adapters import factor_prefix
 from tests.support.hub_text import hub_folder
 from tests.support.runs import lines_of
 
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.merged_adapters import factor_prefix
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.cli.train import run as train_verb
 from expertmesh.config.frozen_base import QUANTIZED
