@@ -228,7 +228,6 @@ def remove(model: nn.Module) -> int:
 def _merge(path: str, module: Any) -> None:
     """Merge a module's adapters."""
     for name, adapter in module.adapters.named_children():
-        assert isinstance(adapter, Adapter)
         if getattr(module, "format", "dense") != "dense":
             _merge_packed(path, module, name, adapter)
         else:

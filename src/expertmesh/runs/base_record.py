@@ -72,8 +72,15 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
         )
 
 
-class BaseOfAdapters(NamedTuple):
-    """Folder and weights of a base, the format that its experts are rounded to, and the options of its adapters."""
+class BaseRecord(NamedTuple):
+    """Base of a checkpoint's adapters.
+
+    Attributes:
+        path: its folder.
+        weights: its checkpoint, or the folder.
+        rounds: format that its experts were rounded to for the training; None: as they are.
+        config: options of the adapters.
+    """
 
     path: Path
     weights: Path
@@ -81,7 +88,7 @@ class BaseOfAdapters(NamedTuple):
     config: AdapterConfig
 
 
-def read_record(checkpoint: Path) -> BaseOfAdapters | None:
+def read_record(checkpoint: Path) -> BaseRecord | None:
     """The base of a checkpoint's adapters; None: all weights are in the checkpoint.
 
     Raises:
@@ -105,7 +112,7 @@ def read_record(checkpoint: Path) -> BaseOfAdapters | None:
         config = AdapterConfig.model_validate(values["config"]["adapter"])
     text = record.get(_ROUNDS)
     rounds = None if text is None else ExpertFormat.of(text)
-    return BaseOfAdapters(Path(record["path"]), weights, rounds, config)
+    return BaseRecord(Path(record["path"]), weights, rounds, config)
 
 
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:

@@ -27,15 +27,6 @@ def gpt_costs(
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
     flops = forward_flops(config.model, seq_len=seq_len)
-    memory = memory_of(
-        sizes_of_run(config),
-        config,
-        num_ranks=num_ranks,
-        dtype=dtype,
-        on_gpu=on_gpu,
-        seq_len=seq_len,
-        recomputes_h=config.model.moe.recompute_h,
-    )
     return RunCosts(
         parameters=spec.num_parameters,
         active=spec.num_active,
@@ -43,7 +34,15 @@ def gpt_costs(
         flops_per_item=flops.training_flops(
             activation_checkpointing=train.activation_checkpointing
         ),
-        memory=memory,
+        memory=memory_of(
+            sizes_of_run(config),
+            config,
+            num_ranks=num_ranks,
+            dtype=dtype,
+            on_gpu=on_gpu,
+            seq_len=seq_len,
+            recomputes_h=config.model.moe.recompute_h,
+        ),
         adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )
 
