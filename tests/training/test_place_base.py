@@ -7,6 +7,7 @@ import torch
 from tests.checkpoints.test_hub_parts import in_mxfp4
 from tests.checkpoints.test_rounded import in_fp8, pack_files
 from tests.support.hub_text import hub_folder
+from tests.support.memory import peak_bytes
 from tests.support.runs import lines_of
 
 from expertmesh.checkpoints.dcp import Checkpoint
@@ -19,10 +20,14 @@ from expertmesh.integrations.hub import convert, load_pretrained, quantize
 from expertmesh.models.gpt.costs import gpt_costs
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import gpt_moe_test
+from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.moe.layer import grouped_layers
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import open_model
-from expertmesh.runs.run_dir import RunDir, load_run
+from expertmesh.runs.precision import plain_precision
+from expertmesh.runs.run_dir import RunDir, find_model, load_run
 from expertmesh.training.metrics import read_metrics
+from expertmesh.training.place_base import place_model, with_format
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
 
@@ -188,3 +193,24 @@ def test_ranks_keep_what_rests_in_fp32(base):
     assert two == pytest.approx(one, rel=0.01)  # half of them in twice the bytes, but for routers
     with pytest.raises(ConfigError, match="base.storage=int4: weights that rest are FP32 on"):
         GPT.open_task(config.updated({"base.storage": "int4"})).builder.check(2)
+
+
+def test_the_full_model_never_is_in_memory(tmp_path):
+    sizes = {"num_experts": 32, "hidden_size": 64, "moe_intermediate_size": 128}
+    base = hub_folder(tmp_path / "many", **sizes)
+    changes = {"train.init_from": str(base), "adapter.kind": "lora", "base.storage": "nf4"}
+    changes |= {"adapter.targets": ("attention",), "train.dtype": "float32"}
+    begin = find_model(base)
+    config = begin.config.updated(changes)
+    precision = plain_precision(torch.float32, torch.device("cpu"))
+    begin = with_format(begin, config, precision)
+
+    def opened():
+        model = place_model(GPT.open_task(config), begin, precision, Ranks())
+        begin.load_into({n: t for n, t in model.state_dict().items() if ".adapters." not in n})
+        return model
+
+    full = 4 * gpt_spec(config.model).num_parameters
+    assert peak_bytes(opened) < 0.4 * full
+    held = [t.nbytes for t in opened().state_dict().values()]
+    assert sum(held) == gpt_costs(config, num_ranks=1, dtype="float32").memory.weights_bytes
