@@ -191,6 +191,9 @@ def test_ranks_keep_what_rests_in_fp32(base):
     found = [gpt_costs(config, num_ranks=n, dtype="bfloat16").memory for n in (1, 2)]
     one, two = (memory.weights_bytes - memory.gradients_bytes for memory in found)
     assert two == pytest.approx(one, rel=0.01)  # half of them in twice the bytes, but for routers
+    dense = config.updated({"base.storage": "nf4", "model.moe.num_experts": ()})
+    with pytest.raises(ConfigError, match="base.storage=nf4: is of routed experts, and the"):
+        GPT.open_task(dense).builder.check(1)
     with pytest.raises(ConfigError, match="base.storage=int4: weights that rest are FP32 on"):
         GPT.open_task(config.updated({"base.storage": "int4"})).builder.check(2)
 
