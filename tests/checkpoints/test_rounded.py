@@ -41,6 +41,10 @@ def source_config(source):
 
 def packed_folder(folder, name, pack, **size):
     family_model(name, seed=0, dtype=torch.bfloat16, **size).save_pretrained(folder)
+    pack_files(folder, pack)
+
+
+def pack_files(folder, pack):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     values = json.loads((folder / "config.json").read_text())

@@ -1,7 +1,6 @@
 """Adapters of a run for others: merged into the hub's format, or as peft's folder, which peft computes alike."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from expertmesh.integrations.hub.adapter_folder import check_logits
 from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.models.token_losses import token_losses
 from expertmesh.runs.run_dir import checkpoint_weights, load_run
+from expertmesh.spec.adapter_targets import USUAL
 
 # peft 0.21 asks transformers 5.23 for an attribute by its old name
 pytestmark = [
@@ -64,8 +64,10 @@ def test_merged_weights_and_peft_s_folder_give_the_run_s_logits(folders, tmp_pat
     merged, plain = logits_of(tmp_path / "merged"), logits_of(base)
     values = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert values["base_model_name_or_path"] == str(base)
-    assert values["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    assert {"self_attn.q_proj", "mlp.shared_expert.down_proj"} <= set(values["target_modules"])
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    dense = [f"mlp.shared_expert.{x}_proj.weight" for x in ("up", "gate", "down")]
+    assert values["target_parameters"] == [*dense, *experts]
+    assert values["target_modules"] == [f"self_attn.{x}_proj" for x in "qkvo"]
     original = transformers.AutoModelForCausalLM.from_pretrained(base)
     theirs = peft.PeftModel.from_pretrained(original, tmp_path / "peft")
     with torch.no_grad():
@@ -113,13 +115,13 @@ def test_what_has_no_effect_is_refused(folders, tmp_path):
             convert(source, tmp_path / "none", **options)
 
 
-def adapted_pair(name, base, place, targets):
+def adapted_pair(name, base, place):
     """Our GPT and peft's model with the same adapters, which are not zero."""
     peft = pytest.importorskip("peft")
     model = tiny_model(name)
     model.save_pretrained(base)
     ours = load_pretrained(base)
-    lora.add(ours, rank=3, expert_rank=2, alpha=6.0, targets=targets, seed=0)
+    lora.add(ours, rank=3, expert_rank=2, alpha=6.0, targets=USUAL, seed=0)
     for one in lora.adapters(ours).values():
         torch.nn.init.normal_(one.b, std=0.1)
     save_adapters(ours, place, base=str(base))
@@ -127,15 +129,12 @@ def adapted_pair(name, base, place, targets):
     return ours, theirs
 
 
-# in DeepSeek-V3 peft 0.21 takes gate_proj, up_proj and down_proj anywhere for those of the experts
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_peft_s(name, tmp_path):
-    ours, theirs = adapted_pair(
-        name, tmp_path / "base", tmp_path / "adapters", ("attention", "experts")
-    )
+    ours, theirs = adapted_pair(name, tmp_path / "base", tmp_path / "adapters")
     ids = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
     losses = (
         token_losses(ours(ids[:, :-1]).logits_BSV, ids[:, 1:]).mean(),
@@ -161,8 +160,10 @@ def test_loss_and_gradients_are_peft_s(name, tmp_path):
     }
     assert mine.keys() == together.keys()
     for key, grad in together.items():
-        if re.search(
-            "[qkv]_proj.lora_A", key
-        ):  # one first factor of ours is three equal ones of peft's
-            grad = sum(together[re.sub("[qkv]_proj", f"{one}_proj", key)] for one in "qkv")
+        # one first factor of ours is several equal ones of peft's
+        for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            path, _, end = key.rpartition(".lora_A")
+            if end and path.endswith(parts):
+                path = path.rpartition(".")[0]
+                grad = sum(together[f"{path}.{part}.lora_A{end}"] for part in parts)
         torch.testing.assert_close(mine[key], grad, rtol=1e-3, atol=1e-5)

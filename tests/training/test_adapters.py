@@ -128,6 +128,10 @@ MISTAKES = {
     ),
     "half a matrix": (["--adapter.targets", "q_proj", "v_proj"], "name k_proj too, or attention"),
     "a tied head, or none": (["--adapter.targets", "router"], "router matches nothing"),
+    "a kind of other models": (
+        ["--adapter.targets", "attention", "shared"],
+        "shared matches nothing that takes an adapter",
+    ),
     "frozen twice": (
         ["--train.freeze", "router"],
         "has no effect with adapter.kind=lora, where all but adapters rests",

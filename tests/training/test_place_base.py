@@ -4,7 +4,10 @@ import json
 
 import pytest
 import torch
+from tests.checkpoints.test_hub_parts import in_mxfp4
+from tests.checkpoints.test_rounded import in_fp8, pack_files
 from tests.support.hub_text import hub_folder
+from tests.support.memory import peak_bytes
 from tests.support.runs import lines_of
 
 from expertmesh.checkpoints.dcp import Checkpoint
@@ -14,10 +17,17 @@ from expertmesh.cli.train import run as train_verb
 from expertmesh.config.frozen_base import QUANTIZED
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained, quantize
+from expertmesh.models.gpt.costs import gpt_costs
+from expertmesh.models.gpt.family import GPT
+from expertmesh.models.gpt.recipes import gpt_moe_test
+from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.moe.layer import grouped_layers
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import open_model
-from expertmesh.runs.run_dir import RunDir, load_run
+from expertmesh.runs.precision import plain_precision
+from expertmesh.runs.run_dir import RunDir, find_model, load_run
 from expertmesh.training.metrics import read_metrics
+from expertmesh.training.place_base import place_model, with_format
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
 
@@ -124,6 +134,26 @@ def test_a_packed_folder_is_a_base_as_it_is(base, packed, chats, tmp_path):
     assert losses(tmp_path / "rounded") == found
 
 
+@pytest.mark.parametrize(
+    ("form", "name", "pack", "error"),
+    # numbers in FP8 are rounded to BF16 where they are widened on reading
+    [("mxfp4", "gpt_oss", in_mxfp4, 1e-5), ("fp8", "qwen3_moe", in_fp8, 5e-3)],
+)
+def test_experts_of_the_hub_stay_in_the_format_of_their_files(
+    form, name, pack, error, chats, tmp_path
+):
+    size = SIZES | {"intermediate_size": 64, "dtype": torch.bfloat16}
+    pack_files(hub_folder(tmp_path / "hub", name, **size), pack)
+    words = words_of(tmp_path / "hub", chats, tmp_path)
+    assert train_verb([*words, *lora()]) == 0
+    config, _ = RunDir(tmp_path / "run").read_config()
+    found = losses(tmp_path / "run")
+    assert config.base.storage == form and found[-1] < found[0]
+    wide = words_of(tmp_path / "hub", chats, tmp_path, run="wide")
+    assert train_verb([*wide, *lora(), "--base.storage", "float32"]) == 0
+    assert found[:2] == pytest.approx(losses(tmp_path / "wide")[:2], rel=error)
+
+
 MISTAKES = {
     "no adapter": (
         ["ALL", "--base.storage", "int4"],
@@ -152,3 +182,38 @@ def test_mistakes_are_one_line(mistake, packed, words):
     with pytest.raises(ConfigError) as caught:
         train_verb([*words, *([] if "ALL" in more else lora()), *options])
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranks_keep_what_rests_in_fp32(base):
+    changes = {"train.init_from": str(base), "adapter.kind": "lora"}
+    config = gpt_moe_test().updated(changes | {"train.dtype": "bfloat16"})
+    GPT.open_task(config).builder.check(2)
+    found = [gpt_costs(config, num_ranks=n, dtype="bfloat16").memory for n in (1, 2)]
+    one, two = (memory.weights_bytes - memory.gradients_bytes for memory in found)
+    assert two == pytest.approx(one, rel=0.01)  # half of them in twice the bytes, but for routers
+    dense = config.updated({"base.storage": "nf4", "model.moe.num_experts": ()})
+    with pytest.raises(ConfigError, match="base.storage=nf4: is of routed experts, and the"):
+        GPT.open_task(dense).builder.check(1)
+    with pytest.raises(ConfigError, match="base.storage=int4: weights that rest are FP32 on"):
+        GPT.open_task(config.updated({"base.storage": "int4"})).builder.check(2)
+
+
+def test_the_full_model_never_is_in_memory(tmp_path):
+    sizes = {"num_experts": 32, "hidden_size": 64, "moe_intermediate_size": 128}
+    base = hub_folder(tmp_path / "many", **sizes)
+    changes = {"train.init_from": str(base), "adapter.kind": "lora", "base.storage": "nf4"}
+    changes |= {"adapter.targets": ("attention",), "train.dtype": "float32"}
+    begin = find_model(base)
+    config = begin.config.updated(changes)
+    precision = plain_precision(torch.float32, torch.device("cpu"))
+    begin = with_format(begin, config, precision)
+
+    def opened():
+        model = place_model(GPT.open_task(config), begin, precision, Ranks())
+        begin.load_into({n: t for n, t in model.state_dict().items() if ".adapters." not in n})
+        return model
+
+    full = 4 * gpt_spec(config.model).num_parameters
+    assert peak_bytes(opened) < 0.4 * full
+    held = [t.nbytes for t in opened().state_dict().values()]
+    assert sum(held) == gpt_costs(config, num_ranks=1, dtype="float32").memory.weights_bytes

@@ -18,7 +18,7 @@ def format_of_files(folder: Path) -> str | None:
 
 
 class Fp8Experts(RoundedExperts):
-    """The tensors of a hub model with experts in FP8; values and scales are those of the files, where these are in FP8."""
+    """Tensors of a hub model with experts in FP8; values and scales of files in FP8 are kept."""
 
     def __init__(self, source: HubModel, scheme: ExpertFormat) -> None:
         super().__init__(source, scheme)

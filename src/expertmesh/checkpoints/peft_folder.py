@@ -87,7 +87,8 @@ class AdapterFiles:
         Raises:
             ConfigError: a target is no parameter of experts.
         """
-        return [_ours(theirs) for theirs in self.values.get("target_parameters") or []]
+        given = self.values.get("target_parameters") or []
+        return [_ours(theirs) for theirs in given if not theirs.endswith("_proj.weight")]
 
 
 def read_adapter_files(folder: str | Path) -> AdapterFiles:

@@ -87,6 +87,9 @@ def write_peft_folder(
                 path = module.rpartition(".")[0]
                 if both and name.endswith("w_in"):  # peft's wrapper of down_proj is the outer one
                     path += ".base_layer"
+            elif layout == "fused" and name.endswith(("w_in", "w_out")):
+                # peft 0.21 takes modules of these names for the experts' in most families, but not parameters
+                parameters[f"{target}.weight"] = None
             else:
                 target = target.rpartition(".")[2] if one.is_expert else target
                 modules[target] = None
@@ -134,11 +137,16 @@ def _values(
         "lora_alpha": alpha,
         "target_modules": list(modules),
         **({"target_parameters": targets} if targets else {}),
-        "rank_pattern": {re.escape(name): own for name, (own, _) in kinds.items() if own != r},
-        "alpha_pattern": {re.escape(n): own for n, (_, own) in kinds.items() if own != alpha},
+        "rank_pattern": {_pattern(name): own for name, (own, _) in kinds.items() if own != r},
+        "alpha_pattern": {_pattern(name): own for name, (_, own) in kinds.items() if own != alpha},
         "bias": "none",
         "lora_dropout": 0.0,
     }
+
+
+def _pattern(target: str) -> str:
+    """Pattern of a module, also where its weight is the target."""
+    return rf"{re.escape(target)}(\.weight)?"
 
 
 def _modules(one: Parameter, hub_name: Callable[[str], str], *, is_fused: bool) -> list[str]:

@@ -21,7 +21,7 @@ _SCALE = "_scale"
 
 @dataclass(frozen=True)
 class ExpertFormat:
-    """How a model holds the matrices of its routed experts.
+    """Format of the matrices of a model's routed experts.
 
     Attributes:
         format: name of the format in `QUANTIZED`.
@@ -46,7 +46,7 @@ class ExpertFormat:
 
 
 class RoundedExperts:
-    """The tensors of another source with experts in a quantised format; a `TensorSource`.
+    """Tensors of another source with experts in a quantised format; a `TensorSource`.
 
     Args:
         source: the other source, with dense experts.
@@ -106,7 +106,7 @@ class RoundedExperts:
             self._scales[key] = torch.stack(scales)
 
     def _made(self, matrix: str, expert: int, device: torch.device) -> dict[str, Tensor]:
-        """One expert's tensors, by the endings of their names."""
+        """Tensors of one expert, by the endings of their names."""
         (_, *one), dtype = self._source.tensors[matrix]
         wide = torch.empty(1, *one, dtype=dtype, device=device)
         self._source.read(matrix, (slice(expert, expert + 1), *whole_box(one)), wide)
@@ -121,7 +121,7 @@ class RoundedExperts:
 
 
 class WidenedExperts:
-    """The tensors of a source with quantised experts, these widened, one at a time; a `TensorSource`.
+    """Tensors of a source with quantised experts, these widened, one at a time; a `TensorSource`.
 
     Args:
         source: a source with a `scheme` and a `products_dtype`, such as `RoundedExperts`.
@@ -160,7 +160,7 @@ class WidenedExperts:
             into[place].copy_(wide[box[1:]])
 
     def _of(self, name: str, expert: int) -> Tensor:
-        """One expert's part of a tensor."""
+        """Part of a tensor that is of one expert."""
         (_, *one), dtype = self._source.tensors[name]
         found = torch.empty(1, *one, dtype=dtype)
         self._source.read(name, (slice(expert, expert + 1), *whole_box(one)), found)

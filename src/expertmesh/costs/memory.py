@@ -194,7 +194,9 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
     for one, count in spec.alike:
         part = whole = _part(one, W, layout.shard_degree, tp, layout.es_degree)
         if one.rests is not None:
-            found[0] += count * one.rests.num_bytes(part, element_bytes=work.element_bytes) / stages
+            # over ranks what rests is FP32
+            width = work.element_bytes if layout.num_ranks == 1 else work.master_bytes
+            found[0] += count * one.rests.num_bytes(part, element_bytes=width) / stages
             continue
         if (other := OTHERS.get(work.states)) is None:
             sizes = work.master_bytes, work.master_bytes

@@ -276,7 +276,7 @@ class GroupedExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights; of quantised experts that of their products."""
+        """Dtype of the weights, or of the products of quantised ones."""
         is_dense = self.format == "dense"
         return self.weights().w_in[0].dtype if is_dense else self._dtype
 

@@ -21,7 +21,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
-from expertmesh.models.gpt.resting import sizes_of_run
+from expertmesh.models.gpt.run_sizes import sizes_of_run
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES, recipe, recipe_owners
 from expertmesh.planner.arguments import path_text

@@ -66,10 +66,12 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
 def put_quantized(model: nn.Module, source: PackedExperts) -> None:
     """Give a model's routed experts the tensors of a source's format, empty and on the same device, usually meta."""
     for path, _, experts in grouped_layers(model):
-        stored = {name: source.tensors.get(f"{path}.experts.{name}") for name in TENSORS}
-        room = {
-            name: torch.empty(one.shape, dtype=one.dtype, device=experts.w_in.device)
-            for name, one in stored.items()
-            if one is not None
-        }
+        room: dict[str, torch.Tensor] = {}
+        for name in TENSORS:
+            own = getattr(experts, name)
+            if name.startswith("b_"):
+                room |= {} if own is None else {name: own.detach()}
+            else:
+                shape, dtype = source.tensors[f"{path}.experts.{name}"]
+                room[name] = torch.empty(shape, dtype=dtype, device=experts.w_in.device)
         experts.hold(source.scheme.format, room, dtype=source.products_dtype)

@@ -388,7 +388,7 @@ class Run:
         return kind(model, self.rounds)
 
     def open_widened(self, dtype: torch.dtype | None = None) -> TensorSource:
-        """As `open_weights`, with experts in a quantised format widened while they are read."""
+        """The weights of `open_weights`, with quantised experts widened while they are read."""
         found = self.open_weights(dtype)
         return WidenedExperts(found) if isinstance(found, PackedExperts) else found
 

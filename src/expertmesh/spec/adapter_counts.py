@@ -1,15 +1,18 @@
-"""Numbers of parameters of a run's adapters, from the model's specification, and their description."""
+"""Factors of a run's adapters and their numbers of parameters, from the model's specification, and their description."""
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.spec.adapter_targets import check_targets, kind_of
-from expertmesh.spec.model_spec import ModelSpec, num_elements
+from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements, parameter
 
 
-def factor_counts(config: AdapterConfig, spec: ModelSpec) -> Counter[str]:
-    """Numbers of parameters of the factors, by kind of what they adapt.
+def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
+    """Factors A and B of each adapter, as parameters that learn; experts that share an adapter have its factors once.
 
     Args:
         config: options of the adapters.
@@ -18,15 +21,24 @@ def factor_counts(config: AdapterConfig, spec: ModelSpec) -> Counter[str]:
     Raises:
         ConfigError: a target is not in the model.
     """
+    for one in map(spec.by_name.__getitem__, check_targets(config, spec)):
+        *rows, columns = one.shape
+        rank, part, experts = config.rank, one.part, dict[str, Any]()
+        if one.is_expert:
+            rank, (each, *rows) = config.expert_rank_of(spec.experts_per_token), rows
+            experts, part = ({}, "adapters") if config.shared else ({"expert": each}, part)
+        of_a: dict[str, Any] = {"rank": rank, "model": columns}
+        of_b: dict[str, Any] = {"rows": math.prod(rows), "rank": rank}
+        for name, sizes in (("a", of_a), ("b", of_b)):
+            factor = parameter(f"{one.name}.{name}", "matrix", part, **experts, **sizes)
+            yield replace(factor, layer=one.layer)
+
+
+def factor_counts(config: AdapterConfig, spec: ModelSpec) -> Counter[str]:
+    """Numbers of parameters of the factors, by kind of the adapted ones; see `factors`."""
     found = Counter[str]()
-    for name in check_targets(config, spec):
-        shape, experts, rank = list(spec.by_name[name].shape), 1, config.rank
-        if spec.by_name[name].is_expert:
-            experts, *shape = shape
-            rank = config.expert_rank_of(spec.experts_per_token)
-            experts = 1 if config.shared else experts
-        *rows, columns = shape
-        found[str(kind_of(name))] += experts * rank * (math.prod(rows) + columns)
+    for one in factors(config, spec):
+        found[str(kind_of(one.name.rpartition(".")[0]))] += one.num_elements
     return found
 
 

@@ -54,8 +54,8 @@ def targeted(
 
     Args:
         parts: names of the modules that each parameter is, by its name.
-        targets: kinds of `KINDS`, or ends of names of parameters or of modules. A kind of `USUAL` that the model lacks is passed
-            over where another target matches.
+        targets: kinds of `KINDS`, or ends of names of parameters or of modules. With `USUAL` itself, kinds that the model lacks are
+            passed over.
         option: name of the option, for errors.
 
     Raises:
@@ -73,7 +73,7 @@ def targeted(
         elif any(of_parts):
             raise ConfigError(option, " ".join(targets), *_half(name, modules, of_parts))
     for target in targets:
-        if target not in used and not (target in USUAL and found):
+        if target not in used and not (tuple(targets) == USUAL and found):
             rule = f"{target} matches nothing that takes an adapter; there are {_choices(parts)}"
             raise ConfigError(option, " ".join(targets), rule, "name some of them")
     return list(found)

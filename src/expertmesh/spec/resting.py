@@ -11,7 +11,7 @@ _BLOCK = 128
 """Rows and columns of a block in FP8."""
 
 
-class Layout(NamedTuple):
+class StoredLayout(NamedTuple):
     """Storage of a format.
 
     Attributes:
@@ -34,20 +34,20 @@ def _blocks(shape: Sequence[int], _: int) -> int:
     return math.prod(lead) * -(-rows // _BLOCK) * -(-columns // _BLOCK)
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "products": Layout(0),
-    "float32": Layout(32),
-    "int8": Layout(8, lambda shape, _: math.prod(shape[:-1])),
-    "int4": Layout(4, _groups),
-    "nf4": Layout(4, _groups, 4),
-    "fp8": Layout(8, _blocks),
-    "mxfp4": Layout(4, lambda shape, _: _groups(shape, 32), 1),
+LAYOUTS: Mapping[str, StoredLayout] = {
+    "products": StoredLayout(0),
+    "float32": StoredLayout(32),
+    "int8": StoredLayout(8, lambda shape, _: math.prod(shape[:-1])),
+    "int4": StoredLayout(4, _groups),
+    "nf4": StoredLayout(4, _groups, 4),
+    "fp8": StoredLayout(8, _blocks),
+    "mxfp4": StoredLayout(4, lambda shape, _: _groups(shape, 32), 1),
 }
 """Formats by name: "products" is the type of the products."""
 
 
 class Resting(NamedTuple):
-    """How a parameter rests.
+    """Storage of a parameter that rests.
 
     Attributes:
         format: name in `LAYOUTS`.

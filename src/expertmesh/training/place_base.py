@@ -74,9 +74,6 @@ def place_model(task: Task, begin: Run | None, precision: Precision, ranks: Rank
         begin: the folder that it begins with, as `with_format` returned it; None: it has none, or goes on whole.
         precision: device and types.
         ranks: ranks of the run.
-
-    Raises:
-        ConfigError: quantised experts are to be spread over ranks.
     """
     builder, place = task.builder, precision.device
     config: RunConfig = task.config

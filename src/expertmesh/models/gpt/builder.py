@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from expertmesh.comm.world import World
+from expertmesh.config.frozen_base import QUANTIZED
 from expertmesh.errors import ConfigError
 from expertmesh.models.builder import ModelBuilder
 from expertmesh.models.decoder import CausalLM
@@ -11,6 +12,7 @@ from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.spec.adapter_targets import check_targets
 
 
@@ -32,6 +34,7 @@ class GPTBuilder(ModelBuilder):
         check_degrees(
             config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
         )
+        _check_storage(config, num_ranks)
         adapted, tp = (
             check_targets(config.adapter, gpt_spec(config.model)),
             config.parallel.tp_degree,
@@ -55,3 +58,20 @@ class GPTBuilder(ModelBuilder):
         """The model itself."""
         assert isinstance(model, GPT)
         return model
+
+
+def _check_storage(config: GPTRunConfig, num_ranks: int) -> None:
+    """Refuse a storage of resting weights that does not fit the model or the ranks."""
+    storage, model = config.base.storage, config.model
+    if num_ranks > 1 and storage not in ("auto", "float32"):
+        rule = "weights that rest are FP32 on several ranks"
+        raise ConfigError("base.storage", storage, rule, "use one process, or leave it out")
+    if storage not in QUANTIZED:
+        return
+    if not model.num_moe_layers:
+        rule = "is of routed experts, and the model has none"
+        raise ConfigError("base.storage", storage, rule, "use bfloat16, or leave it out")
+    unit, D, F = FORMATS[storage].columns(config.base.group_size), model.dim, model.moe.hidden_dim
+    if D % unit or F % unit:
+        rule = f"needs groups of {unit} numbers, which must divide {D} and {F}"
+        raise ConfigError("base.storage", storage, rule, "use int8")

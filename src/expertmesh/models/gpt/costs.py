@@ -8,7 +8,7 @@ from expertmesh.costs.matrix_products import Product
 from expertmesh.costs.run_costs import RunCosts, memory_of
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.gpt.resting import sizes_of_run
+from expertmesh.models.gpt.run_sizes import sizes_of_run
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.adapter_counts import adapter_text
 

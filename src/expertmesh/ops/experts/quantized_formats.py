@@ -57,7 +57,7 @@ class QuantizedFormat(WeightFormat):
         return self.wide(experts.w_out_EDF[e], experts.scales_out[e], dtype)
 
     def wide_shape(self, kept: Shape) -> Shape:
-        """Shape of matrices once widened, from that of their values."""
+        """Shape of matrices once widened, from the shape of their values."""
         return kept
 
     def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ _SMALLEST = 1e-38
 def packed(w: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Round matrices (..., N, K) to codes (..., N, K / 2) uint8 and FP32 scales (..., N, K / group_size).
 
-    A code is that of the nearest level, of the lower one halfway; a group of zeros has scale 0 and the code of 0.
+    A number gets the code of the nearest level, halfway of the lower one; a group of zeros has scale 0 and code 7.
     """
     groups = w.float().unflatten(-1, (-1, group_size))
     scales = groups.abs().amax(-1, keepdim=True)
