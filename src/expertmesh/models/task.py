@@ -201,6 +201,7 @@ class Task(ABC):
             folder: the run directory, for what a resumed run cannot compute again; rank 0 writes.
             ranks: the ranks.
         """
+        return
 
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
         """The whole batch of a step with what the model says of it: sampled answers, scores, numbers of the whole batch.
