@@ -90,9 +90,7 @@ def test_forms_give_the_same_rows(form, tmp_path):
     assert isinstance(found, PairData) and found.num_training + found.num_validation == 20
     both = [
         rows + other
-        for rows, other in (
-            (rows_of(one), [found.num_training]) for one in (found, expected)
-        )
+        for rows, other in ((rows_of(one), [found.num_training]) for one in (found, expected))
     ]
     assert both[0] == both[1]
 
@@ -104,7 +102,9 @@ def test_a_sample_is_a_pair_with_one_prompt(tmp_path):
     assert data.batch(1, 2)[0].equal(ids[1:]) and more["place"].shape == (3,)
     tokenizer = byte_tokenizer()
     for pair, learned in zip(targets, more["counts"], strict=True):
-        texts = [tokenizer.decode(row[mask].tolist()) for row, mask in zip(pair, learned, strict=True)]
+        texts = [
+            tokenizer.decode(row[mask].tolist()) for row, mask in zip(pair, learned, strict=True)
+        ]
         assert texts[0].startswith("good") and texts[1].startswith("no")
     first = (~more["counts"]).cumprod(2).sum(2)
     assert first[:, 0].equal(first[:, 1]), "answers begin at the same place"
@@ -113,7 +113,11 @@ def test_a_sample_is_a_pair_with_one_prompt(tmp_path):
 def test_the_prompts_answers_are_not_learned(tmp_path):
     turns = [user("a"), assistant("earlier"), user("b")]
     records = [
-        {"prompt": [*turns, user(f"{i}")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}
+        {
+            "prompt": [*turns, user(f"{i}")],
+            "chosen": [assistant("yes")],
+            "rejected": [assistant("no")],
+        }
         for i in NUMBERS
     ]
     _, targets, more = data_of(tmp_path, records).batch(0, 1)
@@ -196,7 +200,10 @@ MISTAKES = {
     ),
     "a missing side": ({"prompt": "q", "chosen": "x"}, "line 2: has no 'rejected', as others"),
     "judged": ({**USUAL, "label": True}, "line 2: the line has 'label'"),
-    "no text": ({**USUAL, "rejected": [{"role": "assistant", "content": 3}]}, "line 2: message 2 has no text"),
+    "no text": (
+        {**USUAL, "rejected": [{"role": "assistant", "content": 3}]},
+        "line 2: message 2 has no text",
+    ),
     "the user's words": (
         {"messages": [user("q")], "rejected_response": "x"},
         "line 2: has 'messages' that do not end with the assistant's chosen answer",
