@@ -66,6 +66,8 @@ def _compare(before: "LoadedModel", after: "LoadedModel", most: int | None) -> N
     train, metric = before.run.config.train, before.run.family.metric
     with notes_known():
         data = before.task.prepare()
+    where = {"step": _AFTER, "folder": before.run.path, "ranks": Ranks()}
+    before.task.begin(before.model, data, **where)
     values = []
     for one in (before, after):
         with threads_of_calls(one.model, one.precision, num_rows=64 * train.samples_per_pass):

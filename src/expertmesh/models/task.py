@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.builder import ModelBuilder
+from expertmesh.models.family import Metric
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.ranks import Ranks
 
@@ -142,6 +143,8 @@ class Task(ABC):
     """Whether `loss` computes as in evaluation, without router noise, masking and dropout; the trainer sets the model's mode."""
     has_lessons = False
     """Whether `loss` supports distillation from a teacher."""
+    metric: Metric | None = None
+    """Metric of the run's evaluations; None: the family's."""
     labels: tuple[str, ...] = ()
     """Kinds of samples, such as languages or domains, for which expert use is recorded separately; set by `prepare`."""
     teacher: nn.Module | None = None

@@ -309,6 +309,7 @@ class _Trainer:
             total_steps=config.train.steps,
             first_step=first,
             every=config.train.log_every,
+            metric=self.task.metric,
             on_lost=lambda: stop.ask(signal.SIGPIPE),
         )
         if self.ranks.is_leader:

@@ -203,7 +203,7 @@ def check_same_run(
         dotted_values(run.model_dump(mode="json")) for run in (before, config)
     )
     for name, value in new_fields.items():
-        is_fixed = name.startswith(("model.", "distill.")) or name in (
+        is_fixed = name.startswith(("model.", "distill.", "objective.")) or name in (
             "train.seed",
             "optim.name",
             *family.fixed,

@@ -280,6 +280,12 @@ class GPTRunConfig(RunConfig):
                 f"conflicts with {named('model.batch_invariant')}, whose positions begin with a sequence's first token",
                 "leave one of the two out",
             )
+        self.require(
+            self.objective.name != "dpo" or self.parallel.tp_degree == 1,
+            "parallel.tp_degree",
+            f"shares a sequence among ranks, and {named('objective.name', self.objective.name)} compares whole answers",
+            "use 1",
+        )
         layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
         self.require(
             given in (0, 1, layers),
