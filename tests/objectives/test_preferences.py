@@ -148,8 +148,8 @@ MISTAKES = {
     "half are wrong": ({"name": "dpo", "label_smoothing": 0.5}, "label_smoothing=0.5"),
     "robust to nothing": ({"name": "dpo", "loss": "robust"}, "label_smoothing=0.0: must be above"),
     "no reference": (
-        {"name": "dpo", "loss": "simpo", "reference": "start"},
-        "reference=start: has no effect with",
+        {"name": "dpo", "loss": "simpo", "reference": "none"},
+        "reference=none: has no effect with",
     ),
     "beta": ({"name": "dpo", "beta": 0.0}, "beta=0.0"),
     "a loss": ({"name": "dpo", "loss": "sppo"}, "loss=sppo"),

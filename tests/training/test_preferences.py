@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch.distributed as dist
+from tests.support.hub_text import hub_folder
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
 from expertmesh.checkpoints.store import list_checkpoints
@@ -113,6 +114,30 @@ def test_the_first_step_is_the_reference(dtype, folder):
         assert line[f"{prefix}margin"] == line[f"{prefix}accuracy"] == 0
         exact = math.log(2)
         assert abs(line[f"{prefix}loss"] - exact) <= (0 if dtype == "float64" else 1e-7)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return hub_folder(tmp_path_factory.mktemp("base") / "tiny")
+
+
+def words_of(folder, base, name, *more):
+    """Words that train the model of a folder on the pairs."""
+    places = ["--train.run-dir", str(folder / name), "--data.cache-dir", str(folder / "cache")]
+    of_run = ["--train.batch-size", "8", "--train.no-tensorboard", "--train.device", "cpu"]
+    data = ["--objective.name", "dpo", "--data.path", str(folder / "pairs.jsonl")]
+    return ["train", str(base), *data, *places, *of_run, *more]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_adapters_begin_at_the_reference(dtype, folder, base):
+    more = ["--adapter.kind", "lora", "--train.dtype", dtype, "--train.steps", "3"]
+    assert main(words_of(folder, base, f"lora-{dtype}", *more, "--optim.lr", "1e-2")) == 0
+    first, *_, last = lines_of(folder / f"lora-{dtype}")
+    for prefix in ("", "initial_eval_"):
+        assert first[f"{prefix}reward_chosen"] == first[f"{prefix}reward_rejected"] == 0
+        assert abs(first[f"{prefix}loss"] - math.log(2)) <= (0 if dtype == "float64" else 1e-7)
+    assert last["loss"] < first["loss"] and first["aux_loss"] == 0
 
 
 def test_preferences_are_learned(folder):

@@ -20,7 +20,7 @@ LossName = Literal[
     "orpo",
     "cpo",
 ]
-Reference = Literal["auto", "start", "base", "none"]
+Reference = Literal["start", "none"]
 
 
 class LossOptions(NamedTuple):
@@ -74,8 +74,8 @@ class ObjectiveConfig(Config):
     """Margin of simpo between the rewards of both answers; none: 1."""
     sft_weight: float | None = Field(default=None, ge=0)
     """Weight of the chosen answers' cross-entropy per token beside the preference loss; none: 1 for orpo and cpo, else 0."""
-    reference: Reference = "auto"
-    """Reference of the rewards, scored once: start, the weights that the run begins with; base, these without adapters; none, no reference; auto: start, where the loss has one."""
+    reference: Reference = "start"
+    """Reference of the rewards: start, the model as the run begins, which scores all pairs once; none, no reference."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
