@@ -5,11 +5,14 @@ import math
 import shutil
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.support.hub_text import hub_folder
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
+from expertmesh.api import load
 from expertmesh.checkpoints.store import list_checkpoints
+from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.main import main
 from expertmesh.config.objective import LOSS_OPTIONS
 from expertmesh.errors import ConfigError
@@ -138,6 +141,35 @@ def test_adapters_begin_at_the_reference(dtype, folder, base):
         assert first[f"{prefix}reward_chosen"] == first[f"{prefix}reward_rejected"] == 0
         assert abs(first[f"{prefix}loss"] - math.log(2)) <= (0 if dtype == "float64" else 1e-7)
     assert last["loss"] < first["loss"] and first["aux_loss"] == 0
+
+
+USUAL = {
+    "all": ([], 1e-6, ("router",)),
+    "adapters": (["--adapter.kind", "lora"], 1e-5, ()),
+    "given": (["--optim.lr", "1e-3", "--train.freeze", "none"], 1e-3, ()),
+}
+
+
+@pytest.mark.parametrize("case", USUAL)
+def test_what_is_usual_for_preferences(case, folder, base):
+    more, rate, rests = USUAL[case]
+    config = parse_run_config(words_of(folder, base, "unused", *more)[1:]).config
+    assert (config.optim.lr, config.train.freeze) == (rate, rests)
+    without = parse_run_config([str(base)]).config
+    assert (without.optim.lr, without.train.freeze) == (2e-5, ())
+
+
+def test_routers_rest_unless_they_are_freed(folder, base):
+    """To the bit, without a balance loss; a micro-batch then changes no gradient."""
+    for name, more, rests in (("resting", [], True), ("freed", ["--train.freeze", "none"], False)):
+        steps = ["--train.steps", "2", "--optim.lr", "1e-2"]
+        assert main(words_of(folder, base, name, *more, *steps)) == 0
+        before, after = (load(path).model.state_dict() for path in (base, folder / name))
+        routers = [one for one in before if ".router." in one]
+        same = [torch.equal(before[one], after[one]) for one in routers]
+        assert routers and all(same) is rests
+        assert not torch.equal(before["output.weight"], after["output.weight"])
+        assert (lines_of(folder / name)[0]["aux_loss"] == 0) is rests
 
 
 def test_preferences_are_learned(folder):

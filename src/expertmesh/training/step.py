@@ -103,7 +103,7 @@ def training_step(
     if is_finite:
         scaler.step(optimizer)
         # the balancing bias is part of the router
-        if "router" not in config.train.freeze and not config.adapter.routers_rest:
+        if not config.routers_rest:
             balance_experts(model, counter.counts)
     scaler.update()
     load = measure_load(counts, sum(dropped))
@@ -165,7 +165,7 @@ def accumulate_gradients(
             with precision.autocast():
                 found = task.loss(model, mine, Part(step, rows, ranks, num_mine))
             loss = found.total / num_items
-            stats = () if task.config.adapter.routers_rest else found.stats
+            stats = () if task.config.routers_rest else found.stats
             aux_loss, z_loss = routing_losses(stats, loss, shares)
             scaler.scale(loss + aux_loss + z_loss).backward()
             balance.add(found.stats)

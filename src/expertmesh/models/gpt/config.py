@@ -304,6 +304,8 @@ def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     """
     where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
+    if config.objective.name == "dpo" and not other.model.num_moe_layers:
+        changes["train.freeze"] = ()  # by default its routers rest
     found = config.updated(changes)
     found.check_fits()
     return found
