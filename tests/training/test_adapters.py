@@ -125,7 +125,10 @@ MISTAKES = {
     ),
     "half a matrix": (["--adapter.targets", "q_proj", "v_proj"], "name k_proj too, or attention"),
     "a tied head, or none": (["--adapter.targets", "router"], "router matches nothing"),
-    "frozen twice": (["--train.freeze", "router"], "has no effect with adapter.kind=lora, where all but adapters rests"),
+    "frozen twice": (
+        ["--train.freeze", "router"],
+        "has no effect with adapter.kind=lora, where all but adapters rests",
+    ),
 }
 
 

@@ -1,7 +1,6 @@
 """Preferences between two answers (`objective.name=dpo`): pairs, their scores, and the losses on them."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +10,12 @@ from expertmesh.models.family import Metric
 from expertmesh.models.gpt.answers import AnswerTask, with_named
 from expertmesh.models.gpt.reference import read_scores, score_pairs, write_scores
 from expertmesh.models.gpt.task import bits_per_byte
-from expertmesh.models.task import Batch, Data, Loss, Part, named_tensors
+from expertmesh.models.task import Batch, Begin, Data, Loss, Part, named_tensors
+from expertmesh.moe.types import RoutingStats
 from expertmesh.objectives.preferences import (
     LOSSES,
-    Answers,
     LossNumbers,
+    PairScores,
     pair_measures,
     pair_sums,
 )
@@ -27,7 +27,7 @@ class PreferenceTask(AnswerTask):
 
     metric = Metric("accuracy", "accuracy of preferences", "accuracy", higher_is_better=True)
 
-    def begin(self, model: nn.Module, data: Data, *, step: int, folder: Path, ranks: Ranks) -> None:
+    def begin(self, model: nn.Module, data: Data, begin: Begin) -> None:
         """Score all pairs under the reference, the weights that the run begins with, or read the scores of a run that goes on.
 
         Raises:
@@ -36,7 +36,8 @@ class PreferenceTask(AnswerTask):
         assert isinstance(data, PairData)
         if not self.config.objective.has_reference:
             return
-        if step:
+        ranks, folder = begin.ranks, begin.folder
+        if begin.step:
             data.reference = ranks.on_all(lambda: read_scores(folder, data))
             return
 
@@ -79,13 +80,13 @@ class PreferenceTask(AnswerTask):
 
     def _judged(
         self, model: nn.Module, batch: Batch, part: Part
-    ) -> tuple[Answers, dict[str, Tensor | float], Tensor, tuple[object, ...]]:
+    ) -> tuple[PairScores, dict[str, Tensor | float], Tensor, Sequence[RoutingStats]]:
         """Scores of pairs, sums of their measures, their losses, and routing statistics."""
         objective, more = self.config.objective, named_tensors(batch)
         found = self.scores(model, batch, part)
         logprobs_B2 = found.per_answer(found.logprobs_R)
         reference_B2 = more["reference"] if objective.has_reference else torch.zeros(())
-        answers = Answers(
+        answers = PairScores(
             logprobs_B2,
             more["counts"].sum(2).to(logprobs_B2.dtype),
             reference_B2.to(logprobs_B2).expand_as(logprobs_B2),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -77,7 +78,8 @@ def _new(batches: Iterator[Batch], seen_N: Tensor) -> Iterator[Batch]:
 def write_scores(folder: Path, scores: dict[str, Tensor]) -> None:
     """Write scores to a run directory."""
     with complete(folder / FILE) as partial:
-        np.savez(partial, **{side: scores_N2.numpy() for side, scores_N2 in scores.items()})
+        sides: dict[str, Any] = {side: scores_N2.numpy() for side, scores_N2 in scores.items()}
+        np.savez(partial, **sides)
 
 
 def read_scores(folder: Path, data: PairData) -> dict[str, Tensor]:
