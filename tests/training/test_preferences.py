@@ -16,6 +16,7 @@ from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.main import main
 from expertmesh.config.objective import LOSS_OPTIONS
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.costs import dominant_products, gpt_costs
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.reference import FILE
 
@@ -226,6 +227,16 @@ def test_another_objective_does_not_go_on(folder, whole):
 def test_losses_without_a_reference_score_none(loss, folder):
     run(folder, f"free-{loss}", {"objective.loss": loss, "train.steps": 1})
     assert not (folder / f"free-{loss}" / FILE).exists()
+
+
+def test_a_pair_costs_two_sequences(folder):
+    pairs = config_of(folder, "unused", {"train.micro_batch_size": 4})
+    texts = pairs.updated(
+        {"objective.name": "lm", "train.batch_size": 16, "train.micro_batch_size": 8}
+    )
+    found, expected = (gpt_costs(one, num_ranks=1, dtype="float32") for one in (pairs, texts))
+    assert found == expected
+    assert dominant_products(pairs) == dominant_products(texts)
 
 
 def test_the_report_of_a_run(folder, whole, capsys):
