@@ -1,16 +1,11 @@
-"""The base of a run with adapters: its record in checkpoints, and the weights of both together."""
+"""The record that checkpoints of adapters have of their base."""
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from expertmesh.checkpoints.adapted import AdaptedModel
-from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.source import TensorSource
+from expertmesh.checkpoints.rounded import ExpertFormat
 from expertmesh.checkpoints.store import read_state
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import saved_run
@@ -19,17 +14,19 @@ from expertmesh.errors import CheckpointError, ConfigError, named
 BASE = "base"
 """Name of a base's record among the values of a checkpoint."""
 _ENDS = 1 << 20
+_ROUNDS = "experts"
 _WORDS = ("*.json", "*.safetensors")
 
 
-def base_record(path: Path, weights: Path) -> dict[str, str]:
-    """Record of a base: its folder, its weights and their digest.
+def base_record(base: Any) -> dict[str, str]:
+    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to.
 
     Args:
-        path: folder of a run or of the hub.
-        weights: a checkpoint of the run, or the hub's folder.
+        base: the `Run`, with its weights.
     """
-    return {"path": str(path), "weights": str(weights), "digest": digest_of(weights)}
+    weights = base.checkpoint
+    found = {"path": str(base.path), "weights": str(weights), "digest": digest_of(weights)}
+    return found if base.rounds is None else {**found, _ROUNDS: base.rounds.text}
 
 
 def digest_of(weights: Path) -> str:
@@ -66,38 +63,43 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
             f"its weights are not those of {before['path']}, on which the adapters of {where} were trained",
             f"restore that folder, or use another {named('train.run_dir')}",
         )
+    if before.get(_ROUNDS) != own.get(_ROUNDS):
+        raise ConfigError(
+            "train.dtype",
+            own.get(_ROUNDS, "").rpartition(" ")[2],
+            f"gives experts in {own.get(_ROUNDS)}, and the adapters of {where} were trained on {before.get(_ROUNDS)}",
+            f"use the type of the run, or another {named('train.run_dir')}",
+        )
 
 
-def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
-    """Weights of a run's checkpoint by the names of its model; adapters are merged into those of their base.
+class BaseRecord(NamedTuple):
+    """Base of a checkpoint's adapters.
 
-    Args:
-        checkpoint: the checkpoint.
-        dtype: type of the weights of a base in the hub's format; None: the type of its files.
-
-    Raises:
-        ConfigError: there is no base any more.
-        CheckpointError: the base has changed, or the checkpoint is unreadable.
+    Attributes:
+        path: its folder.
+        weights: its checkpoint, or the folder.
+        rounds: format that its experts were rounded to for the training; None: as they are.
+        config: options of the adapters.
     """
-    own, values = Checkpoint(checkpoint, prefix="model."), read_state(checkpoint)
-    if BASE not in values:
-        return own
-    base, config = find_base(checkpoint)
-    return AdaptedModel(base.open_weights(dtype), own, config)
+
+    path: Path
+    weights: Path
+    rounds: ExpertFormat | None
+    config: AdapterConfig
 
 
-def find_base(checkpoint: Path) -> tuple[Any, AdapterConfig]:
-    """The `Run` that the adapters of a checkpoint are for, with its weights, and the adapters' options.
+def read_record(checkpoint: Path) -> BaseRecord | None:
+    """The base of a checkpoint's adapters; None: all weights are in the checkpoint.
 
     Raises:
-        ConfigError: there is no such folder any more.
+        ConfigError: there is no such base any more.
         CheckpointError: it has changed.
     """
-    from expertmesh.runs.open import find_model
-
     values = read_state(checkpoint)
-    record = _record(values.get(BASE), where=checkpoint)
-    path, weights = Path(record["path"]), Path(record["weights"])
+    if BASE not in values:
+        return None
+    record = _record(values[BASE], where=checkpoint)
+    weights = Path(record["weights"])
     if not weights.is_dir():
         raise ConfigError(
             f"{checkpoint}: has adapters for {weights}, which is gone; bring it back to this place"
@@ -108,7 +110,9 @@ def find_base(checkpoint: Path) -> tuple[Any, AdapterConfig]:
         )
     with saved_run():
         config = AdapterConfig.model_validate(values["config"]["adapter"])
-    return replace(find_model(path), weights=weights), config
+    text = record.get(_ROUNDS)
+    rounds = None if text is None else ExpertFormat.of(text)
+    return BaseRecord(Path(record["path"]), weights, rounds, config)
 
 
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:
