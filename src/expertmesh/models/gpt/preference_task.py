@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from expertmesh.data.pair_data import PairData
 from expertmesh.models.family import Metric
 from expertmesh.models.gpt.answers import AnswerTask, with_named
-from expertmesh.models.gpt.reference import read_scores, score_pairs, write_scores
+from expertmesh.models.gpt.reference import places_of, read_scores, score_pairs, write_scores
 from expertmesh.models.gpt.task import bits_per_byte
 from expertmesh.models.task import Batch, Begin, Data, Loss, Part, named_tensors
 from expertmesh.moe.types import RoutingStats
@@ -43,18 +43,22 @@ class PreferenceTask(AnswerTask):
 
         def score(batch: Batch, part: Part) -> Tensor:
             found = self.scores(model, batch, part)
-            return found.per_answer(found.logprobs_R)
+            return _per_pair(found.at_positions(found.logprobs_R), named_tensors(batch))
 
         device = next(model.parameters()).device
         scores = score_pairs(self, score, data, device=device, ranks=ranks)
         ranks.on_rank0(lambda: write_scores(folder, scores))
         data.reference = scores
 
+    def num_items(self, batch: Batch) -> int:
+        """Number of pairs."""
+        return len(places_of(batch))
+
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
         """The batch with "pairs_per_token" (B,), the number of pairs for each token of chosen answers in the whole batch, FP64."""
-        num_pairs = len(batch[0])
         num_tokens = int(named_tensors(batch)["counts"][:, 0].sum())
-        per_token_B = torch.full((num_pairs,), num_pairs / num_tokens, dtype=torch.float64)
+        ratio = self.num_items(batch) / num_tokens
+        per_token_B = torch.full((len(batch[0]),), ratio, dtype=torch.float64)
         return with_named(batch, pairs_per_token=per_token_B)
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
@@ -62,8 +66,8 @@ class PreferenceTask(AnswerTask):
         answers, sums, losses_B, stats = self._judged(model, batch, part)
         total = losses_B.sum()
         if weight := self.config.objective.resolved_sft_weight:
-            per_token_B = named_tensors(batch)["pairs_per_token"].to(total.dtype)
-            total = total - weight * (answers.logprobs_B2[:, 0] * per_token_B).sum()
+            per_token = named_tensors(batch)["pairs_per_token"][0].to(total.dtype)
+            total = total - weight * answers.logprobs_B2[:, 0].sum() * per_token
         return Loss(total, stats, sums)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
@@ -84,17 +88,32 @@ class PreferenceTask(AnswerTask):
         """Scores of pairs, sums of their measures, their losses, and routing statistics."""
         objective, more = self.config.objective, named_tensors(batch)
         found = self.scores(model, batch, part)
-        logprobs_B2 = found.per_answer(found.logprobs_R)
-        reference_B2 = more["reference"] if objective.has_reference else torch.zeros(())
-        answers = PairScores(
-            logprobs_B2,
-            more["counts"].sum(2).to(logprobs_B2.dtype),
-            reference_B2.to(logprobs_B2).expand_as(logprobs_B2),
-        )
+        logprobs_B2 = _per_pair(found.at_positions(found.logprobs_R), more)
+        reference_B2 = torch.zeros_like(logprobs_B2)
+        if objective.has_reference:
+            reference_B2 = _real(more["reference"].flatten(0, 1), more).to(logprobs_B2)
+        lengths_B2 = _per_pair(more["counts"].to(logprobs_B2.dtype), more)
+        answers = PairScores(logprobs_B2, lengths_B2, reference_B2)
         numbers = LossNumbers(
             objective.resolved_beta, objective.label_smoothing, objective.resolved_gamma
         )
         losses_B = LOSSES[objective.loss](answers, numbers)
-        entropies_B2 = found.per_answer(found.entropies_R.detach())
+        entropies_B2 = _per_pair(found.at_positions(found.entropies_R.detach()), more)
         sums = pair_sums(answers, entropies_B2, losses_B, numbers, loss=objective.loss)
         return answers, {**sums, "items": float(len(losses_B))}, losses_B, found.stats
+
+
+def _per_pair(values_B2S: Tensor, more: Mapping[str, Tensor]) -> Tensor:
+    """Sums (P, 2) over the answers of each pair, sample by sample; pair k of a packed row is its document k + 1."""
+    K = more["place"].shape[1]
+    if K == 1:
+        return values_B2S.sum(2)
+    document_B2S = more["document"]
+    sums = [values_B2S.where(document_B2S == k, 0.0).sum(2) for k in range(1, K + 1)]
+    return _real(torch.stack(sums, 1).flatten(0, 1), more)
+
+
+def _real(values_N2: Tensor, more: Mapping[str, Tensor]) -> Tensor:
+    """Rows (P, 2) of values (B * K, 2) that have a pair; synchronises with a GPU where samples are packed."""
+    place_BK = more["place"]
+    return values_N2 if place_BK.shape[1] == 1 else values_N2[place_BK.flatten() >= 0]
