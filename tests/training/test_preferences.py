@@ -104,9 +104,28 @@ def test_ranks_change_nothing(whole, folder, two_ranks):
     assert_same_lines(found, whole["sigmoid"], *MEASURES)
 
 
-def test_ranks_that_share_a_sequence_are_refused(folder):
-    with pytest.raises(ConfigError, match="parallel.tp_degree=2: shares a sequence"):
-        config_of(folder, "tensor", {"parallel.tp_degree": 2})
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel.tp_degree": 2}, "parallel.tp_degree=2: shares a sequence"),
+        ({"distill.teacher": "runs/other"}, "distill.teacher=runs/other: teaches next tokens"),
+        ({"train.best_by": "f1"}, "train.best_by=f1: is no measure of this run; known: loss, acc"),
+        ({"data.column": "chosen"}, "data.column=chosen|learns from a pair of answers each"),
+    ],
+    ids=["sequences", "teacher", "measure", "column"],
+)
+def test_options_that_do_not_fit_preferences(changes, said, folder):
+    with pytest.raises(ConfigError, match=said) as error:
+        run(folder, f"misfit-{len(said)}", changes)
+    assert "\n" not in str(error.value)
+
+
+def test_samples_are_answers_to_prompts_of_pairs(folder, base):
+    more = ["--train.steps", "1", "--train.sample-every", "1"]
+    assert main(words_of(folder, base, "sampled", *more)) == 0
+    lines = (folder / "sampled" / "samples.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert prompts and all("say " in one and "well" not in one for one in prompts)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
