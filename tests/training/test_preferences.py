@@ -154,7 +154,7 @@ def words_of(folder, base, name, *more):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_adapters_begin_at_the_reference(dtype, folder, base):
+def test_adapters_begin_at_the_reference(dtype, folder, base, capsys):
     more = ["--adapter.kind", "lora", "--train.dtype", dtype, "--train.steps", "3"]
     assert main(words_of(folder, base, f"lora-{dtype}", *more, "--optim.lr", "1e-2")) == 0
     first, *_, last = lines_of(folder / f"lora-{dtype}")
@@ -162,6 +162,8 @@ def test_adapters_begin_at_the_reference(dtype, folder, base):
         assert first[f"{prefix}reward_chosen"] == first[f"{prefix}reward_rejected"] == 0
         assert abs(first[f"{prefix}loss"] - math.log(2)) <= (0 if dtype == "float64" else 1e-7)
     assert last["loss"] < first["loss"] and first["aux_loss"] == 0
+    final = f"validation: {last['eval_accuracy']:.4f} accuracy of preferences, 0.0000 before"
+    assert final in capsys.readouterr().out
 
 
 USUAL = {
