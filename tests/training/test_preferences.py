@@ -274,6 +274,16 @@ def plain_data(config):
     return GPT.open_task(config).prepare()
 
 
+def test_options_of_training_alone_are_told(folder, caplog):
+    changes = {"model.moe.router_noise": "gumbel", "model.moe.capacity_factor": 1.0}
+    plain_data(config_of(folder, "unused", changes))
+    (said,) = (one.message for one in caplog.records if "without effect" in one.message)
+    assert "router_noise=gumbel" in said and "capacity_factor=1.0" in said and "\n" not in said
+    caplog.clear()
+    plain_data(config_of(folder, "unused"))
+    assert not any("without effect" in one.message for one in caplog.records)
+
+
 def test_a_pair_costs_two_sequences(folder):
     pairs = config_of(folder, "unused", {"train.micro_batch_size": 4})
     texts = pairs.updated(
