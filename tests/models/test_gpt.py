@@ -152,10 +152,27 @@ def test_activation_checkpointing_changes_nothing(options: dict[str, Any], noise
         assert torch.equal(gradient, results[1][1][name]), name
 
 
-def test_activation_checkpointing_keeps_less() -> None:
+def test_layers_are_recomputed_in_the_mode_of_their_forward_pass() -> None:
+    """Scores of evaluation may get gradients after the model is in training mode again, whose noise chooses other experts."""
+    plain, recomputed = (
+        model(moe={"router_noise": "gumbel", "router_noise_std": 3.0}) for _ in "12"
+    )
+    recomputed.set_activation_checkpointing(True)
+    found = []
+    for gpt in (plain, recomputed):
+        output = gpt.eval()(token_ids())
+        gpt.train()
+        output.logits_BSV.square().mean().backward()
+        assert all(module.training for module in gpt.modules())
+        found.append([p.grad for p in gpt.parameters() if p.grad is not None])
+    assert found[0] and all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+def test_activation_checkpointing_keeps_less(mode: bool) -> None:
     kept = []
     for enabled in (False, True):
-        gpt = model(num_layers=4)
+        gpt = model(num_layers=4).train(mode)
         gpt.set_activation_checkpointing(enabled)
         kept.append(saved_bytes(partial(gpt, token_ids()), parameters=gpt.parameters()))
     assert kept[1] < kept[0] / 2

@@ -255,11 +255,14 @@ def _print_measures(
     Returns:
         Whether the model is better than the baseline; None: unknown.
     """
+    from expertmesh.models.task import Begin
+    from expertmesh.parallel.ranks import Ranks
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.metrics import evaluations
     from expertmesh.training.threads import threads_of_calls
 
-    metric, config = opened.run.family.metric, opened.run.config
+    metric = opened.task.metric or opened.run.family.metric
+    config = opened.run.config
     rows = []
     if before := evaluations(metrics, "initial_eval_"):
         rows.append(("on the trainer's sample, before training", before[0].get(metric.key)))
@@ -268,6 +271,7 @@ def _print_measures(
         rows.append((f"on the trainer's sample, after step {step:,}", then[-1].get(metric.key)))
     after = baseline = None
     if data is not None:
+        opened.task.begin(opened.model, data, Begin(step, opened.run.path, Ranks()))
         size = config.train.samples_per_pass
         num_rows = _TOKENS * size
         with threads_of_calls(opened.model, opened.precision, num_rows=num_rows):

@@ -13,6 +13,7 @@ from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.dispatch_options import AllToAll, DispatchDtype
 from expertmesh.config.fields import Spelling
 from expertmesh.config.frozen_base import IDLE_BASE, FrozenBaseConfig
+from expertmesh.config.objective import with_usual
 from expertmesh.errors import ConfigError, named
 
 Frozen = Literal["experts", "router"]
@@ -449,6 +450,11 @@ class RunConfig(Config):
         return super(RunConfig, fitting).updated(changes)
 
     @property
+    def routers_rest(self) -> bool:
+        """Whether routers do not learn, and balance losses are off."""
+        return "router" in self.train.freeze or self.adapter.routers_rest
+
+    @property
     def total_schedule_steps(self) -> int:
         """Steps that schedules span."""
         return self.optim.schedule_steps or self.train.steps
@@ -576,7 +582,8 @@ def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[
     Raises:
         ConfigError: a name is unknown or a value breaks a rule.
     """
-    changes = {**_without_the_other(default, changes), **with_learning_rate(changes)}
+    given = with_usual(changes, begins_with=default.train.init_from)
+    changes = {**_without_the_other(default, changes), **with_learning_rate(given)}
     warmup = default.optim.warmup_steps
     own = {"optim", "optim.warmup_steps", "optim.warmup_ratio"}
     if own & changes.keys() or default.optim.warmup_ratio is not None:

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tokenizers
@@ -21,7 +23,9 @@ from expertmesh.data.data_progress import Progress, note, say
 from expertmesh.data.files import LeftOut
 from expertmesh.data.order import permutation, shuffled, spread_batches
 from expertmesh.data.packing import packed
+from expertmesh.data.pairs import SIDES
 from expertmesh.data.plain_completions import PlainForm
+from expertmesh.data.records import PAIR, TALK
 from expertmesh.errors import ConfigError, Line, named
 from expertmesh.text.chat import (
     MARKS,
@@ -42,8 +46,8 @@ from expertmesh.text.tokenizer import (
     train_tokenizer,
 )
 
-FORMAT_VERSION = 3
 _SIDES = ("training", "validation")
+_PLURALS = {TALK: "conversations", PAIR: "pairs of answers"}
 _NO_ANSWER = "have no turn of the assistant that says something"
 _CUT_AWAY = "have no turn of the assistant in their first tokens"
 _CUT = "are cut"
@@ -64,26 +68,32 @@ an input's conversation in its row, from 1, 0 where padded}."""
 
 @dataclass(frozen=True)
 class _SplitSequences:
-    """The sequences of one split, memory-mapped; a row has one sequence, or the sequences of an entry of `packs`."""
+    """The sequences of one split, memory-mapped.
+
+    A sample is `per_sample` neighbouring sequences, each in a row of its own, or the samples of an entry of `packs`, row by row.
+    """
 
     tokens_N: np.ndarray
     learned_N: np.ndarray
     starts: np.ndarray
+    per_sample: int = 1
     packs: list[list[int]] | None = None
 
     def packed(self, seq_len: int, seed: int) -> "_SplitSequences":
-        """A copy with sequences packed into rows of at most seq_len tokens."""
+        """A copy with samples packed into rows of at most seq_len tokens."""
         lengths = np.diff(self.starts) - 1  # the last token of each is predicted only
+        lengths = lengths.reshape(-1, self.per_sample).max(1)
         order = permutation(len(lengths), seed, 0).tolist()
         return replace(self, packs=packed(lengths.tolist(), seq_len, order))
 
     def rows(self, which: Sequence[int], seq_len: int) -> Rows:
-        shape = len(which), seq_len
+        shape = len(which) * self.per_sample, seq_len
         ids, targets, document = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         counts = torch.zeros(shape, dtype=torch.bool)
-        for row, chosen in enumerate(which):
+        for row, (chosen, place) in enumerate(product(which, range(self.per_sample))):
             first = 0
-            for number, i in enumerate([chosen] if self.packs is None else self.packs[chosen], 1):
+            for number, sample in enumerate(self.members(chosen), 1):
+                i = sample * self.per_sample + place
                 start, stop = int(self.starts[i]), int(self.starts[i + 1])
                 tokens = torch.from_numpy(self.tokens_N[start:stop].astype(np.int64))
                 at = slice(first, first + stop - start - 1)
@@ -93,8 +103,18 @@ class _SplitSequences:
         more = {"counts": counts, "is_token": document > 0}
         return ids, targets, more if self.packs is None else {**more, "document": document}
 
+    def members(self, chosen: int) -> list[int]:
+        """Samples of the files in a sample, of which there are several where they are packed."""
+        return [chosen] if self.packs is None else self.packs[chosen]
+
+    @property
+    def most_members(self) -> int:
+        """Largest number of members of a sample."""
+        return 1 if self.packs is None else max(map(len, self.packs))
+
     def __len__(self) -> int:
-        return len(self.starts) - 1 if self.packs is None else len(self.packs)
+        num_samples = (len(self.starts) - 1) // self.per_sample
+        return num_samples if self.packs is None else len(self.packs)
 
 
 class ConversationData:
@@ -116,6 +136,11 @@ class ConversationData:
         num_validation: number of validation samples.
     """
 
+    version: ClassVar[tuple[int | str, ...]] = (3,)
+    """Version of the rows, which is part of the key."""
+    per_sample: ClassVar[int] = 1
+    """Sequences of a sample."""
+
     def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
         given = None if config.encode_with is None else expanded(config.encode_with)
         least = 257 + len(MARKS)
@@ -135,7 +160,7 @@ class ConversationData:
             )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
         is_plain = config.completions == "text"
-        versions = [FORMAT_VERSION, tokenizers.__version__]
+        versions = [*self.version, tokenizers.__version__]
         identity = [*versions, vocab_size, config.seq_len, corpus.digest]
         if tokenizer is not None:
             form = _form(tokenizer, given, is_plain=is_plain)
@@ -156,12 +181,13 @@ class ConversationData:
                 vocab_size=vocab_size,
                 seq_len=config.seq_len,
                 is_plain=is_plain,
+                rows_of=self.rows_of,
             ),
         )
         index = parse_json((folder / INDEX).read_bytes())
         for text in [*corpus.notes, *map(Line, index["notes"])]:
             note(text)
-        self._training, self._validation = (_open(folder, side) for side in _SIDES)
+        self._training, self._validation = (_open(folder, side, self.per_sample) for side in _SIDES)
         num_sequences = len(self._training)
         if config.pack:
             self._training = self._training.packed(config.seq_len, seed)
@@ -171,15 +197,30 @@ class ConversationData:
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (
-            f"{corpus.source}: {num_sequences:,} training and {len(self._validation):,} validation sequences of "
-            f"conversations, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
+            f"{corpus.source}: {num_sequences:,} training and {self.num_validation:,} validation "
+            f"{'sequences of ' * corpus.is_talk}{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
             + (f", in {len(self._training):,} packed rows" if config.pack else "")
         )
 
     def batch(self, first_sample: int, num_samples: int) -> Rows:
         """Training samples first_sample ... first_sample + num_samples - 1, padded on the right to S tokens."""
-        which = shuffled(first_sample, num_samples, total=len(self._training), seed=self._seed)
-        return self._training.rows(which, self._seq_len)
+        which = shuffled(first_sample, num_samples, total=self.num_training, seed=self._seed)
+        return self.samples("training", which)
+
+    def samples(self, side: str, which: Sequence[int]) -> Rows:
+        """Samples of the training or validation split by their indices."""
+        return self.split(side).rows(which, self._seq_len)
+
+    def split(self, side: str) -> _SplitSequences:
+        """Sequences of the training or validation split."""
+        return self._training if side == "training" else self._validation
+
+    @staticmethod
+    def rows_of(
+        talk: Conversation, name: str, form: "ChatFormat | PlainForm", seq_len: int, told: LeftOut
+    ) -> Iterator["LearnedRow"]:
+        """Sequences of a document, see `rows_of_talk`."""
+        return rows_of_talk(talk, name, form, seq_len, told)
 
     def validation(
         self, max_samples: int | None, batch_size: int
@@ -189,17 +230,17 @@ class ConversationData:
         The third entry has the bytes of text of each counted target, (B, S) int64.
         """
         for which in spread_batches(self.num_validation, max_samples, batch_size):
-            ids_BS, targets_BS, more = self._validation.rows(which, self._seq_len)
+            ids_BS, targets_BS, more = self.samples("validation", which)
             yield ids_BS, targets_BS, self._num_bytes_V[targets_BS] * more["counts"], more
 
 
-def _open(folder: Path, side: str) -> _SplitSequences:
+def _open(folder: Path, side: str, per_sample: int) -> _SplitSequences:
     starts = np.load(folder / f"{side}.starts.npy")
     tokens, learned = (
         np.memmap(folder / f"{side}.{name}", dtype=dtype, mode="r", shape=(int(starts[-1]),))
         for name, dtype in (("tokens", "<u4"), ("learned", "u1"))
     )
-    return _SplitSequences(tokens, learned, starts)
+    return _SplitSequences(tokens, learned, starts, per_sample)
 
 
 def _form(tokenizer: Tokenizer, path: Path | None, *, is_plain: bool) -> ChatFormat | PlainForm:
@@ -216,6 +257,7 @@ def _fill(
     vocab_size: int,
     seq_len: int,
     is_plain: bool,
+    rows_of: Callable[..., Iterator["LearnedRow"]],
 ) -> None:
     """Write a cache entry: tokenizer, tokens of both splits, notes on cut and left out conversations."""
     if tokenizer is None:
@@ -230,10 +272,12 @@ def _fill(
     told = LeftOut()
     index: dict[str, Any] = {}
     for side, documents in zip(_SIDES, (corpus.training, corpus.validation), strict=True):
-        found = _write(folder, side, documents, form, seq_len, told)
+        found = _write(
+            folder, side, documents, partial(rows_of, form=form, seq_len=seq_len, told=told)
+        )
         if not found["sequences"]:
             raise ConfigError(
-                f"{named('data.path')}: {corpus.source}: no conversation for {side} has a turn of the assistant in its first "
+                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has a turn of the assistant in its first "
                 f"{seq_len + 1} tokens; give more, or raise {named('data.seq_len')}"
             )
         if side == "training":
@@ -250,7 +294,8 @@ def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
             _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and {named('model.max_seq_len')}",
             _CUT_AWAY: f"; raise {named('data.seq_len')} and {named('model.max_seq_len')}",
         }.get(reason, "")
-        rows = "sequences" if reason in (_CUT, _CUT_AWAY, _NO_END) else "conversations"
+        rows = _PLURALS[corpus.kind]
+        rows = "sequences" if reason in (_CUT, _CUT_AWAY, _NO_END) and corpus.is_talk else rows
         example = f"(for example {told.examples[reason]})"
         line = f"{corpus.source}: {count:,} {rows} {what} {reason} {fix} {example}"
         notes.append(" ".join(line.split()).replace(" ;", ";"))
@@ -259,7 +304,8 @@ def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
 
 def _contents(documents: Sequence[Document]) -> Iterator[str]:
     for document in documents:
-        for message in json.loads(document.read())[MESSAGES]:
+        talk = json.loads(document.read())
+        for message in chain.from_iterable(talk.get(name, ()) for name in (MESSAGES, *SIDES)):
             yield message["content"]
 
 
@@ -267,11 +313,9 @@ def _write(
     folder: Path,
     side: str,
     documents: Sequence[Document],
-    form: ChatFormat | PlainForm,
-    seq_len: int,
-    told: LeftOut,
+    rows_of: Callable[[Conversation, str], Iterator["LearnedRow"]],
 ) -> dict[str, int]:
-    """Write the tokens of a split; returns their numbers, and counts cut and left out conversations in `told`."""
+    """Write the tokens of a split; returns their numbers."""
     starts, learned = [0], 0
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with (
@@ -279,7 +323,7 @@ def _write(
         (folder / f"{side}.learned").open("wb") as marks,
     ):
         for document in progress.over(documents, lambda document: document.num_bytes):
-            for row, mask in _rows(document, form, seq_len, told):
+            for row, mask in rows_of(json.loads(document.read()), document.name):
                 ids.write(np.array(row, dtype="<u4").tobytes())
                 marks.write(np.array(mask, dtype="u1").tobytes())
                 starts.append(starts[-1] + len(row))
@@ -288,43 +332,47 @@ def _write(
     return {"sequences": len(starts) - 1, "tokens": starts[-1], "learned": learned}
 
 
-def _rows(
-    document: Document,
+LearnedRow = tuple[list[int], list[bool]]
+"""Token ids of a sequence, and whether each is learned."""
+
+
+def rows_of_talk(
+    conversation: Conversation,
+    name: str,
     form: ChatFormat | PlainForm,
     seq_len: int,
     told: LeftOut,
-) -> Iterator[tuple[list[int], list[bool]]]:
-    """Sequences of a conversation as (token ids, whether each is learned), each with at least one learned target."""
-    conversation: Conversation = json.loads(document.read())
+) -> Iterator[LearnedRow]:
+    """Sequences of a conversation, each with at least one learned target; `told` counts it where it is cut or left out."""
     if (problem := form.problem(conversation)) is not None:
-        told.add(problem, document.name)
+        told.add(problem, name)
         return
     messages = conversation[MESSAGES]
     if not any(map(is_answer, messages)):
-        told.add(_NO_ANSWER, document.name)
+        told.add(_NO_ANSWER, name)
         return
     if not any(map(is_learned, messages)):
-        told.add(_NOT_LEARNED, document.name)
+        told.add(_NOT_LEARNED, name)
         return
     if any(message["role"] == "assistant" and not is_answer(message) for message in messages):
-        told.add(_EMPTY, document.name)
+        told.add(_EMPTY, name)
     unwritten = [name for name in _FIELDS_OF_THOUGHTS if not form.writes(name)]
     if any(message.get(name) for message in messages for name in unwritten):
-        told.add(_THOUGHTS, document.name)
+        told.add(_THOUGHTS, name)
     try:
         samples = form.samples(conversation)
     except ConfigError as error:
-        raise ConfigError(f"{named('data.path')}: {document.name}: {error.line.text}") from None
+        raise ConfigError(f"{named('data.path')}: {name}: {error.line.text}") from None
     for pieces in samples:
         row = [i for piece in pieces for i in piece.ids]
         mask = [piece.is_learned for piece in pieces for _ in piece.ids]
         if not any(mask[1 : seq_len + 1]):
-            told.add(_CUT_AWAY, document.name)
+            told.add(_CUT_AWAY, name)
             continue
         if len(row) > seq_len + 1:
-            told.add(_CUT, document.name)
+            told.add(_CUT, name)
         if not _last_of_answers(pieces) <= set(form.ends):
-            told.add(_NO_END, document.name)
+            told.add(_NO_END, name)
         yield row[: seq_len + 1], mask[: seq_len + 1]
 
 

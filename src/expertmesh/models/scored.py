@@ -1,14 +1,14 @@
 """Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from expertmesh.costs.sizes import chunk_rows
-from expertmesh.models.token_losses import row_losses, write_gradient
+from expertmesh.models.token_losses import row_entropies, row_losses, write_gradient
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.cpu.products import product
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
@@ -18,21 +18,35 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """x (R, D), w (V, D) -> x w^T (R, V); `OpSet.linear` is one."""
 
 
+class Scores(NamedTuple):
+    """Scores of rows, each of which has a target.
+
+    Attributes:
+        logprobs_R: (R,) log-probabilities of the targets, FP32 or FP64.
+        entropies_R: (R,) entropies in nats of the rows' distributions, in the same dtype; None: not asked for.
+    """
+
+    logprobs_R: Tensor
+    entropies_R: Tensor | None = None
+
+
 class Head(Linear):
-    """The output matrix of a language model: logits of hidden states or, with targets, the targets' log-probabilities.
+    """The output matrix of a language model: logits of hidden states or, with targets, the targets' scores.
 
     Both are calls of the module, so that wrappers of modules reach it.
     """
 
-    def forward(self, x: Tensor, targets_R: Tensor | None = None) -> Tensor:
-        """(..., D) -> (..., V) logits; with targets (R, D) -> (R,), see `score_rows`."""
+    def forward(  # type: ignore[override]
+        self, x: Tensor, targets_R: Tensor | None = None, **how: Any
+    ) -> Any:
+        """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options."""
         if targets_R is None:
             return super().forward(x)
         linear = self.arithmetic.in_mode(self.training).linear
         more: tuple[Tensor, Tensor] | tuple[()] = ()
         if self.adapters is not None and self.adapters.weight is not None:
             more = low_rank_rows(x, self.adapters.weight(), linear, backend=self.backend)
-        return score_rows(x, self.weight, targets_R, linear=linear, more=more)
+        return score_rows(x, self.weight, targets_R, linear=linear, more=more, **how)
 
 
 def score_rows(
@@ -42,9 +56,11 @@ def score_rows(
     *,
     linear: Product,
     label_smoothing: float = 0.0,
+    temperature: float = 1.0,
+    entropy: bool = False,
     more: tuple[Tensor, Tensor] | tuple[()] = (),
-) -> Tensor:
-    """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T.
+) -> Scores:
+    """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T / temperature.
 
     With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). Rows that do
     not fit into one chunk (`chunk_rows`) are saved as hidden states, and their logits are computed again in the
@@ -57,17 +73,28 @@ def score_rows(
         targets_R: (R,) int64 tokens, in 0 ... V - 1.
         linear: the product of the model's op set: with a batch-invariant one a row's result depends on that row only.
         label_smoothing: s, in [0, 1).
+        temperature: divisor of the logits, above 0.
+        entropy: whether the entropies -sum_v p_v log p_v of the rows are returned, too.
         more: rows (R, r) and a matrix (V, r) whose product is added to the logits: a low-rank adapter of the head.
 
     Returns:
-        (R,) in FP32 or FP64, differentiable once. Does not synchronise.
+        (R,) each in FP32 or FP64, differentiable once. Does not synchronise.
     """
     dtype = autocast_dtype(h_RD.device)
     if dtype is None or h_RD.dtype == torch.float64:
         dtype = h_RD.dtype
     pairs = (h_RD, head_VD, *more)
-    scores: Tensor = _ScoredRows.apply(targets_R, dtype, linear, label_smoothing, *pairs)
-    return scores
+    how = _How(linear, label_smoothing, temperature, entropy)
+    return Scores(*_ScoredRows.apply(targets_R, dtype, how, *pairs))
+
+
+class _How(NamedTuple):
+    """Options of `score_rows`."""
+
+    linear: Product
+    smoothing: float
+    temperature: float
+    entropy: bool
 
 
 class _ScoredRows(torch.autograd.Function):
@@ -78,37 +105,54 @@ class _ScoredRows(torch.autograd.Function):
         ctx: Any,
         targets_R: Tensor,
         dtype: torch.dtype,
-        linear: Product,
-        smoothing: float,
+        how: _How,
         *pairs: Tensor,
-    ) -> Tensor:
-        ctx.linear, ctx.smoothing = linear, smoothing
-        ctx.dtypes = [one.dtype for one in pairs]
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.how, ctx.dtypes = how, [one.dtype for one in pairs]
+        ctx.set_materialize_grads(False)
         h_RD, head_VD = pairs[:2]
         scores_R = h_RD.new_empty(len(h_RD), dtype=accumulate_dtype(dtype))
+        entropies_R = torch.empty_like(scores_R) if how.entropy else None
         with without_autocast(h_RD.device):
             kept = [one.to(dtype) for one in pairs]
             chunks = _chunks(h_RD, head_VD)
             logits = None
             for rows in chunks:
                 logits = None  # the last chunk's are freed before the next one's are made
-                logits = _logits(kept, rows, linear)
-                scores_R[rows] = row_losses(logits, targets_R[rows], smoothing).neg_()
+                logits = _logits(kept, rows, how.linear)
+                losses_R = row_losses(
+                    logits, targets_R[rows], how.smoothing, temperature=how.temperature
+                )
+                scores_R[rows] = losses_R.neg_()
+                if entropies_R is not None:
+                    entropies_R[rows] = row_entropies(logits, how.temperature)
         ctx.save_for_backward(targets_R, logits if len(chunks) == 1 else None, *kept)
-        return scores_R
+        return scores_R, entropies_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_R: Tensor | None, of_entropies_R: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         targets_R, logits, *pairs = ctx.saved_tensors
-        needs, chunks = ctx.needs_input_grad[4:], _chunks(*pairs[:2])
+        needs, chunks, how = ctx.needs_input_grad[3:], _chunks(*pairs[:2]), ctx.how
+        if grad_R is None:
+            grad_R = pairs[0].new_zeros(len(targets_R), dtype=accumulate_dtype(pairs[0].dtype))
         found: list[Tensor | None] = [
             torch.empty_like(one) if need and place % 2 == 0 else None
             for place, (one, need) in enumerate(zip(pairs, needs, strict=True))
         ]
         for rows in chunks:
-            z = _logits(pairs, rows, ctx.linear) if logits is None else logits.detach()
-            write_gradient(z, targets_R[rows], -grad_R[rows], ctx.smoothing, out_TV=z)
+            z = _logits(pairs, rows, how.linear) if logits is None else logits.detach()
+            write_gradient(
+                z,
+                targets_R[rows],
+                -grad_R[rows],
+                how.smoothing,
+                out_TV=z,
+                temperature=how.temperature,
+                of_entropies_T=None if of_entropies_R is None else of_entropies_R[rows],
+            )
             for place in range(0, len(pairs), 2):
                 if (d_rows := found[place]) is not None:
                     d_rows[rows] = product(z, pairs[place + 1])
@@ -125,7 +169,7 @@ class _ScoredRows(torch.autograd.Function):
             if need and found[place] is None:
                 found[place] = torch.zeros_like(pairs[place])
         typed = zip(found, ctx.dtypes, strict=True)
-        return *[None] * 4, *(None if d is None else d.to(of).contiguous() for d, of in typed)
+        return *[None] * 3, *(None if d is None else d.to(of).contiguous() for d, of in typed)
 
 
 def _logits(pairs: Sequence[Tensor], rows: slice, linear: Product) -> Tensor:

@@ -16,7 +16,7 @@ from expertmesh.data.encoding import NotTextError
 from expertmesh.data.files import TextFile
 from expertmesh.data.formats import Reading, ending_of, rows_of
 from expertmesh.data.json_records import JSON
-from expertmesh.data.records import NoRecordsError
+from expertmesh.data.records import TEXT, NoRecordsError
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import grouped_layers
@@ -116,8 +116,8 @@ def _texts(path: Path) -> Iterator[str]:
             "calibration", path, f"ends in {ending}, which is not read here", "name a text, or JSON"
         )
     for row in rows:
-        if row.is_talk:
-            raise ConfigError("calibration", path, "holds conversations", "name a file of texts")
+        if row.kind != TEXT:
+            raise ConfigError("calibration", path, f"holds a {row.kind}", "name a file of texts")
         yield row()
 
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
 from expertmesh.comm.bind import bind_ranks, bound_to
-from expertmesh.config.run import RunConfig, with_epochs
+from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.bound_files import check_files, check_run, hashes_in, newest_state
-from expertmesh.models.family import Family
+from expertmesh.models.family import Family, Metric
 from expertmesh.models.registry import find_family
-from expertmesh.models.task import Batch, Data, Task
+from expertmesh.models.task import Batch, Begin, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.data_paths import with_whole_paths
@@ -44,6 +44,7 @@ from expertmesh.training.optim import (
 from expertmesh.training.pace import Pace
 from expertmesh.training.param_groups import summary
 from expertmesh.training.place_base import place_model, with_format
+from expertmesh.training.prepared import prepared
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.settle import settle
 from expertmesh.training.state import (
@@ -84,6 +85,7 @@ class TrainResult:
         evaluated_at: step of `evaluation`, or None; a run that was stopped may have ended later.
         ended_early: option that ended the call before its last step, or None: "max_time" (the run can be resumed) or
             "patience" (it is finished).
+        metric: metric of the run's evaluations; None: the family's.
     """
 
     run_dir: Path
@@ -99,6 +101,7 @@ class TrainResult:
     is_leader: bool = True
     evaluated_at: int | None = None
     ended_early: EarlyEnd | None = None
+    metric: Metric | None = None
 
 
 def train(
@@ -183,7 +186,7 @@ def train(
         torch.manual_seed(config.train.seed)
         if list_checkpoints(run_dir.checkpoints):
             stack.enter_context(notes_known())  # already printed when the run started
-        data = _prepared(task, ranks)
+        data = prepared(task, ranks)
         config = task.config
         precision, threads = settle(family, config, run_dir, ranks)
         if threads is not None:
@@ -199,18 +202,6 @@ def train(
         ranks.on_rank0(trainer.describe)
         trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
-
-
-def _prepared(task: Task, ranks: Ranks) -> Data:
-    """Data of a task, whose configuration gets the steps of its epochs."""
-    prepared: list[Data] = []
-    ranks.on_rank0(lambda: prepared.append(task.prepare()))  # fills the cache
-    data = ranks.on_all(lambda: prepared[0] if prepared else task.prepare())
-    ranks.check_equal(data.key, what="the data")
-    num_samples = getattr(data, "num_training", None)
-    config = ranks.on_all(lambda: with_epochs(task.config, num_samples=num_samples))
-    task.config = task.builder.config = config
-    return data
 
 
 class _Trainer:
@@ -245,6 +236,7 @@ class _Trainer:
         task.teacher = open_teacher(
             family, task, data, precision=precision, ranks=ranks, student=model
         )
+        model.train(not task.evaluates)
         freeze(model, config.train.freeze)
         optimizer = build_optimizer(
             model, config.optim, compute_dtype=precision.compute_dtype, num_ranks=ranks.size
@@ -308,6 +300,7 @@ class _Trainer:
             total_steps=config.train.steps,
             first_step=first,
             every=config.train.log_every,
+            metric=self.task.metric,
             on_lost=lambda: stop.ask(signal.SIGPIPE),
         )
         if self.ranks.is_leader:
@@ -339,6 +332,9 @@ class _Trainer:
             if told:
                 report.message(told)
         self.ends.heard(self.ranks.on_rank0(lambda: self._losses_until(first)))
+        with self.precision.autocast():
+            begin = Begin(first, self.run_dir.path, self.ranks)
+            self.task.begin(self.state.model, self.data, begin)
         extra: dict[str, float] = {}
         if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
@@ -429,7 +425,7 @@ class _Trainer:
         lr = learning_rate(
             progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim
         )
-        result, num_items = self._update(lr)
+        result = self._update(lr)
         seconds = time.perf_counter() - began
         progress.seconds += seconds
         self.ends.stepped(seconds)
@@ -440,7 +436,7 @@ class _Trainer:
             z_loss=result.z_loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            items_per_second=num_items / seconds,
+            items_per_second=result.items / seconds,
             load=result.load,
             skipped_steps=progress.skipped_steps,
             items=progress.items,
@@ -457,7 +453,7 @@ class _Trainer:
             found = self.sampler(self.task, self.state.model, self.data, self.precision)
             for text in kept_samples(found, self.run_dir.samples, step=progress.step):
                 report.message(text)
-        values = {**line.named(self.family.items), **extra}
+        values = {**line.named(self.family.items), **result.measures, **extra}
         self.trackers.write(values, result.experts)
         self._check_divergence()
         self.store.check()
@@ -469,12 +465,11 @@ class _Trainer:
         step = self.state.progress.step
         return every is not None and (step % every == 0 or step == self.config.train.steps)
 
-    def _update(self, lr: float) -> tuple[StepResult, int]:
+    def _update(self, lr: float) -> StepResult:
         state, progress = self.state, self.state.progress
         batch_size = self.config.train.batch_size
         set_learning_rate(state.optimizer, lr)
         batch = self.data.batch(progress.samples, batch_size)
-        num_items = self.task.num_items(batch)
         result = training_step(
             self.task,
             state.model,
@@ -487,10 +482,10 @@ class _Trainer:
         )
         progress.step += 1
         progress.samples += batch_size
-        progress.items += num_items
+        progress.items += result.items
         progress.bad_steps_in_row = 0 if result.is_finite else progress.bad_steps_in_row + 1
         progress.skipped_steps += not result.is_finite
-        return result, num_items
+        return result
 
     def _check_divergence(self) -> None:
         progress = self.state.progress
@@ -595,5 +590,6 @@ class _Trainer:
             checkpoint=paths[-1] if paths else None,
             is_leader=self.ranks.is_leader,
             ended_early=self.ended_early,
+            metric=self.task.metric,
             evaluated_at=max((n["step"] for n in lines if "eval_loss" in n), default=None),
         )

@@ -8,6 +8,7 @@ from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
+from expertmesh.config.objective import ObjectiveConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.errors import named
@@ -246,6 +247,7 @@ class GPTRunConfig(RunConfig):
     """Family of the model: gpt, or module:name of your own."""
     model: ModelConfig = ModelConfig()
     data: TextConfig = TextConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -278,6 +280,18 @@ class GPTRunConfig(RunConfig):
                 f"conflicts with {named('model.batch_invariant')}, whose positions begin with a sequence's first token",
                 "leave one of the two out",
             )
+        self.require(
+            self.objective.name in ("auto", "lm", "sft") or self.distill.teacher is None,
+            "distill.teacher",
+            f"teaches next tokens, and {named('objective.name', self.objective.name)} learns otherwise",
+            "leave it out",
+        )
+        self.require(
+            self.objective.name != "dpo" or self.parallel.tp_degree == 1,
+            "parallel.tp_degree",
+            f"shares a sequence among ranks, and {named('objective.name', self.objective.name)} compares whole answers",
+            "use 1",
+        )
         layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
         self.require(
             given in (0, 1, layers),
@@ -296,6 +310,8 @@ def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     """
     where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
+    if config.objective.name == "dpo" and not other.model.num_moe_layers:
+        changes["train.freeze"] = ()  # by default its routers rest
     found = config.updated(changes)
     found.check_fits()
     return found

@@ -24,6 +24,7 @@ def gpt_costs(
         dtype: compute dtype: float32, bfloat16, float16 or float64.
         on_gpu: whether the ranks compute on GPUs.
     """
+    config = _in_sequences(config)
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
     flops = forward_flops(config.model, seq_len=seq_len)
@@ -47,6 +48,17 @@ def gpt_costs(
     )
 
 
+def _in_sequences(config: GPTRunConfig) -> GPTRunConfig:
+    """The run with sequences as its samples: a pair of answers is two."""
+    train, count = config.train, 2 if config.objective.name == "dpo" else 1
+    sizes = {
+        "batch_size": count * train.batch_size,
+        "micro_batch_size": count * train.samples_per_pass,
+        "gradient_accumulation_steps": None,
+    }
+    return config.model_copy(update={"train": train.model_copy(update=sizes)})
+
+
 def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Product, ...]:
     """Products of the tokens of a forward pass with every weight matrix of a GPT; equal sizes are one entry.
 
@@ -58,7 +70,7 @@ def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Prod
         Products with at least a hundredth of the largest one's work, the largest first.
     """
     model = config.model
-    rows = config.train.samples_per_pass
+    rows = _in_sequences(config).train.samples_per_pass
     num_tokens = max(1, rows * config.data.seq_len // num_parts)
     found: Counter[Product] = Counter()
     for parameter in gpt_spec(model):

@@ -10,9 +10,9 @@ from expertmesh.spec.adapter_targets import check_targets
 
 
 def _task(config: GPTRunConfig) -> Any:
-    from expertmesh.models.gpt.task import GPTTask
+    from expertmesh.models.gpt.objectives import OBJECTIVES
 
-    return GPTTask(config)
+    return OBJECTIVES[config.objective.name](config)
 
 
 def _begun(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
