@@ -33,8 +33,10 @@ CASES = {
     "gspo near 1": (
         {"ratio": "sequence", "average": "sequence", "clip_low": 0.01, "clip_high": 0.02},
         {
-            **{"loss_type": "grpo", "importance_sampling_level": "sequence"},
-            **{"epsilon_low": 0.01, "epsilon_high": 0.02},
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.01,
+            "epsilon_high": 0.02,
         },
     ),
 }
@@ -53,9 +55,13 @@ def theirs(options, advantage_A, old_R):
     chosen = defaults | options
     delta, none_AS = chosen.pop("delta", None), torch.zeros(ids.shape)
     inputs = {
-        **{"prompt_ids": ids[:, :1], "prompt_mask": mask[:, :1]},
-        **{"completion_ids": ids, "completion_mask": mask, "advantages": advantage_A},
-        **{"old_per_token_logps": padded(old_R), "num_items_in_batch": lengths.sum()},
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": mask[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": advantage_A,
+        "old_per_token_logps": padded(old_R),
+        "num_items_in_batch": lengths.sum(),
     }
 
     def loss(leaf):
@@ -68,9 +74,14 @@ def theirs(options, advantage_A, old_R):
             model=SimpleNamespace(training=True),
             _get_per_token_logps_and_entropies=lambda *_, **__: (padded(leaf), none_AS, None),
             _metrics={"train": defaultdict(list)},
-            **{"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "beta": 0.0},
-            **{"aux_loss_enabled": False, "use_vllm": False, "_entropy_bonus_enabled": False},
-            **{"current_gradient_accumulation_steps": 1, "max_completion_length": 6},
+            top_entropy_quantile=1.0,
+            off_policy_mask_threshold=None,
+            beta=0.0,
+            aux_loss_enabled=False,
+            use_vllm=False,
+            _entropy_bonus_enabled=False,
+            current_gradient_accumulation_steps=1,
+            max_completion_length=6,
         )
         return trainer.GRPOTrainer._compute_loss(state, None, inputs)
 
