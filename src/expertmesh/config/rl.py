@@ -1,10 +1,10 @@
 """Options of reinforcement learning: rollouts, advantages, the policy's loss, and reward functions."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config
+from expertmesh.config.base import Config, FieldError
 from expertmesh.config.fields import Spelling
 from expertmesh.errors import named
 
@@ -40,6 +40,8 @@ class RLConfig(Config):
     """Whether answers that max_tokens cut off are not learned."""
     soft_length: int | None = Field(default=None, gt=0)
     """Number of last tokens before max_tokens over which a penalty rises from 0 to 1; none: no penalty (DAPO's soft overlong punishment)."""
+    freeze_router: bool = True
+    """Whether routers rest, so that rollouts and updates choose experts alike."""
     exact: bool = True
     """Whether rollouts and training compute the same bits, which is checked in every step; needs batch-invariant arithmetic."""
     replay_routing: bool = True
@@ -84,3 +86,66 @@ class RewardConfig(Config):
     """Reward functions with TRL's signature: FILE.py:NAME or package.module:NAME, or exact or number; also with a weight, FILE.py:NAME:0.5."""
     timeout: float = Field(default=60.0, gt=0)
     """Maximum seconds of a call of the reward functions."""
+
+
+def check_rl(run: Any) -> None:
+    """Refuse options of reinforcement learning that do not fit a run of a GPT.
+
+    Args:
+        run: its configuration.
+
+    Raises:
+        FieldError: one does not.
+    """
+    name = named("objective.name", "grpo")
+    if run.objective.name != "grpo":
+        for section in ("rl", "reward"):
+            part = getattr(run, section)
+            for option in type(part).model_fields:
+                try:
+                    part.refuse_idle(option, f"has no effect without {name}", "leave one of them out")
+                except FieldError as error:
+                    raise error.inside((section,)) from None
+        return
+    rules = (
+        (
+            run.train.init_from is not None,
+            "train.init_from",
+            f"must be a trained model with {name}, which learns from its own answers",
+            "name its folder in the place of the recipe",
+        ),
+        (
+            bool(run.reward.functions),
+            "reward.functions",
+            f"must be given with {name}",
+            "name one: FILE.py:NAME, package.module:NAME, exact or number",
+        ),
+        (
+            run.train.batch_size % run.rl.updates == 0,
+            "rl.updates",
+            f"must divide {named('train.batch_size')}, {run.train.batch_size}",
+            "choose a divisor",
+        ),
+        (
+            run.parallel.tp_degree == 1,
+            "parallel.tp_degree",
+            f"must be 1 with {name}, which samples with whole sequences",
+            "leave it out",
+        ),
+        (not run.data.pack, "data.pack", f"has no effect with {name}", "leave it out"),
+        (not run.data.document_mask, "data.document_mask", f"has no effect with {name}", "leave it out"),
+    )
+    for holds, option, rule, fix in rules:
+        run.require(holds, option, rule, fix)
+
+
+def options_of_rl(run: Any) -> dict[str, Any]:
+    """Options that reinforcement learning gives to a run whose model is known: arithmetic, no balance loss, resting routers."""
+    if run.objective.name != "grpo":
+        return {}
+    found: dict[str, Any] = {"model.batch_invariant": run.rl.exact}
+    if run.model.moe.num_experts:
+        found |= {"model.moe.aux_loss_weight": 0.0, "model.moe.z_loss_weight": 0.0}
+        if run.rl.freeze_router and "router" not in run.train.freeze:
+            found["train.freeze"] = (*run.train.freeze, "router")
+    return found

@@ -87,7 +87,7 @@ class PromptData:
         self.ends = tuple(form.ends)
         self._seed = seed
         render = _Rendered(form, room)
-        sides = _records(config)
+        source, *sides = _records(config)
         found = [[render.prompt(*one) for one in side] for side in sides]
         self.prompts = [prompt for side in found for prompt in side]
         self.num_training, self.num_validation = map(len, found)
@@ -100,7 +100,7 @@ class PromptData:
         self.key = digest.hexdigest()[:24]
         self.files: dict[str, Path] = {"tokenizer.json": path, **extras_of(path)}
         self.description = (
-            f"{option_of(config)}: {self.num_training:,} training and {self.num_validation:,} validation prompts of at most"
+            f"{source}: {self.num_training:,} training and {self.num_validation:,} validation prompts of at most"
             f" {max(len(one.ids) for one in self.prompts):,} tokens"
         )
 
@@ -165,11 +165,11 @@ _Record = tuple[Mapping[str, Any], str, str]
 """Values of a record, the field of its prompt, and its place."""
 
 
-def _records(config: TextConfig) -> tuple[list[_Record], list[_Record]]:
-    """Training and validation records."""
+def _records(config: TextConfig) -> tuple[str, list[_Record], list[_Record]]:
+    """Description of the data, training and validation records."""
     column = config.column or DEFAULT_COLUMN
     told = Told()
-    _, candidates = find_documents(config.model_copy(update={"column": column}), told)
+    source, candidates = find_documents(config.model_copy(update={"column": column}), told)
     documents, found = [], {}
     for name, read, place, own_name, shown in candidates:
         if not isinstance(read, Row) or read.shape is None:
@@ -195,7 +195,7 @@ def _records(config: TextConfig) -> tuple[list[_Record], list[_Record]]:
             " not cross; give more"
         )
     training, validation = ([found[one.name] for one in side] for side in sides)
-    return training, validation
+    return source, training, validation
 
 
 def _reader(text: str) -> Callable[[], str]:
