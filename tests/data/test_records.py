@@ -273,11 +273,6 @@ REFUSED = {
         b"one\ttwo\nthree\tfour\n",
         "a.tsv: its first line has one, two, and none",
     ),
-    "preferences": (
-        "a.jsonl",
-        in_lines([{"prompt": "q", "chosen": "a", "rejected": "b"}]),
-        "has prompt, chosen, rejected, and none",
-    ),
     "a wrapped array": (
         "a.json",
         json.dumps({"data": [TALK]}).encode(),

@@ -14,7 +14,7 @@ from expertmesh.costs import sizes
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.models.scored import score_rows
+from expertmesh.models.scored import Scores, score_rows
 from expertmesh.models.task import Part
 from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
 from expertmesh.parallel.ranks import Ranks
@@ -28,18 +28,22 @@ def small_chunks(monkeypatch):
     monkeypatch.setitem(sizes.CHUNK_ELEMENTS, "cpu", 3 * V)
 
 
-def plain(h_RD, head_VD, targets_R, *, label_smoothing=0.0):
-    z = (h_RD @ head_VD.t()).to(torch.promote_types(h_RD.dtype, torch.float32))
+def plain(h_RD, head_VD, targets_R, *, label_smoothing=0.0, temperature=1.0, entropy=False):
+    z = (h_RD @ head_VD.t()).to(torch.promote_types(h_RD.dtype, torch.float32)) / temperature
     logp = z - z.logsumexp(1, keepdim=True)
     of_target = logp.gather(1, targets_R[:, None]).squeeze(1)
-    return (1 - label_smoothing) * of_target + label_smoothing * logp.mean(1)
+    scores_R = (1 - label_smoothing) * of_target + label_smoothing * logp.mean(1)
+    return Scores(scores_R, -(logp.exp() * logp).sum(1) if entropy else None)
 
 
 def results(function, h_RD, head_VD, targets_R, weights_R):
     leaves = [t.clone().requires_grad_() for t in (h_RD, head_VD)]
     scores = function(*leaves, targets_R)
-    (scores * weights_R.to(scores)).sum().backward()
-    return scores.detach(), *(leaf.grad for leaf in leaves)
+    each_R = scores.logprobs_R
+    if scores.entropies_R is not None:
+        each_R = each_R + scores.entropies_R * (weights_R.to(each_R) - 0.5)
+    (each_R * weights_R.to(each_R)).sum().backward()
+    return each_R.detach(), *(leaf.grad for leaf in leaves)
 
 
 def drawn(rows, dtype):
@@ -49,31 +53,39 @@ def drawn(rows, dtype):
     return h.to(dtype), head.to(dtype), targets, torch.rand(rows, generator=generator).double()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+HOW = (
+    {},
+    {"label_smoothing": 0.1},
+    {"temperature": 0.7},
+    {"entropy": True},
+    {"temperature": 1.3, "entropy": True},
+)
+
+
+@pytest.mark.parametrize("how", HOW, ids=" ".join)
 @pytest.mark.parametrize("ops", [DEFAULT_OPS, BATCH_INVARIANT_OPS], ids=["default", "invariant"])
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 11])
 @pytest.mark.usefixtures("small_chunks")
-def test_the_plain_formula_in_fp64(rows, ops, smoothing):
+def test_the_plain_formula_in_fp64(rows, ops, how):
     given = drawn(rows, torch.float64)
-    ours = partial(score_rows, linear=ops.linear, label_smoothing=smoothing)
-    found, expected = (
-        results(f, *given) for f in (ours, partial(plain, label_smoothing=smoothing))
-    )
+    ours = partial(score_rows, linear=ops.linear, **how)
+    found, expected = (results(f, *given) for f in (ours, partial(plain, **how)))
     for one, other, what in zip(found, expected, ("scores", "hidden", "head"), strict=True):
         assert_close_fp64(one, other, what=what)
 
 
+@pytest.mark.parametrize("how", HOW, ids=" ".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_chunks")
-def test_the_two_times_rule(dtype):
+def test_the_two_times_rule(dtype, how):
     given = drawn(40, dtype)
     wide = [t.double() if t.is_floating_point() else t for t in given]
     every = [
         results(f, *of)
         for f, of in (
-            (partial(score_rows, linear=DEFAULT_OPS.linear), given),
-            (plain, given),
-            (plain, wide),
+            (partial(score_rows, linear=DEFAULT_OPS.linear, **how), given),
+            (partial(plain, **how), given),
+            (partial(plain, **how), wide),
         )
     ]
     for ours, usual, exact, what in zip(*every, ("scores", "hidden", "head"), strict=True):
@@ -88,12 +100,12 @@ def test_sums_over_chunks_are_in_fp32(monkeypatch):
     head.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = score_rows(h, head, targets, linear=DEFAULT_OPS.linear)
-    scores.sum().backward()
+    scores.logprobs_R.sum().backward()
     one = head.grad.clone()
     head.grad = None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = score_rows(h[:1], head, targets[:1], linear=DEFAULT_OPS.linear)
-    scores.sum().backward()
+    scores.logprobs_R.sum().backward()
     assert torch.equal(one, 256 * head.grad)
 
 
@@ -102,7 +114,7 @@ def test_a_frozen_head_gets_no_gradient():
     h, head, targets, _ = drawn(7, torch.float32)
     h.requires_grad_()
     with NewTensors() as seen:
-        score_rows(h, head, targets, linear=DEFAULT_OPS.linear).sum().backward()
+        score_rows(h, head, targets, linear=DEFAULT_OPS.linear).logprobs_R.sum().backward()
     assert head.grad is None and h.grad is not None
     assert head.shape not in dict(seen.made)
 

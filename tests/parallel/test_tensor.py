@@ -222,7 +222,7 @@ def precision_of(dtype, layout):
         model, precision = build_gpt(config), resolve_precision(config.train)
         if ranks.world is not None:
             parallelize_gpt(model, config.parallel, world=world_of())
-        sums, _ = accumulate_gradients(
+        sums, *_ = accumulate_gradients(
             GPTTask(config),
             model,
             next(batches(config, 1)),

@@ -16,7 +16,7 @@ from expertmesh.data.windows import Windows
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.task import GPTTask, bits_per_byte
 from expertmesh.runs.precision import resolve_precision
-from expertmesh.training.evaluate import _on_device, evaluate
+from expertmesh.training.evaluate import evaluate, on_device
 
 PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 
@@ -61,9 +61,9 @@ def test_sums_on_the_host_and_on_the_device_are_one():
     """A number of the host goes along with a launch: a copy of it would wait."""
     on_meta = torch.ones(3, device="meta").sum()
     with waits() as watch:
-        found = [_on_device(value, torch.device("meta")) for value in (on_meta, 3, 0.5)]
+        found = [on_device(value, torch.device("meta")) for value in (on_meta, 3, 0.5)]
     assert watch.found == [] and {t.dtype for t in found} == {torch.float64}
-    assert _on_device(0.5, torch.device("cpu")).item() == 0.5
+    assert on_device(0.5, torch.device("cpu")).item() == 0.5
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7])

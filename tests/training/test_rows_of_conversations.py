@@ -60,7 +60,7 @@ def gradients_of(task, batch):
     size = task.config.train.micro_batch_size
     lengths = []
     hook = model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    losses, _ = accumulate_gradients(task, model, batch, micro_batch_size=size, **how)
+    losses, *_ = accumulate_gradients(task, model, batch, micro_batch_size=size, **how)
     hook.remove()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return losses, found, lengths

@@ -33,7 +33,7 @@ def gradients(config, micro_batch_size, *, noise_step=3, checkpointing=False):
     model, precision = build(config)
     model.set_activation_checkpointing(checkpointing)
     key_noise(model, seed=config.train.seed, step=noise_step)
-    sums, counter = accumulate_gradients(
+    sums, counter, _ = accumulate_gradients(
         GPTTask(config),
         model,
         batch(config),
@@ -90,7 +90,7 @@ def assert_routing_losses_are_means(task, samples):
         model = task.builder.build(device="cpu", dtype=precision.master_dtype)
         key_noise(model, seed=0, step=0)
         options = {"scaler": precision.scaler(), "precision": precision}
-        sums, _ = accumulate_gradients(
+        sums, *_ = accumulate_gradients(
             task, model, samples, step=0, micro_batch_size=size, **options
         )
         found.append(sums)

@@ -33,7 +33,7 @@ from expertmesh.data.formats import (
 )
 from expertmesh.data.json_records import json_in
 from expertmesh.data.paths import WeightedPath, find_paths
-from expertmesh.data.records import NoRecordsError, Row, found_shape
+from expertmesh.data.records import TEXT, NoRecordsError, Row, found_shape
 from expertmesh.errors import ConfigError, named
 
 _PIECE_BYTES = 65_536
@@ -145,7 +145,9 @@ def _rows(path: Path, name: str, config: TextConfig) -> list[CandidateDocument] 
 def _of_rows(rows: Iterable[Row], name: str) -> Iterator[CandidateDocument]:
     for index, row in enumerate(rows):
         shown = row.at(name)
-        yield CandidateDocument(shown if row.is_talk else f"{name}#{index:09d}", row, shown=shown)
+        yield CandidateDocument(
+            shown if row.kind != TEXT else f"{name}#{index:09d}", row, shown=shown
+        )
 
 
 def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[CandidateDocument]:

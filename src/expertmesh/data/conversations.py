@@ -2,10 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tokenizers
@@ -21,7 +23,9 @@ from expertmesh.data.data_progress import Progress, note, say
 from expertmesh.data.files import LeftOut
 from expertmesh.data.order import permutation, shuffled, spread_batches
 from expertmesh.data.packing import packed
+from expertmesh.data.pairs import SIDES
 from expertmesh.data.plain_completions import PlainForm
+from expertmesh.data.records import PAIR, TALK
 from expertmesh.errors import ConfigError, Line, named
 from expertmesh.text.chat import (
     MARKS,
@@ -42,8 +46,8 @@ from expertmesh.text.tokenizer import (
     train_tokenizer,
 )
 
-FORMAT_VERSION = 3
 _SIDES = ("training", "validation")
+_PLURALS = {TALK: "conversations", PAIR: "pairs of answers"}
 _NO_ANSWER = "have no turn of the assistant that says something"
 _CUT_AWAY = "have no turn of the assistant in their first tokens"
 _CUT = "are cut"
@@ -116,6 +120,11 @@ class ConversationData:
         num_validation: number of validation samples.
     """
 
+    version: ClassVar[tuple[int | str, ...]] = (3,)
+    """Version of the rows, which is part of the key."""
+    per_sample: ClassVar[int] = 1
+    """Sequences of a sample."""
+
     def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
         given = None if config.encode_with is None else expanded(config.encode_with)
         least = 257 + len(MARKS)
@@ -135,7 +144,7 @@ class ConversationData:
             )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
         is_plain = config.completions == "text"
-        versions = [FORMAT_VERSION, tokenizers.__version__]
+        versions = [*self.version, tokenizers.__version__]
         identity = [*versions, vocab_size, config.seq_len, corpus.digest]
         if tokenizer is not None:
             form = _form(tokenizer, given, is_plain=is_plain)
@@ -156,6 +165,7 @@ class ConversationData:
                 vocab_size=vocab_size,
                 seq_len=config.seq_len,
                 is_plain=is_plain,
+                rows_of=self.rows_of,
             ),
         )
         index = parse_json((folder / INDEX).read_bytes())
@@ -165,21 +175,33 @@ class ConversationData:
         num_sequences = len(self._training)
         if config.pack:
             self._training = self._training.packed(config.seq_len, seed)
-        self.num_training = len(self._training)
-        self.num_validation = len(self._validation)
+        self.num_training = len(self._training) // self.per_sample
+        self.num_validation = len(self._validation) // self.per_sample
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (
             f"{corpus.source}: {num_sequences:,} training and {len(self._validation):,} validation sequences of "
-            f"conversations, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
+            f"{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
             + (f", in {len(self._training):,} packed rows" if config.pack else "")
         )
 
     def batch(self, first_sample: int, num_samples: int) -> Rows:
         """Training samples first_sample ... first_sample + num_samples - 1, padded on the right to S tokens."""
-        which = shuffled(first_sample, num_samples, total=len(self._training), seed=self._seed)
-        return self._training.rows(which, self._seq_len)
+        which = shuffled(first_sample, num_samples, total=self.num_training, seed=self._seed)
+        return self.samples("training", which)
+
+    def samples(self, side: str, which: Sequence[int]) -> Rows:
+        """Samples of the training or validation split by their indices."""
+        split = self._training if side == "training" else self._validation
+        return split.rows(which, self._seq_len)
+
+    @staticmethod
+    def rows_of(
+        talk: Conversation, name: str, form: "ChatFormat | PlainForm", seq_len: int, told: LeftOut
+    ) -> Iterator["LearnedRow"]:
+        """Sequences of a document, see `rows_of_talk`."""
+        return rows_of_talk(talk, name, form, seq_len, told)
 
     def validation(
         self, max_samples: int | None, batch_size: int
@@ -189,7 +211,7 @@ class ConversationData:
         The third entry has the bytes of text of each counted target, (B, S) int64.
         """
         for which in spread_batches(self.num_validation, max_samples, batch_size):
-            ids_BS, targets_BS, more = self._validation.rows(which, self._seq_len)
+            ids_BS, targets_BS, more = self.samples("validation", which)
             yield ids_BS, targets_BS, self._num_bytes_V[targets_BS] * more["counts"], more
 
 
@@ -216,6 +238,7 @@ def _fill(
     vocab_size: int,
     seq_len: int,
     is_plain: bool,
+    rows_of: Callable[..., Iterator["LearnedRow"]],
 ) -> None:
     """Write a cache entry: tokenizer, tokens of both splits, notes on cut and left out conversations."""
     if tokenizer is None:
@@ -230,7 +253,9 @@ def _fill(
     told = LeftOut()
     index: dict[str, Any] = {}
     for side, documents in zip(_SIDES, (corpus.training, corpus.validation), strict=True):
-        found = _write(folder, side, documents, form, seq_len, told)
+        found = _write(
+            folder, side, documents, partial(rows_of, form=form, seq_len=seq_len, told=told)
+        )
         if not found["sequences"]:
             raise ConfigError(
                 f"{named('data.path')}: {corpus.source}: no conversation for {side} has a turn of the assistant in its first "
@@ -250,7 +275,8 @@ def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
             _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and {named('model.max_seq_len')}",
             _CUT_AWAY: f"; raise {named('data.seq_len')} and {named('model.max_seq_len')}",
         }.get(reason, "")
-        rows = "sequences" if reason in (_CUT, _CUT_AWAY, _NO_END) else "conversations"
+        rows = _PLURALS[corpus.kind]
+        rows = "sequences" if reason in (_CUT, _CUT_AWAY, _NO_END) and corpus.is_talk else rows
         example = f"(for example {told.examples[reason]})"
         line = f"{corpus.source}: {count:,} {rows} {what} {reason} {fix} {example}"
         notes.append(" ".join(line.split()).replace(" ;", ";"))
@@ -259,7 +285,8 @@ def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
 
 def _contents(documents: Sequence[Document]) -> Iterator[str]:
     for document in documents:
-        for message in json.loads(document.read())[MESSAGES]:
+        talk = json.loads(document.read())
+        for message in chain.from_iterable(talk.get(name, ()) for name in (MESSAGES, *SIDES)):
             yield message["content"]
 
 
@@ -267,11 +294,9 @@ def _write(
     folder: Path,
     side: str,
     documents: Sequence[Document],
-    form: ChatFormat | PlainForm,
-    seq_len: int,
-    told: LeftOut,
+    rows_of: Callable[[Conversation, str], Iterator["LearnedRow"]],
 ) -> dict[str, int]:
-    """Write the tokens of a split; returns their numbers, and counts cut and left out conversations in `told`."""
+    """Write the tokens of a split; returns their numbers."""
     starts, learned = [0], 0
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with (
@@ -279,7 +304,7 @@ def _write(
         (folder / f"{side}.learned").open("wb") as marks,
     ):
         for document in progress.over(documents, lambda document: document.num_bytes):
-            for row, mask in _rows(document, form, seq_len, told):
+            for row, mask in rows_of(json.loads(document.read()), document.name):
                 ids.write(np.array(row, dtype="<u4").tobytes())
                 marks.write(np.array(mask, dtype="u1").tobytes())
                 starts.append(starts[-1] + len(row))
@@ -288,43 +313,47 @@ def _write(
     return {"sequences": len(starts) - 1, "tokens": starts[-1], "learned": learned}
 
 
-def _rows(
-    document: Document,
+LearnedRow = tuple[list[int], list[bool]]
+"""Token ids of a sequence, and whether each is learned."""
+
+
+def rows_of_talk(
+    conversation: Conversation,
+    name: str,
     form: ChatFormat | PlainForm,
     seq_len: int,
     told: LeftOut,
-) -> Iterator[tuple[list[int], list[bool]]]:
-    """Sequences of a conversation as (token ids, whether each is learned), each with at least one learned target."""
-    conversation: Conversation = json.loads(document.read())
+) -> Iterator[LearnedRow]:
+    """Sequences of a conversation, each with at least one learned target; `told` counts it where it is cut or left out."""
     if (problem := form.problem(conversation)) is not None:
-        told.add(problem, document.name)
+        told.add(problem, name)
         return
     messages = conversation[MESSAGES]
     if not any(map(is_answer, messages)):
-        told.add(_NO_ANSWER, document.name)
+        told.add(_NO_ANSWER, name)
         return
     if not any(map(is_learned, messages)):
-        told.add(_NOT_LEARNED, document.name)
+        told.add(_NOT_LEARNED, name)
         return
     if any(message["role"] == "assistant" and not is_answer(message) for message in messages):
-        told.add(_EMPTY, document.name)
+        told.add(_EMPTY, name)
     unwritten = [name for name in _FIELDS_OF_THOUGHTS if not form.writes(name)]
     if any(message.get(name) for message in messages for name in unwritten):
-        told.add(_THOUGHTS, document.name)
+        told.add(_THOUGHTS, name)
     try:
         samples = form.samples(conversation)
     except ConfigError as error:
-        raise ConfigError(f"{named('data.path')}: {document.name}: {error.line.text}") from None
+        raise ConfigError(f"{named('data.path')}: {name}: {error.line.text}") from None
     for pieces in samples:
         row = [i for piece in pieces for i in piece.ids]
         mask = [piece.is_learned for piece in pieces for _ in piece.ids]
         if not any(mask[1 : seq_len + 1]):
-            told.add(_CUT_AWAY, document.name)
+            told.add(_CUT_AWAY, name)
             continue
         if len(row) > seq_len + 1:
-            told.add(_CUT, document.name)
+            told.add(_CUT, name)
         if not _last_of_answers(pieces) <= set(form.ends):
-            told.add(_NO_END, document.name)
+            told.add(_NO_END, name)
         yield row[: seq_len + 1], mask[: seq_len + 1]
 
 

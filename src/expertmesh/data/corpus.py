@@ -15,9 +15,10 @@ from expertmesh.data.candidates import ENTRIES, Told, find_documents, option_of
 from expertmesh.data.data_progress import NAMES_ALL, Progress
 from expertmesh.data.encoding import NotTextError, remedy
 from expertmesh.data.files import NOT_READABLE
+from expertmesh.data.pairs import prompt_of
 from expertmesh.data.paths import find_paths
 from expertmesh.data.plain_completions import check_plain
-from expertmesh.data.records import Row
+from expertmesh.data.records import PAIR, TALK, TEXT, Row
 from expertmesh.errors import ConfigError, Line, named
 
 # Ratio to the requested share beyond which a split gets a note.
@@ -36,6 +37,7 @@ class Document:
         read: function that returns the text.
         place: number of its entry of `data.path`; its name begins with it where there are several.
         own_name: its name within that entry.
+        prompt: digest of its prompt, where it is a pair of answers, whose prompts are on one side of the split.
     """
 
     name: str
@@ -44,6 +46,12 @@ class Document:
     read: Callable[[], str] = field(compare=False)
     place: int = 0
     own_name: str = ""
+    prompt: bytes = b""
+
+    @property
+    def side_key(self) -> bytes:
+        """Documents of the same are on one side of the split."""
+        return self.prompt or self.digest
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Corpus:
         num_skipped: number of files, lines, ... left out: no text, not readable, no regular files.
         digest: hex SHA-256 of all names and texts, in the order above, and of the split.
         notes: notes for the user, a line each: files left out, a split far from the requested one.
-        is_talk: whether the documents are conversations, as JSON (`expertmesh.data.conversation_lines`).
+        kind: what the documents are: texts, or, as JSON, conversations (`expertmesh.data.conversation_lines`) or pairs of answers.
     """
 
     source: str
@@ -66,7 +74,12 @@ class Corpus:
     num_skipped: int
     digest: str
     notes: tuple[Line, ...] = ()
-    is_talk: bool = False
+    kind: str = TEXT
+
+    @property
+    def is_talk(self) -> bool:
+        """Whether the documents are conversations."""
+        return self.kind == TALK
 
 
 def load_corpus(config: TextConfig) -> Corpus:
@@ -88,7 +101,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     left_out = told.left_out
     source, candidates = find_documents(config, told)
     documents, num_bytes, left_unread, fix = [], 0, 0, _GIVE_TEXT
-    kinds: dict[bool, str] = {}
+    kinds: dict[str, str] = {}
     not_talks: dict[str, str] = {}
     progress = Progress("read", total=config.max_bytes)
     ordered = sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0]))
@@ -114,12 +127,16 @@ def load_corpus(config: TextConfig) -> Corpus:
             check_plain(read, shown or name)
         if isinstance(read, Row) and read.shape is not None and read.shape.beside:
             not_talks.setdefault(" with ".join(map(repr, read.shape.beside)), shown or name)
-        kinds.setdefault(isinstance(read, Row) and read.is_talk, shown or name)
+        kind = read.kind if isinstance(read, Row) else TEXT
+        kinds.setdefault(kind, shown or name)
         num_bytes += len(data)
         progress.at(num_bytes)
         digest_of_text = hashlib.sha256(data).digest()
+        prompt = hashlib.sha256(prompt_of(data)).digest() if kind == PAIR else b""
         documents.append(
-            Document(name, len(data), digest_of_text, _reader(read), place, own_name or name)
+            Document(
+                name, len(data), digest_of_text, _reader(read), place, own_name or name, prompt
+            )
         )
     progress.finish()
     if not documents:
@@ -128,13 +145,14 @@ def load_corpus(config: TextConfig) -> Corpus:
             f"{option_of(config)}: has no text ({why}){fix} (docs/data.md says what is read)"
         )
     if len(kinds) > 1:
+        first, other = [kind for kind in (PAIR, TALK, TEXT) if kind in kinds][:2]
         raise ConfigError(
-            f"{option_of(config)}: {kinds[True]} is a conversation and {kinds[False]} a text; train on one, then on the other "
+            f"{option_of(config)}: {kinds[first]} is a {first} and {kinds[other]} a {other}; train on one, then on the other "
             f"({named('train.init_from')})"
         )
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
-        different, same = len({d.digest for d in documents}), len(documents) > 1
+        different, same = len({d.side_key for d in documents}), len(documents) > 1
         without = "; give more text"
         if left_out.total:
             without = f" (left out: {left_out}){without if fix == _GIVE_TEXT else fix}"
@@ -165,7 +183,7 @@ def load_corpus(config: TextConfig) -> Corpus:
         left_out.total,
         digest.hexdigest(),
         tuple(map(Line, notes)),
-        is_talk=True in kinds,
+        kind=next(iter(kinds)),
     )
 
 
@@ -240,15 +258,16 @@ def split_documents(
     owner: dict[bytes, tuple[int, str]] = {}
     for document in documents:
         mine = (document.place, document.own_name or document.name)
-        owner[document.digest] = min(mine, owner.get(document.digest, mine))
+        key = document.side_key
+        owner[key] = min(mine, owner.get(key, mine))
     place = {digest: _hash("split", name) / 2**64 for digest, (_, name) in owner.items()}
     border = validation_fraction
     if len(place) > 1:
         places = sorted(place.values())
         # Strictly between the first and the last, so that no side is empty.
         border = min(max(border, places[0] * (1 + 1e-12) + 1e-18), places[-1])
-    training = [d for d in documents if place[d.digest] >= border]
-    validation = [d for d in documents if place[d.digest] < border]
+    training = [d for d in documents if place[d.side_key] >= border]
+    validation = [d for d in documents if place[d.side_key] < border]
     return training, validation
 
 

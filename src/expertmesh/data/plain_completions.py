@@ -4,13 +4,15 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from expertmesh.data.pairs import SIDES
 from expertmesh.data.records import Row
 from expertmesh.errors import ConfigError
 from expertmesh.text.chat import Conversation, TokenSpan
 from expertmesh.text.format import hub_files, told_by_files
 from expertmesh.text.tokenizer import end_of_text_id, own_start
 
-_NEEDED = ("prompt", "completion")
+_NEEDED = (("prompt", "completion"), ("prompt", *SIDES), SIDES)
+"""Fields of records of plain texts."""
 
 
 class PlainForm:
@@ -60,7 +62,7 @@ class PlainForm:
 
 
 def check_plain(read: object, where: str) -> None:
-    """Check that a document is a record of two texts, `prompt` and `completion`.
+    """Check that a document is a record of texts: `prompt` and `completion`, or a pair of answers.
 
     Args:
         read: reader of the document.
@@ -70,13 +72,14 @@ def check_plain(read: object, where: str) -> None:
         ConfigError: it is not.
     """
     why = "has no 'prompt' and 'completion'"
-    if isinstance(read, Row) and read.shape is not None and read.shape.needed == _NEEDED:
+    needed = read.shape.needed if isinstance(read, Row) and read.shape is not None else ()
+    if isinstance(read, Row) and needed in _NEEDED:
         values = read.values()
-        has_texts = all(isinstance(values.get(name), str) for name in _NEEDED)
+        has_texts = all(isinstance(values.get(name), str) for name in needed)
         if has_texts and not (values.get("system") or values.get("tools")):
             return
-        why = "has a list of messages as 'prompt' or 'completion'"
+        why = f"has a list of messages as {' or '.join(map(repr, needed))}"
         if has_texts:
             why = "has 'system' or 'tools', which a plain text has no place for"
-    fix = "leave it out, or write both as texts"
+    fix = "leave it out, or write all as texts"
     raise ConfigError("data.completions", "text", f"{where} {why}", fix)

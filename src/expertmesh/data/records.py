@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from expertmesh.config.base import parse_json
 from expertmesh.data.conversation_lines import (
     ALL_FLAGS,
     ELSEWHERE,
@@ -18,20 +17,13 @@ from expertmesh.data.conversation_lines import (
     checked,
 )
 from expertmesh.data.encoding import NotTextError, decoded, remedy
+from expertmesh.data.pairs import PAIR_FORMS, SIDES
+from expertmesh.data.turns import instructed, listed, said, said_or_listed, turn
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.chat import MESSAGES, Conversation
 
-TEXT = "text"
-"""Default field, or column, of a document's text."""
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-}
-"""Our roles by names of ShareGPT's `from`."""
+TEXT, TALK, PAIR = "text", "conversation", "pair of answers"
+"""Kinds of documents; the first is also the default field, or column, of a document's text."""
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
 _MOST_FIELDS = 12
 
@@ -58,12 +50,21 @@ class Shape:
         more: further fields that are read if present.
         conversation: function from a record to an object with `messages`; None: the one needed field holds a text.
         beside: fields of a conversation that stand beside the text and are not read.
+        is_pair: whether `conversation` returns an object with the prompt's `messages`, and the messages `chosen` and `rejected`.
     """
 
     needed: tuple[str, ...]
     more: tuple[str, ...] = ()
     conversation: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     beside: tuple[str, ...] = ()
+    is_pair: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What a record is: a text, a conversation, a pair of answers."""
+        if self.conversation is None:
+            return TEXT
+        return PAIR if self.is_pair else TALK
 
 
 def shape_of(values: Any, column: str | None = None) -> Shape | None:
@@ -77,7 +78,11 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
         return None
     name = column or TEXT
     value = values.get(name)
-    talk = None if column is not None else next((s for s in SHAPES if _fits(values, s)), None)
+    talk = (
+        None
+        if column is not None
+        else next((s for s in (*PAIRS, *SHAPES) if _fits(values, s)), None)
+    )
     if isinstance(value, str | bytes):
         return Shape((name,), beside=() if talk is None else talk.needed)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -119,7 +124,7 @@ def found_shape(
             f"{what} has {shown}",
             f", and {' with '.join(map(repr, wrong))} is no text in any record; write it as text",
         )
-    known = "; ".join(" with ".join(shape.needed) for shape in (Shape((TEXT,)), *SHAPES))
+    known = "; ".join(" with ".join(shape.needed) for shape in (Shape((TEXT,)), *SHAPES, *PAIRS))
     raise NoRecordsError(
         f"{what} has {shown}",
         f", and none of what is read ({known}); rename fields, or name the one with the text: {named('data.column', 'NAME')}",
@@ -128,7 +133,7 @@ def found_shape(
 
 def _without_text(names: Collection[str]) -> tuple[str, ...]:
     """The needed fields of the first shape that these names match; empty: none matches."""
-    for needed in ((TEXT,), *(shape.needed for shape in SHAPES)):
+    for needed in ((TEXT,), *(shape.needed for shape in (*PAIRS, *SHAPES))):
         if all(name in names for name in needed):
             return needed
     return ()
@@ -136,7 +141,7 @@ def _without_text(names: Collection[str]) -> tuple[str, ...]:
 
 def known_fields(column: str | None = None) -> frozenset[str]:
     """Fields of all shapes, and fields that are checked; other columns of a table are not read."""
-    fields = {name for shape in SHAPES for name in (*shape.needed, *shape.more)}
+    fields = {name for shape in (*PAIRS, *SHAPES) for name in (*shape.needed, *shape.more)}
     checks = {*_PREFERENCES, *ELSEWHERE, *ALL_FLAGS, *JUDGEMENTS}
     return frozenset(fields | checks | {column or TEXT})
 
@@ -169,9 +174,9 @@ class Row:
     encoding: str | None = None
 
     @property
-    def is_talk(self) -> bool:
-        """Whether the document is a conversation."""
-        return self.shape is not None and self.shape.conversation is not None
+    def kind(self) -> str:
+        """What the document is: a text, a conversation, a pair of answers."""
+        return TEXT if self.shape is None else self.shape.kind
 
     def at(self, name: str) -> str:
         """Place of the document in a file of that name, for display."""
@@ -232,7 +237,7 @@ class Row:
 
 
 def _conversation(values: Any, shape: Shape) -> Conversation:
-    """The conversation of a record; raises a ValueError if the record is none."""
+    """The conversation of a record, or its pair of answers with their prompt; raises a ValueError if the record is none."""
     if not isinstance(values, Mapping):
         raise ValueError("is no object")
     if missing := [name for name in shape.needed if values.get(name) is None]:
@@ -240,27 +245,40 @@ def _conversation(values: Any, shape: Shape) -> Conversation:
         raise ValueError(f"has no {missing[0]!r}, as others of the file do, but {fields}")
     assert shape.conversation is not None
     used = (*shape.needed, *shape.more)
-    found = {name: value for name, value in values.items() if name not in used}
-    found |= shape.conversation(values)
+    others = {name: value for name, value in values.items() if name not in used}
+    made = shape.conversation(values)
+    if not shape.is_pair:
+        return _completed(values, {**others, **made})
+    found: Conversation = {}
+    for side in SIDES:
+        whole = _completed(values, {**others, MESSAGES: [*made[MESSAGES], *made[side]]})
+        count = len(whole[MESSAGES]) - len(made[side])
+        found |= {**whole, MESSAGES: whole[MESSAGES][:count], side: whole[MESSAGES][count:]}
+    return found
+
+
+def _completed(values: Mapping[str, Any], found: dict[str, Any]) -> Conversation:
+    """A conversation with the system's message and the tools of its record, checked."""
     system, tools = values.get("system"), values.get("tools")
     first = found[MESSAGES][0] if found[MESSAGES] else None
     has_one = isinstance(first, Mapping) and first.get("role") == "system"
     if isinstance(system, str) and system and not has_one:
-        found[MESSAGES] = [_said("system", system), *found[MESSAGES]]
+        found[MESSAGES] = [said("system", system), *found[MESSAGES]]
     elif system:
         found["system"] = system  # which is refused
     if tools:
-        found["tools"] = _listed(tools, "tools") if isinstance(tools, str) else tools
+        found["tools"] = listed(tools, "tools") if isinstance(tools, str) else tools
     return checked(found)
 
 
 def _fits(values: Mapping[str, Any], shape: Shape) -> bool:
     """Whether a record has what a shape needs: lists, texts, or lists written as JSON in the cell of a table."""
-    lists = shape.needed in ((MESSAGES,), ("conversations",))
     for name in shape.needed:
         value = values.get(name)
         is_json = isinstance(value, str) and value.lstrip().startswith("[")
-        if not isinstance(value, list) and not (is_json if lists else isinstance(value, str)):
+        of_text = is_json if name in (MESSAGES, "conversations") else isinstance(value, str)
+        is_message = shape.is_pair and isinstance(value, Mapping)
+        if not (isinstance(value, list) or of_text or is_message):
             return False
     return True
 
@@ -269,7 +287,7 @@ def _talk(name: str) -> Shape:
     """Shape of records with a list of messages in a field."""
 
     def conversation(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {MESSAGES: [_turn(one) for one in _listed(values[name], name)]}
+        return {MESSAGES: [turn(one) for one in listed(values[name], name)]}
 
     # a user who names the field of right answers knows of the others
     preferences = () if name in (MESSAGES, "conversations") else _PREFERENCES
@@ -278,50 +296,15 @@ def _talk(name: str) -> Shape:
 
 def _instruction(values: Mapping[str, Any], *, beside: str, answer: str) -> Mapping[str, Any]:
     """Conversation of an Alpaca or Dolly record: instruction, its context, and answer; earlier turns in `history`."""
-    asked, about = values["instruction"], values.get(beside)
-    if about and isinstance(about, str) and isinstance(asked, str):
-        asked = f"{asked}\n{about}"
-    turns = []
-    for pair in _listed(values.get("history") or [], "history"):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError("has a 'history' that is no list of pairs")
-        turns += [_said("user", pair[0]), _said("assistant", pair[1])]
-    return {MESSAGES: [*turns, _said("user", asked), _said("assistant", values[answer])]}
+    return {MESSAGES: [*instructed(values, beside=beside), said("assistant", values[answer])]}
 
 
 def _completion(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Conversation of a prompt and its completion, each a text or a list of messages."""
     found: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
-        value = values[name]
-        found += map(_turn, value) if isinstance(value, list) else [_said(role, value)]
+        found += said_or_listed(role, values[name])
     return {MESSAGES: found}
-
-
-def _said(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _turn(message: Any) -> Any:
-    """A message, converted from ShareGPT's `from` and `value` if needed."""
-    if not isinstance(message, Mapping) or "role" in message or "from" not in message:
-        return message
-    found = {key: value for key, value in message.items() if key not in ("from", "value")}
-    role = message["from"]
-    role = _ROLES.get(role, role) if isinstance(role, str) else role
-    return {**_said(role, message.get("value")), **found}
-
-
-def _listed(value: Any, name: str) -> Any:
-    """A list, parsed from JSON if a table holds it so."""
-    if isinstance(value, str | bytes):
-        try:
-            value = parse_json(value)
-        except ValueError:
-            raise ValueError(f"has no list {name!r}, nor JSON of one") from None
-    if not isinstance(value, list):
-        raise ValueError(f"has no list {name!r}")
-    return value
 
 
 _ALPACA, _DOLLY = ("instruction", "output"), ("instruction", "response")
@@ -339,3 +322,8 @@ SHAPES = (
     Shape(("prompt", "completion"), ("system", "tools"), _completion),
 )
 """Shapes of conversations; the first that fits is used."""
+PAIRS = tuple(
+    Shape(needed, ("system", "tools", *more), function, is_pair=True)
+    for needed, (more, function) in PAIR_FORMS.items()
+)
+"""Shapes of pairs of answers, looked for first."""

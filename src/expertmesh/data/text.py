@@ -9,32 +9,41 @@ from torch import Tensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
+from expertmesh.data.candidates import option_of
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
 from expertmesh.data.labels import labels_to_record
 from expertmesh.data.order import shuffled
+from expertmesh.data.pair_data import PairData
 from expertmesh.data.paths import distinct, find_paths
+from expertmesh.data.records import PAIR, TALK, TEXT
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.windows import Windows
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.text.format import extras_of
 from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 
 
-def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
-    """The data of a run from its corpus: text in windows, or conversations in rows.
+def text_data(
+    config: TextConfig, *, vocab_size: int, seed: int, objective: str = "auto"
+) -> "TextData | ConversationData":
+    """The data of a run from its corpus: text in windows, conversations in rows, or pairs of answers.
 
     Args:
         config: options of the data.
         vocab_size: V of the model.
         seed: seed of the order.
+        objective: what is learned from them (`objective.name`).
 
     Raises:
-        ConfigError: see `TextData` and `ConversationData`.
+        ConfigError: the objective learns from others; see `TextData` and `ConversationData`.
         OSError: the cache cannot be written.
     """
     corpus = load_corpus(config)
-    if corpus.is_talk:
+    _check_objective(corpus, config, objective)
+    if corpus.kind == PAIR:
+        return PairData(corpus, config, vocab_size=vocab_size, seed=seed)
+    if corpus.kind == TALK:
         return ConversationData(corpus, config, vocab_size=vocab_size, seed=seed)
     if config.pack:
         raise ConfigError(
@@ -44,6 +53,29 @@ def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | 
             "leave it out",
         )
     return TextData(config, vocab_size=vocab_size, seed=seed, corpus=corpus)
+
+
+_LEARNED = {"auto": (TEXT, TALK), "lm": (TEXT,), "sft": (TALK,), "dpo": (PAIR,)}
+"""Kinds of documents that each objective learns from."""
+
+
+def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None:
+    """Raise ConfigError if the objective does not learn from the documents of a corpus."""
+    wanted = _LEARNED[objective]
+    if corpus.kind in wanted:
+        return
+    other = next(one for one, kinds in _LEARNED.items() if one != "auto" and corpus.kind in kinds)
+    if objective == "auto":
+        raise ConfigError(
+            f"{option_of(config)}: its first record is a {corpus.kind}; to learn preferences give {named('objective.name', other)}, "
+            f"to learn the right answers alone {named('objective.name', 'sft')} and {named('data.column', 'chosen')}"
+        )
+    raise ConfigError(
+        "objective.name",
+        objective,
+        f"learns from a {' or '.join(wanted)} each, and a record of {option_of(config)} is a {corpus.kind}",
+        f"use {named('objective.name', other)}, or other data",
+    )
 
 
 class TextData:

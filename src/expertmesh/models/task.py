@@ -8,7 +8,9 @@ docs/extending.md writes one.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -62,10 +64,13 @@ class Loss(NamedTuple):
     Attributes:
         total: scalar, **summed** over the items of these samples; the trainer divides by the items of the whole batch.
         stats: routing statistics of every MoE layer, in layer order; their losses are added by the trainer.
+        sums: sums over these samples by name, as `Task.measure` returns them, of which `Task.evaluation` makes the step's measures;
+            every call returns the same names.
     """
 
     total: Tensor
     stats: Sequence[RoutingStats] = ()
+    sums: Mapping[str, Tensor | float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Part:
         step: the step of the run, from 0.
         rows: slice of its samples in the whole batch.
         ranks: the ranks that work on the batch.
-        num_items: items of these samples, counted by `Task.num_items` before the samples went to the device: always in
+        num_items: items of these samples, counted by `Task.progress_items` before the samples went to the device: always in
             training, in evaluations if the task `measures_items`; None: not counted.
     """
 
@@ -133,6 +138,8 @@ class Task(ABC):
     """Builder of the family's models."""
     measures_items = False
     """Whether `measure` needs the number of its items on the host, as `Part.num_items`."""
+    evaluates = False
+    """Whether `loss` computes as in evaluation, without router noise, masking and dropout; the trainer sets the model's mode."""
     has_lessons = False
     """Whether `loss` supports distillation from a teacher."""
     labels: tuple[str, ...] = ()
@@ -182,9 +189,44 @@ class Task(ABC):
             if name != "items"
         }
 
+    def begin(self, model: nn.Module, data: Data, *, step: int, folder: Path, ranks: Ranks) -> None:
+        """Prepare what the steps need of the model as it is when a run begins or goes on. Default: nothing.
+
+        Called once by the trainer on every rank, under autocast, with the weights loaded and before the first evaluation.
+
+        Args:
+            model: the model, in the mode of training.
+            data: the data of `prepare`.
+            step: steps done before.
+            folder: the run directory, for what a resumed run cannot compute again; rank 0 writes.
+            ranks: the ranks.
+        """
+
+    def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
+        """The whole batch of a step with what the model says of it: sampled answers, scores, numbers of the whole batch.
+
+        Called once per step by the trainer, without gradients, under autocast, before items are counted; not in evaluations. Ranks
+        that compute take the samples `ranks.rows(0, num_samples(batch))` each and exchange results (`ranks.gather`), so that the
+        result does not depend on micro-batches and ranks. Default: unchanged.
+
+        Args:
+            model: the model, in the mode of training.
+            batch: samples of all ranks, on the CPU, the same on all ranks.
+            step: from 0.
+            ranks: the ranks, all of which call.
+
+        Returns:
+            Samples on the CPU, the same on all ranks.
+        """
+        return batch
+
     def num_items(self, batch: Batch) -> int:
         """Number of items in a batch on the CPU, over which the loss is averaged. Default: its samples."""
         return num_samples(batch)
+
+    def progress_items(self, batch: Batch) -> int:
+        """Number of the family's items (`Family.items`) in an enriched batch, for progress and rates. Default: `num_items`."""
+        return self.num_items(batch)
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> Sequence[int]:
         """Tokens over which the routing losses of each MoE layer are averaged, in layer order; one number stands for all layers.
@@ -219,6 +261,26 @@ class Task(ABC):
     def baseline(self, data: Data) -> Baseline | None:
         """Baseline that a report compares the model with. Default: None."""
         return None
+
+
+def micro_batches(
+    task: Task, batch: Batch, size: int, ranks: Ranks
+) -> Iterator[tuple[slice, Batch]]:
+    """Parts of a batch of all ranks: this rank's rows of each micro-batch, and its samples there, cut as all ranks' are.
+
+    Args:
+        task: cuts the samples.
+        batch: samples of all ranks, on the CPU.
+        size: samples of a micro-batch on all ranks.
+        ranks: the ranks.
+    """
+    count = num_samples(batch)
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        rows = ranks.rows(start, stop)
+        together = task.cut(each_tensor(batch, itemgetter(slice(start, stop))))
+        mine = slice(rows.start - start, rows.stop - start)
+        yield rows, each_tensor(together, itemgetter(mine))
 
 
 def num_samples(batch: Batch) -> int:

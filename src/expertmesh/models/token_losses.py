@@ -93,13 +93,14 @@ def row_losses(
     targets_T: Tensor,
     smoothing: float = 0.0,
     distill: DistillTargets | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """Losses (T,) of `token_losses`, not seen by autograd."""
+    """Losses (T,) of `token_losses` for logits / temperature, not seen by autograd."""
     dtype = accumulate_dtype(logits_TV.dtype)
     losses_T = torch.empty(len(logits_TV), dtype=dtype, device=logits_TV.device)
     for rows in _row_blocks(logits_TV):
         # twice as fast on a CPU as a sum of exponentials: one pass over each row
-        logp = torch.log_softmax(logits_TV[rows].to(dtype), dim=1)
+        logp = torch.log_softmax(_tempered(logits_TV[rows], dtype, temperature), dim=1)
         torch.neg(logp.gather(1, targets_T[rows, None]).squeeze(1), out=losses_T[rows])
         if smoothing:
             losses_T[rows].lerp_(-logp.mean(1), smoothing)
@@ -120,12 +121,22 @@ def write_gradient(
     distill: DistillTargets | None = None,
     *,
     out_TV: Tensor,
+    temperature: float = 1.0,
+    of_entropies_T: Tensor | None = None,
 ) -> None:
-    """Write the gradient of the logits of `row_losses`, times grad_T, to out_TV, which may be the logits themselves."""
+    """Write the gradient of the logits of `row_losses`, times grad_T, to out_TV, which may be the logits themselves.
+
+    With `of_entropies_T` (T,), that of `row_entropies`, -p_v (log p_v + H), times it, is added.
+    """
     for rows in _row_blocks(logits_TV):
-        logits = logits_TV[rows].to(grad_T.dtype)
+        logits = _tempered(logits_TV[rows], grad_T.dtype, temperature)
         softmax = torch.softmax(logits, dim=1)
-        grad = grad_T[rows, None]
+        grad = grad_T[rows, None] / temperature
+        of_entropy = None
+        if of_entropies_T is not None:
+            logp = torch.log_softmax(logits, dim=1)
+            entropy = -(softmax * logp).sum(1, keepdim=True)
+            of_entropy = softmax * logp.add_(entropy) * (-of_entropies_T[rows, None] / temperature)
         if smoothing:
             softmax.sub_(smoothing / softmax.shape[1])
         if distill is not None:
@@ -134,7 +145,23 @@ def write_gradient(
             softmax.add_(torch.softmax(logits / T, dim=1).sub_(theirs), alpha=distill.weight * T)
         softmax.mul_(grad)
         softmax.scatter_add_(1, targets_T[rows, None], (smoothing - 1.0) * grad)
-        out_TV[rows] = softmax
+        out_TV[rows] = softmax if of_entropy is None else softmax.add_(of_entropy)
+
+
+def row_entropies(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropies (T,) in nats of softmax(z / temperature), FP32 or FP64, not seen by autograd."""
+    dtype = accumulate_dtype(logits_TV.dtype)
+    found_T = torch.empty(len(logits_TV), dtype=dtype, device=logits_TV.device)
+    for rows in _row_blocks(logits_TV):
+        logp = torch.log_softmax(_tempered(logits_TV[rows], dtype, temperature), dim=1)
+        found_T[rows] = -logp.exp().mul_(logp).sum(1)
+    return found_T
+
+
+def _tempered(logits_TV: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """Logits in the dtype of sums, divided by the temperature."""
+    logits_TV = logits_TV.to(dtype)
+    return logits_TV if temperature == 1.0 else logits_TV / temperature
 
 
 def _row_blocks(logits_TV: Tensor) -> Iterator[slice]:

@@ -116,8 +116,8 @@ def _texts(path: Path) -> Iterator[str]:
             "calibration", path, f"ends in {ending}, which is not read here", "name a text, or JSON"
         )
     for row in rows:
-        if row.is_talk:
-            raise ConfigError("calibration", path, "holds conversations", "name a file of texts")
+        if row.kind != TEXT:
+            raise ConfigError("calibration", path, f"holds a {row.kind}", "name a file of texts")
         yield row()
 
 

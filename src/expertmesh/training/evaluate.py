@@ -72,20 +72,22 @@ def evaluate(
             counts = rows.stop > rows.start
             rows = rows if counts else slice(0, 1)
             mine = each_tensor(task.cut(batch), itemgetter(rows))
-            part = Part(0, rows, ranks, task.num_items(mine) if task.measures_items else None)
+            part = Part(0, rows, ranks, task.progress_items(mine) if task.measures_items else None)
             mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
             with precision.autocast():
                 found = task.measure(model, mine, part)
             names = tuple(found)
-            values = [_on_device(value, precision.device) for value in found.values()]
+            values = [on_device(value, precision.device) for value in found.values()]
             sums = sums + torch.stack(values) * counts
     assert isinstance(sums, Tensor), "validation data are never empty"
     totals = ranks.sum_(sums, what="the evaluation").tolist()
     return task.evaluation(dict(zip(names, totals, strict=True)))
 
 
-def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
-    """FP64 tensor of a sum; a host number is filled in, because copying it would synchronize."""
+def on_device(
+    value: Tensor | float, device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """A sum as a tensor, without its gradient; a host number is filled in, because copying it would synchronize."""
     if isinstance(value, Tensor):
-        return value.to(device, torch.float64)
-    return torch.full((), value, dtype=torch.float64, device=device)
+        return value.detach().to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)

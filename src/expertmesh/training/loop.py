@@ -244,6 +244,7 @@ class _Trainer:
         task.teacher = open_teacher(
             family, task, data, precision=precision, ranks=ranks, student=model
         )
+        model.train(not task.evaluates)
         freeze(model, config.train.freeze)
         optimizer = build_optimizer(
             model, config.optim, compute_dtype=precision.compute_dtype, num_ranks=ranks.size
@@ -339,6 +340,9 @@ class _Trainer:
             if told:
                 report.message(told)
         self.ends.heard(self.ranks.on_rank0(lambda: self._losses_until(first)))
+        with self.precision.autocast():
+            where = {"step": first, "folder": self.run_dir.path, "ranks": self.ranks}
+            self.task.begin(self.state.model, self.data, **where)
         extra: dict[str, float] = {}
         if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
@@ -429,7 +433,7 @@ class _Trainer:
         lr = learning_rate(
             progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim
         )
-        result, num_items = self._update(lr)
+        result = self._update(lr)
         seconds = time.perf_counter() - began
         progress.seconds += seconds
         self.ends.stepped(seconds)
@@ -440,7 +444,7 @@ class _Trainer:
             z_loss=result.z_loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            items_per_second=num_items / seconds,
+            items_per_second=result.items / seconds,
             load=result.load,
             skipped_steps=progress.skipped_steps,
             items=progress.items,
@@ -457,7 +461,7 @@ class _Trainer:
             found = self.sampler(self.task, self.state.model, self.data, self.precision)
             for text in kept_samples(found, self.run_dir.samples, step=progress.step):
                 report.message(text)
-        values = {**line.named(self.family.items), **extra}
+        values = {**line.named(self.family.items), **result.measures, **extra}
         self.trackers.write(values, result.experts)
         self._check_divergence()
         self.store.check()
@@ -469,12 +473,11 @@ class _Trainer:
         step = self.state.progress.step
         return every is not None and (step % every == 0 or step == self.config.train.steps)
 
-    def _update(self, lr: float) -> tuple[StepResult, int]:
+    def _update(self, lr: float) -> StepResult:
         state, progress = self.state, self.state.progress
         batch_size = self.config.train.batch_size
         set_learning_rate(state.optimizer, lr)
         batch = self.data.batch(progress.samples, batch_size)
-        num_items = self.task.num_items(batch)
         result = training_step(
             self.task,
             state.model,
@@ -487,10 +490,10 @@ class _Trainer:
         )
         progress.step += 1
         progress.samples += batch_size
-        progress.items += num_items
+        progress.items += result.items
         progress.bad_steps_in_row = 0 if result.is_finite else progress.bad_steps_in_row + 1
         progress.skipped_steps += not result.is_finite
-        return result, num_items
+        return result
 
     def _check_divergence(self) -> None:
         progress = self.state.progress

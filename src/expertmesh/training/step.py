@@ -1,17 +1,18 @@
 """Optimizer step: forward and backward over micro-batches, gradient clipping, update."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.models.task import Batch, Part, Task, each_tensor, num_samples
+from expertmesh.models.task import Batch, Part, Task, each_tensor, micro_batches, num_samples
 from expertmesh.moe.batch_balance import BatchBalance
 from expertmesh.moe.routing_noise import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import Precision
+from expertmesh.training.evaluate import on_device
 from expertmesh.training.expert_use import ExpertUse, is_recorded, use_of_experts
 from expertmesh.training.metrics import Load, measure_load
 from expertmesh.training.optim import balance_experts
@@ -29,6 +30,8 @@ class StepResult:
         grad_norm: gradient norm before clipping.
         load: load of the experts; None for a dense model.
         is_finite: whether loss and gradient were finite; if not, no parameter was changed.
+        items: items of the batch, for progress.
+        measures: measures of the task's loss by name.
         experts: use of each expert, in recorded steps; None in other steps, and for a dense model.
     """
 
@@ -38,6 +41,8 @@ class StepResult:
     grad_norm: float
     load: Load | None
     is_finite: bool
+    items: int
+    measures: Mapping[str, float]
     experts: ExpertUse | None = None
 
 
@@ -74,7 +79,9 @@ def training_step(
     config, ranks = task.config, Ranks() if ranks is None else ranks
     key_noise(model, seed=config.train.seed, step=step)
     optimizer.zero_grad(set_to_none=True)
-    sums, counter = accumulate_gradients(
+    with torch.no_grad(), precision.autocast():
+        batch = task.enrich(model, batch, step, ranks)
+    sums, counter, named = accumulate_gradients(
         task,
         model,
         batch,
@@ -87,7 +94,8 @@ def training_step(
     )
     scaler.unscale_(optimizer)
     norm = ranks.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
-    loss, aux_loss, z_loss, grad_norm = torch.cat((sums, norm.to(sums).reshape(1))).tolist()
+    found = torch.cat((norm.to(sums).reshape(1), sums)).tolist()
+    grad_norm, loss, aux_loss, z_loss, *more = found
     # read before the update, so that the host does not wait for it as well
     counts = [counts_E.tolist() for counts_E in counter.counts]
     dropped = [] if counter.num_dropped is None else counter.num_dropped.tolist()
@@ -102,7 +110,10 @@ def training_step(
     if counter.watched:
         sums = ranks.sum_(torch.cat(counter.watched), what="the use of the experts")
         experts = use_of_experts(counts, dropped, sums.tolist(), task.labels)
-    return StepResult(loss, aux_loss, z_loss, grad_norm, load, is_finite, experts)
+    measures = task.evaluation(dict(zip(named, more, strict=True))) if named else {}
+    measures.pop("loss", None)  # which is above
+    items = task.progress_items(batch)
+    return StepResult(loss, aux_loss, z_loss, grad_norm, load, is_finite, items, measures, experts)
 
 
 def accumulate_gradients(
@@ -116,13 +127,13 @@ def accumulate_gradients(
     precision: Precision,
     ranks: Ranks | None = None,
     watch: bool = False,
-) -> tuple[Tensor, LoadCounter]:
+) -> tuple[Tensor, LoadCounter, tuple[str, ...]]:
     """Forward and backward over the micro-batches of a batch.
 
     Args:
         task: defines the loss.
         model: in training mode.
-        batch: samples of all ranks, on the CPU.
+        batch: samples of all ranks, enriched, on the CPU.
         step: from 0.
         micro_batch_size: samples per forward pass of all ranks.
         scaler: loss scaler.
@@ -131,21 +142,22 @@ def accumulate_gradients(
         watch: whether to sum the statistics of `ExpertUse` as well.
 
     Returns:
-        (3,) loss, balance loss and z-loss of the batch, FP32 or FP64, and the routing counts. Does not synchronise.
+        (3 + N,) loss, balance loss and z-loss of the batch, then `Loss.sums`, FP32 or FP64; the routing counts; and the names of the
+        N sums. Does not synchronise.
     """
     ranks = Ranks() if ranks is None else ranks
     size, num_items = num_samples(batch), task.num_items(batch)
     num_routed = task.num_routed(batch, Ranks())
     counter = LoadCounter()
-    sums = torch.zeros(3, device=precision.device, dtype=precision.master_dtype)
+    sums: Tensor | float = 0.0
+    where = precision.device, precision.master_dtype
+    named: tuple[str, ...] = ()
     with BatchBalance(model) as balance:
-        for start in range(0, size, micro_batch_size):
-            stop = min(start + micro_batch_size, size)
-            rows = ranks.rows(start, stop)
-            ranks.announce_micro_batch(model, is_last=stop == size)
-            together = task.cut(each_tensor(batch, itemgetter(slice(start, stop))))
-            mine = each_tensor(together, itemgetter(slice(rows.start - start, rows.stop - start)))
-            num_mine = task.num_items(mine)
+        count = -(-size // micro_batch_size)
+        parts = micro_batches(task, batch, micro_batch_size, ranks)
+        for number, (rows, mine) in enumerate(parts, 1):
+            ranks.announce_micro_batch(model, is_last=number == count)
+            num_mine = task.progress_items(mine)
             pairs = zip(task.num_routed(mine, ranks), num_routed, strict=True)
             shares = [part / whole for part, whole in pairs]
             mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
@@ -156,8 +168,11 @@ def accumulate_gradients(
             scaler.scale(loss + aux_loss + z_loss).backward()
             balance.add(found.stats)
             counter.add(found.stats, _watched(task, mine, ranks) if watch else None)
-            sums += torch.stack((loss, aux_loss.to(loss), z_loss.to(loss))).detach()
-    return ranks.sum_(sums, what="the losses"), counter
+            named = tuple(found.sums)
+            values = loss, aux_loss, z_loss, *found.sums.values()
+            sums = sums + torch.stack([on_device(value, *where) for value in values])
+    assert isinstance(sums, Tensor), "a batch is never empty"
+    return ranks.sum_(sums, what="the losses"), counter, named
 
 
 def _watched(task: Task, batch: Batch, ranks: Ranks) -> Watched:

@@ -8,6 +8,7 @@ from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
+from expertmesh.config.objective import ObjectiveConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.errors import named
@@ -246,6 +247,7 @@ class GPTRunConfig(RunConfig):
     """Family of the model: gpt, or module:name of your own."""
     model: ModelConfig = ModelConfig()
     data: TextConfig = TextConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -8,9 +8,9 @@ from expertmesh.models.gpt.recipes import RECIPES, finetune
 
 
 def _task(config: GPTRunConfig) -> Any:
-    from expertmesh.models.gpt.task import GPTTask
+    from expertmesh.models.gpt.objectives import OBJECTIVES
 
-    return GPTTask(config)
+    return OBJECTIVES[config.objective.name](config)
 
 
 GPT = Family(

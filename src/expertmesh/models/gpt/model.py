@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -60,14 +62,18 @@ class GPTScores:
     Attributes:
         logprobs_R: (R,) log-probabilities of the targets, FP32 or FP64.
         stats: as in `GPTOutput`.
+        entropies_R: (R,) entropies in nats, in the same dtype; None: not asked for.
     """
 
     logprobs_R: Tensor
     stats: tuple[RoutingStats, ...]
+    entropies_R: Tensor | None = None
 
 
-for _kind, _name in ((GPTOutput, "logits_BSV"), (GPTScores, "logprobs_R")):
-    torch.utils._pytree.register_dataclass(_kind, field_names=[_name, "stats"], drop_field_names=[])
+for _kind in (GPTOutput, GPTScores):
+    torch.utils._pytree.register_dataclass(
+        _kind, field_names=[field.name for field in fields(_kind)], drop_field_names=[]
+    )
 
 
 class SequenceGroup(SharedTokens, Protocol):
@@ -465,6 +471,7 @@ class GPT(LanguageModel):
         num_logits: int | None = None,
         logit_rows_R: Tensor | None = None,
         targets_R: Tensor | None = None,
+        scoring: Mapping[str, Any] = MappingProxyType({}),
         top_k: int | None = None,
         capacity_factor: float | None = None,
         dispatch: DispatchOptions | None = None,
@@ -485,6 +492,7 @@ class GPT(LanguageModel):
             num_logits: number of last positions with logits, at least 1; None: all positions.
             logit_rows_R: (R,) int64 indices of the T = B * S tokens with logits; None: all, or num_logits.
             targets_R: (R,) int64 tokens, one for each row that would get logits; see Returns.
+            scoring: with targets_R, options of `score_rows`: temperature, entropy.
             top_k: experts per token in all MoE layers, for this call only; None: each layer's own.
             capacity_factor: capacity factor of all MoE layers, for this call only; inf: dropless; None: each layer's own.
             dispatch: dispatch options of this call for a model spread over ranks, equal on all ranks; None: as it was spread.
@@ -539,11 +547,12 @@ class GPT(LanguageModel):
             "choices": choices,
         }
         x_BSD, table_VD = self._embed(ids_BS, call)
-        recompute = self.activation_checkpointing and self.training and not is_decoding
+        recompute = self.activation_checkpointing and torch.is_grad_enabled() and not is_decoding
         all_stats = []
         for block in self.layers:
             if recompute:
-                x_BSD, stats = checkpoint(block, x_BSD, use_reentrant=False, **call)
+                again = partial(_in_mode, block, block.training)
+                x_BSD, stats = checkpoint(again, x_BSD, use_reentrant=False, **call)
             else:
                 x_BSD, stats = block(x_BSD, **call)
             if stats is not None:
@@ -552,22 +561,36 @@ class GPT(LanguageModel):
         x = x[0] if is_flat and logit_rows_R is None else x
         if targets_R is None:
             return GPTOutput(self._read_out(x, table_VD), tuple(all_stats))
-        logprobs_R = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R)
-        return GPTScores(logprobs_R, tuple(all_stats))
+        scores = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R, scoring)
+        return GPTScores(scores.logprobs_R, tuple(all_stats), scores.entropies_R)
 
-    def _read_out(self, x: Tensor, table_VD: Tensor, targets_R: Tensor | None = None) -> Tensor:
-        """Logits (..., V) of hidden states (..., D); with targets, the targets' log-probabilities (R,) for (R, D)."""
+    def _read_out(
+        self,
+        x: Tensor,
+        table_VD: Tensor,
+        targets_R: Tensor | None = None,
+        scoring: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Logits (..., V) of hidden states (..., D); with targets, the targets' `Scores` for (R, D)."""
         x = self.final_norm(x)
         if self.output is not None and self.shared is None:
-            found: Tensor = self.output(x) if targets_R is None else self.output(x, targets_R)
-            return found
+            return self.output(x, targets_R, **scoring)
         if self.output is not None:
             assert self.shared is not None
             table_VD = self.shared.gather(self.output.weight)
         linear = self.arithmetic.in_mode(self.training).linear
         if targets_R is None:
             return linear(x, table_VD)
-        return score_rows(x, table_VD, targets_R, linear=linear)
+        return score_rows(x, table_VD, targets_R, linear=linear, **scoring)
+
+
+def _in_mode(block: nn.Module, training: bool, x_BSD: Tensor, **call: Any) -> Any:
+    """A block's result in the mode of its first call, which a backward pass may come after."""
+    was, _ = block.training, block.train(training)
+    try:
+        return block(x_BSD, **call)
+    finally:
+        block.train(was)
 
 
 def _rows_of(x_BSD: Tensor, num_logits: int | None, rows_R: Tensor | None) -> Tensor:

@@ -40,7 +40,12 @@ class GPTTask(Task):
     def prepare(self) -> TextData | ConversationData:
         """The corpus as tokens; see `text_data`."""
         config = self.config
-        data = text_data(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        data = text_data(
+            config.data,
+            vocab_size=config.model.vocab_size,
+            seed=config.train.seed,
+            objective=config.objective.name,
+        )
         self.labels = data.labels if isinstance(data, TextData) else ()
         return data
 
@@ -62,14 +67,15 @@ class GPTTask(Task):
         is_token_BS = named_tensors(batch).get("is_token")
         if is_token_BS is None:
             return batch
-        S = is_token_BS.shape[1]
+        shape = is_token_BS.shape
+        S = shape[-1]
         size = self.config.model.moe.routing_group_size or 1
         parts = self.config.parallel.tp_degree * size
         if S % parts:
             return batch
-        longest = int(is_token_BS.any(0).sum())
+        longest = int(is_token_BS.view(-1, S).any(0).sum())
         S_cut = min(S, -(-rounded_up(longest) // parts) * parts)
-        return each_tensor(batch, lambda x_BS: x_BS[:, :S_cut].contiguous())
+        return each_tensor(batch, lambda x: x[..., :S_cut].contiguous() if x.shape == shape else x)
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
         """Number of tokens without padding, prompts of conversations included."""
@@ -85,8 +91,8 @@ class GPTTask(Task):
         stride = seq_len if "is_token" in more else None
         token_index = part.token_index(S, ids_BS.device, stride=stride)
         learned = Learned.of(part.positions(targets_BS), more.get("counts"), part)
-        call = {"token_index": token_index, "logit_rows_R": learned.rows_R, **_masks(more)}
-        distill = self._distill_targets(ids_BS, learned.rows_R, _masks(more), part.step)
+        call = {"token_index": token_index, "logit_rows_R": learned.rows_R, **masks_of(more)}
+        distill = self._distill_targets(ids_BS, learned.rows_R, masks_of(more), part.step)
         if distill is None:
             output = model(ids_BS, targets_R=learned.targets_R, **call)
             return Loss(learned.sum(-output.logprobs_R), output.stats)
@@ -116,7 +122,7 @@ class GPTTask(Task):
         """Sums of cross-entropy in nats, of tokens, and of their bytes of text."""
         (ids_BS, targets_BS, num_bytes_BS, *_), more = batch, named_tensors(batch)
         learned = Learned.of(part.positions(targets_BS), more.get("counts"), part)
-        masks = {"logit_rows_R": learned.rows_R, **_masks(more)}
+        masks = {"logit_rows_R": learned.rows_R, **masks_of(more)}
         output = model(ids_BS, targets_R=learned.targets_R, **masks)
         return {
             "nats": learned.sum(-output.logprobs_R),
@@ -191,7 +197,7 @@ class Learned(NamedTuple):
         return losses_R.sum()
 
 
-def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def masks_of(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Mask arguments of `GPT.forward` that the batch has: (B, S) document numbers, and (B, S) bool, False for padding."""
     names = {"document": "document_BS", "is_token": "token_mask_BS"}
     return {name: more[key] for key, name in names.items() if key in more}

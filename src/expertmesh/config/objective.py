@@ -1,0 +1,129 @@
+"""What a fine-tune learns from its data: next tokens, or preferences between answers."""
+
+from typing import Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from expertmesh.config.base import Config, FieldError
+from expertmesh.errors import named
+
+ObjectiveName = Literal["auto", "lm", "sft", "dpo"]
+LossName = Literal[
+    "sigmoid",
+    "robust",
+    "ipo",
+    "hinge",
+    "apo_zero",
+    "apo_down",
+    "sigmoid_norm",
+    "simpo",
+    "orpo",
+    "cpo",
+]
+Reference = Literal["auto", "start", "base", "none"]
+
+
+class LossOptions(NamedTuple):
+    """Options of a preference loss.
+
+    Attributes:
+        beta: usual `objective.beta`.
+        reads: further options that change it.
+        sft_weight: usual `objective.sft_weight`.
+        gamma: usual `objective.gamma`; None: it has none.
+    """
+
+    beta: float = 0.1
+    reads: tuple[str, ...] = ("reference",)
+    sft_weight: float = 0.0
+    gamma: float | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the answers' log-probabilities under a reference enter."""
+        return "reference" in self.reads
+
+
+LOSS_OPTIONS: dict[LossName, LossOptions] = {
+    "sigmoid": LossOptions(reads=("reference", "label_smoothing")),
+    "robust": LossOptions(reads=("reference", "label_smoothing")),
+    "ipo": LossOptions(),
+    "hinge": LossOptions(),
+    "apo_zero": LossOptions(),
+    "apo_down": LossOptions(),
+    "sigmoid_norm": LossOptions(),
+    "simpo": LossOptions(beta=2.0, reads=("gamma",), gamma=1.0),
+    "orpo": LossOptions(reads=(), sft_weight=1.0),
+    "cpo": LossOptions(reads=(), sft_weight=1.0),
+}
+"""Options of each loss on pairs; `expertmesh.objectives.preferences` has the formulas."""
+
+
+class ObjectiveConfig(Config):
+    """What a run learns from its data."""
+
+    name: ObjectiveName = "auto"
+    """Objective: lm, the next tokens of text; sft, those of the assistant's answers; dpo, preferences between pairs of answers; auto: lm or sft, as the data are."""
+    loss: LossName = "sigmoid"
+    """Loss of preferences: sigmoid (DPO), robust, ipo, hinge, apo_zero, apo_down, sigmoid_norm, or, without a reference, simpo, orpo, cpo."""
+    beta: float | None = Field(default=None, gt=0)
+    """Factor of the rewards in preference losses; none: the loss's usual one, 0.1, or 2 for simpo."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed fraction of pairs whose preference is wrong, for sigmoid (cDPO) and robust."""
+    gamma: float | None = Field(default=None, ge=0)
+    """Margin of simpo between the rewards of both answers; none: 1."""
+    sft_weight: float | None = Field(default=None, ge=0)
+    """Weight of the chosen answers' cross-entropy per token beside the preference loss; none: 1 for orpo and cpo, else 0."""
+    reference: Reference = "auto"
+    """Reference of the rewards, scored once: start, the weights that the run begins with; base, these without adapters; none, no reference; auto: start, where the loss has one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name != "dpo":
+            rule = f"has no effect with {named('objective.name', self.name)}"
+            for name in type(self).model_fields:
+                if name != "name":
+                    fix = f"leave it out, or use {named('objective.name', 'dpo')}"
+                    self.refuse_idle(name, rule, fix)
+            return self
+        for name in ("label_smoothing", "gamma", "reference"):
+            if name not in self.options.reads:
+                others = [one for one, row in LOSS_OPTIONS.items() if name in row.reads]
+                self.refuse_idle(
+                    name,
+                    f"has no effect with {named('objective.loss', self.loss)}",
+                    f"leave it out, or use {named('objective.loss', others[0])}",
+                )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise FieldError(
+                "label_smoothing",
+                self.label_smoothing,
+                f"must be above 0 with {named('objective.loss', 'robust')}, which is sigmoid without it",
+                "give the fraction of wrong pairs, for example 0.1",
+            )
+        return self
+
+    @property
+    def options(self) -> LossOptions:
+        """Options of the preference loss."""
+        return LOSS_OPTIONS[self.loss]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rewards are relative to a reference's log-probabilities."""
+        return self.name == "dpo" and self.options.has_reference and self.reference != "none"
+
+    @property
+    def resolved_beta(self) -> float:
+        """The factor of the rewards."""
+        return self.options.beta if self.beta is None else self.beta
+
+    @property
+    def resolved_gamma(self) -> float:
+        """The margin; 0 where the loss has none."""
+        return (self.options.gamma or 0.0) if self.gamma is None else self.gamma
+
+    @property
+    def resolved_sft_weight(self) -> float:
+        """The weight of the chosen answers' cross-entropy."""
+        return self.options.sft_weight if self.sft_weight is None else self.sft_weight

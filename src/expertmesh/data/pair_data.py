@@ -1,0 +1,87 @@
+"""Pairs of answers as the data of a run: a chosen and a rejected answer to one prompt in every sample."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.text import TextConfig
+from expertmesh.data.conversations import ConversationData, LearnedRow, Rows, rows_of_talk
+from expertmesh.data.corpus import Corpus
+from expertmesh.data.files import LeftOut
+from expertmesh.data.pairs import SIDES
+from expertmesh.data.plain_completions import PlainForm
+from expertmesh.errors import ConfigError, named
+from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ChatFormat, Conversation
+
+_EQUAL = "have the same chosen and rejected answer, or the same in their first tokens"
+_SEVERAL = "have answers that the chat format writes as several sequences"
+
+
+class PairData(ConversationData):
+    """Pairs of answers of a corpus; fills the cache unless it has them.
+
+    Args:
+        corpus: a corpus whose documents are pairs.
+        config: options of the data.
+        vocab_size: V of the model.
+        seed: seed of the order.
+
+    Raises:
+        ConfigError: see `ConversationData`; or pairs are to be packed.
+
+    Attributes:
+        reference: log-probabilities (N, 2) of the answers under the reference, FP64, for both splits by name; empty without any.
+    """
+
+    version = (3, "pairs 1")
+    per_sample = 2
+
+    def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
+        if config.pack:
+            raise ConfigError(
+                "data.pack",
+                True,
+                f"packs conversations, and {named('objective.name', 'dpo')} learns pairs",
+                "leave it out",
+            )
+        self.reference: Mapping[str, Tensor] = {}
+        super().__init__(corpus, config, vocab_size=vocab_size, seed=seed)
+
+    def samples(self, side: str, which: Sequence[int]) -> Rows:
+        """Pairs by their indices: tensors (B, 2, S), with "place" (B,), their indices, and "reference" (B, 2), if there is one."""
+        rows = super().samples(side, [2 * i + answer for i in which for answer in range(2)])
+        ids, targets, more = rows
+        pairs = {name: x.unflatten(0, (-1, 2)) for name, x in more.items()}
+        pairs["place"] = torch.tensor(which, dtype=torch.int64)
+        if side in self.reference:
+            pairs["reference"] = self.reference[side][pairs["place"]]
+        return ids.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2)), pairs
+
+    @staticmethod
+    def rows_of(
+        talk: Conversation, name: str, form: ChatFormat | PlainForm, seq_len: int, told: LeftOut
+    ) -> Iterator[LearnedRow]:
+        """Two sequences, of the chosen and the rejected answer, or none."""
+        prompt = [_unlearned(message) for message in talk[MESSAGES]]
+        rest = {key: value for key, value in talk.items() if key not in SIDES}
+        rows: list[LearnedRow] = []
+        said = LeftOut()
+        for side in SIDES:
+            whole = {**rest, MESSAGES: [*prompt, *talk[side]]}
+            found = list(rows_of_talk(whole, name, form, seq_len, said))
+            if len(found) != 1:
+                told.add(_SEVERAL if found else next(iter(said.counts)), name)
+                return
+            rows += found
+        if rows[0] == rows[1]:
+            told.add(_EQUAL, name)
+            return
+        for reason in said.counts:
+            told.add(reason, name)
+        yield from rows
+
+
+def _unlearned(message: Mapping[str, object]) -> Mapping[str, object]:
+    """A message of a prompt, whose answers are not learned."""
+    return {**message, NOT_LEARNED: True} if message["role"] == "assistant" else message

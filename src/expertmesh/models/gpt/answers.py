@@ -1,0 +1,114 @@
+"""Base of the objectives on answers: a sample is a group of G answers to a prompt, and what counts is how probable each is."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from expertmesh.models.gpt.task import GPTTask, Learned, masks_of
+from expertmesh.models.task import Batch, Part, named_tensors
+from expertmesh.moe.types import RoutingStats
+from expertmesh.parallel.ranks import Ranks
+
+
+class AnswerScores(NamedTuple):
+    """Scores of the learned tokens of some samples, in flat rows, as `models.scored` gives them.
+
+    Attributes:
+        logprobs_R: (R,) log-probabilities, FP32 or FP64; 0 for fillers.
+        entropies_R: (R,) entropies in nats; 0 for fillers.
+        rows_R: (R,) int64 place of each among the B * G * S positions.
+        shape: B, G, S.
+        stats: routing statistics of every MoE layer.
+    """
+
+    logprobs_R: Tensor
+    entropies_R: Tensor
+    rows_R: Tensor
+    shape: tuple[int, int, int]
+    stats: tuple[RoutingStats, ...]
+
+    @property
+    def answer_R(self) -> Tensor:
+        """(R,) int64 answer of each row, among the B * G."""
+        return self.rows_R // self.shape[-1]
+
+    def at_positions(self, values_R: Tensor) -> Tensor:
+        """(B, G, S) values of rows at their positions, 0 elsewhere."""
+        B, G, S = self.shape
+        # each position has one row, and fillers add 0: any order of additions gives the same bits
+        return values_R.new_zeros(B * G * S).index_add(0, self.rows_R, values_R).view(B, G, S)
+
+    def per_answer(self, values_R: Tensor) -> Tensor:
+        """(B, G) sums of values of rows."""
+        return self.at_positions(values_R).sum(2)
+
+
+class AnswerTask(GPTTask):
+    """Task whose samples are groups of answers.
+
+    A batch is (ids, targets, {"counts", "is_token", ...}) with tensors (B, G, S), which the model sees as (B * G, S); a cut of the
+    batch never parts a group. `counts` is True where the next token is learned: the answer and its end. The model computes as in
+    evaluation, dropless, in training, too, so that scores are those of generation.
+    """
+
+    evaluates = True
+
+    def scores(
+        self, model: nn.Module, batch: Batch, part: Part, *, temperature: float = 1.0
+    ) -> AnswerScores:
+        """Scores of the learned tokens; differentiable.
+
+        Args:
+            model: the model, in evaluation mode.
+            batch: samples on the model's device.
+            part: their place, with the number of their learned tokens, if it is known, as `num_items`.
+            temperature: divisor of the logits.
+        """
+        (ids_AS, targets_AS, *_), more = answers_of(batch)
+        learned = Learned.of(part.positions(targets_AS), more["counts"], part)
+        assert learned.rows_R is not None and learned.is_real_R is not None
+        output = model(
+            ids_AS,
+            targets_R=learned.targets_R,
+            logit_rows_R=learned.rows_R,
+            scoring={"temperature": temperature, "entropy": True},
+            capacity_factor=self.config.model.moe.dropless_factor,
+            **masks_of(more),
+        )
+        B, G, _ = batch[0].shape
+        S = part.positions(ids_AS).shape[1]
+        return AnswerScores(
+            output.logprobs_R.where(learned.is_real_R, 0.0),
+            output.entropies_R.where(learned.is_real_R, 0.0),
+            learned.rows_R,
+            (B, G, S),
+            output.stats,
+        )
+
+    def progress_items(self, batch: Batch) -> int:
+        """Number of learned tokens."""
+        return super().num_items(batch)
+
+    def num_items(self, batch: Batch) -> int:
+        """Number of samples."""
+        return len(batch[0])
+
+    def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
+        """Number of tokens without padding."""
+        ids, more = answers_of(batch)
+        return super().num_routed((*ids, more), ranks)
+
+
+def answers_of(batch: Batch) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
+    """Tensors (B * G, S) of a batch with tensors (B, G, S), as a tuple and by name; others are left out of the names."""
+    named: Mapping[str, Any] = named_tensors(batch)
+    shape = batch[0].shape
+    flat = tuple(x.flatten(0, 1) for x in batch if isinstance(x, Tensor))
+    return flat, {key: x.flatten(0, 1) for key, x in named.items() if x.shape == shape}
+
+
+def with_named(batch: Batch, **more: Tensor) -> Batch:
+    """A batch with further tensors by name, whose first axis is the sample."""
+    plain = tuple(x for x in batch if isinstance(x, Tensor))
+    return (*plain, {**named_tensors(batch), **more})
