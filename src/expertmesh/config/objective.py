@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from expertmesh.config.base import Config, FieldError
 from expertmesh.errors import named
 
-ObjectiveName = Literal["auto", "lm", "sft", "dpo"]
+ObjectiveName = Literal["auto", "lm", "sft", "dpo", "grpo"]
 LossName = Literal[
     "sigmoid",
     "robust",
@@ -63,7 +63,7 @@ class ObjectiveConfig(Config):
     """What a run learns from its data."""
 
     name: ObjectiveName = "auto"
-    """Objective: lm, the next tokens of text; sft, those of the assistant's answers; dpo, preferences between pairs of answers; auto: lm or sft, as the data are."""
+    """Objective: lm, the next tokens of text; sft, those of the assistant's answers; dpo, preferences between pairs of answers; grpo, rewards of answers that the model writes to prompts; auto: lm or sft, as the data are."""
     loss: LossName = "sigmoid"
     """Loss of preferences: sigmoid (DPO), robust, ipo, hinge, apo_zero, apo_down, sigmoid_norm, or, without a reference, simpo, orpo, cpo."""
     beta: float | None = Field(default=None, gt=0)

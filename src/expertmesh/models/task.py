@@ -140,6 +140,8 @@ class Task(ABC):
     """Whether `measure` needs the number of its items on the host, as `Part.num_items`."""
     evaluates = False
     """Whether `loss` computes as in evaluation, without router noise, masking and dropout; the trainer sets the model's mode."""
+    num_updates = 1
+    """Optimizer steps with an enriched batch, each on an equal part of its samples."""
     has_lessons = False
     """Whether `loss` supports distillation from a teacher."""
     labels: tuple[str, ...] = ()

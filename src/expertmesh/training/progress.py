@@ -152,7 +152,7 @@ class ProgressReport:
     def evaluation(self, step: int, result: Evaluation) -> None:
         """Show an evaluation after `step` steps."""
         self._evaluation = result
-        metric = self._family.metric
+        metric = self._family.metric_of(result)
         judged = f", {result[metric.key]:.4f} {metric.text}" if metric.key != "loss" else ""
         self.message(f"step {step}: validation loss {result['loss']:.4f}{judged}")
         if self._last is not None:
@@ -202,7 +202,7 @@ class ProgressReport:
         table = Table(box=None, pad_edge=False)
         cells = self._cells(metrics)
         if self._evaluation is not None:
-            metric = self._family.metric
+            metric = self._family.metric_of(self._evaluation)
             cells.insert(1, (metric.short, f"{self._evaluation[metric.key]:.4f}"))
         # Names break between words, numbers do not.
         widths = [max(map(len, [*name.split(), text])) + 2 for name, text in cells]

@@ -9,6 +9,7 @@ from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
 from expertmesh.config.objective import ObjectiveConfig
+from expertmesh.config.rl import RewardConfig, RLConfig, check_rl, options_of_rl
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.errors import named
@@ -248,9 +249,12 @@ class GPTRunConfig(RunConfig):
     model: ModelConfig = ModelConfig()
     data: TextConfig = TextConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    rl: RLConfig = RLConfig()
+    reward: RewardConfig = RewardConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_rl(self)
         if self.train.init_from is None:  # else the model is still to come: `begun_with` checks
             self.check_fits()
         return self
@@ -299,5 +303,6 @@ def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
     found = config.updated(changes)
+    found = found.updated(options_of_rl(found))
     found.check_fits()
     return found

@@ -8,9 +8,9 @@ from expertmesh.models.gpt.recipes import RECIPES, finetune
 
 
 def _task(config: GPTRunConfig) -> Any:
-    from expertmesh.models.gpt.objectives import OBJECTIVES
+    from expertmesh.models.gpt.objectives import task_class
 
-    return OBJECTIVES[config.objective.name](config)
+    return task_class(config.objective.name)(config)
 
 
 GPT = Family(
