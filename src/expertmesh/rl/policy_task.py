@@ -18,7 +18,7 @@ from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.answers import AnswerScores, AnswerTask
 from expertmesh.models.replay import replaying
-from expertmesh.models.task import Batch, Loss, Part, each_tensor, named_tensors
+from expertmesh.models.task import Batch, Loss, Part, each_tensor, micro_batches, named_tensors
 from expertmesh.objectives import policy_gradient
 from expertmesh.objectives.policy_gradient import Drawn
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -39,8 +39,6 @@ class PolicyTask(AnswerTask):
     measures_items = False
     data: PromptData
     rewards: Sequence[RewardFunction]
-    drawn: Sequence[DrawnAnswer] = ()
-    """This rank's answers of the last step."""
 
     def prepare(self) -> PromptData:
         """Prompts of the data, and reward functions, whose digests are part of the data's key."""
@@ -74,22 +72,15 @@ class PolicyTask(AnswerTask):
         logged: dict[str, list[float]] = {}
         with whole_model(model, self.builder, ranks) as own:
             answer = partial(self._answers, own, numbers, rows, step, logged)
-            self.drawn = ranks.on_all(answer)
-            everything = ranks.gather((self.drawn, logged))
+            everything = ranks.gather((ranks.on_all(answer), logged))
             answers = [one for drawn, _ in everything for one in drawn]
             dtype = accumulate_dtype(next(model.parameters()).dtype)
             found = batch_of_answers(answers, rl, num_updates=self.num_updates, dtype=dtype)
-            if not rl.exact:
-                mine = each_tensor(found, lambda x: x[rows])
-                old = (
-                    self._old(own, mine, Part(step, rows, Ranks()))
-                    if rows.stop > rows.start
-                    else None
-                )
-                parts = [one for one in ranks.gather(old) if one is not None]
-                found[2]["old"] = torch.cat(parts)
-                gap = (found[2]["old"] - found[2]["sampled"]).where(found[2]["drawn"], 0.0)
-                found[2]["mismatch_max"] = _once(float(gap.abs().max()), len(numbers))
+        if not rl.exact:
+            old = found[2]["old"] = self._old(model, found, step, ranks)
+            gap = (old - found[2]["sampled"]).where(found[2]["counts"], 0.0)
+            found[2]["mismatch_max"] = _once(float(gap.abs().max()), len(numbers))
+        self.samples = [self._shown(one) for one in answers[: rl.group]]
         shape = len(numbers), rl.group
         for name, values in self._each_value([one.values for one in answers]).items():
             found[2][name] = torch.tensor(values, dtype=torch.float64).view(shape)
@@ -123,9 +114,12 @@ class PolicyTask(AnswerTask):
             for i, (output, text, reward) in enumerate(zip(outputs, texts, rewards, strict=True))
         ]
 
-    def _each_value(
-        self, values: Sequence[Mapping[str, float | None]]
-    ) -> dict[str, list[float]]:
+    def _shown(self, one: DrawnAnswer) -> dict[str, Any]:
+        """An answer of the first group, for samples.jsonl."""
+        prompt = self.data.tokenizer.decode(list(one.prompt_ids), skip_special_tokens=False)
+        return {"prompt": prompt, "text": one.text, "reward": one.reward, **one.values}
+
+    def _each_value(self, values: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
         """Values of answers by every function where there are several, 0 and not counted where one does not apply."""
         found = {}
         for one in self.rewards if len(self.rewards) > 1 else ():
@@ -180,20 +174,25 @@ class PolicyTask(AnswerTask):
         return found
 
     def num_items(self, batch: Batch) -> int:
-        """Number of learned tokens, or of answers with one, as `rl.average` says."""
+        """Number of learned tokens, or of answers with one, as `rl.average` says; 1 if nothing is learned."""
         counts = named_tensors(batch)["counts"]
         num_answers = int(counts.any(-1).sum())
-        return policy_gradient.num_items(int(counts.sum()), num_answers, self.config.rl)
+        return max(1, policy_gradient.num_items(int(counts.sum()), num_answers, self.config.rl))
 
     def progress_items(self, batch: Batch) -> int:
         """Number of tokens of answers."""
         return int(named_tensors(batch)["drawn"].sum())
 
-    def _old(self, model: nn.Module, batch: Batch, part: Part) -> Tensor:
-        """(B, G, S) log-probabilities that training computes before the first update, on the CPU."""
-        batch = each_tensor(batch, lambda x: x.to(next(model.parameters()).device))
-        found = self._scored(model, batch, part)
-        return found.at_positions(found.logprobs_R).cpu()
+    def _old(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Tensor:
+        """(B, G, S) log-probabilities of learned tokens that training computes before the first update, on the CPU."""
+        old = torch.zeros_like(batch[2]["sampled"])
+        device, size = next(model.parameters()).device, self.config.train.samples_per_pass
+        for rows, mine in micro_batches(self, batch, size, ranks):
+            there = each_tensor(mine, lambda x: x.to(device))
+            found = self._scored(model, there, Part(step, rows, ranks))
+            at_BGS = found.at_positions(found.logprobs_R)
+            old[rows, :, : at_BGS.shape[2]] = at_BGS.cpu()
+        return ranks.sum_(old.to(ranks.device), what="log-probabilities").to(old.device)
 
     def _scored(self, model: nn.Module, batch: Batch, part: Part) -> AnswerScores:
         """Scores, with the experts that rollouts chose where they are replayed."""
@@ -258,7 +257,7 @@ class PolicyTask(AnswerTask):
     def _sums(self, more: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
         """Sums over prompts of what is known of the answers."""
         reward, drawn = more["reward"], more["drawn"]
-        gap = (more["old"] - more["sampled"]).where(drawn, 0.0)
+        gap = (more["old"] - more["sampled"]).where(more["counts"], 0.0)
         sums: dict[str, Tensor | float] = {
             "items": float(reward.numel()),
             "prompts": float(len(reward)),
@@ -304,7 +303,10 @@ class PolicyTask(AnswerTask):
         learned = sums["learned"] or 1.0
         found |= {name: sums[name] / sums["prompts"] for name in ("reward_std", "equal_groups")}
         found |= {name: sums[name] / learned for name in ("entropy", "clipped")}
-        found |= {"mismatch_max": sums["mismatch_max"], "mismatch_k3": sums["mismatch_k3"] / tokens}
+        found |= {
+            "mismatch_max": sums["mismatch_max"],
+            "mismatch_k3": sums["mismatch_k3"] / learned,
+        }
         logged = {name: value for name, value in sums.items() if name.startswith("log_")}
         return found | {name.removeprefix("log_"): value for name, value in logged.items()}
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from expertmesh.models.builder import ModelBuilder
@@ -17,6 +18,16 @@ def whole_model(model: nn.Module, builder: ModelBuilder, ranks: Ranks) -> Iterat
     Args:
         model: the placed model.
         builder: its builder.
-        ranks: the ranks that share it; all must call.
+        ranks: the ranks that share it; all must call, and each holds a copy.
     """
-    yield model
+    if ranks.world is None:
+        yield model
+        return
+    first = next(model.parameters())
+    whole: nn.Module = builder.build(device=first.device, dtype=first.dtype)
+    named = whole.state_dict()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            gather = getattr(tensor, "full_tensor", None)  # of a DTensor
+            named[name].copy_(tensor if gather is None else gather())
+    yield whole.eval()
