@@ -64,7 +64,7 @@ def base(folder: Path) -> None:
 def policy(folder: Path, name: str, updates: int, seed: int, more: list[str]) -> dict[str, object]:
     """Numbers of a run of GRPO."""
     options = f"""--objective.name grpo --rl.group 8 --rl.max-tokens 5 --train.batch-size 32 --train.steps {updates}
-        --optim.lr 3e-4 --optim.beta2 0.95 --optim.schedule constant --optim.warmup-steps 10 --train.seed {seed}
+        --optim.lr 1e-3 --optim.beta2 0.95 --optim.schedule constant --optim.warmup-steps 10 --train.seed {seed}
         --data.validation-fraction 0.4 --train.eval-every 25 --train.eval-batches 100 --train.checkpoint-every 50"""
     functions = f"{folder}/rewards.py:places,{folder}/rewards.py:sorted_right:0"
     words = [str(folder / "base"), *options.split(), *more]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -85,19 +86,25 @@ def test_several_updates_use_the_answers_once_each(options):
     assert any(line["clipped"] > 0 for line in lines)
 
 
-OPTION_SETS = {
-    "dr_grpo": "rl.scale none rl.average constant",
-    "dapo": "rl.clip-high 0.28 rl.mask-cut true rl.soft-length 3",
-    "gspo": "rl.ratio sequence rl.average sequence rl.clip-low 3e-4 rl.clip-high 4e-4 rl.updates 2",
-    "cispo": "rl.loss cispo rl.updates 2",
-    "rloo": "rl.advantage loo rl.scale none rl.loss reinforce rl.average sequence",
-    "dual": "rl.dual-clip 3 rl.scale batch rl.freeze-router false",
-}
+def option_sets():
+    """Rows of the table of docs/rl.md, and some more."""
+    text = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+    table = text.split("\n## Objectives\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+) \| `([^`]+)` \|$", table, re.MULTILINE)
+    assert len(rows) == 7
+    more = {"dual clip": "--rl.dual-clip 3 --rl.scale batch --rl.no-freeze-router"}
+    return {**dict(rows), **more}
+
+
+OPTION_SETS = option_sets()
 
 
 @pytest.mark.parametrize("name", OPTION_SETS)
 def test_the_sets_of_options_of_the_literature(name, options):
-    lines = trained(options, f"{OPTION_SETS[name]} train.steps 2")
+    given = {name: value for name, value in options.items() if name != "rl.max-tokens"}
+    words = [*OPTION_SETS[name].split(), "--rl.max-tokens", "6"]
+    assert train_verb([*words_of(given, "train.steps 2"), *words]) == 0
+    lines = lines_of(options["train.run-dir"])
     assert all(math.isfinite(line["loss"]) and line["mismatch_max"] == 0 for line in lines)
 
 
