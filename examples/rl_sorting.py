@@ -36,7 +36,10 @@ def write_data(folder: Path) -> None:
     triples = list(itertools.product(range(10), repeat=3))
     random.Random(0).shuffle(triples)
     records = [
-        {"prompt": " ".join(map(str, one)) + " =", "completion": "".join(f" {d}" for d in sorted(one))}
+        {
+            "prompt": " ".join(map(str, one)) + " =",
+            "completion": "".join(f" {d}" for d in sorted(one)),
+        }
         for one in triples
     ]
     prompts = [{"prompt": one["prompt"], "answer": one["completion"]} for one in records]

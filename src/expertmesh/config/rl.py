@@ -103,7 +103,9 @@ def check_rl(run: Any) -> None:
             part = getattr(run, section)
             for option in type(part).model_fields:
                 try:
-                    part.refuse_idle(option, f"has no effect without {name}", "leave one of them out")
+                    part.refuse_idle(
+                        option, f"has no effect without {name}", "leave one of them out"
+                    )
                 except FieldError as error:
                     raise error.inside((section,)) from None
         return
@@ -133,7 +135,12 @@ def check_rl(run: Any) -> None:
             "leave it out",
         ),
         (not run.data.pack, "data.pack", f"has no effect with {name}", "leave it out"),
-        (not run.data.document_mask, "data.document_mask", f"has no effect with {name}", "leave it out"),
+        (
+            not run.data.document_mask,
+            "data.document_mask",
+            f"has no effect with {name}",
+            "leave it out",
+        ),
     )
     for holds, option, rule, fix in rules:
         run.require(holds, option, rule, fix)
