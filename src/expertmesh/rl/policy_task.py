@@ -17,6 +17,7 @@ from expertmesh.data.prompts import Prompt, PromptData
 from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.answers import AnswerScores, AnswerTask
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.replay import replaying
 from expertmesh.models.task import Batch, Loss, Part, each_tensor, micro_batches, named_tensors
 from expertmesh.objectives import policy_gradient
@@ -40,6 +41,10 @@ class PolicyTask(AnswerTask):
     data: PromptData
     rewards: Sequence[RewardFunction]
 
+    def __init__(self, config: GPTRunConfig) -> None:
+        super().__init__(config)
+        self.num_updates = config.rl.updates
+
     def prepare(self) -> PromptData:
         """Prompts of the data, and reward functions, whose digests are part of the data's key."""
         config, rl = self.config, self.config.rl
@@ -59,11 +64,6 @@ class PolicyTask(AnswerTask):
         told = [self.data.key, *(f"{one.name} {one.weight} {one.digest}" for one in self.rewards)]
         self.data.key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return self.data
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps with the answers of a step."""
-        return self.config.rl.updates
 
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
         """Answers to the step's prompts as tensors, see `batch_of_answers`; every rank samples and rewards its own part."""
@@ -233,10 +233,15 @@ class PolicyTask(AnswerTask):
             loss_R = loss_R * policy_gradient.corrections(old_R, sampled_R, drawn, rl)
         clipped = policy_gradient.is_clipped(logprob_R.detach(), drawn, rl).sum()
         entropy = found.entropies_R.detach().sum()
-        sums = {"learned": float(num_learned), "clipped": clipped, "entropy": entropy}
-        sums |= {"mismatch_max": mismatch}
         total = policy_gradient.summed(loss_R, drawn, rl)
-        return Loss(total, found.stats, sums | self._sums(more) | {"policy": total.detach()})
+        sums = self._sums(more) | {
+            "policy": total.detach(),
+            "learned": float(num_learned),
+            "clipped": clipped,
+            "entropy": entropy,
+            "mismatch_max": mismatch,
+        }
+        return Loss(total, found.stats, sums)
 
     def _checked_gap(
         self, logprob_R: Tensor, sampled_R: Tensor, found: AnswerScores, batch: Batch

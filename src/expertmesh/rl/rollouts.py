@@ -52,13 +52,19 @@ def roll_out(
         max_sequences=min(_MOST_SEQUENCES, len(prompts) * group),
         compile=False,
     )
-    common = {"n": group, "max_tokens": rl.max_tokens}
     if seeds is None:
-        params = [SamplingParams(temperature=0.0, **common)] * len(prompts)
+        params = [SamplingParams(temperature=0.0, max_tokens=rl.max_tokens)] * len(prompts)
     else:
-        replays = not rl.exact and rl.replay_routing
-        common |= {"logprobs": 0, "return_routed_experts": replays}
-        params = [SamplingParams(seed=seed, **common) for seed in seeds]
+        params = [
+            SamplingParams(
+                n=group,
+                max_tokens=rl.max_tokens,
+                seed=seed,
+                logprobs=0,
+                return_routed_experts=not rl.exact and rl.replay_routing,
+            )
+            for seed in seeds
+        ]
     engine = Engine(model, end_ids=ends, config=config)
     outputs = engine.generate([list(ids) for ids in prompts], params)
     for one in outputs:
