@@ -94,6 +94,10 @@ def folder(tmp_path_factory):
             (place / f"{name}.{language}").write_text(
                 "".join(f"{animal} {i % 7}\n" for i in range(lines))
             )
+    pairs = "".join(
+        f'{{"prompt": "{i}?", "chosen": "{i * i}", "rejected": "no"}}\n' for i in range(40)
+    )
+    (place / "pairs.jsonl").write_text(pairs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
         patch.chdir(place)

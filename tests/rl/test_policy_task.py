@@ -92,7 +92,7 @@ def option_sets():
     table = text.split("\n## Objectives\n")[1].split("\n\n")[0]
     rows = re.findall(r"^\| ([^|]+) \| `([^`]+)` \|$", table, re.MULTILINE)
     assert len(rows) == 7
-    more = {"dual clip": "--rl.dual-clip 3 --rl.scale batch --rl.no-freeze-router"}
+    more = {"dual clip": "--rl.dual-clip 3 --rl.scale batch --train.freeze none"}
     return {**dict(rows), **more}
 
 
@@ -175,7 +175,7 @@ MISTAKES = {
     "no reward": ("reward.functions none", "reward.functions"),
     "an idle option": ("objective.name sft", "rl.group=3: has no effect without"),
     "updates": ("rl.updates 3", "rl.updates=3: must divide train.batch_size, 4"),
-    "tensor parallel": ("parallel.tp-degree 2", "parallel.tp_degree=2: must be 1"),
+    "tensor parallel": ("parallel.tp-degree 2", "parallel.tp_degree=2: shares a sequence among ranks"),
     "packs": ("data.pack true", "data.pack=True: has no effect with"),
     "a group of one": ("rl.group 1", "rl.group='1': must be at least 2"),
 }

@@ -60,12 +60,15 @@ def _told(folder: Path) -> dict[str, Any]:
 
 def _compare(before: "LoadedModel", after: "LoadedModel", most: int | None) -> None:
     from expertmesh.data.data_progress import notes_known
+    from expertmesh.parallel.ranks import Ranks
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.threads import threads_of_calls
 
     train, metric = before.run.config.train, before.run.family.metric
     with notes_known():
         data = before.task.prepare()
+    where = {"step": train.steps, "folder": before.run.path, "ranks": Ranks()}
+    before.task.begin(before.model, data, **where)
     values = []
     for one in (before, after):
         with threads_of_calls(one.model, one.precision, num_rows=64 * train.samples_per_pass):

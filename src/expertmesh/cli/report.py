@@ -255,12 +255,13 @@ def _print_measures(
     Returns:
         Whether the model is better than the baseline; None: unknown.
     """
+    from expertmesh.parallel.ranks import Ranks
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.metrics import evaluations
     from expertmesh.training.threads import threads_of_calls
 
-    seen, config = evaluations(metrics), opened.run.config
-    metric = opened.run.family.metric_of(seen[-1] if seen else None)
+    metric = opened.task.metric or opened.run.family.metric
+    config = opened.run.config
     rows = []
     if before := evaluations(metrics, "initial_eval_"):
         rows.append(("on the trainer's sample, before training", before[0].get(metric.key)))
@@ -269,6 +270,8 @@ def _print_measures(
         rows.append((f"on the trainer's sample, after step {step:,}", then[-1].get(metric.key)))
     after = baseline = None
     if data is not None:
+        where = {"step": step, "folder": opened.run.path, "ranks": Ranks()}
+        opened.task.begin(opened.model, data, **where)
         size = config.train.samples_per_pass
         num_rows = _TOKENS * size
         with threads_of_calls(opened.model, opened.precision, num_rows=num_rows):

@@ -1,6 +1,7 @@
 """What a fine-tune learns from its data: next tokens, or preferences between answers."""
 
-from typing import Literal, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -20,7 +21,7 @@ LossName = Literal[
     "orpo",
     "cpo",
 ]
-Reference = Literal["auto", "start", "base", "none"]
+Reference = Literal["start", "none"]
 
 
 class LossOptions(NamedTuple):
@@ -74,8 +75,8 @@ class ObjectiveConfig(Config):
     """Margin of simpo between the rewards of both answers; none: 1."""
     sft_weight: float | None = Field(default=None, ge=0)
     """Weight of the chosen answers' cross-entropy per token beside the preference loss; none: 1 for orpo and cpo, else 0."""
-    reference: Reference = "auto"
-    """Reference of the rewards, scored once: start, the weights that the run begins with; base, these without adapters; none, no reference; auto: start, where the loss has one."""
+    reference: Reference = "start"
+    """Reference of the rewards: start, the model as the run begins, which scores all pairs once; none, no reference."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -127,3 +128,26 @@ class ObjectiveConfig(Config):
     def resolved_sft_weight(self) -> float:
         """The weight of the chosen answers' cross-entropy."""
         return self.options.sft_weight if self.sft_weight is None else self.sft_weight
+
+
+LEARNING_RATES = {"dpo": (1e-6, 1e-5), "grpo": (1e-6, 1e-5)}
+"""Usual learning rates of objectives, of all weights and of adapters, as in TRL; others have the recipe's."""
+
+
+def with_usual(changes: Mapping[str, Any], *, begins_with: str | None) -> dict[str, Any]:
+    """Changes to a recipe, with what is usual for the objective that they name where they say nothing else.
+
+    That is the learning rate and, for a model that was trained already, routers that rest.
+
+    Args:
+        changes: new values by dotted name.
+        begins_with: the recipe's `train.init_from`.
+    """
+    rates = LEARNING_RATES.get(changes.get("objective.name", ""))
+    if rates is None:
+        return dict(changes)
+    has_adapters = changes.get("adapter.kind", "none") != "none"
+    usual: dict[str, Any] = {} if "optim" in changes else {"optim.lr": rates[has_adapters]}
+    if not has_adapters and (begins_with or changes.get("train.init_from")):
+        usual["train.freeze"] = ("router",)
+    return {**usual, **changes}

@@ -40,8 +40,6 @@ class RLConfig(Config):
     """Whether answers that max_tokens cut off are not learned."""
     soft_length: int | None = Field(default=None, gt=0)
     """Number of last tokens before max_tokens over which a penalty rises from 0 to 1; none: no penalty (DAPO's soft overlong punishment)."""
-    freeze_router: bool = True
-    """Whether routers rest, so that rollouts and updates choose experts alike."""
     exact: bool = True
     """Whether rollouts and training compute the same bits, which is checked in every step; needs batch-invariant arithmetic."""
     replay_routing: bool = True
@@ -128,12 +126,6 @@ def check_rl(run: Any) -> None:
             f"must divide {named('train.batch_size')}, {run.train.batch_size}",
             "choose a divisor",
         ),
-        (
-            run.parallel.tp_degree == 1,
-            "parallel.tp_degree",
-            f"must be 1 with {name}, which samples with whole sequences",
-            "leave it out",
-        ),
         (not run.data.pack, "data.pack", f"has no effect with {name}", "leave it out"),
         (
             not run.data.document_mask,
@@ -147,12 +139,10 @@ def check_rl(run: Any) -> None:
 
 
 def options_of_rl(run: Any) -> dict[str, Any]:
-    """Options that reinforcement learning gives to a run whose model is known: arithmetic, no balance loss, resting routers."""
+    """Options that reinforcement learning gives to a run whose model is known: its arithmetic, and no balance loss."""
     if run.objective.name != "grpo":
         return {}
     found: dict[str, Any] = {"model.batch_invariant": run.rl.exact}
     if run.model.moe.num_experts:
         found |= {"model.moe.aux_loss_weight": 0.0, "model.moe.z_loss_weight": 0.0}
-        if run.rl.freeze_router and "router" not in run.train.freeze:
-            found["train.freeze"] = (*run.train.freeze, "router")
     return found

@@ -181,8 +181,8 @@ class ConversationData:
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (
-            f"{corpus.source}: {num_sequences:,} training and {len(self._validation):,} validation sequences of "
-            f"{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
+            f"{corpus.source}: {num_sequences // self.per_sample:,} training and {self.num_validation:,} validation "
+            f"{'sequences of ' * corpus.is_talk}{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
             + (f", in {len(self._training):,} packed rows" if config.pack else "")
         )
 
@@ -258,7 +258,7 @@ def _fill(
         )
         if not found["sequences"]:
             raise ConfigError(
-                f"{named('data.path')}: {corpus.source}: no conversation for {side} has a turn of the assistant in its first "
+                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has a turn of the assistant in its first "
                 f"{seq_len + 1} tokens; give more, or raise {named('data.seq_len')}"
             )
         if side == "training":

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from expertmesh.models.token_losses import row_entropies, row_losses, write_grad
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.cpu.products import product
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
+from expertmesh.ops.op_set import low_rank_rows
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """x (R, D), w (V, D) -> x w^T (R, V); `OpSet.linear` is one."""
@@ -39,8 +40,10 @@ class Head(Linear):
         """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options."""
         if targets_R is None:
             return super().forward(x)
-        linear = self.arithmetic.in_mode(self.training).linear
-        return score_rows(x, self.weight, targets_R, linear=linear, **how)
+        linear, more = self.arithmetic.in_mode(self.training).linear, ()
+        if self.adapters is not None and self.adapters.weight is not None:
+            more = low_rank_rows(x, self.adapters.weight(), linear, backend=self.backend)
+        return score_rows(x, self.weight, targets_R, linear=linear, more=more, **how)
 
 
 def score_rows(
@@ -52,6 +55,7 @@ def score_rows(
     label_smoothing: float = 0.0,
     temperature: float = 1.0,
     entropy: bool = False,
+    more: tuple[Tensor, Tensor] | tuple[()] = (),
 ) -> Scores:
     """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T / temperature.
 
@@ -68,6 +72,7 @@ def score_rows(
         label_smoothing: s, in [0, 1).
         temperature: divisor of the logits, above 0.
         entropy: whether the entropies -sum_v p_v log p_v of the rows are returned, too.
+        more: rows (R, r) and a matrix (V, r) whose product is added to the logits: a low-rank adapter of the head.
 
     Returns:
         (R,) each in FP32 or FP64, differentiable once. Does not synchronise.
@@ -75,8 +80,9 @@ def score_rows(
     dtype = autocast_dtype(h_RD.device)
     if dtype is None or h_RD.dtype == torch.float64:
         dtype = h_RD.dtype
+    pairs = (h_RD, head_VD, *more)
     how = _How(linear, label_smoothing, temperature, entropy)
-    return Scores(*_ScoredRows.apply(h_RD, head_VD, targets_R, dtype, how))
+    return Scores(*_ScoredRows.apply(targets_R, dtype, how, *pairs))
 
 
 class _How(NamedTuple):
@@ -89,36 +95,35 @@ class _How(NamedTuple):
 
 
 class _ScoredRows(torch.autograd.Function):
-    """Scores over chunks of rows."""
+    """Scores over chunks of rows; logits are a sum of products of pairs of rows and matrices."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        h_RD: Tensor,
-        head_VD: Tensor,
         targets_R: Tensor,
         dtype: torch.dtype,
         how: _How,
+        *pairs: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.how, ctx.dtypes = how, (h_RD.dtype, head_VD.dtype)
+        ctx.how, ctx.dtypes = how, [one.dtype for one in pairs]
         ctx.set_materialize_grads(False)
+        h_RD, head_VD = pairs[:2]
         scores_R = h_RD.new_empty(len(h_RD), dtype=accumulate_dtype(dtype))
         entropies_R = torch.empty_like(scores_R) if how.entropy else None
         with without_autocast(h_RD.device):
-            h_RD, head_VD = h_RD.to(dtype), head_VD.to(dtype)
+            kept = [one.to(dtype) for one in pairs]
             chunks = _chunks(h_RD, head_VD)
             logits = None
             for rows in chunks:
                 logits = None  # the last chunk's are freed before the next one's are made
-                logits = how.linear(h_RD[rows], head_VD)
+                logits = _logits(kept, rows, how.linear)
                 losses_R = row_losses(
                     logits, targets_R[rows], how.smoothing, temperature=how.temperature
                 )
                 scores_R[rows] = losses_R.neg_()
                 if entropies_R is not None:
                     entropies_R[rows] = row_entropies(logits, how.temperature)
-        kept = logits if len(chunks) == 1 else None
-        ctx.save_for_backward(h_RD, head_VD, targets_R, kept)
+        ctx.save_for_backward(targets_R, logits if len(chunks) == 1 else None, *kept)
         return scores_R, entropies_R
 
     @staticmethod
@@ -126,18 +131,16 @@ class _ScoredRows(torch.autograd.Function):
     def backward(
         ctx: Any, grad_R: Tensor | None, of_entropies_R: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        h_RD, head_VD, targets_R, logits = ctx.saved_tensors
-        (needs_h, needs_head, *_), chunks, how = (
-            ctx.needs_input_grad,
-            _chunks(h_RD, head_VD),
-            ctx.how,
-        )
+        targets_R, logits, *pairs = ctx.saved_tensors
+        needs, chunks, how = ctx.needs_input_grad[3:], _chunks(*pairs[:2]), ctx.how
         if grad_R is None:
-            grad_R = h_RD.new_zeros(len(h_RD), dtype=accumulate_dtype(h_RD.dtype))
-        dh = torch.empty_like(h_RD) if needs_h else None
-        dhead = None
+            grad_R = pairs[0].new_zeros(len(targets_R), dtype=accumulate_dtype(pairs[0].dtype))
+        found: list[Tensor | None] = [
+            torch.empty_like(one) if need and place % 2 == 0 else None
+            for place, (one, need) in enumerate(zip(pairs, needs, strict=True))
+        ]
         for rows in chunks:
-            z = how.linear(h_RD[rows], head_VD) if logits is None else logits.detach()
+            z = _logits(pairs, rows, how.linear) if logits is None else logits.detach()
             write_gradient(
                 z,
                 targets_R[rows],
@@ -147,24 +150,29 @@ class _ScoredRows(torch.autograd.Function):
                 temperature=how.temperature,
                 of_entropies_T=None if of_entropies_R is None else of_entropies_R[rows],
             )
-            if dh is not None:
-                dh[rows] = product(z, head_VD)
-            if needs_head:
-                part = product(z.t(), h_RD[rows])
-                if dhead is None:
-                    dhead = part if len(chunks) == 1 else part.to(grad_R.dtype)
-                else:
-                    dhead += part
-                del part
+            for place in range(0, len(pairs), 2):
+                if (d_rows := found[place]) is not None:
+                    d_rows[rows] = product(z, pairs[place + 1])
+                if needs[place + 1]:
+                    part = product(z.t(), pairs[place][rows])
+                    before = found[place + 1]
+                    if before is None:
+                        found[place + 1] = part if len(chunks) == 1 else part.to(grad_R.dtype)
+                    else:
+                        before += part
+                    del part
             del z
-        of_h, of_head = ctx.dtypes
-        if needs_head and dhead is None:
-            dhead = torch.zeros_like(head_VD)
-        return (
-            None if dh is None else dh.to(of_h),
-            None if dhead is None else dhead.to(of_head).contiguous(),
-            *[None] * 3,
-        )
+        for place, need in enumerate(needs):
+            if need and found[place] is None:
+                found[place] = torch.zeros_like(pairs[place])
+        typed = zip(found, ctx.dtypes, strict=True)
+        return *[None] * 3, *(None if d is None else d.to(of).contiguous() for d, of in typed)
+
+
+def _logits(pairs: Sequence[Tensor], rows: slice, linear: Product) -> Tensor:
+    """Logits (R, V) of a chunk of rows."""
+    z = linear(pairs[0][rows], pairs[1])
+    return z + linear(pairs[2][rows], pairs[3]) if len(pairs) > 2 else z
 
 
 def _chunks(h_RD: Tensor, head_VD: Tensor) -> list[slice]:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.builder import ModelBuilder
+from expertmesh.models.family import Metric
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.ranks import Ranks
 
@@ -144,6 +145,8 @@ class Task(ABC):
     """Optimizer steps with an enriched batch, each on an equal part of its samples."""
     has_lessons = False
     """Whether `loss` supports distillation from a teacher."""
+    metric: Metric | None = None
+    """Metric of the run's evaluations; None: the family's."""
     labels: tuple[str, ...] = ()
     """Kinds of samples, such as languages or domains, for which expert use is recorded separately; set by `prepare`."""
     samples: Sequence[Mapping[str, Any]] = ()
@@ -205,6 +208,7 @@ class Task(ABC):
             folder: the run directory, for what a resumed run cannot compute again; rank 0 writes.
             ranks: the ranks.
         """
+        return
 
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
         """The whole batch of a step with what the model says of it: sampled answers, scores, numbers of the whole batch.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.expert_adapters import ExpertAdapters
 from expertmesh.moe.expert_paging import ExpertPaging
+from expertmesh.moe.module_adapters import ModuleAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
@@ -22,7 +22,7 @@ from expertmesh.ops.experts.weights import (
     ExpertWeights,
     WeightGradients,
 )
-from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
+from expertmesh.ops.op_set import DEFAULT_OPS, NO_ADAPTERS, OpSet
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.quantized.mxfp4 import BLOCK as MXFP4_BLOCK
 from expertmesh.ops.route_metadata import route_metadata
@@ -68,6 +68,7 @@ class DenseMLP(nn.Module):
         super().__init__()
         branches = num_branches(activation)
         self.activation = activation
+        self.adapters: ModuleAdapters | None = None
         self.of_rows: list[OfRows] = []
         self.arithmetic, self.backend = arithmetic, backend
 
@@ -89,6 +90,7 @@ class DenseMLP(nn.Module):
             b_in_GF=self.b_in,
             b_out_D=self.b_out,
             backend=self.backend,
+            adapters=NO_ADAPTERS if self.adapters is None else self.adapters(),
             runs=_runs(self.of_rows),
         )
 
@@ -143,7 +145,7 @@ class GroupedExperts(nn.Module):
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
         self.recompute_h, self.arithmetic = recompute_h, arithmetic
         self.main_grads: WeightGradients | None = None
-        self.adapters: ExpertAdapters | None = None
+        self.adapters: ModuleAdapters | None = None
         self.of_rows: list[OfRows] = []
         self.compute_device: torch.device | None = None  # if not the parameters'
         self.paging: ExpertPaging | None = None

@@ -27,14 +27,14 @@ class Answers(NamedTuple):
     reference_B2: Tensor
 
     @property
-    def ratios_B2(self) -> Tensor:
+    def ratios(self) -> Tensor:
         """(B, 2) rho."""
         return self.logprobs_B2 - self.reference_B2
 
     @property
-    def means_B2(self) -> Tensor:
+    def means(self) -> Tensor:
         """(B, 2) rho / n."""
-        return self.ratios_B2 / self.lengths_B2
+        return self.ratios / self.lengths_B2
 
 
 class LossNumbers(NamedTuple):
@@ -67,40 +67,40 @@ def _smoothed(x_B: Tensor, e: float, sign: float) -> Tensor:
 
 def sigmoid(answers: Answers, numbers: LossNumbers) -> Tensor:
     """-(1 - e) log sigmoid(b d) - e log sigmoid(-b d): DPO (Rafailov et al. 2023, eq. 7), with smoothing cDPO (Mitchell 2023)."""
-    return _smoothed(numbers.beta * _difference(answers.ratios_B2), numbers.label_smoothing, 1.0)
+    return _smoothed(numbers.beta * _difference(answers.ratios), numbers.label_smoothing, 1.0)
 
 
 def robust(answers: Answers, numbers: LossNumbers) -> Tensor:
     """[-(1 - e) log sigmoid(b d) + e log sigmoid(-b d)] / (1 - 2 e): Chowdhury et al. 2024, eq. 9."""
     e = numbers.label_smoothing
-    return _smoothed(numbers.beta * _difference(answers.ratios_B2), e, -1.0) / (1.0 - 2.0 * e)
+    return _smoothed(numbers.beta * _difference(answers.ratios), e, -1.0) / (1.0 - 2.0 * e)
 
 
 def ipo(answers: Answers, numbers: LossNumbers) -> Tensor:
     """(rho_c / n_c - rho_r / n_r - 1 / (2 b))^2: Azar et al. 2023, eq. 17, with lengths divided out."""
-    return (_difference(answers.means_B2) - 0.5 / numbers.beta).square()
+    return (_difference(answers.means) - 0.5 / numbers.beta).square()
 
 
 def hinge(answers: Answers, numbers: LossNumbers) -> Tensor:
     """max(0, 1 - b d): SLiC (Zhao et al. 2023)."""
-    return torch.relu(1.0 - numbers.beta * _difference(answers.ratios_B2))
+    return torch.relu(1.0 - numbers.beta * _difference(answers.ratios))
 
 
 def apo_zero(answers: Answers, numbers: LossNumbers) -> Tensor:
     """1 - sigmoid(b rho_c) + sigmoid(b rho_r): D'Oosterlinck et al. 2024, eq. 7."""
-    s_B2 = torch.sigmoid(numbers.beta * answers.ratios_B2)
+    s_B2 = torch.sigmoid(numbers.beta * answers.ratios)
     return 1.0 - _difference(s_B2)
 
 
 def apo_down(answers: Answers, numbers: LossNumbers) -> Tensor:
     """sigmoid(b rho_c) + 1 - sigmoid(b d): D'Oosterlinck et al. 2024, eq. 8."""
-    b, ratios_B2 = numbers.beta, answers.ratios_B2
+    b, ratios_B2 = numbers.beta, answers.ratios
     return torch.sigmoid(b * ratios_B2[:, 0]) + 1.0 - torch.sigmoid(b * _difference(ratios_B2))
 
 
 def sigmoid_norm(answers: Answers, numbers: LossNumbers) -> Tensor:
     """-log sigmoid(b (rho_c / n_c - rho_r / n_r)): DPO of rewards per token."""
-    return -F.logsigmoid(numbers.beta * _difference(answers.means_B2))
+    return -F.logsigmoid(numbers.beta * _difference(answers.means))
 
 
 def simpo(answers: Answers, numbers: LossNumbers) -> Tensor:
@@ -160,7 +160,7 @@ def pair_sums(
         answers; entropies; and the numbers of tokens.
     """
     with torch.no_grad():
-        compared_B2 = answers.means_B2 if loss in _OF_MEANS else answers.ratios_B2
+        compared_B2 = answers.means if loss in _OF_MEANS else answers.ratios
         rewards_B2 = numbers.beta * compared_B2
         reward_c, reward_r = rewards_B2.sum(0).unbind()
         logp_c, logp_r = answers.logprobs_B2.sum(0).unbind()

@@ -17,6 +17,7 @@ from expertmesh.data.prompts import Prompt, PromptData
 from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.answers import AnswerScores, AnswerTask
+from expertmesh.models.family import REWARD
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.replay import replaying
 from expertmesh.models.task import Batch, Loss, Part, each_tensor, micro_batches, named_tensors
@@ -38,6 +39,7 @@ class PolicyTask(AnswerTask):
     """Groups of answers that the model itself writes; prompts are the samples, and rewards say what is learned."""
 
     measures_items = False
+    metric = REWARD
     data: PromptData
     rewards: Sequence[RewardFunction]
 

@@ -16,7 +16,7 @@ from expertmesh.data.encoding import NotTextError
 from expertmesh.data.files import TextFile
 from expertmesh.data.formats import Reading, ending_of, rows_of
 from expertmesh.data.json_records import JSON
-from expertmesh.data.records import NoRecordsError
+from expertmesh.data.records import TEXT, NoRecordsError
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import grouped_layers

@@ -17,6 +17,7 @@ from torch import nn
 from expertmesh.checkpoints.compressed_tensors import QuantizedModel, quantization_of
 from expertmesh.checkpoints.hub.load_pretrained import hub_run_config, is_hub_folder
 from expertmesh.checkpoints.source import TensorSource, read_into
+from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
@@ -288,7 +289,7 @@ def _built(
 
 def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
     """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs lack."""
-    config = run.config
+    config = run.config.model_copy(update={"adapter": AdapterConfig()})  # merged into its weights
     model: Any = getattr(config, "model", None)
     if tokenizer is None or not (run.family.generates_text and hasattr(model, "start_ids")):
         return config

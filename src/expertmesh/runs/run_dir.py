@@ -18,7 +18,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good, read_state
@@ -34,6 +33,7 @@ from expertmesh.models.gpt.family import GPT
 from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.models.registry import FAMILIES
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.adapted import checkpoint_weights
 from expertmesh.runs.quantized import open_quantized
 from expertmesh.text.tokenizer import load_tokenizer
 
@@ -360,7 +360,7 @@ class Run:
             return open_quantized(self.path, self.config)
         if self.is_hub:
             return HubModel(self.path, dtype=dtype)
-        return Checkpoint(self.checkpoint, prefix="model.")
+        return checkpoint_weights(self.checkpoint, dtype)
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of a model, or this rank's shards of them, by their names in its state dict.

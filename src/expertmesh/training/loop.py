@@ -29,7 +29,7 @@ from expertmesh.training.check_run_memory import check_run_memory
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
-from expertmesh.training.init_from import kept_files, run_of_init_from, with_init_from
+from expertmesh.training.init_from import kept_files, load_base, run_of_init_from, with_init_from
 from expertmesh.training.kept_samples import Sampler, check_samples, kept_samples
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
@@ -268,10 +268,9 @@ class _Trainer:
         if self.ranks.is_leader:
             self.store.remove_leftovers()
         path = newest_good(self.run_dir.checkpoints, self.ranks) or trunk
+        if begin is not None:
+            load_base(begin, self.task, self.state, self.data)
         if path is None:
-            if begin is not None:
-                targets = self.task.builder.inherited(self.state.model, begin.config, self.data)
-                self.ranks.on_all(lambda: begin.load_into(targets))
             return 0
         values = read_run_state(path)
         self.ranks.on_rank0(
@@ -309,6 +308,7 @@ class _Trainer:
             total_steps=config.train.steps,
             first_step=first,
             every=config.train.log_every,
+            metric=self.task.metric,
             on_lost=lambda: stop.ask(signal.SIGPIPE),
         )
         if self.ranks.is_leader:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from expertmesh.errors import printed
-from expertmesh.models.family import Family
+from expertmesh.models.family import Family, Metric
 from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.metrics import StepMetrics
 
@@ -55,6 +55,7 @@ class ProgressReport:
         total_steps: number of steps of the run.
         first_step: steps done before.
         every: steps between plain lines; None: about forty lines in all.
+        metric: metric of the evaluations; None: the family's.
         on_lost: called on a dead pipe or a closed terminal. A full disk does not call it.
     """
 
@@ -66,9 +67,10 @@ class ProgressReport:
         total_steps: int,
         first_step: int,
         every: int | None = None,
+        metric: Metric | None = None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._family = family
+        self._family, self._metric = family, metric or family.metric
         self.console = console or _Console(highlight=False)
         self._on_lost = on_lost
         self._is_lost = False
@@ -152,7 +154,7 @@ class ProgressReport:
     def evaluation(self, step: int, result: Evaluation) -> None:
         """Show an evaluation after `step` steps."""
         self._evaluation = result
-        metric = self._family.metric_of(result)
+        metric = self._metric
         judged = f", {result[metric.key]:.4f} {metric.text}" if metric.key != "loss" else ""
         self.message(f"step {step}: validation loss {result['loss']:.4f}{judged}")
         if self._last is not None:
@@ -202,7 +204,7 @@ class ProgressReport:
         table = Table(box=None, pad_edge=False)
         cells = self._cells(metrics)
         if self._evaluation is not None:
-            metric = self._family.metric_of(self._evaluation)
+            metric = self._metric
             cells.insert(1, (metric.short, f"{self._evaluation[metric.key]:.4f}"))
         # Names break between words, numbers do not.
         widths = [max(map(len, [*name.split(), text])) + 2 for name, text in cells]

@@ -14,8 +14,8 @@ from expertmesh.training.state import TrainState
 
 _PARTS = (
     (r"(^|\.)router\b", "routers"),
-    (r"(^|\.)experts\.w_in\b", "experts w_in"),
-    (r"(^|\.)experts\.w_out\b", "experts w_out"),
+    (r"(^|\.)experts\.(adapters\.)?w_in\b", "experts w_in"),
+    (r"(^|\.)experts\.(adapters\.)?w_out\b", "experts w_out"),
     (r"(^|\.)experts\.", "experts' biases"),
     (r"(^|\.)(shared_experts|shared_gate)\b", "shared experts"),
     (r"(^|\.)attention\.", "attention"),

@@ -29,7 +29,7 @@ class AnswerScores(NamedTuple):
     stats: tuple[RoutingStats, ...]
 
     @property
-    def answer_R(self) -> Tensor:
+    def answers(self) -> Tensor:
         """(R,) int64 answer of each row, among the B * G."""
         return self.rows_R // self.shape[-1]
 

@@ -8,7 +8,7 @@ from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
-from expertmesh.config.objective import ObjectiveConfig
+from expertmesh.config.objective import LEARNING_RATES, ObjectiveConfig
 from expertmesh.config.rl import RewardConfig, RLConfig, check_rl, options_of_rl
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
@@ -284,6 +284,12 @@ class GPTRunConfig(RunConfig):
                 f"conflicts with {named('model.batch_invariant')}, whose positions begin with a sequence's first token",
                 "leave one of the two out",
             )
+        self.require(
+            self.objective.name not in LEARNING_RATES or self.parallel.tp_degree == 1,
+            "parallel.tp_degree",
+            f"shares a sequence among ranks, and {named('objective.name', self.objective.name)} compares whole answers",
+            "use 1",
+        )
         layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
         self.require(
             given in (0, 1, layers),
@@ -302,6 +308,8 @@ def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     """
     where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
+    if config.objective.name in LEARNING_RATES and not other.model.num_moe_layers:
+        changes["train.freeze"] = ()  # by default its routers rest
     found = config.updated(changes)
     found = found.updated(options_of_rl(found))
     found.check_fits()

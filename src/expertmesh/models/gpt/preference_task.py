@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.data.pair_data import PairData
+from expertmesh.models.family import Metric
 from expertmesh.models.gpt.answers import AnswerTask, with_named
 from expertmesh.models.gpt.reference import read_scores, score_pairs, write_scores
 from expertmesh.models.gpt.task import bits_per_byte
@@ -23,6 +24,8 @@ from expertmesh.parallel.ranks import Ranks
 
 class PreferenceTask(AnswerTask):
     """Pairs of a chosen and a rejected answer, (B, 2, S); items of the loss are pairs."""
+
+    metric = Metric("accuracy", "accuracy of preferences", "accuracy", higher_is_better=True)
 
     def begin(self, model: nn.Module, data: Data, *, step: int, folder: Path, ranks: Ranks) -> None:
         """Score all pairs under the reference, the weights that the run begins with, or read the scores of a run that goes on.

@@ -1,7 +1,9 @@
 """Scores of answers under the reference of preferences: computed once, when a run begins, and kept in its folder."""
 
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -87,9 +89,9 @@ def read_scores(folder: Path, data: PairData) -> dict[str, Tensor]:
     path = folder / FILE
     wanted = {"training": data.num_training, "validation": data.num_validation}
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as file:
             found = {side: torch.from_numpy(file[side]) for side in wanted}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise ConfigError(
             f"{path}: the reference's scores cannot be read ({error}); restore the file, or begin the run anew"
         ) from None
