@@ -15,7 +15,7 @@ Example:
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
-from expertmesh.moe.dense_parts import Linear
-from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.module_adapters import Adapter, ModuleAdapters, adapters_in
 from expertmesh.ops.experts.weights import FORMATS
@@ -36,8 +34,6 @@ _RANK = Number(1, fix="use 8, for example", types=WHOLE)
 _EXPERT_RANK = Number(1, fix="leave it out, for rank", types=WHOLE, optional=True)
 _ALPHA = Number(0, fix="use twice the rank, for example", is_open=True)
 
-Adapted = Linear | DenseMLP | GroupedExperts
-"""Modules that can have adapters."""
 
 __all__ = ["adapters", "add", "merge", "remove"]
 
@@ -123,12 +119,13 @@ def attach(
     if freeze:
         model.requires_grad_(False)
     for path, own in found.items():
-        module, made = model.get_submodule(path), {}
+        module: Any = model.get_submodule(path)
+        made = {}
         for leaf, size in own.items():
             weight: Tensor = getattr(module, leaf)
             made[leaf] = Adapter(
-                _shape(module, leaf),
-                num_experts=module.num_experts if isinstance(module, GroupedExperts) else None,
+                module.matrices[leaf],
+                num_experts=getattr(module, "num_experts", None),
                 rank=size.rank,
                 scaling=size.scaling,
                 shared=shared,
@@ -148,29 +145,20 @@ def _parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for path, module in model.named_modules():
         if isinstance(spec := getattr(module, "spec", None), ModelSpec):
             theirs |= {f"{path}.{n}".removeprefix("."): ends for n, ends in adaptable(spec).items()}
-        leaves = ("weight",) if isinstance(module, Linear) else ("w_in", "w_out")
-        for leaf in leaves if isinstance(module, Adapted) else ():
+        for leaf, shape in getattr(module, "matrices", {}).items():
             name = f"{path}.{leaf}".removeprefix(".")
             if kind_of(name) is not None:
-                parts[name] = theirs.get(name) or _usual_parts(module, leaf)
+                parts[name] = theirs.get(name) or _usual_parts(leaf, shape)
     return parts
 
 
-def _usual_parts(module: nn.Module, leaf: str) -> tuple[str, ...]:
+def _usual_parts(leaf: str, shape: Sequence[int]) -> tuple[str, ...]:
     """Names of the modules that a parameter is in transformers, for a model that does not tell them."""
     if leaf == "weight":
         return ()
     if leaf == "w_out":
         return ("down_proj",)
-    return ("gate_proj", "up_proj") if _shape(module, leaf)[-3] == 2 else ("up_proj",)
-
-
-def _shape(module: nn.Module, leaf: str) -> tuple[int, ...]:
-    """Shape of a matrix, widened where it is quantised."""
-    if not isinstance(module, GroupedExperts):
-        return tuple(getattr(module, leaf).shape)
-    E, G, F, D = module.shape
-    return (E, G, F, D) if leaf == "w_in" else (E, D, F)
+    return ("gate_proj", "up_proj") if shape[-3] == 2 else ("up_proj",)
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -188,16 +176,14 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
     return found
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Modules with adapters, by path.
 
     Raises:
         ConfigError: there are none.
     """
     for path in dict.fromkeys(name.rpartition(".")[0] for name in adapters(model)):
-        module = model.get_submodule(path)
-        assert isinstance(module, Adapted)
-        yield path, module
+        yield path, model.get_submodule(path)
 
 
 def merge(model: nn.Module) -> int:
@@ -240,24 +226,22 @@ def remove(model: nn.Module) -> int:
     return len(found)
 
 
-def _merge(path: str, module: Adapted) -> None:
+def _merge(path: str, module: Any) -> None:
     """Merge a module's adapters; quantised weights are widened for it, a layer at a time."""
-    assert module.adapters is not None
-    own = {name: one for name, one in module.adapters.named_children() if isinstance(one, Adapter)}
-    experts = module if isinstance(module, GroupedExperts) else None
-    form = FORMATS["dense" if experts is None else experts.format]
-    if experts is None or form.name == "dense":
+    own = dict(module.adapters.named_children())
+    form = FORMATS[getattr(module, "format", "dense")]
+    if form.name == "dense":
         for name, adapter in own.items():
             adapter.add_to(getattr(module, name))
         return
-    group_size = form.unit(experts.weights().slices()[0])
-    experts.convert("dense")
-    before = {name: getattr(experts, name).detach().clone() for name in own}
+    group_size = form.unit(module.weights().slices()[0])
+    module.convert("dense")
+    before = {name: getattr(module, name).detach().clone() for name in own}
     for name, adapter in own.items():
-        adapter.add_to(getattr(experts, name))
-    merged = {name: getattr(experts, name).detach() for name in own}
-    experts.convert(form.name, group_size=group_size)
-    one = experts.weights().slices()[0].unpacked(experts.dtype)
+        adapter.add_to(getattr(module, name))
+    merged = {name: getattr(module, name).detach() for name in own}
+    module.convert(form.name, group_size=group_size)
+    one = module.weights().slices()[0].unpacked(module.dtype)
     after = {"w_in": one.w_in_EGFD, "w_out": one.w_out_EDF}
     for name, w in merged.items():
         change, error = (float((w - other[name]).norm() / w.norm()) for other in (before, after))
@@ -266,14 +250,13 @@ def _merge(path: str, module: Adapted) -> None:
         )
 
 
-def _check(path: str, module: nn.Module, names: Sequence[str]) -> None:
+def _check(path: str, module: Any, names: Sequence[str]) -> None:
     """Raise ConfigError for a module that adapters cannot be added to."""
-    assert isinstance(module, Adapted)
     if module.adapters is not None:
         raise ConfigError(
             f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
         )
-    if isinstance(module, GroupedExperts) and module.paging is not None:
+    if getattr(module, "paging", None) is not None:
         raise ConfigError(
             f"{path}: its experts are in slots, for inference; open it with all of them"
         )

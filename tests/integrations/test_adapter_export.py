@@ -5,21 +5,23 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.support.hub_models import tiny_model
 from tests.support.hub_text import hub_folder
 
 from expertmesh import lora
 from expertmesh.checkpoints import peft_writing
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.peft_folder import WEIGHTS
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.cli.convert import run as convert_verb
 from expertmesh.cli.train import run as train_verb
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
+from expertmesh.integrations.hub.adapter_folder import check_logits
 from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.models.token_losses import token_losses
-from expertmesh.runs.run_dir import load_run
+from expertmesh.runs.run_dir import checkpoint_weights, load_run
 
 # peft 0.21 asks transformers 5.23 for an attribute by its old name
 pytestmark = [
@@ -83,25 +85,21 @@ def test_merged_weights_and_peft_s_folder_give_the_run_s_logits(folders, tmp_pat
 
 
 @pytest.mark.parametrize("layout", ["fused", "per-expert"])
-def test_a_turned_layout_is_found_before_anything_is_written(
-    folders, tmp_path, monkeypatch, layout
-):
+def test_a_turned_layout_is_found(folders, tmp_path, layout):
     """Rank-major factors of experts written expert-major: every expert would get the others' numbers."""
-    convert(folders[1], tmp_path / "right", adapter_only=True, expert_layout=layout)
-    values = json.loads((tmp_path / "right" / "adapter_config.json").read_text())
-    # vLLM knows one rank and scale
-    assert bool(values["rank_pattern"]) == (layout == "fused")
-    right = peft_writing._theirs
-
-    def turned(adapter, places):
-        a, b = right(adapter, places)
-        return a, b.view(len(b), adapter.a.shape[-2], -1).mT.flatten(1) if layout == "fused" else -b
-
-    monkeypatch.setattr(peft_writing, "_theirs", turned)
+    convert(folders[1], tmp_path / "peft", adapter_only=True, expert_layout=layout)
+    values = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert bool(values["rank_pattern"]) == (layout == "fused")  # vLLM knows one rank and scale
+    checkpoint, path = load_run(folders[1]).checkpoint, tmp_path / "peft" / WEIGHTS
+    merged, tensors = checkpoint_weights(checkpoint), load_file(path)
+    check_logits(checkpoint, merged, served=path.parent)
+    for name, b in tensors.items():
+        if "experts" in name and name.endswith("lora_B.weight"):
+            turned = b.view(len(b), -1, 4).mT.flatten(1) if layout == "fused" else b.flip(1)
+            tensors[name] = turned.contiguous()
+    save_file(tensors, path)
     with pytest.raises(CheckpointError, match="served logits differ from those of its adapters"):
-        convert(folders[1], tmp_path / "wrong", adapter_only=True, expert_layout=layout)
-    assert not (tmp_path / "wrong").exists()
-    convert(folders[1], tmp_path / "wrong", adapter_only=True, check=False, expert_layout=layout)
+        check_logits(checkpoint, merged, served=path.parent)
 
 
 def test_what_has_no_effect_is_refused(folders, tmp_path):

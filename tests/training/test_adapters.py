@@ -10,8 +10,8 @@ from tests.support.hub_text import hub_folder
 
 import expertmesh as em
 from expertmesh import lora
-from expertmesh.checkpoints.adapted import AdaptedModel, factor_prefix
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.merged_adapters import AdaptedModel, factor_prefix
 from expertmesh.checkpoints.source import Stored, read_whole
 from expertmesh.cli.start_training import parse_and_begin
 from expertmesh.cli.train import run as train_verb
@@ -125,7 +125,10 @@ MISTAKES = {
     ),
     "half a matrix": (["--adapter.targets", "q_proj", "v_proj"], "name k_proj too, or attention"),
     "a tied head, or none": (["--adapter.targets", "router"], "router matches nothing"),
-    "frozen twice": (["--train.freeze", "router"], "has no effect with adapter.kind=lora, where all but adapters rests"),
+    "frozen twice": (
+        ["--train.freeze", "router"],
+        "has no effect with adapter.kind=lora, where all but adapters rests",
+    ),
 }
 
 

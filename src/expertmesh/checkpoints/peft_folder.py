@@ -173,7 +173,7 @@ def _times(b: Tensor, scaling: float) -> Tensor:
     return b if scaling == 1.0 else (b.to(wide) * scaling).to(b.dtype)
 
 
-class Place(NamedTuple):
+class ModuleRows(NamedTuple):
     """Mapping of rows of a peft module to rows of a parameter of ours.
 
     Attributes:
@@ -201,7 +201,7 @@ class Place(NamedTuple):
 class _Parts:
     """Factors found for one parameter, by part."""
 
-    found: dict[int, list[tuple[Place, Tensor, Tensor, float]]] = field(default_factory=dict)
+    found: dict[int, list[tuple[ModuleRows, Tensor, Tensor, float]]] = field(default_factory=dict)
 
     def factors(self, one: Parameter, *, multiple: int) -> Factors:
         """The joined factors, their rank padded with zeros to a multiple of `multiple`."""
@@ -225,7 +225,7 @@ class _Parts:
         return Factors(a_erK, b_eNr, scalings.pop() if len(scalings) == 1 else 1.0)
 
 
-def _share_first(parts: Iterable[tuple[Place, Tensor, Tensor, float]]) -> bool:
+def _share_first(parts: Iterable[tuple[ModuleRows, Tensor, Tensor, float]]) -> bool:
     """Whether the parts of a parameter have equal first factors, as one adapter of ours is written."""
     known: dict[int, Tensor] = {}
     return all(
@@ -327,16 +327,16 @@ def _by_target(module: str, files: AdapterFiles) -> str:
 
 
 @lru_cache(maxsize=4)
-def places_of(config: ModelConfig) -> Mapping[str, list[Place]]:
+def places_of(config: ModelConfig) -> Mapping[str, list[ModuleRows]]:
     """Places in our parameters of each module that may have an adapter, by all names of the module."""
     spec = gpt_spec(config)
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[ModuleRows]] = {}
     for one in spec:
         if not can_have_adapter(one):
             continue
         if one.name.endswith(".weight"):
             rows, columns = one.shape
-            own = Place(one.name, 0, 0, slice(0, rows), slice(0, rows), rows, columns)
+            own = ModuleRows(one.name, 0, 0, slice(0, rows), slice(0, rows), rows, columns)
             found[_OWN_PREFIX + one.name.removesuffix(".weight")] = [own]
     for piece in pieces(config, ""):
         known = spec.by_name.get(piece.ours)
@@ -362,8 +362,8 @@ def can_have_adapter(one: Parameter) -> bool:
     return one.role in ("matrix", "gate", "head") and one.part != "router" and not is_read_otherwise
 
 
-def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int) -> Place:
-    """`Place` of a part, its rows counted over all dimensions but the last."""
+def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int) -> ModuleRows:
+    """`ModuleRows` of a part, its rows counted over all dimensions but the last."""
     expert = at[0].start if one.is_expert else 0
     *lead, _ = at[one.is_expert :]
     sizes = one.shape[one.is_expert : -1]
@@ -371,10 +371,12 @@ def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int)
     for place, size in zip(lead, sizes, strict=True):
         first = first * size + place.start
     count = math.prod(place.stop - place.start for place in lead)
-    return Place(one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1])
+    return ModuleRows(
+        one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1]
+    )
 
 
-def _fused(one: Parameter, config: ModelConfig) -> Iterator[Place]:
+def _fused(one: Parameter, config: ModelConfig) -> Iterator[ModuleRows]:
     """Places of transformers' tensor of all experts: gate rows before up rows, or alternating."""
     E, *inner, K = one.shape
     rows = math.prod(inner)
@@ -382,12 +384,12 @@ def _fused(one: Parameter, config: ModelConfig) -> Iterator[Place]:
     for expert in range(E):
         if not takes_turns:
             whole = slice(0, rows)
-            yield Place(one.name, 0, expert, whole, whole, rows, K, E)
+            yield ModuleRows(one.name, 0, expert, whole, whole, rows, K, E)
             continue
         G, F = inner
         for g in range(G):
             ours, theirs = slice(g * F, g * F + F), slice(g, rows, G)
-            yield Place(one.name, 0, expert, ours, theirs, rows, K, E)
+            yield ModuleRows(one.name, 0, expert, ours, theirs, rows, K, E)
 
 
 def _no_place(

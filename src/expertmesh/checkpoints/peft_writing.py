@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.checkpoints.peft_folder import CONFIG, IN_HUB, WEIGHTS, Place, places_of
+from expertmesh.checkpoints.peft_folder import CONFIG, IN_HUB, WEIGHTS, ModuleRows, places_of
 from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
@@ -151,7 +151,7 @@ def _modules(one: Parameter, hub_name: Callable[[str], str], *, is_fused: bool) 
     return [name.format(expert=expert) for expert in experts for name in names]
 
 
-def _theirs(adapter: TrainedAdapter, places: list[Place]) -> tuple[Tensor, Tensor]:
+def _theirs(adapter: TrainedAdapter, places: list[ModuleRows]) -> tuple[Tensor, Tensor]:
     """Factors of a module: A (r, K) and B (N, r); of E experts A (E r, K), expert-major, and B (N, r E), rank-major."""
     a, b = adapter.a, adapter.b
     a_erK = a[None] if a.ndim == 2 else a

@@ -12,14 +12,14 @@ from expertmesh.errors import named
 
 Kind = Literal["none", "lora"]
 LEARNING_RATE = 2e-4
-"""Learning rate of adapters where none is given: about ten times that of all weights ("LoRA Without Regret", 2025)."""
+"""Learning rate of adapters where none is given: about ten times the rate of all weights ("LoRA Without Regret", 2025)."""
 
 
 class AdapterConfig(Config):
     """Low-rank adapters, which learn in the place of the model's weights."""
 
     kind: Kind = "none"
-    """What learns: all weights (none), or low-rank adapters while the weights rest (lora: Hu et al. 2022)."""
+    """Part that learns: all weights (none), or low-rank adapters while the weights rest (lora: Hu et al. 2022)."""
     rank: int = Field(default=16, gt=0)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)

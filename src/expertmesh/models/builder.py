@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.adapted import adapt
 from expertmesh.models.classifier import Classifier
 from expertmesh.models.decoder import CausalLM, Translation
+from expertmesh.models.run_adapters import adapt
 from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.ranks import Ranks

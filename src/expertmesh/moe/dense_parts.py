@@ -39,6 +39,11 @@ class Linear(nn.Linear):
         self.arithmetic, self.backend = arithmetic, backend
         self.adapters: ModuleAdapters | None = None
 
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shape of the matrix, which may have an adapter, by name."""
+        return {"weight": (self.out_features, self.in_features)}
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         linear, how = self.arithmetic.in_mode(self.training).linear, {"backend": self.backend}

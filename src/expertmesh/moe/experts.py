@@ -80,6 +80,11 @@ class DenseMLP(nn.Module):
         self.b_in = parameter(branches, hidden_dim) if bias else None
         self.b_out = parameter(dim) if bias else None
 
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the matrices, which may have adapters, by name."""
+        return {"w_in": tuple(self.w_in.shape), "w_out": tuple(self.w_out.shape)}
+
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D), in x's dtype or autocast's."""
         return self.arithmetic.in_mode(self.training).mlp(
@@ -227,6 +232,12 @@ class GroupedExperts(nn.Module):
     def shape(self) -> tuple[int, int, int, int]:
         """Shape (E, G, F, D) of the matrices, of all experts that are here."""
         return self.weights().slices()[0].shape
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stacks of matrices in any format, which may have adapters, by name."""
+        E, G, F, D = self.shape
+        return {"w_in": (E, G, F, D), "w_out": (E, D, F)}
 
     @property
     def dtype(self) -> torch.dtype:

@@ -49,7 +49,7 @@ class OpSet:
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), returned in x's dtype.
         norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; returns None if it does not support the call.
         attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`.
-        mlp: dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or those of `runs`.
+        mlp: dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or the adapters of `runs`.
     """
 
     batch_invariant: bool

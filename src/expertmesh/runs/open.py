@@ -14,15 +14,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from expertmesh.checkpoints.compressed_tensors import QuantizedModel, quantization_of
-from expertmesh.checkpoints.hub.load_pretrained import hub_run_config, is_hub_folder
+from expertmesh.checkpoints.compressed_tensors import QuantizedModel
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.config.adapter import AdapterConfig
-from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
-from expertmesh.models.gpt.family import GPT
 from expertmesh.models.task import Task
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.parallel.construct import give_memory
@@ -39,7 +36,7 @@ from expertmesh.runs.precision import (
     trained_precision,
 )
 from expertmesh.runs.quantized import put_quantized
-from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_run
+from expertmesh.runs.run_dir import TOKENIZER, Run, find_model
 from expertmesh.text.format import TextFormat, text_format, told_by_files
 
 
@@ -88,27 +85,6 @@ class LoadedModel:
         """
         tokenizer = self.run.load_tokenizer() if self.tokenizer is None else self.tokenizer
         return text_format(tokenizer, self.run.path / TOKENIZER, model=self.decoder)
-
-
-def find_model(path: str | Path, family: Family | None = None) -> Run:
-    """Description of a folder's model; no weights are read.
-
-    Args:
-        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of `expertmesh quantize`.
-        family: family of a run, if it is none of this package.
-
-    Raises:
-        ConfigError: the folder is none of these, or of another family.
-    """
-    folder = expanded(path)
-    is_quantized = quantization_of(folder) is not None
-    if is_hub_folder(folder):
-        config = hub_run_config(folder, is_quantized=is_quantized)
-        return Run(folder, config, GPT, folder, is_quantized)
-    if is_quantized:
-        found, family = RunDir(folder).read_config(family, is_quantized=True)
-        return Run(folder, found, family, folder, is_quantized)
-    return find_run(path, family)
 
 
 def open_model(

@@ -18,9 +18,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from expertmesh.checkpoints.hub.load_pretrained import HubModel
+from expertmesh.checkpoints.compressed_tensors import quantization_of
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_run_config, is_hub_folder
+from expertmesh.checkpoints.merged_adapters import AdaptedModel
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good, read_state
+from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
@@ -33,7 +37,7 @@ from expertmesh.models.gpt.family import GPT
 from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.models.registry import FAMILIES
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.adapted import checkpoint_weights
+from expertmesh.runs.base_record import read_record
 from expertmesh.runs.quantized import open_quantized
 from expertmesh.text.tokenizer import load_tokenizer
 
@@ -409,6 +413,54 @@ def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
     folder = RunDir(run_dir)
     config, family = folder.read_config(family)
     return Run(folder.path, config, family)
+
+
+def find_model(path: str | Path, family: Family | None = None) -> Run:
+    """Description of a folder's model; no weights are read.
+
+    Args:
+        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of `expertmesh quantize`.
+        family: family of a run, if it is none of this package.
+
+    Raises:
+        ConfigError: the folder is none of these, or of another family.
+    """
+    folder = expanded(path)
+    is_quantized = quantization_of(folder) is not None
+    if is_hub_folder(folder):
+        config = hub_run_config(folder, is_quantized=is_quantized)
+        return Run(folder, config, GPT, folder, is_quantized)
+    if is_quantized:
+        found, family = RunDir(folder).read_config(family, is_quantized=True)
+        return Run(folder, found, family, folder, is_quantized)
+    return find_run(path, family)
+
+
+def find_base(checkpoint: Path) -> tuple[Run, AdapterConfig] | None:
+    """The run or hub folder that a checkpoint's adapters are for, with its weights, and their options; see `read_record`."""
+    found = read_record(checkpoint)
+    if found is None:
+        return None
+    path, weights, config = found
+    return replace(find_model(path), weights=weights), config
+
+
+def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
+    """Weights of a run's checkpoint by the names of its model; adapters are merged into the weights of their base.
+
+    Args:
+        checkpoint: the checkpoint.
+        dtype: type of the weights of a base in the hub's format; None: the type of its files.
+
+    Raises:
+        ConfigError: there is no base any more.
+        CheckpointError: the base has changed, or the checkpoint is unreadable.
+    """
+    own, found = Checkpoint(checkpoint, prefix="model."), find_base(checkpoint)
+    if found is None:
+        return own
+    base, config = found
+    return AdaptedModel(base.open_weights(dtype), own, config)
 
 
 def load_run(run_dir: str | Path, family: Family | None = None) -> Run:

@@ -14,8 +14,7 @@ from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, output_file, remove_leftovers
 from expertmesh.errors import CheckpointError, ConfigError, command, named
-from expertmesh.runs.adapted import checkpoint_weights
-from expertmesh.runs.run_dir import find_run, load_run
+from expertmesh.runs.run_dir import checkpoint_weights, find_run, load_run
 from expertmesh.training.state import read_run_state
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import nn
 
-from expertmesh.checkpoints.adapted import is_factor
 from expertmesh.checkpoints.dcp import Make
+from expertmesh.checkpoints.merged_adapters import is_factor
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming, new_folder
@@ -25,9 +25,8 @@ from expertmesh.models.task import Data, Task
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.adapted import base_record
-from expertmesh.runs.open import find_model
-from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
+from expertmesh.runs.base_record import base_record
+from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.text.tokenizer_files import files_in

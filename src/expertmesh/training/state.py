@@ -19,7 +19,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.registry import DEFAULT
 from expertmesh.models.task import Data
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.adapted import BASE, check_same_base
+from expertmesh.runs.base_record import BASE, check_same_base
 from expertmesh.training.moments_saved import MomentsReader
 from expertmesh.training.torchao_adamw import plain_tensors
 

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from expertmesh import lora
-from expertmesh.checkpoints.adapted import is_factor, read_factor_pairs
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.merged_adapters import is_factor, read_factor_pairs
 from expertmesh.checkpoints.peft_writing import ExpertLayout, TrainedAdapter, write_peft_folder
 from expertmesh.checkpoints.source import TensorSource, read_into
-from expertmesh.checkpoints.store import read_state
+from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.engine.request_adapters import Adapters
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub.exports import origin_of
-from expertmesh.runs.adapted import BASE, checkpoint_weights, find_base
 from expertmesh.runs.open import open_model
+from expertmesh.runs.run_dir import Run, checkpoint_weights, find_base
 from expertmesh.spec.adapter_targets import kind_of
 
 _TOKENS = 64
@@ -30,11 +30,7 @@ def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
     Raises:
         ConfigError: it has none, or more than adapters has learned.
     """
-    if BASE not in read_state(checkpoint):
-        raise ConfigError(
-            f"{checkpoint}: has no adapters, all of its weights are in it; convert it without adapter_only"
-        )
-    _, options = find_base(checkpoint)
+    _, options = _base_of(checkpoint)
     learned = Checkpoint(checkpoint, prefix="model.")
     if more := [name for name in learned.tensors if not is_factor(name)]:
         raise ConfigError(
@@ -44,10 +40,24 @@ def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
     return {name: TrainedAdapter(a, b, options.scaling(a.shape[-2])) for name, (a, b) in pairs}
 
 
+def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:
+    """Base and options of a checkpoint's adapters.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    found = find_base(checkpoint)
+    if found is None:
+        raise ConfigError(
+            f"{checkpoint}: has no adapters, all of its weights are in it; convert it without adapter_only"
+        )
+    return found
+
+
 def write_adapter_folder(
     checkpoint: Path, target: Path, *, layout: ExpertLayout = "fused", check: bool = True
 ) -> int:
-    """Write the adapters of a checkpoint; the folder appears only when its logits were found to be those of the run.
+    """Write the adapters of a checkpoint; the folder appears only when its logits were found to equal the run's.
 
     Args:
         checkpoint: checkpoint of a run with adapters.
@@ -63,7 +73,7 @@ def write_adapter_folder(
         CheckpointError: the logits differ.
     """
     found = adapters_of(checkpoint)
-    base, _ = find_base(checkpoint)
+    base, _ = _base_of(checkpoint)
     origin = origin_of(checkpoint.parent.parent)
     with complete_folder(new_folder("to", target)) as partial:
         write_peft_folder(
@@ -91,7 +101,7 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
         CheckpointError: the logits differ.
     """
     found = adapters_of(checkpoint)
-    base, _ = find_base(checkpoint)
+    base, _ = _base_of(checkpoint)
     opened = open_model(base, device="cpu")
     model = opened.model
     assert isinstance(model.vocab_size, int)

@@ -27,10 +27,10 @@ from expertmesh.ops.quantized.pack import to_words
 from expertmesh.ops.quantized.rounding import FORMATS, GROUP_SIZES, Format, rounded
 from expertmesh.runs.arithmetic import read_arithmetic
 from expertmesh.runs.calibration import MOST_BYTES, importance_of
-from expertmesh.runs.open import find_model, open_model
+from expertmesh.runs.open import open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.quantized import REPORT
-from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
+from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.training.threads import threads_of_calls

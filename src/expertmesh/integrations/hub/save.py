@@ -21,7 +21,7 @@ from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.integrations.hub.adapter_folder import check_logits
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
-from expertmesh.runs.adapted import checkpoint_weights
+from expertmesh.runs.run_dir import checkpoint_weights
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import find_format, text_format
 from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer, with_start
@@ -52,14 +52,14 @@ def save_pretrained(
         dtype: dtype of the weights; None: the experts' dtype in the checkpoint, with FP64 written as FP32, because no
             other program computes in FP64.
         shard_bytes: maximum bytes of a file.
-        check: compare the logits of merged adapters with those of the adapters, of a run that has some.
+        check: compare the logits of merged and of unmerged adapters, of a run that has some.
 
     Returns:
         The architecture of the written model.
 
     Raises:
         ConfigError: an option has no counterpart in hub architectures, or the folder exists.
-        CheckpointError: merged logits differ from those of the adapters.
+        CheckpointError: logits of merged and of unmerged adapters differ.
     """
     family = export_family(config.model, origin_of(run_dir))
     new_folder("to", folder)

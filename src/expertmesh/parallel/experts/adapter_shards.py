@@ -2,8 +2,8 @@
 
 Where tokens travel to all ranks, factors are cut as their experts are, along E and, of the factor that has F, along F. A factor
 without F is on all slices of its experts, an adapter that all experts share on all ranks: their gradients are summed over the
-ranks that have the same part. Where weights are gathered, every rank has all factors, which are small, and uses those of its
-experts.
+ranks that have the same part. Where weights are gathered, every rank has all factors, which are small, and uses its experts'
+factors.
 """
 
 from collections.abc import Callable
@@ -100,7 +100,7 @@ def _local(
     own: list[tuple[int, int, int]],
     where: str,
 ) -> Tensor:
-    """This rank's part of a factor, differentiable."""
+    """Part of a factor on this rank, differentiable."""
     found: Tensor = getattr(adapter, factor)
     if isinstance(found, DTensor):
         found = found.to_local()

@@ -20,7 +20,7 @@ class AdaptedModel:
 
     Args:
         base: the weights W.
-        learned: factors of the adapters, and tensors that replace those of the base.
+        learned: factors of the adapters, and tensors that replace the base's.
         config: options of the adapters.
     """
 

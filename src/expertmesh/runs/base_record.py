@@ -1,16 +1,10 @@
-"""The base of a run with adapters: its record in checkpoints, and the weights of both together."""
+"""The record that checkpoints of adapters have of their base."""
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from expertmesh.checkpoints.adapted import AdaptedModel
-from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.source import TensorSource
 from expertmesh.checkpoints.store import read_state
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import saved_run
@@ -68,36 +62,18 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
         )
 
 
-def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
-    """Weights of a run's checkpoint by the names of its model; adapters are merged into those of their base.
-
-    Args:
-        checkpoint: the checkpoint.
-        dtype: type of the weights of a base in the hub's format; None: the type of its files.
+def read_record(checkpoint: Path) -> tuple[Path, Path, AdapterConfig] | None:
+    """Folder and weights of the base of a checkpoint's adapters, and their options; None: all weights are in the checkpoint.
 
     Raises:
-        ConfigError: there is no base any more.
-        CheckpointError: the base has changed, or the checkpoint is unreadable.
-    """
-    own, values = Checkpoint(checkpoint, prefix="model."), read_state(checkpoint)
-    if BASE not in values:
-        return own
-    base, config = find_base(checkpoint)
-    return AdaptedModel(base.open_weights(dtype), own, config)
-
-
-def find_base(checkpoint: Path) -> tuple[Any, AdapterConfig]:
-    """The `Run` that the adapters of a checkpoint are for, with its weights, and the adapters' options.
-
-    Raises:
-        ConfigError: there is no such folder any more.
+        ConfigError: there is no such base any more.
         CheckpointError: it has changed.
     """
-    from expertmesh.runs.open import find_model
-
     values = read_state(checkpoint)
-    record = _record(values.get(BASE), where=checkpoint)
-    path, weights = Path(record["path"]), Path(record["weights"])
+    if BASE not in values:
+        return None
+    record = _record(values[BASE], where=checkpoint)
+    weights = Path(record["weights"])
     if not weights.is_dir():
         raise ConfigError(
             f"{checkpoint}: has adapters for {weights}, which is gone; bring it back to this place"
@@ -108,7 +84,7 @@ def find_base(checkpoint: Path) -> tuple[Any, AdapterConfig]:
         )
     with saved_run():
         config = AdapterConfig.model_validate(values["config"]["adapter"])
-    return replace(find_model(path), weights=weights), config
+    return Path(record["path"]), weights, config
 
 
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:
