@@ -264,3 +264,12 @@ def test_two_ranks_learn_what_one_does(layout, options, two_ranks):
     found = lines_of(folder)
     assert_same_lines(found, expected, *COMPARED, "eval_reward")
     assert all(line["mismatch_max"] == 0 for line in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_exact(dtype, options):
+    """Factors alone learn; the engine samples with them."""
+    more = f"adapter.kind lora adapter.rank 4 optim.lr 1e-2 train.dtype {dtype}"
+    lines = trained(options, more)
+    assert all(line["mismatch_max"] == 0 and line["grad_norm"] > 0 for line in lines)
+    assert lines[0]["entropy"] != lines[-1]["entropy"]

@@ -226,7 +226,7 @@ class PolicyTask(AnswerTask):
             mismatch = self._checked_gap(logprob_R.detach(), sampled_R, found, batch)
         drawn = Drawn(
             old_R,
-            found.answer_R,
+            found.answers,
             more["advantage"].flatten(),
             more["counts"].sum(2).flatten().clamp(min=1).to(logprob_R),
         )
@@ -258,7 +258,7 @@ class PolicyTask(AnswerTask):
         raise ConfigError(
             f"{named('rl.exact', True)}: {int(differs_R.sum())} of {len(gap_R)} tokens have other log-probabilities in training than"
             f" in rollouts, at most by {float(gap_R[row]):.3g} (token {int(batch[1].flatten()[found.rows_R[row]])} at position"
-            f" {place + 1} of answer {int(found.answer_R[row])}); use {named('rl.exact', False)}, and report it"
+            f" {place + 1} of answer {int(found.answers[row])}); use {named('rl.exact', False)}, and report it"
         )
 
     def _sums(self, more: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
