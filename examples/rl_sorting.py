@@ -1,6 +1,6 @@
 """Sorting three digits by reinforcement learning, from the command line: data, a short fine-tune, then GRPO.
 
-    python examples/rl_sorting.py FOLDER [updates 250] [seeds 0,1,2] [more options of `train` ...]
+    python examples/rl_sorting.py FOLDER [updates 250] [seeds 0,1,2] [--option value of `train` ...]
 
 The base is a tiny mixture that has seen the right answers to half of all triples for a short while. GRPO begins with it, on
 other triples; those held out are in neither. A reward is the share of places with the right digit; an update is one step of
@@ -66,13 +66,17 @@ def base(folder: Path) -> None:
 
 def policy(folder: Path, name: str, updates: int, seed: int, more: list[str]) -> dict[str, object]:
     """Numbers of a run of GRPO."""
-    options = f"""--objective.name grpo --rl.group 8 --rl.max-tokens 5 --train.batch-size 32 --train.steps {updates}
+    given = f"""--objective.name grpo --rl.group 8 --rl.max-tokens 5 --train.batch-size 32 --train.steps {updates}
         --optim.lr 1e-3 --optim.beta2 0.95 --optim.schedule constant --optim.warmup-steps 10 --train.seed {seed}
-        --data.validation-fraction 0.4 --train.eval-every 25 --train.eval-batches 100 --train.checkpoint-every 50"""
-    functions = f"{folder}/rewards.py:places,{folder}/rewards.py:sorted_right:0"
-    words = [str(folder / "base"), *options.split(), *more]
-    words += ["--data.path", str(folder / "prompts.jsonl"), "--reward.functions", functions]
-    lines = train(folder, name, words)
+        --data.validation-fraction 0.4 --train.eval-every 25 --train.eval-batches 100 --train.checkpoint-every 50
+        --data.path {folder}/prompts.jsonl
+        --reward.functions {folder}/rewards.py:places,{folder}/rewards.py:sorted_right:0"""
+    words = [*given.split(), *more]
+    options = dict(
+        zip(words[::2], words[1::2], strict=True)
+    )  # a later one takes an earlier one's place
+    named = [word for pair in options.items() for word in pair]
+    lines = train(folder, name, [str(folder / "base"), *named])
     accuracies = [
         (line["step"], line["eval_reward_sorted_right"]) for line in lines if "eval_loss" in line
     ]
