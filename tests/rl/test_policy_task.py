@@ -7,18 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.oracle.numerics import relative_error
-from tests.support.runs import RELATIVE, assert_same_lines, lines_of
+from tests.support.runs import RELATIVE, assert_same_lines, lines_of, train_quietly
 
 import expertmesh as em
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.start_training import parse_and_begin
 from expertmesh.cli.train import run as train_verb
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.family import GPT
+from expertmesh.rl.policy_task import PolicyTask
 from expertmesh.rl.rollouts import seed_of_row
 from expertmesh.runs.run_dir import RunDir
 
@@ -131,23 +134,22 @@ def test_a_bfloat16_run_is_exact(options):
     assert all(line["mismatch_max"] == 0 for line in lines)
 
 
-def test_a_difference_stops_the_run(options, monkeypatch):
+def test_a_difference_stops_the_run(options):
     """A rollout of other weights: the answer and the size are named."""
-    from expertmesh.rl import policy_task
 
-    def of_others(model, *args, **options):
-        first = next(iter(model.parameters()))
-        saved = first.detach().clone()
-        first.data.mul_(1.5)
-        try:
-            return roll_out(model, *args, **options)
-        finally:
-            first.data.copy_(saved)
+    class Elsewhere(PolicyTask):
+        def _rolled_out(self, model, prompts, seeds):
+            first = next(iter(model.parameters()))
+            saved = first.detach().clone()
+            first.data.mul_(1.5)
+            try:
+                return super()._rolled_out(model, prompts, seeds)
+            finally:
+                first.data.copy_(saved)
 
-    roll_out = policy_task.roll_out
-    monkeypatch.setattr(policy_task, "roll_out", of_others)
+    config = parse_and_begin(words_of(options)).config
     with pytest.raises(ConfigError) as error:
-        trained(options)
+        train_quietly(config, family=replace(GPT, task=Elsewhere))
     said = str(error.value)
     assert "tokens have other log-probabilities in training than in rollouts" in said
     assert "rl.exact=False" in said and "\n" not in said
@@ -175,7 +177,10 @@ MISTAKES = {
     "no reward": ("reward.functions none", "reward.functions"),
     "an idle option": ("objective.name sft", "rl.group=3: has no effect without"),
     "updates": ("rl.updates 3", "rl.updates=3: must divide train.batch_size, 4"),
-    "tensor parallel": ("parallel.tp-degree 2", "parallel.tp_degree=2: shares a sequence among ranks"),
+    "tensor parallel": (
+        "parallel.tp-degree 2",
+        "parallel.tp_degree=2: shares a sequence among ranks",
+    ),
     "packs": ("data.pack true", "data.pack=True: has no effect with"),
     "a group of one": ("rl.group 1", "rl.group='1': must be at least 2"),
 }

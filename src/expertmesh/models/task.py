@@ -150,7 +150,7 @@ class Task(ABC):
     labels: tuple[str, ...] = ()
     """Kinds of samples, such as languages or domains, for which expert use is recorded separately; set by `prepare`."""
     samples: Sequence[Mapping[str, Any]] = ()
-    """Some answers of the last step, where the task lets the model write: "prompt", "text" and more."""
+    """Answers to a prompt of the last step, where the task lets the model write: "prompt", "text" and more."""
     teacher: nn.Module | None = None
     """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
 

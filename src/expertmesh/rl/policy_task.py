@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.base import expanded
-from expertmesh.data.prompts import Prompt, PromptData
+from expertmesh.data.prompt_data import PromptData, PromptRecord
 from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.answers import AnswerScores, AnswerTask
@@ -98,7 +98,7 @@ class PolicyTask(AnswerTask):
         step: int,
         logged: dict[str, list[float]],
     ) -> list[DrawnAnswer]:
-        """This rank's sampled and rewarded answers."""
+        """Sampled and rewarded answers of this rank."""
         mine = range(rows.start, rows.stop)
         prompts = [self.data.prompts[numbers[row]] for row in mine]
         seeds = [seed_of_row(self.config.train.seed, step, row) for row in mine]
@@ -131,13 +131,13 @@ class PolicyTask(AnswerTask):
         return found
 
     def _rolled_out(
-        self, model: Any, prompts: Sequence[Prompt], seeds: Sequence[int] | None
+        self, model: Any, prompts: Sequence[PromptRecord], seeds: Sequence[int] | None
     ) -> list[RequestOutput]:
         ids = [prompt.ids for prompt in prompts]
         return roll_out(model, ids, self.config.rl, ends=self.data.ends, seeds=seeds)
 
     def _rewarded(
-        self, outputs: Sequence[RequestOutput], prompts: Sequence[Prompt], step: int, log: Any
+        self, outputs: Sequence[RequestOutput], prompts: Sequence[PromptRecord], step: int, log: Any
     ) -> tuple[list[str], dict[str, list[float | None]], list[float]]:
         """Texts of answers, values of every reward function, and rewards; `prompts` has the prompt of each answer."""
         texts = [self._text(output) for output in outputs]
@@ -257,12 +257,12 @@ class PolicyTask(AnswerTask):
         place = int(found.rows_R[row]) % found.shape[2]
         raise ConfigError(
             f"{named('rl.exact', True)}: {int(differs_R.sum())} of {len(gap_R)} tokens have other log-probabilities in training than"
-            f" in rollouts, at most by {float(gap_R[row]):.3g} (token {int(batch[1].flatten()[found.rows_R[row]])} at position"
+            f" in rollouts; the largest difference is {float(gap_R[row]):.3g} (token {int(batch[1].flatten()[found.rows_R[row]])} at position"
             f" {place + 1} of answer {int(found.answers[row])}); use {named('rl.exact', False)}, and report it"
         )
 
     def _sums(self, more: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
-        """Sums over prompts of what is known of the answers."""
+        """Sums over prompts: rewards, lengths, mismatch, and the measures of the user's functions."""
         reward, drawn = more["reward"], more["drawn"]
         gap = (more["old"] - more["sampled"]).where(more["counts"], 0.0)
         sums: dict[str, Tensor | float] = {

@@ -307,7 +307,7 @@ def text_of_completion(completion: Any) -> str:
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the answer's text is that of column `answer`, without blanks around them; else 0."""
+    """1 where the answer's text equals column `answer`, without blanks around them; else 0."""
     texts = [text_of_completion(one).strip() for one in completions]
     return [float(said == str(right).strip()) for said, right in zip(texts, answer, strict=True)]
 

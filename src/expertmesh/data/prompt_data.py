@@ -30,7 +30,7 @@ _BESIDE = ("system", "tools")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRecord:
     """A prompt.
 
     Attributes:
@@ -117,12 +117,12 @@ class PromptData:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """Conversion of records to prompts: `form` is a chat format, or that of plain completions."""
+    """Conversion of records to prompts by a chat format, or by the form of plain completions."""
 
     form: Any
     room: int
 
-    def prompt(self, values: Mapping[str, Any], name: str, where: str) -> Prompt:
+    def prompt(self, values: Mapping[str, Any], name: str, where: str) -> PromptRecord:
         """The prompt of a record, in the field `name`."""
         given = values[name]
         columns = {key: value for key, value in values.items() if key not in (name, *_BESIDE)}
@@ -135,7 +135,7 @@ class _Rendered:
                 f"{named('data.path')}: {where}: the prompt has {len(ids)} tokens, and {named('rl.max_tokens')} leaves room for"
                 f" {self.room}; shorten it, lower that, or raise {named('data.seq_len')}"
             )
-        return Prompt(given, tuple(ids), columns, where)
+        return PromptRecord(given, tuple(ids), columns, where)
 
     def _ids(self, given: Any, values: Mapping[str, Any]) -> list[int]:
         beside = {key: values[key] for key in _BESIDE if values.get(key)}
