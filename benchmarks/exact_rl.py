@@ -24,7 +24,7 @@ ARMS = {
         "adapters of rank 16",
         250,
         "0,1,2",
-        "--adapter.kind lora --adapter.rank 16 --optim.lr 5e-3 --train.batch-size 16",
+        "--adapter.kind lora --adapter.rank 16 --optim.lr 2e-3",
     ),
     "free": (
         "all weights, not exact, BF16",

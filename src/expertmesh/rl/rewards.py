@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -235,10 +236,9 @@ def _called(one: RewardFunction, answered: Answered, log: Callable[[str, float],
         "log_extra": lambda name, values: None,
     }
     given = {name: list(column) for name, column in answered.columns.items()} | values
-    try:
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with suppress(TypeError, ValueError):  # a builtin without a signature
         parameters = inspect.signature(one.function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        parameters = {}
     kinds = {parameter.kind for parameter in parameters.values()}
     if parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
         given = {name: value for name, value in given.items() if name in parameters}
