@@ -24,8 +24,7 @@ from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
 from expertmesh.moe.init import draw_seed
-from expertmesh.moe.module_adapters import Adapter, ModuleAdapters, adapters_in
-from expertmesh.ops.experts.weights import FORMATS
+from expertmesh.moe.module_adapters import Adapter, ModuleAdapters, adapters_in, add_low_rank
 from expertmesh.spec.adapter_targets import adaptable, kind_of, targeted
 from expertmesh.spec.model_spec import ModelSpec
 
@@ -227,27 +226,36 @@ def remove(model: nn.Module) -> int:
 
 
 def _merge(path: str, module: Any) -> None:
-    """Merge a module's adapters; quantised weights are widened for it, a layer at a time."""
-    own = dict(module.adapters.named_children())
-    form = FORMATS[getattr(module, "format", "dense")]
-    if form.name == "dense":
-        for name, adapter in own.items():
+    """Merge a module's adapters."""
+    for name, adapter in module.adapters.named_children():
+        if getattr(module, "format", "dense") != "dense":
+            _merge_packed(path, module, name, adapter)
+        else:
             adapter.add_to(getattr(module, name))
-        return
-    group_size = form.unit(module.weights().slices()[0])
-    module.convert("dense")
-    before = {name: getattr(module, name).detach().clone() for name in own}
-    for name, adapter in own.items():
-        adapter.add_to(getattr(module, name))
-    merged = {name: getattr(module, name).detach() for name in own}
-    module.convert(form.name, group_size=group_size)
-    one = module.weights().slices()[0].unpacked(module.dtype)
-    after = {"w_in": one.w_in_EGFD, "w_out": one.w_out_EDF}
-    for name, w in merged.items():
-        change, error = (float((w - other[name]).norm() / w.norm()) for other in (before, after))
-        _log.warning(
-            f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to {form.name} again {error:.2g}"
-        )
+
+
+@torch.no_grad()
+def _merge_packed(path: str, experts: Any, name: str, adapter: Adapter) -> None:
+    """Merge an adapter into quantised matrices, one widened at a time, and say what rounding them again changes."""
+    E, G, F, _ = experts.shape
+    a_erK, b_eNr = adapter.factors()
+    squares = torch.zeros(3, dtype=torch.float64)  # of the sums, of the change, of the error
+
+    def wide(expert: int) -> Tensor:
+        one: Tensor = getattr(experts.weights().slices()[0], name)(expert, experts.dtype)
+        return one
+
+    for expert in range(E):
+        before, at = wide(expert), slice(expert, expert + 1) if len(a_erK) > 1 else slice(1)
+        merged = before.clone()
+        add_low_rank(merged[None], a_erK[at], b_eNr[at], adapter.scaling)
+        experts.put(name, expert, merged.unflatten(0, (G, F)) if name == "w_in" else merged)
+        found = (merged, merged - before, merged - wide(expert))
+        squares += torch.stack([one.double().square().sum().cpu() for one in found])
+    change, error = (squares[1:] / squares[0]).sqrt().tolist()
+    _log.warning(
+        f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to {experts.format} again {error:.2g}"
+    )
 
 
 def _check(path: str, module: Any, names: Sequence[str]) -> None:

@@ -99,7 +99,7 @@ def test_a_sample_is_a_pair_with_one_prompt(tmp_path):
     data = data_of(tmp_path, [FORMS["standard"](f"q{i}", f"good {i}", "no") for i in NUMBERS])
     ids, targets, more = data.batch(0, 3)
     assert ids.shape == targets.shape == more["counts"].shape == (3, 2, 64)
-    assert data.batch(1, 2)[0].equal(ids[1:]) and more["place"].shape == (3,)
+    assert data.batch(1, 2)[0].equal(ids[1:]) and more["place"].shape == (3, 1)
     tokenizer = byte_tokenizer()
     for pair, learned in zip(targets, more["counts"], strict=True):
         texts = [
@@ -257,6 +257,20 @@ def test_the_chosen_answers_alone(tmp_path):
     assert "yes" in learned and "no" not in learned
 
 
-def test_pairs_are_not_packed(tmp_path):
-    with pytest.raises(ConfigError, match="data.pack=True: packs conversations"):
-        data_of(tmp_path, PAIRS, pack=True)
+def test_packed_rows_have_the_answers_of_the_same_pairs(tmp_path):
+    """Chosen and rejected answers of pair k are document k + 1 of their rows, and no pair is lost."""
+    records = [FORMS["standard"](f"q{i}", f"good {i * i}", "no " * (i % 5 + 1)) for i in range(40)]
+    data, plain = (data_of(tmp_path, records, pack=pack, seq_len=128) for pack in (True, False))
+    assert data.num_training < plain.num_training == data.num_pairs("training")
+    ids, targets, more = data.samples("training", range(data.num_training))
+    one, expected, single = plain.samples("training", range(plain.num_training))
+    seen = more["place"][more["place"] >= 0]
+    assert sorted(seen.tolist()) == list(range(plain.num_training))
+    for row, places in enumerate(more["place"].tolist()):
+        for number, place in enumerate((p for p in places if p >= 0), 1):
+            for side in range(2):
+                at = more["document"][row, side] == number
+                own = single["is_token"][place, side]
+                assert ids[row, side][at].equal(one[place, side][own])
+                assert targets[row, side][at].equal(expected[place, side][own])
+                assert more["counts"][row, side][at].equal(single["counts"][place, side][own])

@@ -9,8 +9,8 @@ from expertmesh.config.objective import LOSS_OPTIONS, ObjectiveConfig
 from expertmesh.errors import ConfigError
 from expertmesh.objectives.preferences import (
     LOSSES,
-    Answers,
     LossNumbers,
+    PairScores,
     log1mexp,
     pair_measures,
     pair_sums,
@@ -63,7 +63,7 @@ def drawn(count=40):
     lengths = torch.randint(1, 30, (count, 2), generator=generator).double()
     spread = torch.rand(count, 2, 2, generator=generator, dtype=torch.float64)
     logprobs, reference = (-lengths * (0.01 + 3 * spread[..., i]) for i in range(2))
-    return Answers(logprobs, lengths, reference)
+    return PairScores(logprobs, lengths, reference)
 
 
 NUMBERS = LossNumbers(beta=0.3, label_smoothing=0.15, gamma=0.7)
@@ -120,7 +120,7 @@ def test_log1mexp(x):
 
 def test_a_certain_answer_has_a_finite_gradient():
     logprobs = torch.zeros(1, 2, requires_grad=True)
-    answers = Answers(logprobs, torch.ones(1, 2), torch.zeros(1, 2))
+    answers = PairScores(logprobs, torch.ones(1, 2), torch.zeros(1, 2))
     LOSSES["orpo"](answers, LossNumbers(0.1)).sum().backward()
     assert logprobs.grad.isfinite().all()
 

@@ -1,5 +1,6 @@
 """Preferences beside TRL: its DPOTrainer's own loss and gradients on its own batches, from the same weights."""
 
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ from expertmesh.data.text import text_data
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.preference_task import PreferenceTask
 from expertmesh.models.task import Part
+from expertmesh.objectives.preferences import LOSSES as PAIR_LOSSES
+from expertmesh.objectives.preferences import LossNumbers, PairScores
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients
@@ -99,6 +102,7 @@ def batch_of(theirs):
         pairs(theirs[name]) for name in ("input_ids", "attention_mask", "completion_mask")
     )
     more = {"counts": learned[..., 1:].bool(), "is_token": mask[..., 1:].bool()}
+    more["place"] = torch.arange(len(ids))[:, None]
     return ids[..., :-1].contiguous(), ids[..., 1:].contiguous(), more
 
 
@@ -146,7 +150,7 @@ def test_loss_and_gradients_are_those_of_dpo_trainer(loss, models, theirs):
         load_pretrained(folder).eval() for folder in (models.policy, models.reference)
     )
     task = task_of(model, loss, numbers)
-    batch[2]["reference"] = scores(task, reference, batch)
+    batch[2]["reference"] = scores(task, reference, batch)[:, None]
     found = []
     for size in (len(PAIRS), 2, 1):
         model.zero_grad()
@@ -191,6 +195,35 @@ def test_rows_are_those_of_trl(theirs, models, tmp_path):
         ours |= rows_of(data.samples(side, range(count)))
     found = rows_of(batch_of(next(iter(theirs("sigmoid", {}).get_train_dataloader()))))
     assert sorted(ours) == sorted(found)
+
+
+FREE = {
+    "simpo": ("CPOTrainer", "cpo_loss", {"loss_type": "simpo", "simpo_gamma": 0.5}, True),
+    "cpo": ("CPOTrainer", "cpo_loss", {"loss_type": "sigmoid"}, False),
+    "orpo": ("ORPOTrainer", "odds_ratio_loss", {}, True),
+}
+"""Losses without a reference: TRL's trainer and method, its options, and whether it gets means."""
+
+
+@pytest.mark.parametrize("loss", FREE)
+def test_losses_without_a_reference(loss):
+    """But for ORPO's sign, which TRL gives the cross-entropy."""
+    name, method, options, of_means = FREE[loss]
+    module = importlib.import_module(f"trl.experimental.{name[:-7].lower()}")
+    trainer = SimpleNamespace(
+        beta=0.2,
+        alpha=0.0,
+        label_smoothing=0.0,
+        accelerator=SimpleNamespace(device="cpu"),
+        **options,
+    )
+    lengths = torch.tensor([[3.0, 7.0], [9.0, 2.0], [5.0, 5.0]])
+    logprobs = -lengths * torch.tensor([[0.7, 0.9], [1.3, 0.4], [0.2, 2.0]])
+    given = (logprobs / lengths if of_means else logprobs).unbind(1)
+    expected, *_ = getattr(getattr(module, name), method)(trainer, *given)
+    scores = PairScores(logprobs, lengths, torch.zeros_like(logprobs))
+    found = PAIR_LOSSES[loss](scores, LossNumbers(0.2, gamma=0.5))
+    torch.testing.assert_close(found, -expected if loss == "orpo" else expected)
 
 
 def rows_of(batch):

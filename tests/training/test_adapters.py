@@ -13,14 +13,17 @@ from expertmesh import lora
 from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.merged_adapters import AdaptedModel, factor_prefix
 from expertmesh.checkpoints.source import Stored, read_whole
+from expertmesh.cli.main import main
 from expertmesh.cli.start_training import parse_and_begin
 from expertmesh.cli.train import run as train_verb
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.run_adapters import adapt
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir, load_run
+from expertmesh.spec.adapter_counts import factor_counts
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.what_learns import counts_of_parts
 
@@ -189,10 +192,54 @@ def test_checkpoints_hold_factors_alone_and_resume_to_the_bit(base, words_of, tm
     num_learned = adapter_bytes(runs[0]) // 12
     assert f"learns: {num_learned:,} of " in said
     assert "routers" in said.split("rests: ")[1]
+    assert f"adapters: {num_learned:,} parameters beside" in said
+    assert (
+        "; rank 4, scale 8, for each expert rank 2, scale 16; routers rest, no balance loss" in said
+    )
     saved = Checkpoint(load_run(runs[0]).checkpoint).tensors
     sizes = {n: math.prod(s.shape) * s.dtype.itemsize for n, s in saved.items() if n[0] != "r"}
     assert not [n for n in sizes if ".adapters." not in n]
     assert adapter_bytes(runs[0]) <= sum(sizes.values()) < 1.2 * adapter_bytes(runs[0])
+
+
+COUNTED = {
+    "usual": {},
+    "shared, all": {"shared": True, "targets": ALL, "expert_rank": 3, "rslora": True},
+    "routers": {"learn_routers": True, "targets": ("experts.w_in", "out")},
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_numbers_before_training_are_those_of_the_model(name):
+    """The planner's count by kind equals what requires gradients, in a model with every part."""
+    options = AdapterConfig(kind="lora", rank=3, **COUNTED[name])
+    config = em.recipe("gpt-moe-test").updated({"train.init_from": "runs/none", "adapter": options})
+    model = gpt(moe={"residual": True})
+    config = config.model_copy(update={"model": model.config})
+    adapt(model, config, dtype=torch.float64)
+    counts = factor_counts(options, model.spec)
+    routers = sum(p.numel() for n, p in model.named_parameters() if ".router." in n)
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(counts.values()) == learning - routers * options.learn_routers
+    assert all(p.dtype == torch.float64 for n, p in model.named_parameters() if ".adapters." in n)
+
+
+def test_routers_learn_and_are_saved_when_asked_and_runs_generate(base, words_of, tmp_path, capsys):
+    words = [*words_of(base, steps=2), *LORA, "--adapter.learn-routers", "--optim.lr", "1e-2"]
+    assert train_verb([*words, "--dry-run"]) == 0
+    assert "routers learn, with their balance loss" in capsys.readouterr().out
+    assert train_verb(words) == 0
+    assert "routers 192" in capsys.readouterr().out.split("rests: ")[0]
+    run = load_run(tmp_path / "run")
+    router = "layers.0.moe.router.proj.weight"
+    found = read_whole(run.open_weights(), router)
+    assert f"model.{router}" in Checkpoint(run.checkpoint).tensors
+    assert not torch.equal(found, em.load(base).model.state_dict()[router])
+    assert main(["generate", str(tmp_path / "run"), "say", "--max-tokens", "3"]) == 0
+    again = words_of(tmp_path / "run", "second", steps=1)
+    assert train_verb([*again, *LORA]) == 0  # adapters on a run with adapters
+    twice = load_run(tmp_path / "second").open_weights()
+    assert torch.equal(read_whole(twice, router), found)
 
 
 def test_another_base_at_resume_is_one_line(base, words_of, tmp_path):

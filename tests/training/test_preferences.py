@@ -16,6 +16,8 @@ from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.main import main
 from expertmesh.config.objective import LOSS_OPTIONS
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.costs import dominant_products, gpt_costs
+from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.reference import FILE
 
@@ -226,6 +228,39 @@ def test_another_objective_does_not_go_on(folder, whole):
 def test_losses_without_a_reference_score_none(loss, folder):
     run(folder, f"free-{loss}", {"objective.loss": loss, "train.steps": 1})
     assert not (folder / f"free-{loss}" / FILE).exists()
+
+
+@pytest.mark.parametrize("more", [{}, {"objective.loss": "orpo"}], ids=["sigmoid", "orpo"])
+def test_packed_rows_have_the_loss_of_their_pairs(more, folder):
+    """A batch of all pairs, in as many rows as they need: the same loss, measures and gradient."""
+    plain = config_of(folder, "unused", {"data.seq_len": 48, **more})
+    data = plain_data(plain)
+    sizes = {False: data.num_training}
+    sizes[True] = plain_data(plain.updated({"data.pack": True})).num_training
+    assert sizes[True] < sizes[False]
+    lines = {
+        pack: run(
+            folder,
+            f"packed-{pack}-{len(more)}",
+            {**more, "data.pack": pack, "train.batch_size": size, "train.steps": 1},
+        )
+        for pack, size in sizes.items()
+    }
+    assert_same_lines(lines[True], lines[False], *MEASURES)
+
+
+def plain_data(config):
+    return GPT.open_task(config).prepare()
+
+
+def test_a_pair_costs_two_sequences(folder):
+    pairs = config_of(folder, "unused", {"train.micro_batch_size": 4})
+    texts = pairs.updated(
+        {"objective.name": "lm", "train.batch_size": 16, "train.micro_batch_size": 8}
+    )
+    found, expected = (gpt_costs(one, num_ranks=1, dtype="float32") for one in (pairs, texts))
+    assert found == expected
+    assert dominant_products(pairs) == dominant_products(texts)
 
 
 def test_the_report_of_a_run(folder, whole, capsys):

@@ -52,9 +52,9 @@ class AdaptedModel:
             has_experts = len(box) == b.ndim + 1  # which share it
             stack, a, b = into if has_experts else into[None], a[None], b[None]
             lead, box = (slice(None),), box if has_experts else (slice(None), *box)
-        a_erK, b_ = a[lead][:, :, box[-1]], b[(*lead, *box[1:-1])]
-        scaling = self._config.scaling(a.shape[1])
-        add_low_rank(stack, *(t.to(stack.device) for t in (a_erK, b_.flatten(1, -2))), scaling)
+        a_erK, b_eNr = a[lead][:, :, box[-1]], b[(*lead, *box[1:-1])].flatten(1, -2)
+        device = stack.device
+        add_low_rank(stack, a_erK.to(device), b_eNr.to(device), self._config.scaling(a.shape[1]))
 
 
 def factor_prefix(name: str) -> str:

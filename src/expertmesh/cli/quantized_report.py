@@ -61,6 +61,7 @@ def _told(folder: Path) -> dict[str, Any]:
 
 def _compare(before: "LoadedModel", after: "LoadedModel", most: int | None) -> None:
     from expertmesh.data.data_progress import notes_known
+    from expertmesh.models.task import Begin
     from expertmesh.parallel.ranks import Ranks
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.threads import threads_of_calls
@@ -68,8 +69,7 @@ def _compare(before: "LoadedModel", after: "LoadedModel", most: int | None) -> N
     train, metric = before.run.config.train, before.run.family.metric
     with notes_known():
         data = before.task.prepare()
-    where = {"step": train.steps, "folder": before.run.path, "ranks": Ranks()}
-    before.task.begin(before.model, data, **where)
+    before.task.begin(before.model, data, Begin(train.steps, before.run.path, Ranks()))
     values = []
     for one in (before, after):
         with threads_of_calls(one.model, one.precision, num_rows=64 * train.samples_per_pass):

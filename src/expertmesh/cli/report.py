@@ -255,6 +255,7 @@ def _print_measures(
     Returns:
         Whether the model is better than the baseline; None: unknown.
     """
+    from expertmesh.models.task import Begin
     from expertmesh.parallel.ranks import Ranks
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.metrics import evaluations
@@ -270,8 +271,7 @@ def _print_measures(
         rows.append((f"on the trainer's sample, after step {step:,}", then[-1].get(metric.key)))
     after = baseline = None
     if data is not None:
-        where = {"step": step, "folder": opened.run.path, "ranks": Ranks()}
-        opened.task.begin(opened.model, data, **where)
+        opened.task.begin(opened.model, data, Begin(step, opened.run.path, Ranks()))
         size = config.train.samples_per_pass
         num_rows = _TOKENS * size
         with threads_of_calls(opened.model, opened.precision, num_rows=num_rows):

@@ -1,4 +1,4 @@
-"""What a fine-tune learns from its data: next tokens, or preferences between answers."""
+"""Objectives of training: next tokens, or preferences between answers."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self
@@ -61,10 +61,10 @@ LOSS_OPTIONS: dict[LossName, LossOptions] = {
 
 
 class ObjectiveConfig(Config):
-    """What a run learns from its data."""
+    """Objective of the run: the lesson that it takes from its data."""
 
     name: ObjectiveName = "auto"
-    """Objective: lm, the next tokens of text; sft, those of the assistant's answers; dpo, preferences between pairs of answers; grpo, rewards of answers that the model writes to prompts; auto: lm or sft, as the data are."""
+    """Objective: lm, the next tokens of text; sft, the tokens of the assistant's answers; dpo, preferences between pairs of answers; grpo, rewards of answers that the model writes to prompts; auto: lm or sft, as the data are."""
     loss: LossName = "sigmoid"
     """Loss of preferences: sigmoid (DPO), robust, ipo, hinge, apo_zero, apo_down, sigmoid_norm, or, without a reference, simpo, orpo, cpo."""
     beta: float | None = Field(default=None, gt=0)

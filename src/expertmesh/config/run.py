@@ -12,6 +12,7 @@ from expertmesh.config.adapter import AdapterConfig, with_learning_rate
 from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.dispatch_options import AllToAll, DispatchDtype
 from expertmesh.config.fields import Spelling
+from expertmesh.config.frozen_base import IDLE_BASE, FrozenBaseConfig
 from expertmesh.config.objective import with_usual
 from expertmesh.errors import ConfigError, named
 
@@ -432,6 +433,7 @@ class RunConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     distill: DistillConfig = DistillConfig()
     adapter: AdapterConfig = AdapterConfig()
+    base: FrozenBaseConfig = FrozenBaseConfig()
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
         """A validated copy with some values replaced; other options that lose their effect by it get their defaults.
@@ -477,6 +479,12 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_adapter(self) -> Self:
+        if not self.adapter.rests:
+            rule, fix = IDLE_BASE
+            try:
+                self.refuse_idle("base", rule, fix)
+            except FieldError:
+                raise FieldError(("base", "storage"), self.base.storage, rule, fix) from None
         if self.adapter.rests:
             kind = named("adapter.kind", self.adapter.kind)
             self.require(

@@ -202,6 +202,9 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
     found = [0.0, 0.0, 0.0]
     for one, count in spec.alike:
         part = whole = _part(one, W, layout.shard_degree, tp, layout.es_degree)
+        if one.rests is not None:
+            found[0] += count * one.rests.num_bytes(part, element_bytes=work.element_bytes) / stages
+            continue
         if (other := OTHERS.get(work.states)) is None:
             sizes = work.master_bytes, work.master_bytes
             moments = _moments_bytes(one, part, work)
@@ -212,6 +215,13 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
         each = *(size * math.prod(whole) for size in sizes), moments
         found = [sum_ + count * size / stages for sum_, size in zip(found, each, strict=True)]
     return _States(*found)
+
+
+def _widened_bytes(one: Parameter, element_bytes: int) -> int:
+    """Bytes of a resting matrix that is widened for a product, of routed experts one at a time."""
+    is_wide = one.rests is None or one.rests.format in ("products", "float32")
+    experts = 1 if one.expert_axis is None else one.shape[one.expert_axis]
+    return 0 if is_wide else one.num_elements // experts * element_bytes
 
 
 def _moments_bytes(one: Parameter, part: Sequence[int], work: Workload) -> int:
@@ -227,7 +237,9 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
         return _Gathered()
     if layout.stage_ranks == 1:  # autocast's copies
         rounds = other is None and b < work.master_bytes
-        return _Gathered(copies_bytes=spec.num_parameters / stages * b * rounds)
+        learn = num_elements(one for one in spec if one.rests is None)
+        widened = max((_widened_bytes(one, b) for one in spec if one.rests), default=0)
+        return _Gathered(copies_bytes=learn / stages * b * rounds + widened)
     outside, dense, experts = _whole(spec, layout.tp_degree)
     W, keeps = layout.stage_ranks // layout.dp_replicate_degree, layout.zero_stage < 3
     # FSDP2 copies a layer's weights even where nothing is sharded.

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,26 +68,32 @@ an input's conversation in its row, from 1, 0 where padded}."""
 
 @dataclass(frozen=True)
 class _SplitSequences:
-    """The sequences of one split, memory-mapped; a row has one sequence, or the sequences of an entry of `packs`."""
+    """The sequences of one split, memory-mapped.
+
+    A sample is `per_sample` neighbouring sequences, each in a row of its own, or the samples of an entry of `packs`, row by row.
+    """
 
     tokens_N: np.ndarray
     learned_N: np.ndarray
     starts: np.ndarray
+    per_sample: int = 1
     packs: list[list[int]] | None = None
 
     def packed(self, seq_len: int, seed: int) -> "_SplitSequences":
-        """A copy with sequences packed into rows of at most seq_len tokens."""
+        """A copy with samples packed into rows of at most seq_len tokens."""
         lengths = np.diff(self.starts) - 1  # the last token of each is predicted only
+        lengths = lengths.reshape(-1, self.per_sample).max(1)
         order = permutation(len(lengths), seed, 0).tolist()
         return replace(self, packs=packed(lengths.tolist(), seq_len, order))
 
     def rows(self, which: Sequence[int], seq_len: int) -> Rows:
-        shape = len(which), seq_len
+        shape = len(which) * self.per_sample, seq_len
         ids, targets, document = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         counts = torch.zeros(shape, dtype=torch.bool)
-        for row, chosen in enumerate(which):
+        for row, (chosen, place) in enumerate(product(which, range(self.per_sample))):
             first = 0
-            for number, i in enumerate([chosen] if self.packs is None else self.packs[chosen], 1):
+            for number, sample in enumerate(self.members(chosen), 1):
+                i = sample * self.per_sample + place
                 start, stop = int(self.starts[i]), int(self.starts[i + 1])
                 tokens = torch.from_numpy(self.tokens_N[start:stop].astype(np.int64))
                 at = slice(first, first + stop - start - 1)
@@ -97,8 +103,18 @@ class _SplitSequences:
         more = {"counts": counts, "is_token": document > 0}
         return ids, targets, more if self.packs is None else {**more, "document": document}
 
+    def members(self, chosen: int) -> list[int]:
+        """Samples of the files in a sample, of which there are several where they are packed."""
+        return [chosen] if self.packs is None else self.packs[chosen]
+
+    @property
+    def most_members(self) -> int:
+        """Largest number of members of a sample."""
+        return 1 if self.packs is None else max(map(len, self.packs))
+
     def __len__(self) -> int:
-        return len(self.starts) - 1 if self.packs is None else len(self.packs)
+        num_samples = (len(self.starts) - 1) // self.per_sample
+        return num_samples if self.packs is None else len(self.packs)
 
 
 class ConversationData:
@@ -171,17 +187,17 @@ class ConversationData:
         index = parse_json((folder / INDEX).read_bytes())
         for text in [*corpus.notes, *map(Line, index["notes"])]:
             note(text)
-        self._training, self._validation = (_open(folder, side) for side in _SIDES)
+        self._training, self._validation = (_open(folder, side, self.per_sample) for side in _SIDES)
         num_sequences = len(self._training)
         if config.pack:
             self._training = self._training.packed(config.seq_len, seed)
-        self.num_training = len(self._training) // self.per_sample
-        self.num_validation = len(self._validation) // self.per_sample
+        self.num_training = len(self._training)
+        self.num_validation = len(self._validation)
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (
-            f"{corpus.source}: {num_sequences // self.per_sample:,} training and {self.num_validation:,} validation "
+            f"{corpus.source}: {num_sequences:,} training and {self.num_validation:,} validation "
             f"{'sequences of ' * corpus.is_talk}{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
             + (f", in {len(self._training):,} packed rows" if config.pack else "")
         )
@@ -193,8 +209,11 @@ class ConversationData:
 
     def samples(self, side: str, which: Sequence[int]) -> Rows:
         """Samples of the training or validation split by their indices."""
-        split = self._training if side == "training" else self._validation
-        return split.rows(which, self._seq_len)
+        return self.split(side).rows(which, self._seq_len)
+
+    def split(self, side: str) -> _SplitSequences:
+        """Sequences of the training or validation split."""
+        return self._training if side == "training" else self._validation
 
     @staticmethod
     def rows_of(
@@ -215,13 +234,13 @@ class ConversationData:
             yield ids_BS, targets_BS, self._num_bytes_V[targets_BS] * more["counts"], more
 
 
-def _open(folder: Path, side: str) -> _SplitSequences:
+def _open(folder: Path, side: str, per_sample: int) -> _SplitSequences:
     starts = np.load(folder / f"{side}.starts.npy")
     tokens, learned = (
         np.memmap(folder / f"{side}.{name}", dtype=dtype, mode="r", shape=(int(starts[-1]),))
         for name, dtype in (("tokens", "<u4"), ("learned", "u1"))
     )
-    return _SplitSequences(tokens, learned, starts)
+    return _SplitSequences(tokens, learned, starts, per_sample)
 
 
 def _form(tokenizer: Tokenizer, path: Path | None, *, is_plain: bool) -> ChatFormat | PlainForm:

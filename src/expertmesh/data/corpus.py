@@ -131,13 +131,8 @@ def load_corpus(config: TextConfig) -> Corpus:
         kinds.setdefault(kind, shown or name)
         num_bytes += len(data)
         progress.at(num_bytes)
-        digest_of_text = hashlib.sha256(data).digest()
-        prompt = hashlib.sha256(prompt_of(data)).digest() if kind == PAIR else b""
-        documents.append(
-            Document(
-                name, len(data), digest_of_text, _reader(read), place, own_name or name, prompt
-            )
-        )
+        where = place, own_name or name
+        documents.append(_document(name, data, _reader(read), where, is_pair=kind == PAIR))
     progress.finish()
     if not documents:
         why = f"left out: {left_out}" if left_out.total else "it is empty"
@@ -185,6 +180,15 @@ def load_corpus(config: TextConfig) -> Corpus:
         tuple(map(Line, notes)),
         kind=next(iter(kinds)),
     )
+
+
+def _document(
+    name: str, data: bytes, read: Callable[[], str], where: tuple[int, str], *, is_pair: bool
+) -> Document:
+    """A document with its size and digests; `where`: number of its entry of data.path, and its name within it."""
+    digest = hashlib.sha256(data).digest()
+    prompt = hashlib.sha256(prompt_of(data)).digest() if is_pair else b""
+    return Document(name, len(data), digest, read, *where, prompt)
 
 
 def _notes(

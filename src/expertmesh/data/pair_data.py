@@ -11,7 +11,6 @@ from expertmesh.data.corpus import Corpus
 from expertmesh.data.files import LeftOut
 from expertmesh.data.pairs import SIDES
 from expertmesh.data.plain_completions import PlainForm
-from expertmesh.errors import ConfigError, named
 from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ChatFormat, Conversation
 
 _EQUAL = "have the same chosen and rejected answer, or the same in their first tokens"
@@ -28,7 +27,7 @@ class PairData(ConversationData):
         seed: seed of the order.
 
     Raises:
-        ConfigError: see `ConversationData`; or pairs are to be packed.
+        ConfigError: see `ConversationData`.
 
     Attributes:
         reference: log-probabilities (N, 2) of the answers under the reference, FP64, for both splits by name; empty without any.
@@ -38,25 +37,30 @@ class PairData(ConversationData):
     per_sample = 2
 
     def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
-        if config.pack:
-            raise ConfigError(
-                "data.pack",
-                True,
-                f"packs conversations, and {named('objective.name', 'dpo')} learns pairs",
-                "leave it out",
-            )
         self.reference: Mapping[str, Tensor] = {}
         super().__init__(corpus, config, vocab_size=vocab_size, seed=seed)
 
     def samples(self, side: str, which: Sequence[int]) -> Rows:
-        """Pairs by their indices: tensors (B, 2, S), with "place" (B,), their indices, and "reference" (B, 2), if there is one."""
-        rows = super().samples(side, [2 * i + answer for i in which for answer in range(2)])
-        ids, targets, more = rows
+        """Pairs by their indices: tensors (B, 2, S), chosen answers in the first row of each sample and rejected ones in the second.
+
+        Further entries are "place" (B, K), the indices of the pairs in each sample (K is 1, or larger where rows are packed; -1: there is
+        none), and "reference" (B, K, 2), if there is one.
+        """
+        ids, targets, more = super().samples(side, which)
         pairs = {name: x.unflatten(0, (-1, 2)) for name, x in more.items()}
-        pairs["place"] = torch.tensor(which, dtype=torch.int64)
+        split = self.split(side)
+        place_BK = torch.full((len(which), split.most_members), -1, dtype=torch.int64)
+        for row, chosen in enumerate(which):
+            members = split.members(chosen)
+            place_BK[row, : len(members)] = torch.tensor(members)
+        pairs["place"] = place_BK
         if side in self.reference:
-            pairs["reference"] = self.reference[side][pairs["place"]]
+            pairs["reference"] = self.reference[side][place_BK.clamp_min(0)]
         return ids.unflatten(0, (-1, 2)), targets.unflatten(0, (-1, 2)), pairs
+
+    def num_pairs(self, side: str) -> int:
+        """Number of pairs of the training or validation split."""
+        return (len(self.split(side).starts) - 1) // 2
 
     @staticmethod
     def rows_of(

@@ -11,7 +11,7 @@ from expertmesh.text.messages import our_role
 SIDES = ("chosen", "rejected")
 """Fields of the answers, the better one first."""
 Pair = dict[str, list[Any]]
-"""`messages` of the prompt, and those of `chosen` and `rejected`."""
+"""`messages` of the prompt, and messages of the answers, `chosen` and `rejected`."""
 
 
 def _told(values: Mapping[str, Any]) -> Pair:

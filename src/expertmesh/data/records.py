@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """What a record is: a text, a conversation, a pair of answers."""
+        """Kind of a record: text, conversation or pair of answers."""
         if self.conversation is None:
             return TEXT
         return PAIR if self.is_pair else TALK
@@ -175,7 +175,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """What the document is: a text, a conversation, a pair of answers."""
+        """Kind of the document: text, conversation or pair of answers."""
         return TEXT if self.shape is None else self.shape.kind
 
     def at(self, name: str) -> str:

@@ -227,8 +227,8 @@ class Adapters:
         way = layer.dispatcher
         if not isinstance(way, CoordinatedDispatcher):
             return factors
-        own = (f.narrow(0, way.first_expert, way.num_local).clone() for f in factors[:2])
-        return Factors(*own, factors.scaling)
+        a, b = (f.narrow(0, way.first_expert, way.num_local).clone() for f in factors[:2])
+        return Factors(a, b, factors.scaling)
 
     def _low_rank(self, factors: Factors) -> LowRank:
         given = factors.a_erK, factors.scaled()

@@ -36,11 +36,14 @@ class Head(Linear):
     Both are calls of the module, so that wrappers of modules reach it.
     """
 
-    def forward(self, x: Tensor, targets_R: Tensor | None = None, **how: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, targets_R: Tensor | None = None, **how: Any
+    ) -> Any:
         """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options."""
         if targets_R is None:
             return super().forward(x)
-        linear, more = self.arithmetic.in_mode(self.training).linear, ()
+        linear = self.arithmetic.in_mode(self.training).linear
+        more: tuple[Tensor, Tensor] | tuple[()] = ()
         if self.adapters is not None and self.adapters.weight is not None:
             more = low_rank_rows(x, self.adapters.weight(), linear, backend=self.backend)
         return score_rows(x, self.weight, targets_R, linear=linear, more=more, **how)

@@ -113,6 +113,20 @@ class Part:
         return self.ranks.positions(x_BS)
 
 
+class Begin(NamedTuple):
+    """Beginning of a call of the trainer, for `Task.begin`.
+
+    Attributes:
+        step: steps done before.
+        folder: the run directory, for values that a resumed run cannot compute again; rank 0 writes.
+        ranks: the ranks.
+    """
+
+    step: int
+    folder: Path
+    ranks: Ranks
+
+
 class Baseline(NamedTuple):
     """Simple baseline that a trained model should beat.
 
@@ -196,7 +210,7 @@ class Task(ABC):
             if name != "items"
         }
 
-    def begin(self, model: nn.Module, data: Data, *, step: int, folder: Path, ranks: Ranks) -> None:
+    def begin(self, model: nn.Module, data: Data, begin: Begin) -> None:
         """Prepare what the steps need of the model as it is when a run begins or goes on. Default: nothing.
 
         Called once by the trainer on every rank, under autocast, with the weights loaded and before the first evaluation.
@@ -204,9 +218,7 @@ class Task(ABC):
         Args:
             model: the model, in the mode of training.
             data: the data of `prepare`.
-            step: steps done before.
-            folder: the run directory, for what a resumed run cannot compute again; rank 0 writes.
-            ranks: the ranks.
+            begin: step, folder and ranks.
         """
         return
 

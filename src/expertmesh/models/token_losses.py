@@ -126,7 +126,7 @@ def write_gradient(
 ) -> None:
     """Write the gradient of the logits of `row_losses`, times grad_T, to out_TV, which may be the logits themselves.
 
-    With `of_entropies_T` (T,), that of `row_entropies`, -p_v (log p_v + H), times it, is added.
+    With `of_entropies_T` (T,), the gradient of `row_entropies`, -p_v (log p_v + H), times it, is added.
     """
     for rows in _row_blocks(logits_TV):
         logits = _tempered(logits_TV[rows], grad_T.dtype, temperature)

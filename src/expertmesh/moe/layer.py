@@ -375,7 +375,7 @@ class MoELayer(ConstantBuffers):
             call,
             routing,
             sum_over_processes=self.dispatcher.sum_over_processes,
-            earlier_RE=self.earlier_sums_RE,
+            earlier_RE=self.earlier_sums_RE if self.training else None,
         )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Answers(NamedTuple):
+class PairScores(NamedTuple):
     """Scores of pairs of answers; index 0 of the last axis is the chosen answer.
 
     Attributes:
@@ -51,7 +51,7 @@ class LossNumbers(NamedTuple):
     gamma: float = 0.0
 
 
-PairLoss = Callable[[Answers, LossNumbers], Tensor]
+PairLoss = Callable[[PairScores, LossNumbers], Tensor]
 """Loss (B,) of each pair."""
 
 
@@ -65,58 +65,58 @@ def _smoothed(x_B: Tensor, e: float, sign: float) -> Tensor:
     return loss_B - sign * e * F.logsigmoid(-x_B) if e else loss_B
 
 
-def sigmoid(answers: Answers, numbers: LossNumbers) -> Tensor:
+def sigmoid(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """-(1 - e) log sigmoid(b d) - e log sigmoid(-b d): DPO (Rafailov et al. 2023, eq. 7), with smoothing cDPO (Mitchell 2023)."""
     return _smoothed(numbers.beta * _difference(answers.ratios), numbers.label_smoothing, 1.0)
 
 
-def robust(answers: Answers, numbers: LossNumbers) -> Tensor:
+def robust(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """[-(1 - e) log sigmoid(b d) + e log sigmoid(-b d)] / (1 - 2 e): Chowdhury et al. 2024, eq. 9."""
     e = numbers.label_smoothing
     return _smoothed(numbers.beta * _difference(answers.ratios), e, -1.0) / (1.0 - 2.0 * e)
 
 
-def ipo(answers: Answers, numbers: LossNumbers) -> Tensor:
+def ipo(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """(rho_c / n_c - rho_r / n_r - 1 / (2 b))^2: Azar et al. 2023, eq. 17, with lengths divided out."""
     return (_difference(answers.means) - 0.5 / numbers.beta).square()
 
 
-def hinge(answers: Answers, numbers: LossNumbers) -> Tensor:
+def hinge(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """max(0, 1 - b d): SLiC (Zhao et al. 2023)."""
     return torch.relu(1.0 - numbers.beta * _difference(answers.ratios))
 
 
-def apo_zero(answers: Answers, numbers: LossNumbers) -> Tensor:
+def apo_zero(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """1 - sigmoid(b rho_c) + sigmoid(b rho_r): D'Oosterlinck et al. 2024, eq. 7."""
     s_B2 = torch.sigmoid(numbers.beta * answers.ratios)
     return 1.0 - _difference(s_B2)
 
 
-def apo_down(answers: Answers, numbers: LossNumbers) -> Tensor:
+def apo_down(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """sigmoid(b rho_c) + 1 - sigmoid(b d): D'Oosterlinck et al. 2024, eq. 8."""
     b, ratios_B2 = numbers.beta, answers.ratios
     return torch.sigmoid(b * ratios_B2[:, 0]) + 1.0 - torch.sigmoid(b * _difference(ratios_B2))
 
 
-def sigmoid_norm(answers: Answers, numbers: LossNumbers) -> Tensor:
+def sigmoid_norm(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """-log sigmoid(b (rho_c / n_c - rho_r / n_r)): DPO of rewards per token."""
     return -F.logsigmoid(numbers.beta * _difference(answers.means))
 
 
-def simpo(answers: Answers, numbers: LossNumbers) -> Tensor:
+def simpo(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """-log sigmoid(b (lp_c / n_c - lp_r / n_r) - gamma): Meng et al. 2024, eq. 6."""
     means_B2 = answers.logprobs_B2 / answers.lengths_B2
     return -F.logsigmoid(numbers.beta * _difference(means_B2) - numbers.gamma)
 
 
-def orpo(answers: Answers, numbers: LossNumbers) -> Tensor:
+def orpo(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """-b log sigmoid(o), o = log(p_c / (1 - p_c)) - log(p_r / (1 - p_r)), p = exp(lp / n): Hong et al. 2024, eq. 7."""
     means_B2 = answers.logprobs_B2 / answers.lengths_B2
     odds_B2 = means_B2 - log1mexp(means_B2)
     return -numbers.beta * F.logsigmoid(_difference(odds_B2))
 
 
-def cpo(answers: Answers, numbers: LossNumbers) -> Tensor:
+def cpo(answers: PairScores, numbers: LossNumbers) -> Tensor:
     """-log sigmoid(b (lp_c - lp_r)): Xu et al. 2024, eq. 3."""
     return -F.logsigmoid(numbers.beta * _difference(answers.logprobs_B2))
 
@@ -144,7 +144,7 @@ _OF_MEANS = ("simpo", "orpo")
 
 
 def pair_sums(
-    answers: Answers, entropies_B2: Tensor, losses_B: Tensor, numbers: LossNumbers, *, loss: str
+    answers: PairScores, entropies_B2: Tensor, losses_B: Tensor, numbers: LossNumbers, *, loss: str
 ) -> dict[str, Tensor]:
     """Sums over pairs of a step's measures by name.
 

@@ -17,6 +17,7 @@ from expertmesh.models.bound_files import check_run, newest_state
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES, recipe, recipe_owners
 from expertmesh.planner.arguments import path_text
@@ -101,7 +102,7 @@ def _of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedMo
     batch = config.train.batch_size * seq_len
     return PlannedModel(
         name,
-        sizes_of(config.model),
+        sizes_of_run(config),
         seq_len,
         batch,
         float(config.train.steps * batch),

@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from expertmesh.checkpoints.rounded import ExpertFormat
 from expertmesh.checkpoints.store import read_state
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import saved_run
@@ -13,17 +14,19 @@ from expertmesh.errors import CheckpointError, ConfigError, named
 BASE = "base"
 """Name of a base's record among the values of a checkpoint."""
 _ENDS = 1 << 20
+_ROUNDS = "experts"
 _WORDS = ("*.json", "*.safetensors")
 
 
-def base_record(path: Path, weights: Path) -> dict[str, str]:
-    """Record of a base: its folder, its weights and their digest.
+def base_record(base: Any) -> dict[str, str]:
+    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to.
 
     Args:
-        path: folder of a run or of the hub.
-        weights: a checkpoint of the run, or the hub's folder.
+        base: the `Run`, with its weights.
     """
-    return {"path": str(path), "weights": str(weights), "digest": digest_of(weights)}
+    weights = base.checkpoint
+    found = {"path": str(base.path), "weights": str(weights), "digest": digest_of(weights)}
+    return found if base.rounds is None else {**found, _ROUNDS: base.rounds.text}
 
 
 def digest_of(weights: Path) -> str:
@@ -60,10 +63,33 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
             f"its weights are not those of {before['path']}, on which the adapters of {where} were trained",
             f"restore that folder, or use another {named('train.run_dir')}",
         )
+    if before.get(_ROUNDS) != own.get(_ROUNDS):
+        raise ConfigError(
+            "train.dtype",
+            own.get(_ROUNDS, "").rpartition(" ")[2],
+            f"gives experts in {own.get(_ROUNDS)}, and the adapters of {where} were trained on {before.get(_ROUNDS)}",
+            f"use the type of the run, or another {named('train.run_dir')}",
+        )
 
 
-def read_record(checkpoint: Path) -> tuple[Path, Path, AdapterConfig] | None:
-    """Folder and weights of the base of a checkpoint's adapters, and their options; None: all weights are in the checkpoint.
+class BaseRecord(NamedTuple):
+    """Base of a checkpoint's adapters.
+
+    Attributes:
+        path: its folder.
+        weights: its checkpoint, or the folder.
+        rounds: format that its experts were rounded to for the training; None: as they are.
+        config: options of the adapters.
+    """
+
+    path: Path
+    weights: Path
+    rounds: ExpertFormat | None
+    config: AdapterConfig
+
+
+def read_record(checkpoint: Path) -> BaseRecord | None:
+    """The base of a checkpoint's adapters; None: all weights are in the checkpoint.
 
     Raises:
         ConfigError: there is no such base any more.
@@ -84,7 +110,9 @@ def read_record(checkpoint: Path) -> tuple[Path, Path, AdapterConfig] | None:
         )
     with saved_run():
         config = AdapterConfig.model_validate(values["config"]["adapter"])
-    return Path(record["path"]), weights, config
+    text = record.get(_ROUNDS)
+    rounds = None if text is None else ExpertFormat.of(text)
+    return BaseRecord(Path(record["path"]), weights, rounds, config)
 
 
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:

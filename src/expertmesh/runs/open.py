@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from expertmesh.checkpoints.compressed_tensors import QuantizedModel
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.run import RunConfig
@@ -35,7 +34,7 @@ from expertmesh.runs.precision import (
     resolve_device,
     trained_precision,
 )
-from expertmesh.runs.quantized import put_quantized
+from expertmesh.runs.quantized import PackedExperts, put_quantized
 from expertmesh.runs.run_dir import TOKENIZER, Run, find_model
 from expertmesh.text.format import TextFormat, text_format, told_by_files
 
@@ -142,7 +141,7 @@ def open_model(
     def build() -> LoadedModel:
         weights = run.open_weights(dtype)
         used = _precision_of(weights, dtype, place, known)
-        if isinstance(weights, QuantizedModel) or slots is not None:
+        if isinstance(weights, PackedExperts) or slots is not None:
             return _open_empty(
                 run,
                 weights,
@@ -194,7 +193,7 @@ def _open_empty(
     for_autocast: bool,
 ) -> LoadedModel:
     """Open a model with quantised experts or experts in slots, without memory for their full matrices."""
-    what = "quantised" if isinstance(weights, QuantizedModel) else "given expert slots"
+    what = "quantised" if isinstance(weights, PackedExperts) else "given expert slots"
     if ranks.size > 1 and share is None:
         raise ConfigError(
             f"{run.path}: is {what}, and ranks share such experts in an engine; give em.Engine(..., parallel=), or open the model as it"
@@ -204,7 +203,7 @@ def _open_empty(
     model = task.builder.build(device=torch.device("meta"), dtype=precision.master_dtype)
     if for_autocast:
         _keep_narrow(model, precision)
-    if isinstance(weights, QuantizedModel):
+    if isinstance(weights, PackedExperts):
         put_quantized(model, weights)
     if share is not None:
         share(model)
@@ -287,8 +286,8 @@ def _precision_of(
     """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32 routers."""
     if dtype is not None:
         return plain_precision(dtype, device, "as asked for")
-    if isinstance(weights, QuantizedModel):
-        return plain_precision(weights.scale_dtype, device, "the type of its scales")
+    if isinstance(weights, PackedExperts):
+        return plain_precision(weights.products_dtype, device, "the type of its scales")
     kept = {tensor.dtype for tensor in weights.tensors.values() if tensor.dtype.is_floating_point}
     narrowest = min(kept, key=lambda one: (one.itemsize, str(one)), default=torch.float32)
     found = None if known is None else Precision.of(device, known)

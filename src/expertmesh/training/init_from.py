@@ -30,6 +30,7 @@ from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.text.tokenizer_files import files_in
+from expertmesh.training.place_base import packed_storage
 from expertmesh.training.state import RunProgress, TrainState
 
 _MODEL = "model."
@@ -52,10 +53,13 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
     if begin is None:
         return config
     named = None if family.name in FAMILIES else family
+    if config.adapter.rests:
+        config = config.updated(packed_storage(config.base, find_model(begin, named)))
     own = RunDir(config.train.run_dir)
     if config.train.resume == "never" or not _can_go_on(own, family):
         run = find_model(begin, named)
-        run.check_trains()
+        if not config.adapter.rests:
+            run.check_trains()
         run.check_whole()
         return family.begun_with(config, run.config, where=begin)
     saved, _ = own.read_config(named)
@@ -100,7 +104,7 @@ def load_base(begin: Run, task: Task, state: TrainState, data: Data) -> None:
     targets = {name: tensor for name, tensor in inherited.items() if not is_factor(name)}
     state.ranks.on_all(lambda: begin.load_into(targets))
     if task.config.adapter.rests:
-        state.base = state.ranks.on_rank0(lambda: base_record(begin.path, begin.checkpoint))
+        state.base = state.ranks.on_rank0(lambda: base_record(begin))
 
 
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:

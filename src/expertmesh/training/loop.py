@@ -12,13 +12,13 @@ from rich.console import Console
 
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
 from expertmesh.comm.bind import bind_ranks, bound_to
-from expertmesh.config.run import RunConfig, with_epochs
+from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.bound_files import check_files, check_run, hashes_in, newest_state
 from expertmesh.models.family import Family
 from expertmesh.models.registry import find_family
-from expertmesh.models.task import Batch, Data, Task
+from expertmesh.models.task import Batch, Begin, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.data_paths import with_whole_paths
@@ -43,6 +43,8 @@ from expertmesh.training.optim import (
 )
 from expertmesh.training.pace import Pace
 from expertmesh.training.param_groups import summary
+from expertmesh.training.place_base import place_model, with_format
+from expertmesh.training.prepared import prepared
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.settle import settle
 from expertmesh.training.state import (
@@ -57,7 +59,7 @@ from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import find_teacher, open_teacher, teacher_bytes
 from expertmesh.training.threads import Threads, computing_with
 from expertmesh.training.trackers import AllTrackers, Files, OwnTracker, Tracker
-from expertmesh.training.what_learns import learning_lines
+from expertmesh.training.what_learns import counts_of_parts, learning_lines
 
 
 class _LeftOutError(Exception):
@@ -182,14 +184,15 @@ def train(
         torch.manual_seed(config.train.seed)
         if list_checkpoints(run_dir.checkpoints):
             stack.enter_context(notes_known())  # already printed when the run started
-        data = _prepared(task, ranks)
+        data = prepared(task, ranks)
         config = task.config
         precision, threads = settle(family, config, run_dir, ranks)
         if threads is not None:
             stack.enter_context(computing_with(threads))
         stack.enter_context(precision.products())
         torch.manual_seed(config.train.seed)  # data preparation may have drawn random numbers
-        own = (family, task, recipe, run_dir, data, precision, threads, ranks, ends, sampler)
+        begin = ranks.on_all(lambda: with_format(begin, config, precision))
+        own = (family, task, recipe, run_dir, data, precision, threads, ranks, ends, sampler, begin)
         trainer = ranks.on_all(lambda: _Trainer(*own))
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
@@ -197,18 +200,6 @@ def train(
         ranks.on_rank0(trainer.describe)
         trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
-
-
-def _prepared(task: Task, ranks: Ranks) -> Data:
-    """Data of a task, whose configuration gets the steps of its epochs."""
-    prepared: list[Data] = []
-    ranks.on_rank0(lambda: prepared.append(task.prepare()))  # fills the cache
-    data = ranks.on_all(lambda: prepared[0] if prepared else task.prepare())
-    ranks.check_equal(data.key, what="the data")
-    num_samples = getattr(data, "num_training", None)
-    config = ranks.on_all(lambda: with_epochs(task.config, num_samples=num_samples))
-    task.config = task.builder.config = config
-    return data
 
 
 class _Trainer:
@@ -226,6 +217,7 @@ class _Trainer:
         ranks: Ranks,
         ends: Ends,
         sampler: Sampler | None,
+        begin: Run | None,
     ) -> None:
         self.ends, self.sampler = ends, sampler
         self.ended_early: EarlyEnd | None = None
@@ -238,9 +230,7 @@ class _Trainer:
             config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
         )
         task.builder.plans = run_dir.plans
-        model = task.builder.place(
-            device=precision.device, dtype=precision.master_dtype, ranks=ranks
-        )
+        model = place_model(task, begin, precision, ranks)
         task.teacher = open_teacher(
             family, task, data, precision=precision, ranks=ranks, student=model
         )
@@ -341,8 +331,8 @@ class _Trainer:
                 report.message(told)
         self.ends.heard(self.ranks.on_rank0(lambda: self._losses_until(first)))
         with self.precision.autocast():
-            where = {"step": first, "folder": self.run_dir.path, "ranks": self.ranks}
-            self.task.begin(self.state.model, self.data, **where)
+            begin = Begin(first, self.run_dir.path, self.ranks)
+            self.task.begin(self.state.model, self.data, begin)
         extra: dict[str, float] = {}
         if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
@@ -563,7 +553,7 @@ class _Trainer:
         return [path for path in paths if step_of(path) <= self.state.progress.step]
 
     def _description(self, first: int) -> str:
-        parameters = sum(p.numel() for p in self.state.model.parameters())
+        parameters = sum(one.total() for one in counts_of_parts(self.state.model))
         start = f"resuming after step {first}" if first else "starting"
         if first and self.saved_step is None:
             start = f"leaving the trunk {self.config.train.branch_from} after step {first}"

@@ -186,6 +186,10 @@ def read_run_state(path: Path, *names: str) -> dict[str, Any]:
     return values
 
 
+_FIXED = ("model.", "distill.", "base.", "objective.")
+"""Sections of options that do not change when a run goes on."""
+
+
 def check_same_run(
     saved: Mapping[str, Any], config: RunConfig, *, family: Family, where: Path
 ) -> None:
@@ -219,7 +223,7 @@ def check_same_run(
         dotted_values(run.model_dump(mode="json")) for run in (before, config)
     )
     for name, value in new_fields.items():
-        is_fixed = name.startswith(("model.", "distill.", "objective.")) or name in (
+        is_fixed = name.startswith(_FIXED) or name in (
             "train.seed",
             "optim.name",
             *family.fixed,

@@ -15,6 +15,8 @@ from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.engine.request_adapters import Adapters
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub.exports import origin_of
+from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.moe.layer import grouped_layers
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import Run, checkpoint_weights, find_base
 from expertmesh.spec.adapter_targets import kind_of
@@ -74,11 +76,13 @@ def write_adapter_folder(
     """
     found = adapters_of(checkpoint)
     base, _ = _base_of(checkpoint)
+    model = base.config.model
+    assert isinstance(model, ModelConfig)
     origin = origin_of(checkpoint.parent.parent)
     with complete_folder(new_folder("to", target)) as partial:
         write_peft_folder(
             partial,
-            base.config.model,
+            model,
             found,
             base=str(base.path),
             layout=layout,
@@ -127,6 +131,9 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
             adapter.b.copy_(found[name].b.view(adapter.b.shape))
     expected = logits()
     lora.remove(model)
+    for _, _, experts in grouped_layers(model):
+        if experts.format != "dense":
+            experts.convert("dense")
     read_into(merged, model.state_dict())
     all_logits["merged"] = logits()
     types = [tensor.dtype for tensor in merged.tensors.values()]

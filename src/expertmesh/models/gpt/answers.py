@@ -49,7 +49,7 @@ class AnswerTask(GPTTask):
 
     A batch is (ids, targets, {"counts", "is_token", ...}) with tensors (B, G, S), which the model sees as (B * G, S); a cut of the
     batch never parts a group. `counts` is True where the next token is learned: the answer and its end. The model computes as in
-    evaluation, dropless, in training, too, so that scores are those of generation.
+    evaluation, dropless, in training, too, so that scores and generation agree.
     """
 
     evaluates = True

@@ -8,8 +8,9 @@ from expertmesh.costs.matrix_products import Product
 from expertmesh.costs.run_costs import RunCosts, memory_of
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.gpt.sizes import sizes_of
+from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.adapter_counts import adapter_text
 
 
 def gpt_costs(
@@ -23,6 +24,7 @@ def gpt_costs(
         dtype: compute dtype: float32, bfloat16, float16 or float64.
         on_gpu: whether the ranks compute on GPUs.
     """
+    config = _in_sequences(config)
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
     flops = forward_flops(config.model, seq_len=seq_len)
@@ -34,7 +36,7 @@ def gpt_costs(
             activation_checkpointing=train.activation_checkpointing
         ),
         memory=memory_of(
-            sizes_of(config.model),
+            sizes_of_run(config),
             config,
             num_ranks=num_ranks,
             dtype=dtype,
@@ -42,7 +44,19 @@ def gpt_costs(
             seq_len=seq_len,
             recomputes_h=config.model.moe.recompute_h,
         ),
+        adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )
+
+
+def _in_sequences(config: GPTRunConfig) -> GPTRunConfig:
+    """The run with sequences as its samples: a pair of answers is two."""
+    train, count = config.train, 2 if config.objective.name == "dpo" else 1
+    sizes = {
+        "batch_size": count * train.batch_size,
+        "micro_batch_size": count * train.samples_per_pass,
+        "gradient_accumulation_steps": None,
+    }
+    return config.model_copy(update={"train": train.model_copy(update=sizes)})
 
 
 def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Product, ...]:
@@ -56,7 +70,7 @@ def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Prod
         Products with at least a hundredth of the largest one's work, the largest first.
     """
     model = config.model
-    rows = config.train.samples_per_pass
+    rows = _in_sequences(config).train.samples_per_pass
     num_tokens = max(1, rows * config.data.seq_len // num_parts)
     found: Counter[Product] = Counter()
     for parameter in gpt_spec(model):

@@ -550,26 +550,18 @@ class GPT(LanguageModel):
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and not is_decoding
         all_stats = []
         for block in self.layers:
-            if recompute:
-                again = partial(_in_mode, block, block.training)
-                x_BSD, stats = checkpoint(again, x_BSD, use_reentrant=False, **call)
-            else:
-                x_BSD, stats = block(x_BSD, **call)
+            x_BSD, stats = (partial(_recomputed, block) if recompute else block)(x_BSD, **call)
             if stats is not None:
                 all_stats.append(stats)
         x = _rows_of(x_BSD, num_logits, logit_rows_R)
         x = x[0] if is_flat and logit_rows_R is None else x
         if targets_R is None:
             return GPTOutput(self._read_out(x, table_VD), tuple(all_stats))
-        scores = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R, scoring)
+        scores = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R, **scoring)
         return GPTScores(scores.logprobs_R, tuple(all_stats), scores.entropies_R)
 
     def _read_out(
-        self,
-        x: Tensor,
-        table_VD: Tensor,
-        targets_R: Tensor | None = None,
-        scoring: Mapping[str, Any] = MappingProxyType({}),
+        self, x: Tensor, table_VD: Tensor, targets_R: Tensor | None = None, **scoring: Any
     ) -> Any:
         """Logits (..., V) of hidden states (..., D); with targets, the targets' `Scores` for (R, D)."""
         x = self.final_norm(x)
@@ -582,6 +574,12 @@ class GPT(LanguageModel):
         if targets_R is None:
             return linear(x, table_VD)
         return score_rows(x, table_VD, targets_R, linear=linear, **scoring)
+
+
+def _recomputed(block: nn.Module, x_BSD: Tensor, **call: Any) -> Any:
+    """A block's result, of which the backward pass keeps the input alone."""
+    again = partial(_in_mode, block, block.training)
+    return checkpoint(again, x_BSD, use_reentrant=False, **call)
 
 
 def _in_mode(block: nn.Module, training: bool, x_BSD: Tensor, **call: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -20,7 +21,7 @@ FILE = "reference.npz"
 """Name of the file in a run directory."""
 
 Score = Callable[[Batch, Part], Tensor]
-"""Log-probabilities (B, 2) of a batch of pairs."""
+"""Log-probabilities (P, 2) of the pairs of a batch, sample by sample."""
 
 
 def score_pairs(
@@ -48,22 +49,25 @@ def score_pairs(
             for batch in data.validation(most, size)
         ),
     }
-    total = data.num_training + data.num_validation
-    found, progress = {}, Progress("scored by the reference:", total=total, unit="pairs")
-    for (side, batches), count in zip(
-        passes.items(), (data.num_training, data.num_validation), strict=True
-    ):
+    counts = {side: data.num_pairs(side) for side in passes}
+    found, progress = (
+        {},
+        Progress("scored by the reference:", total=sum(counts.values()), unit="pairs"),
+    )
+    for side, batches in passes.items():
+        count = counts[side]
         scores_N2 = torch.zeros(count, 2, dtype=torch.float64)
         seen_N = torch.zeros(count, dtype=torch.bool)
         with torch.set_grad_enabled(side == "training"):
-            for batch in progress.over(_new(batches, seen_N), lambda batch: len(batch[0])):
+            for batch in progress.over(_new(batches, seen_N), _num_pairs):
                 for rows, mine in micro_batches(task, batch, size, ranks):
                     part = Part(0, rows, ranks, task.progress_items(mine))
-                    place = named_tensors(mine)["place"]
+                    place_P = places_of(mine)
                     on_device = each_tensor(mine, lambda t: t.to(device))
-                    new = ~seen_N[place]
-                    scores_N2[place[new]] = score(on_device, part).detach().to(scores_N2)[new]
-                seen_N[named_tensors(batch)["place"]] = True
+                    new_P = ~seen_N[place_P]
+                    found_P2 = score(on_device, part).detach().to(scores_N2)
+                    scores_N2[place_P[new_P]] = found_P2[new_P]
+                seen_N[places_of(batch)] = True
         summed = ranks.sum_(scores_N2.to(ranks.device), what="the reference's scores")
         found[side] = summed.to(scores_N2.device)
     return found
@@ -71,13 +75,24 @@ def score_pairs(
 
 def _new(batches: Iterator[Batch], seen_N: Tensor) -> Iterator[Batch]:
     """The batches with a pair that is not scored yet."""
-    return (batch for batch in batches if not seen_N[named_tensors(batch)["place"]].all())
+    return (batch for batch in batches if not seen_N[places_of(batch)].all())
+
+
+def places_of(batch: Batch) -> Tensor:
+    """Indices (P,) of the pairs in a batch, sample by sample."""
+    place_BK = named_tensors(batch)["place"]
+    return place_BK[place_BK >= 0]
+
+
+def _num_pairs(batch: Batch) -> int:
+    return len(places_of(batch))
 
 
 def write_scores(folder: Path, scores: dict[str, Tensor]) -> None:
     """Write scores to a run directory."""
     with complete(folder / FILE) as partial:
-        np.savez(partial, **{side: scores_N2.numpy() for side, scores_N2 in scores.items()})
+        sides: dict[str, Any] = {side: scores_N2.numpy() for side, scores_N2 in scores.items()}
+        np.savez(partial, **sides)
 
 
 def read_scores(folder: Path, data: PairData) -> dict[str, Tensor]:
@@ -87,7 +102,7 @@ def read_scores(folder: Path, data: PairData) -> dict[str, Tensor]:
         ConfigError: the file is missing, damaged or of other data.
     """
     path = folder / FILE
-    wanted = {"training": data.num_training, "validation": data.num_validation}
+    wanted = {side: data.num_pairs(side) for side in ("training", "validation")}
     try:
         with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as file:
             found = {side: torch.from_numpy(file[side]) for side in wanted}

@@ -20,15 +20,17 @@ class GPTSizes(ModelSizes):
 
     Attributes:
         config: configuration of the model.
+        adapts: whether experts have adapters.
     """
 
     config: ModelConfig = field(kw_only=True)
+    adapts: bool = False
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
         """Activations of a rank."""
         if work.states not in OURS:
             return super().activations(layout, work)
-        return gpt_activations(self.config, layout, work)
+        return gpt_activations(self.config, layout, work, adapts=self.adapts)
 
 
 def sizes_of(config: ModelConfig) -> GPTSizes:

@@ -105,7 +105,7 @@ def _local(
     if isinstance(found, DTensor):
         found = found.to_local()
     if group is not None and group.size > 1:
-        found = _SummedGradient.apply(found, group, where)  # type: ignore[no-untyped-call]
+        found = _SummedGradient.apply(found, group, where)
     for axis, index, count in own:
         found = _narrowed(found, axis, index, count)
     return found
