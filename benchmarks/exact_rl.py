@@ -22,13 +22,13 @@ ARMS = {
     "full": ("all weights", 250, "0,1,2", ""),
     "lora": (
         "adapters of rank 16",
-        250,
+        50,
         "0,1,2",
         "--adapter.kind lora --adapter.rank 16 --optim.lr 2e-3",
     ),
     "free": (
         "all weights, not exact, BF16",
-        50,
+        25,
         "0",
         "--rl.exact false --rl.replay-routing false --train.dtype bfloat16",
     ),

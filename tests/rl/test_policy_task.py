@@ -255,6 +255,7 @@ def on_rank(words):
 LAYOUTS = {
     "experts on other ranks": "parallel.ep-degree 2",
     "gathered weights": "parallel.ep-degree 1 parallel.zero-stage 2",
+    "adapters": "parallel.ep-degree 2 adapter.kind lora adapter.rank 4",
 }
 
 
@@ -262,7 +263,8 @@ LAYOUTS = {
 def test_two_ranks_learn_what_one_does(layout, options, two_ranks):
     """Each samples its own prompts; rollouts and training are compared to the bit there, too."""
     more = "train.dtype float64 train.steps 2"
-    expected = trained(options, more)
+    adapters = LAYOUTS[layout].partition(" adapter")
+    expected = trained(options, more + "".join(adapters[1:]))
     folder = f"{options['train.run-dir']}-two"
     words = words_of({**options, "train.run-dir": folder}, f"{more} {LAYOUTS[layout]}")
     two_ranks.run(on_rank, words)

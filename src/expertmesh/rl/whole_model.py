@@ -24,7 +24,7 @@ def whole_model(model: nn.Module, builder: ModelBuilder, ranks: Ranks) -> Iterat
         yield model
         return
     first = next(model.parameters())
-    whole: nn.Module = builder.build(device=first.device, dtype=first.dtype)
+    whole = builder.place(device=first.device, dtype=first.dtype, ranks=Ranks())
     named = whole.state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
