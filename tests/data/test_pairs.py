@@ -249,6 +249,38 @@ def test_objectives_that_do_not_fit_the_data(case, tmp_path):
     assert words in str(error.value) and "pairs.jsonl" in str(error.value)
 
 
+def test_cells_of_answers_are_texts(tmp_path):
+    """A table's column `chosen` holds Booleans where it stands alone; beside `rejected` its cells are answers."""
+    rows = [(f"q{i}", ("1", "true", "0")[i % 3], ("false", "1", "no")[i % 3]) for i in NUMBERS]
+    table = "prompt,chosen,rejected\n" + "".join(f"{','.join(row)}\n" for row in rows)
+    (tmp_path / "pairs.csv").write_text(table)
+    data = data_of(tmp_path, [FORMS["standard"](*row) for row in rows])
+    options = {"seq_len": 64, "encode_with": str(tmp_path / "tokenizer.json")}
+    config = TextConfig(
+        path=str(tmp_path / "pairs.csv"), cache_dir=str(tmp_path / "cache"), **options
+    )
+    found = text_data(config, vocab_size=300, seed=0, objective="dpo")
+    assert found.num_training + found.num_validation == len(rows)
+    every = [
+        sorted(
+            str(one.samples(side, [i])[0].tolist())
+            for side in ("training", "validation")
+            for i in range(one.num_pairs(side))
+        )
+        for one in (data, found)
+    ]
+    assert every[0] == every[1]
+
+
+def test_pairs_beside_conversations(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name, records in (("a", PAIRS), ("b", TALKS)):
+        text = "".join(f"{json.dumps(one)}\n" for one in records)
+        (tmp_path / "data" / f"{name}.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="is a pair of answers and .* a conversation; train on"):
+        load_corpus(TextConfig(path=str(tmp_path / "data")))
+
+
 def test_the_chosen_answers_alone(tmp_path):
     records = [FORMS["implicit conversational"](f"{i}", "yes", "no") for i in NUMBERS]
     data = data_of(tmp_path, records, objective="sft", column="chosen")

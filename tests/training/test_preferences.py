@@ -104,9 +104,28 @@ def test_ranks_change_nothing(whole, folder, two_ranks):
     assert_same_lines(found, whole["sigmoid"], *MEASURES)
 
 
-def test_ranks_that_share_a_sequence_are_refused(folder):
-    with pytest.raises(ConfigError, match="parallel.tp_degree=2: shares a sequence"):
-        config_of(folder, "tensor", {"parallel.tp_degree": 2})
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel.tp_degree": 2}, "parallel.tp_degree=2: shares a sequence"),
+        ({"distill.teacher": "runs/other"}, "distill.teacher=runs/other: teaches next tokens"),
+        ({"train.best_by": "f1"}, "train.best_by=f1: is no measure of this run; known: loss, acc"),
+        ({"data.column": "chosen"}, "data.column=chosen|learns from a pair of answers each"),
+    ],
+    ids=["sequences", "teacher", "measure", "column"],
+)
+def test_options_that_do_not_fit_preferences(changes, said, folder):
+    with pytest.raises(ConfigError, match=said) as error:
+        run(folder, f"misfit-{len(said)}", changes)
+    assert "\n" not in str(error.value)
+
+
+def test_samples_are_answers_to_prompts_of_pairs(folder, base):
+    more = ["--train.steps", "1", "--train.sample-every", "1"]
+    assert main(words_of(folder, base, "sampled", *more)) == 0
+    lines = (folder / "sampled" / "samples.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert prompts and all("say " in one and "well" not in one for one in prompts)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -135,7 +154,7 @@ def words_of(folder, base, name, *more):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_adapters_begin_at_the_reference(dtype, folder, base):
+def test_adapters_begin_at_the_reference(dtype, folder, base, capsys):
     more = ["--adapter.kind", "lora", "--train.dtype", dtype, "--train.steps", "3"]
     assert main(words_of(folder, base, f"lora-{dtype}", *more, "--optim.lr", "1e-2")) == 0
     first, *_, last = lines_of(folder / f"lora-{dtype}")
@@ -143,6 +162,8 @@ def test_adapters_begin_at_the_reference(dtype, folder, base):
         assert first[f"{prefix}reward_chosen"] == first[f"{prefix}reward_rejected"] == 0
         assert abs(first[f"{prefix}loss"] - math.log(2)) <= (0 if dtype == "float64" else 1e-7)
     assert last["loss"] < first["loss"] and first["aux_loss"] == 0
+    final = f"validation: {last['eval_accuracy']:.4f} accuracy of preferences, 0.0000 before"
+    assert final in capsys.readouterr().out
 
 
 USUAL = {
@@ -251,6 +272,16 @@ def test_packed_rows_have_the_loss_of_their_pairs(more, folder):
 
 def plain_data(config):
     return GPT.open_task(config).prepare()
+
+
+def test_options_of_training_alone_are_told(folder, caplog):
+    changes = {"model.moe.router_noise": "gumbel", "model.moe.capacity_factor": 1.0}
+    plain_data(config_of(folder, "unused", changes))
+    (said,) = (one.message for one in caplog.records if "without effect" in one.message)
+    assert "router_noise=gumbel" in said and "capacity_factor=1.0" in said and "\n" not in said
+    caplog.clear()
+    plain_data(config_of(folder, "unused"))
+    assert not any("without effect" in one.message for one in caplog.records)
 
 
 def test_a_pair_costs_two_sequences(folder):

@@ -125,7 +125,7 @@ def summary(result: "TrainResult", family: Family) -> str:
         f" ({rate:,.0f} {family.items}/s)"
     )
     lines = [done + ("; nothing was left to do" if result.resumed_from == result.step else "")]
-    metric = family.metric_of(result.evaluation)
+    metric = result.metric or family.metric
     if result.evaluation is not None:
         before, at = result.initial_evaluation, result.evaluated_at
         when = "" if at is None or at == result.step else f" after step {at:,}"

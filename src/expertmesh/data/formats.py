@@ -20,6 +20,7 @@ from expertmesh.data.conversation_lines import of_cell
 from expertmesh.data.encoding import decoded
 from expertmesh.data.files import UNPACKERS, TextFile, is_packed, opened, printable
 from expertmesh.data.json_records import JSON, json_rows
+from expertmesh.data.pairs import SIDES
 from expertmesh.data.records import NoRecordsError, Row, found_shape, known_fields
 from expertmesh.errors import ConfigError, named
 from expertmesh.text.tokenizer import load_tokenizer
@@ -123,7 +124,8 @@ def _check_once(names: list[str], where: str, column: str | None) -> None:
 
 def _named(names: list[str], cells: list[str], *, column: str | None) -> dict[str, Any]:
     pairs = zip(names, cells, strict=False)
-    return {name: cell if name == column else of_cell(name, cell) for name, cell in pairs}
+    texts = {column, *(SIDES if set(SIDES) <= set(names) else ())}
+    return {name: cell if name in texts else of_cell(name, cell) for name, cell in pairs}
 
 
 def _parquet(path: Path, reading: Reading) -> list[Row]:

@@ -58,9 +58,9 @@ def training_samples(
 def _prompts(data: Data, *, most: int) -> Iterator[list[int]]:
     """Tokens of each validation sample before the first one that is learned; of a text its first tokens."""
     for batch in data.validation(_COUNT, 1):
-        ids_S: Tensor = batch[0][0]
+        ids_S: Tensor = batch[0].flatten(0, -2)[0]
         size = min(_PROMPT_TOKENS, len(ids_S))
         more = named_tensors(batch)
         if "counts" in more:
-            size = int(more["counts"][0].int().argmax()) + 1
+            size = int(more["counts"].flatten(0, -2)[0].int().argmax()) + 1
         yield ids_S[:size][-most:].tolist()

@@ -16,7 +16,7 @@ from expertmesh.config.run import RunConfig
 from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.bound_files import check_files, check_run, hashes_in, newest_state
-from expertmesh.models.family import Family
+from expertmesh.models.family import Family, Metric
 from expertmesh.models.registry import find_family
 from expertmesh.models.task import Batch, Begin, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
@@ -85,6 +85,7 @@ class TrainResult:
         evaluated_at: step of `evaluation`, or None; a run that was stopped may have ended later.
         ended_early: option that ended the call before its last step, or None: "max_time" (the run can be resumed) or
             "patience" (it is finished).
+        metric: metric of the run's evaluations; None: the family's.
     """
 
     run_dir: Path
@@ -100,6 +101,7 @@ class TrainResult:
     is_leader: bool = True
     evaluated_at: int | None = None
     ended_early: EarlyEnd | None = None
+    metric: Metric | None = None
 
 
 def train(
@@ -588,5 +590,6 @@ class _Trainer:
             checkpoint=paths[-1] if paths else None,
             is_leader=self.ranks.is_leader,
             ended_early=self.ended_early,
+            metric=self.task.metric,
             evaluated_at=max((n["step"] for n in lines if "eval_loss" in n), default=None),
         )

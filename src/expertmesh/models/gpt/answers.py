@@ -5,10 +5,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from expertmesh.config.moe import MoEConfig
+from expertmesh.data.data_progress import note
+from expertmesh.errors import named
 from expertmesh.models.gpt.task import GPTTask, Learned, masks_of
 from expertmesh.models.task import Batch, Part, named_tensors
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.ranks import Ranks
+
+_OF_TRAINING = (
+    *("router_noise", "input_jitter", "input_dropout", "expert_output_masking"),
+    *("capacity_factor", "max_capacity_factor"),
+)
+"""Options of experts that change training alone."""
 
 
 class AnswerScores(NamedTuple):
@@ -53,6 +62,17 @@ class AnswerTask(GPTTask):
     """
 
     evaluates = True
+
+    def prepare(self) -> Any:
+        """The data; options of the model that only other objectives read are told."""
+        data = super().prepare()
+        moe, usual = self.config.model.moe, MoEConfig()
+        idle = [name for name in _OF_TRAINING if getattr(moe, name) != getattr(usual, name)]
+        if idle:
+            names = ", ".join(str(named(f"model.moe.{name}", getattr(moe, name))) for name in idle)
+            why = named("objective.name", self.config.objective.name)
+            note(f"{names}: without effect, because {why} computes as in evaluation")
+        return data
 
     def scores(
         self, model: nn.Module, batch: Batch, part: Part, *, temperature: float = 1.0

@@ -285,6 +285,12 @@ class GPTRunConfig(RunConfig):
                 "leave one of the two out",
             )
         self.require(
+            self.objective.name in ("auto", "lm", "sft") or self.distill.teacher is None,
+            "distill.teacher",
+            f"teaches next tokens, and {named('objective.name', self.objective.name)} learns otherwise",
+            "leave it out",
+        )
+        self.require(
             self.objective.name not in LEARNING_RATES or self.parallel.tp_degree == 1,
             "parallel.tp_degree",
             f"shares a sequence among ranks, and {named('objective.name', self.objective.name)} compares whole answers",
