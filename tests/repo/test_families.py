@@ -23,6 +23,7 @@ DOORS = {
     "checkpoints",  # folders of the hub are GPTs, whatever wrote them
     "integrations",
     "planner",  # plans GPTs
+    "rl",  # GPTs write what is rewarded
     "runs",  # opens folders of the hub
     "__init__.py",  # em.GPT
 }

@@ -35,6 +35,7 @@ TRAINED = {
     "docs/data.md": ["mine"],
     "docs/report.md": ["mine", "other"],
     "docs/finetuning.md": ["mine"],
+    "docs/rl.md": ["mine"],
     "docs/checkpoints.md": ["gpt-moe-demo"],
     "docs/integrations.md": ["gpt-moe-demo"],
     "docs/quantization.md": ["gpt-moe-demo"],
@@ -79,6 +80,13 @@ def folder(tmp_path_factory):
     (place / "web").mkdir()
     with gzip.open(place / "web" / "a.jsonl.gz", "wt") as file:
         file.write("".join(f'{{"text": "page {i}, which is one of many"}}\n' for i in range(400)))
+    (place / "prompts.jsonl").write_text(
+        "".join(f'{{"prompt": "{i} is ", "answer": "{i}"}}\n' for i in range(60))
+    )
+    (place / "rewards.py").write_text(
+        "def correct(completions, answer, **kwargs):\n"
+        "    return [float(said.strip() == right) for said, right in zip(completions, answer)]\n"
+    )
     (place / "my_folder").mkdir()
     (place / "models").mkdir()
     for name, lines in (("my_folder/train", 40), ("my_folder/val", 8), ("test", 2)):

@@ -312,7 +312,8 @@ def curve_table(metrics: list[dict[str, Any]], family: Family) -> str:
         chosen.insert(0, metrics[0])
     if chosen[-1] is not metrics[-1]:
         chosen.append(metrics[-1])
-    items, metric = family.items, family.metric
+    evaluated_names = {name.removeprefix("eval_"): 0.0 for line in evaluated for name in line}
+    items, metric = family.items, family.metric_of(evaluated_names or None)
     has_experts = any("load_imbalance" in m for m in metrics)
     head = f"{'step':>8} {items:>12} {'loss':>8} {metric.short:>10} {items + '/s':>9}"
     lines = [head + f" {'imbalance':>9}" * has_experts]

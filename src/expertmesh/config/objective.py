@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from expertmesh.config.base import Config, FieldError
 from expertmesh.errors import named
 
-ObjectiveName = Literal["auto", "lm", "sft", "dpo"]
+ObjectiveName = Literal["auto", "lm", "sft", "dpo", "grpo"]
 LossName = Literal[
     "sigmoid",
     "robust",
@@ -64,7 +64,7 @@ class ObjectiveConfig(Config):
     """Objective of the run: the lesson that it takes from its data."""
 
     name: ObjectiveName = "auto"
-    """Objective: lm, the next tokens of text; sft, the tokens of the assistant's answers; dpo, preferences between pairs of answers; auto: lm or sft, as the data are."""
+    """Objective: lm, the next tokens of text; sft, the tokens of the assistant's answers; dpo, preferences between pairs of answers; grpo, rewards of answers that the model writes to prompts; auto: lm or sft, as the data are."""
     loss: LossName = "sigmoid"
     """Loss of preferences: sigmoid (DPO), robust, ipo, hinge, apo_zero, apo_down, sigmoid_norm, or, without a reference, simpo, orpo, cpo."""
     beta: float | None = Field(default=None, gt=0)
@@ -130,7 +130,7 @@ class ObjectiveConfig(Config):
         return self.options.sft_weight if self.sft_weight is None else self.sft_weight
 
 
-LEARNING_RATES = {"dpo": (1e-6, 1e-5)}
+LEARNING_RATES = {"dpo": (1e-6, 1e-5), "grpo": (1e-6, 1e-5)}
 """Usual learning rates of objectives, of all weights and of adapters, as in TRL; others have the recipe's."""
 
 

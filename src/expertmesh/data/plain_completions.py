@@ -46,13 +46,19 @@ class PlainForm:
         """Reason to leave a record out: there is none."""
         return None
 
+    def prompt(self, text: str) -> list[int]:
+        """Start tokens and tokens of a prompt."""
+        return self._start + self._ids(text)
+
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
         """Token spans of a record, of which the completion and its end are learned."""
-        prompt, completion = (
-            self._tokenizer.encode(message["content"], add_special_tokens=False).ids
-            for message in conversation["messages"]
-        )
-        return [[TokenSpan(self._start + prompt, False), TokenSpan([*completion, self._end], True)]]
+        prompt, completion = (message["content"] for message in conversation["messages"])
+        ids = [*self._ids(completion), self._end]
+        return [[TokenSpan(self.prompt(prompt), False), TokenSpan(ids, True)]]
+
+    def _ids(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
 
 
 def check_plain(read: object, where: str) -> None:

@@ -1,17 +1,16 @@
 """Differentiable logprobs of given tokens, bitwise equal to the engine's when it sampled them."""
 
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence, Sized
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from expertmesh.engine.checks import ids_of_prompts, prompts_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating
-from expertmesh.moe.types import Routing
+from expertmesh.models.replay import replaying
 
 
 def token_logprobs(
@@ -101,22 +100,13 @@ def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[T
                 )
 
 
-@contextmanager
-def _replayed(model: Any, routing: Sequence[Tensor] | None, length: int) -> Iterator[None]:
+def _replayed(model: Any, routing: Sequence[Tensor] | None, length: int) -> Any:
     """Context in which MoE layers use the given expert ids; padding tokens get no expert."""
-    handles = []
-    if routing is not None:
-        layers = [block.moe for block in model.layers if block.moe is not None]
-        counts = [num for num in model.config.experts_per_layer() if num]
-        for place, (layer, num) in enumerate(zip(layers, counts, strict=True)):
-            choice = Routing(_choice(routing, place, length, none=num).to(model.device))
-            hook = partial(_with_routing, choice)
-            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    if routing is None:
+        return nullcontext()
+    counts = [num for num in model.config.experts_per_layer() if num]
+    found = (_choice(routing, i, length, none=num) for i, num in enumerate(counts))
+    return replaying(model, [ids_TK.to(model.device) for ids_TK in found])
 
 
 def _choice(routing: Sequence[Tensor], layer: int, length: int, *, none: int) -> Tensor:
@@ -127,9 +117,3 @@ def _choice(routing: Sequence[Tensor], layer: int, length: int, *, none: int) ->
     for row, one in enumerate(own):
         ids_BSK[row, : len(one)] = one[:, :width]
     return ids_BSK.flatten(0, 1)
-
-
-def _with_routing(
-    routing: Routing, layer: nn.Module, args: tuple[Any, ...], call: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, call | {"routing": routing}

@@ -33,6 +33,10 @@ class Metric:
     higher_is_better: bool = False
 
 
+REWARD = Metric("reward", "reward", "reward", higher_is_better=True)
+"""Metric of runs that learn from rewards."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Description of a model family for the command line, run directories and reports, without importing torch.
@@ -139,6 +143,10 @@ class Family:
             )
         found: RunConfig = begin(config, other)
         return found
+
+    def metric_of(self, found: Mapping[str, float] | None) -> Metric:
+        """The metric of evaluations with these names: the family's, or the reward of runs that are rewarded."""
+        return self.metric if found is None or self.metric.key in found else REWARD
 
     def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
         """The matrix products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty if not known."""

@@ -155,12 +155,16 @@ class Task(ABC):
     """Whether `measure` needs the number of its items on the host, as `Part.num_items`."""
     evaluates = False
     """Whether `loss` computes as in evaluation, without router noise, masking and dropout; the trainer sets the model's mode."""
+    num_updates = 1
+    """Optimizer steps with an enriched batch, each on an equal part of its samples."""
     has_lessons = False
     """Whether `loss` supports distillation from a teacher."""
     metric: Metric | None = None
     """Metric of the run's evaluations; None: the family's."""
     labels: tuple[str, ...] = ()
     """Kinds of samples, such as languages or domains, for which expert use is recorded separately; set by `prepare`."""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Answers to a prompt of the last step, where the task lets the model write: "prompt", "text" and more."""
     teacher: nn.Module | None = None
     """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
 

@@ -1,6 +1,6 @@
 """Samples of a model in training: what it answers to the first validation prompts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ _PROMPT_TOKENS = 16
 
 def training_samples(
     task: Task, model: nn.Module, data: Data, precision: Precision
-) -> list[Mapping[str, str]]:
-    """Greedy answers of a model to the first validation prompts; no random number is drawn.
+) -> Sequence[Mapping[str, Any]]:
+    """Answers of the last step where the task samples; else greedy answers of a model to the first validation prompts.
+
+    No random number is drawn.
 
     Args:
         task: task of the run, of a family that generates text.
@@ -33,6 +35,8 @@ def training_samples(
     Returns:
         For each sample its "prompt" and "text"; [] for an encoder-decoder.
     """
+    if task.samples:
+        return task.samples
     decoder: Any = task.builder.decoder(model)
     if isinstance(decoder, EncoderDecoder):
         return []

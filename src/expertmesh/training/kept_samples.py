@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.task import Data, Task
 from expertmesh.runs.precision import Precision
 
-Sampler = Callable[[Task, nn.Module, Data, Precision], Sequence[Mapping[str, str]]]
+Sampler = Callable[[Task, nn.Module, Data, Precision], Sequence[Mapping[str, Any]]]
 """Writes samples of a model in training: (task, model, data, precision) -> for each sample its "prompt" and "text"."""
 
 
@@ -33,7 +34,7 @@ def check_samples(
         raise ConfigError(name, every, why, "leave it out, and use generate on the checkpoints")
 
 
-def kept_samples(found: Sequence[Mapping[str, str]], path: Path, *, step: int) -> Iterator[str]:
+def kept_samples(found: Sequence[Mapping[str, Any]], path: Path, *, step: int) -> Iterator[str]:
     """Append samples to the file of a run; yields a line about each."""
     with path.open("a", encoding="utf-8") as file:
         for one in found:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,49 @@ def training_step(
     optimizer.zero_grad(set_to_none=True)
     with torch.no_grad(), precision.autocast():
         batch = task.enrich(model, batch, step, ranks)
+    size, count = num_samples(batch), task.num_updates
+    found = [
+        _update(
+            task,
+            model,
+            optimizer,
+            scaler,
+            each_tensor(batch, itemgetter(slice(size * i // count, size * (i + 1) // count))),
+            step=step,
+            precision=precision,
+            ranks=ranks,
+        )
+        for i in range(count)
+    ]
+    results = [result for result, _ in found]
+    measures: dict[str, float] = {}
+    if found[0][1]:
+        measures = task.evaluation({k: sum(sums[k] for _, sums in found) for k in found[0][1]})
+        measures.pop("loss", None)  # which is in the result
+    losses = ("loss", "aux_loss", "z_loss", "grad_norm")
+    return replace(
+        results[-1],
+        **{name: sum(getattr(one, name) for one in results) / count for name in losses},
+        is_finite=all(one.is_finite for one in results),
+        items=task.progress_items(batch),
+        measures=measures,
+    )
+
+
+def _update(
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    batch: Batch,
+    *,
+    step: int,
+    precision: Precision,
+    ranks: Ranks,
+) -> tuple[StepResult, dict[str, float]]:
+    """An update with an enriched batch, and its `Loss.sums`; arguments as in `training_step`."""
+    config = task.config
+    optimizer.zero_grad(set_to_none=True)
     sums, counter, named = accumulate_gradients(
         task,
         model,
@@ -111,10 +155,8 @@ def training_step(
     if counter.watched:
         sums = ranks.sum_(torch.cat(counter.watched), what="the use of the experts")
         experts = use_of_experts(counts, dropped, sums.tolist(), task.labels)
-    measures = task.evaluation(dict(zip(named, more, strict=True))) if named else {}
-    measures.pop("loss", None)  # which is above
-    items = task.progress_items(batch)
-    return StepResult(loss, aux_loss, z_loss, grad_norm, load, is_finite, items, measures, experts)
+    result = StepResult(loss, aux_loss, z_loss, grad_norm, load, is_finite, 0, {}, experts)
+    return result, dict(zip(named, more, strict=True))
 
 
 def accumulate_gradients(

@@ -8,7 +8,8 @@ from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
-from expertmesh.config.objective import ObjectiveConfig
+from expertmesh.config.objective import LEARNING_RATES, ObjectiveConfig
+from expertmesh.config.rl import RewardConfig, RLConfig, check_rl, options_of_rl
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.errors import named
@@ -248,9 +249,12 @@ class GPTRunConfig(RunConfig):
     model: ModelConfig = ModelConfig()
     data: TextConfig = TextConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    rl: RLConfig = RLConfig()
+    reward: RewardConfig = RewardConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_rl(self)
         if self.train.init_from is None:  # else the model is still to come: `begun_with` checks
             self.check_fits()
         return self
@@ -287,7 +291,7 @@ class GPTRunConfig(RunConfig):
             "leave it out",
         )
         self.require(
-            self.objective.name != "dpo" or self.parallel.tp_degree == 1,
+            self.objective.name not in LEARNING_RATES or self.parallel.tp_degree == 1,
             "parallel.tp_degree",
             f"shares a sequence among ranks, and {named('objective.name', self.objective.name)} compares whole answers",
             "use 1",
@@ -310,8 +314,9 @@ def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     """
     where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
-    if config.objective.name == "dpo" and not other.model.num_moe_layers:
+    if config.objective.name in LEARNING_RATES and not other.model.num_moe_layers:
         changes["train.freeze"] = ()  # by default its routers rest
     found = config.updated(changes)
+    found = found.updated(options_of_rl(found))
     found.check_fits()
     return found

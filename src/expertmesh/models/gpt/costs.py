@@ -49,8 +49,9 @@ def gpt_costs(
 
 
 def _in_sequences(config: GPTRunConfig) -> GPTRunConfig:
-    """The run with sequences as its samples: a pair of answers is two."""
-    train, count = config.train, 2 if config.objective.name == "dpo" else 1
+    """The run with sequences as its samples: a pair of answers is two, a prompt its group."""
+    train = config.train
+    count = {"dpo": 2, "grpo": config.rl.group}.get(config.objective.name, 1)
     sizes = {
         "batch_size": count * train.batch_size,
         "micro_batch_size": count * train.samples_per_pass,

@@ -10,9 +10,9 @@ from expertmesh.spec.adapter_targets import check_targets
 
 
 def _task(config: GPTRunConfig) -> Any:
-    from expertmesh.models.gpt.objectives import OBJECTIVES
+    from expertmesh.models.gpt.objectives import task_class
 
-    return OBJECTIVES[config.objective.name](config)
+    return task_class(config.objective.name)(config)
 
 
 def _begun(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:

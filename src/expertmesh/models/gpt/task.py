@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import texts
 from expertmesh.data.data_progress import Progress
 from expertmesh.data.ngram import ByteTrigram
@@ -37,7 +36,7 @@ class GPTTask(Task):
     has_lessons = True
     measures_items = True
 
-    def prepare(self) -> TextData | ConversationData:
+    def prepare(self) -> Data:
         """The corpus as tokens; see `text_data`."""
         config = self.config
         data = text_data(
