@@ -10,6 +10,7 @@ from expertmesh.kernels.cpu.build import built
 from expertmesh.kernels.cpu.instructions import flags_of_processor, sets_of
 from expertmesh.kernels.cpu.library import Kernels, Loaded
 from expertmesh.ops import native_linear
+from expertmesh.ops.attention import paged_native
 from expertmesh.ops.cpu import products
 from expertmesh.ops.cpu.compiled_loops import example_values, make_loop
 from expertmesh.ops.experts import native, torch_backward, torch_forward
@@ -41,7 +42,7 @@ def processor(monkeypatch):
             "loaded": (loaded, lambda: loaded),
         }
         for name, (value, answer) in own.items():
-            for module in (products, native, native_linear):
+            for module in (products, native, native_linear, paged_native):
                 if value is not None and hasattr(module, name):
                     monkeypatch.setattr(module, name, answer)
 

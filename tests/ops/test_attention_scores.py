@@ -13,9 +13,10 @@ from tests.oracle.numerics import (
 )
 from tests.support.memory import peak_bytes
 
-from expertmesh.engine.kv_cache import PagedCache, PagedContext, span_of
+from expertmesh.engine.kv_cache import PagedCache, PagedContext
 from expertmesh.models.attention import DenseContext
 from expertmesh.ops.attention import blockwise, query_blocks
+from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule, as_mask, in_window
 from expertmesh.ops.attention.visible import visible
 from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
@@ -93,15 +94,13 @@ def paged(q, k, v, rule, arithmetic, blocks):
     """The same with earlier keys in blocks, and a neighbour of one token before it."""
     S, L = len(q), len(k)
     cache = PagedCache(_Config(), num_blocks=60, block_size=4, device=q.device, dtype=q.dtype)
-    places = cache.places(blocks, 0, L)
+    places = [blocks[i // 4] * 4 + i % 4 for i in range(L)]
     cache.k[1, places], cache.v[1, places] = k, v
     cache.k[1, places[L - S :]] = cache.v[1, places[L - S :]] = 0.0
-    spans = (
-        span_of([59], first=0, start=0, count=1, cache=cache),
-        span_of(blocks, first=1, start=L - S, count=S, cache=cache),
-    )
-    where = torch.tensor([236, *places[L - S :]])
-    context = PagedContext(cache, torch.arange(S + 1), where, spans)
+    table = torch.tensor([[59] * len(blocks), blocks])
+    keys = PagedKeys(torch.tensor([0, 1, 1 + S]), torch.tensor([1, L]), table)
+    slots = torch.tensor([236, *places[L - S :]])
+    context = PagedContext(cache, torch.arange(S + 1), slots, keys)
     q, k, v = (torch.cat((t[:1], t[-S:])) for t in (q, k, v))
     y = context.attend(1, q, k, v, arithmetic=arithmetic, rule=rule)
     return y[1:].view(S, H, d)

@@ -9,8 +9,7 @@ from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.ops.activation import activate, inner_name, num_branches
-from expertmesh.ops.attention.fixed_blocks import BLOCK_KEYS, attention, one_query_attention
-from expertmesh.ops.attention.scores import ScoreRule
+from expertmesh.ops.attention.fixed_blocks import attention
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.invariant import operators as invariant
 
@@ -258,34 +257,3 @@ def test_the_operators_obey_torch_library(bias):
         torch.ops.expertmesh.invariant_pointwise.default, (x, "exp"), test_utils=checks
     )
     torch.library.opcheck(torch.ops.expertmesh.invariant_row_sum.default, (x,), test_utils=checks)
-
-
-RULES = {
-    "plain": lambda: ScoreRule(),
-    "window": lambda: ScoreRule(window=70),
-    "chunk": lambda: ScoreRule(chunk=50),
-    "cap and sinks": lambda: ScoreRule(softcap=2.0, sinks_H=torch.randn(6)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("d", [16, 24])
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_single_queries_have_the_bits_of_their_own_attention(rule, d, dtype):
-    """Of several sequences in one memory, in any places, beside whatever else lies there."""
-    rule, lengths, heads = rule(), (1, 64, 65, 130), 3
-    k, v = (torch.randn(500, heads, d).to(dtype) for _ in range(2))
-    q = torch.randn(len(lengths), 6, d).to(dtype)
-    order = torch.randperm(500)
-    places = torch.stack([order[i : i + 3 * BLOCK_KEYS].clone() for i in (0, 100, 200, 300)])
-    keys = torch.arange(places.shape[1])
-    mask = torch.stack([(keys < n) & (keys >= rule.first_seen(n - 1)) for n in lengths])
-    found = one_query_attention(q, k, v, places, mask, rule)
-    for row, n in enumerate(lengths):
-        own = [t[places[row, :n]].transpose(0, 1)[None] for t in (k, v)]
-        expected = attention(q[row][None, :, None], *own, Visible(1), rule)
-        assert torch.equal(found[row], expected[0, :, 0])
-        alone = slice(row, row + 1)
-        assert torch.equal(
-            one_query_attention(q[alone], k, v, places[alone], mask[alone], rule), found[alone]
-        )

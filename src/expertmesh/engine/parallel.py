@@ -30,16 +30,9 @@ from expertmesh.config.values import check_type
 from expertmesh.engine.groups import JointStep
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.request import Sequence, State
-from expertmesh.engine.runner import (
-    BatchChunk,
-    Runner,
-    RunnerOutput,
-    StepBatch,
-    batch_of,
-    runs_of,
-    wanted_experts,
-)
+from expertmesh.engine.runner import Runner, RunnerOutput, batch_of, runs_of, wanted_experts
 from expertmesh.engine.scheduler import Step
+from expertmesh.engine.step_tensors import BatchChunk, StepBatch
 from expertmesh.errors import CollectiveError, ConfigError, text_of
 from expertmesh.models.sharing import spread_for_engine
 from expertmesh.ops.op_set import OpSet

@@ -1,7 +1,6 @@
 """Execution of a step on this device: forward pass, logits and sampling."""
 
 from collections import Counter
-from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.engine.block_pool import ROOT
 from expertmesh.engine.drawing import sampling_batch
 from expertmesh.engine.faster_forward import FasterForward
-from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, ones_of, span_of
+from expertmesh.engine.kv_cache import PagedCache, PagedContext
 from expertmesh.engine.output import NO_MAXIMUM, NOT_FINITE, Logprob
 from expertmesh.engine.request import Sequence
 from expertmesh.engine.request_adapters import Adapters, AdapterSpan
 from expertmesh.engine.scheduler import Chunk, Step
+from expertmesh.engine.step_tensors import BatchChunk, StepBatch, step_tensors
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
 from expertmesh.parallel.inference import broadcast_from_rank0
@@ -57,38 +56,6 @@ class RunnerOutput:
     experts: list[tuple[Chunk, Tensor]]
 
 
-@dataclass(frozen=True)
-class BatchChunk:
-    """Tokens of one sequence in a step, as numbers.
-
-    Attributes:
-        ids: token ids.
-        start: position of the first token in the sequence.
-        blocks: block table of the sequence.
-        root: root prefix of the sequence, which identifies its adapter; see `LoadedAdapter`.
-    """
-
-    ids: Seq[int]
-    start: int
-    blocks: Seq[int]
-    root: int = ROOT
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """Inputs of a step, as numbers.
-
-    Attributes:
-        chunks: chunks whose tokens are concatenated.
-        rows: indices of tokens whose logits are needed.
-        copies: (from, to) blocks that are copied first.
-    """
-
-    chunks: tuple[BatchChunk, ...]
-    rows: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...] = ()
-
-
 def batch_of(step: Step) -> tuple[StepBatch, list[LogitsRow]]:
     """Inputs of a step, and the rows of logits that it must return."""
     chunks, rows, first = [], [], 0
@@ -125,7 +92,6 @@ class Runner:
         self.model, self.cache, self.compiled = model, cache, compiled
         self.adapters: Adapters | None = None
         self._from_rank0 = broadcast_from_rank0(model)
-        self._is_invariant = model.config.batch_invariant
         self.device = cache.k.device
         self.expert_load = [
             torch.zeros(num + 1, dtype=torch.int64, device=self.device)
@@ -144,32 +110,10 @@ class Runner:
     def compute(self, batch: StepBatch) -> tuple[Tensor, list[Tensor]]:
         """Logits (R, V) of a step's rows, and (T, K) expert ids of each MoE layer."""
         self.cache.copy(batch.copies)
-        ids: list[int] = []
-        positions: list[int] = []
-        places: list[int] = []
-        spans: list[Span] = []
-        ones: list[tuple[int, Seq[int], int]] = []
-        for one in batch.chunks:
-            first, count, cache = len(ids), len(one.ids), self.cache
-            stop = one.start + count
-            ids += one.ids
-            positions += range(one.start, stop)
-            places += cache.places(one.blocks, one.start, stop)
-            if count == 1 and self._is_invariant:
-                ones.append((first, one.blocks, stop))
-                continue
-            spans.append(
-                span_of(one.blocks, first=first, start=one.start, count=count, cache=cache)
-            )
-        context = PagedContext(
-            self.cache,
-            self._tensor(positions),
-            self._tensor(places),
-            tuple(spans),
-            ones_of(ones, cache=self.cache),
-        )
+        step = step_tensors(batch, self.cache.block_size, self.device)
+        context = PagedContext(self.cache, step.positions_T, step.slots_T, step.keys)
         with self._adapted(batch):
-            return self._forward(self._tensor(ids), context, self._tensor(list(batch.rows)))
+            return self._forward(step.ids_T, context, step.rows_R)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """See `Engine.load_adapter`."""

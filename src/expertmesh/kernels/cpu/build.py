@@ -107,7 +107,8 @@ def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) ->
         BuildError: the compiler fails.
     """
     out = folder / f"{instructions.name}-{os.getpid()}.so"
-    words = [*compiler, *OPTIONS, *instructions.options, str(SOURCES / "experts.c"), "-o", str(out)]
+    files = sorted(map(str, SOURCES.glob("*.c")))
+    words = [*compiler, *OPTIONS, *instructions.options, *files, "-o", str(out)]
     try:
         done = subprocess.run(
             words,

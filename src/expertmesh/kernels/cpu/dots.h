@@ -11,48 +11,6 @@
 #define TOGETHER (LANES == 16 ? 4 : 2) /* rows of x at once */
 #define ACROSS (LANES / TOGETHER)      /* rows of w at once, if there are so many of x; else LANES */
 
-/* The sums of the lanes of LANES vectors, one in each lane. */
-static inline Floats sums_of(const Floats *v) {
-#if LANES == 16
-    __m512 t[4];
-    for (int i = 0; i < 4; i++) {
-        __m512 a = (__m512)v[4 * i], b = (__m512)v[4 * i + 1], c = (__m512)v[4 * i + 2], d = (__m512)v[4 * i + 3];
-        __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-        __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-        t[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
-    }
-    __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(t[0], t[1], 0x88), _mm512_shuffle_f32x4(t[0], t[1], 0xdd));
-    __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(t[2], t[3], 0x88), _mm512_shuffle_f32x4(t[2], t[3], 0xdd));
-    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-#elif LANES == 8
-    __m256 t[2];
-    for (int i = 0; i < 2; i++) {
-        __m256 a = (__m256)v[4 * i], b = (__m256)v[4 * i + 1], c = (__m256)v[4 * i + 2], d = (__m256)v[4 * i + 3];
-        __m256d ab = (__m256d)_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-        __m256d cd = (__m256d)_mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-        t[i] = _mm256_add_ps((__m256)_mm256_unpacklo_pd(ab, cd), (__m256)_mm256_unpackhi_pd(ab, cd));
-    }
-    return (Floats)_mm256_add_ps(_mm256_permute2f128_ps(t[0], t[1], 0x20), _mm256_permute2f128_ps(t[0], t[1], 0x31));
-#else
-    Floats out;
-    for (int i = 0; i < LANES; i++) out[i] = (v[i][0] + v[i][2]) + (v[i][1] + v[i][3]);
-    return out;
-#endif
-}
-
-/* What differs by the types of x and w: how a vector of each is read, and how their products are added. */
-#define READ_FP32(from) load((const float *)(from))
-#define READ_BF16(from) load_bf16((const uint16_t *)(from))
-#if defined(__AVX512BF16__)
-typedef __m512bh Pairs;
-static inline Pairs load_pairs(const char *from) {
-    Pairs v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-#define ADD_PAIRS(w, x, sum) ((Floats)_mm512_dpbf16_ps((__m512)(sum), w, x))
-#endif
-
 /* NAME(w, w_stride, x, x_stride, columns, many, out, ahead, ahead_stride): with `many` TOGETHER rows of x by ACROSS of w, else one
  * by LANES; out has 32 sums per row of x. AT_ONCE columns are read at a time. The next block is prefetched at a rate per step. */
 #define DOTS(NAME, X_SIZE, W_SIZE, AT_ONCE, VECTOR, READ_X, READ_W, ADD)                                               \

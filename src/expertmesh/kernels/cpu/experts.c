@@ -81,8 +81,6 @@ static void make_chunks(Plan *p, const int64_t *starts) {
         }
 }
 
-static inline int64_t take(int64_t *taken) { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); }
-
 /* Blocks of an item, out of `num` blocks of so many bytes; none of a row that is repeated. */
 static int64_t item_size(int64_t num, int64_t bytes, int64_t threads) {
     int64_t size = ITEM_BYTES / (bytes ? bytes : 1), most = num / (ITEMS_PER_THREAD * threads);

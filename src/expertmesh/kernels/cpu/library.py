@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.cpu.attention import AttentionCall
 from expertmesh.kernels.cpu.build import BuildError, built
 from expertmesh.kernels.cpu.instructions import NAMES, TORCH, InstructionSet, allowed_sets
 
@@ -68,6 +69,11 @@ _RUNTIMES = ("libgomp", "libomp", "libiomp")
 _is_child = threading.Event()
 """Set in a forked process: the threads of the OpenMP runtime stay with the parent, so the child computes with one."""
 os.register_at_fork(after_in_child=_is_child.set)
+
+
+def num_threads() -> int:
+    """Threads of a call."""
+    return 1 if _is_child.is_set() else torch.get_num_threads()
 
 
 def _entries_of_runtime() -> list[int] | None:
@@ -190,6 +196,9 @@ class Kernels:
         self._experts = loaded.expertmesh_experts
         self._experts.argtypes = [ctypes.c_void_p]
         self._experts.restype = ctypes.c_int
+        self._attention = loaded.expertmesh_attention
+        self._attention.argtypes = [ctypes.c_void_p]
+        self._attention.restype = ctypes.c_int
         if instructions.has_tiles and not loaded.expertmesh_grants_tiles():
             raise TilesError("the system does not let this process use tiles")
         entries = _entries_of_runtime()
@@ -248,6 +257,16 @@ class Kernels:
         self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, ones_T1, 1, "relu")
         return y_TN
 
+    def attention(self, call: AttentionCall) -> None:
+        """Compute a call.
+
+        Raises:
+            MemoryError: there is no memory for a block of keys.
+        """
+        call.num_threads = num_threads()
+        if self._attention(ctypes.addressof(call)) == -2:
+            raise MemoryError("no memory for a block of keys")
+
     def _run(
         self,
         w_in: tuple[int, ...],
@@ -273,7 +292,7 @@ class Kernels:
             num_experts,
             KINDS[x_TD.dtype],
             INNER[inner],
-            1 if _is_child.is_set() else torch.get_num_threads(),
+            num_threads(),
             0,
             0,
         )

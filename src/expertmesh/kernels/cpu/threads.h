@@ -6,20 +6,14 @@
 
 typedef void (*Body)(void *data, int64_t thread, int64_t threads);
 
-static struct {
+typedef struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     void (*barrier)(void);
     int (*thread)(void);
     int (*threads)(void);
-} runtime;
+} Runtime;
 
-/* GOMP_parallel, GOMP_barrier, omp_get_thread_num, omp_get_num_threads. Without this call everything runs on one thread. */
-void expertmesh_use_threads(void *parallel, void *barrier, void *thread, void *threads) {
-    runtime.parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
-    runtime.barrier = (void (*)(void))barrier;
-    runtime.thread = (int (*)(void))thread;
-    runtime.threads = (int (*)(void))threads;
-}
+extern Runtime expertmesh_runtime;
 
 typedef struct {
     Body body;
@@ -28,19 +22,22 @@ typedef struct {
 
 static void run_task(void *given) {
     const Task *task = given;
-    task->body(task->data, runtime.thread(), runtime.threads());
+    task->body(task->data, expertmesh_runtime.thread(), expertmesh_runtime.threads());
 }
 
 /* Runs a body on up to so many threads, and waits for all. One thread needs no runtime, as in a process that was forked. */
 static void together(Body body, void *data, int64_t threads) {
     Task task = {body, data};
-    if (threads > 1 && runtime.parallel) runtime.parallel(run_task, &task, (unsigned)threads, 0);
+    if (threads > 1 && expertmesh_runtime.parallel) expertmesh_runtime.parallel(run_task, &task, (unsigned)threads, 0);
     else body(data, 0, 1);
 }
 
+/* The next of the items that threads share. */
+static inline int64_t take(int64_t *taken) { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); }
+
 /* A barrier for the threads of a body. */
 static inline void meet(int64_t threads) {
-    if (threads > 1) runtime.barrier();
+    if (threads > 1) expertmesh_runtime.barrier();
 }
 
 #endif

@@ -4,13 +4,8 @@
 
 #include "vectors.h"
 
-enum { FP32, BF16, INT8, INT4 };
-
 #define GROUP 16 /* rows of a tile */
 #define STEP 32  /* columns of a tile; panels are padded with zeros to a multiple of it */
-
-static inline int64_t padded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Matrices (experts, branches, rows, columns). Distances are in bytes; numbers of a row are adjacent. */
 typedef struct {

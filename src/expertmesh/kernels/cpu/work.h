@@ -38,8 +38,6 @@ typedef struct {
     int64_t outputs_width;
 } Work;
 
-static inline int64_t size_of(int64_t kind) { return kind == FP32 ? 4 : 2; }
-
 /* Writes 16 outputs of a row. */
 static inline void write_outputs(const Work *w, int64_t place, const Block *b, int g, const float *products) {
     int32_t slot = w->slot_of[place];

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.attention import query_blocks
+from expertmesh.ops.attention import paged_native, query_blocks
 from expertmesh.ops.attention.scores import (
     PLAIN,
     ScoreRule,
@@ -57,64 +57,6 @@ def attention(
     return y
 
 
-def one_query_attention(
-    q_BHd: Tensor,
-    k_Phd: Tensor,
-    v_Phd: Tensor,
-    places_BL: Tensor,
-    mask_BL: Tensor,
-    rule: ScoreRule,
-) -> Tensor:
-    """Attention of the last token of each of B sequences over a paged cache, bitwise equal to `attention`; not seen by autograd.
-
-    Args:
-        q_BHd: (B, H, d) queries.
-        k_Phd: (P, heads, d) cache of keys; heads divides H.
-        v_Phd: (P, heads, d) cache of values.
-        places_BL: (B, L) cache positions of each sequence's keys, from its first token on; L is a multiple of
-            `BLOCK_KEYS`. Entries behind a sequence's last key may be any position.
-        mask_BL: (B, L) bool, True for visible keys.
-        rule: soft cap and sinks; a window or chunk is in the mask.
-
-    Returns:
-        (B, H, d) in the type of q.
-    """
-    (B, H, d), heads = q_BHd.shape, k_Phd.shape[1]
-    dtype = accumulate_dtype(q_BHd.dtype)
-    y_BHd = torch.empty_like(q_BHd, memory_format=torch.contiguous_format)
-    at_once = max(1, _ELEMENTS // (heads * places_BL.shape[1] * d))
-    sinks_BG1 = None
-    if rule.sinks_H is not None:
-        sinks_BG1 = rule.sinks_H.to(dtype).view(heads, -1, 1).repeat(B, 1, 1)
-    with without_autocast(q_BHd.device):
-        q_XGd = F.pad(q_BHd.to(dtype), (0, -d % 16)).reshape(B * heads, H // heads, -1)
-        for start in range(0, B, at_once):
-            part, some = (
-                slice(start, start + at_once),
-                slice(start * heads, (start + at_once) * heads),
-            )
-            y_XGd = _rows(
-                q_XGd[some],
-                _of_places(k_Phd, places_BL[part], dtype),
-                _of_places(v_Phd, places_BL[part], dtype),
-                mask_BL[part].repeat_interleave(heads, 0)[:, None],
-                None if sinks_BG1 is None else sinks_BG1[some],
-                rule.softcap,
-                d,
-            )
-            y_BHd[part].copy_(y_XGd[..., :d].reshape(-1, H, d))
-    return y_BHd
-
-
-def _of_places(t_Phd: Tensor, places_BL: Tensor, dtype: torch.dtype) -> Tensor:
-    """(blocks, B * heads, keys of a block, d rounded up to 16) keys or values gathered from the cache."""
-    (B, L), (heads, d) = places_BL.shape, t_Phd.shape[1:]
-    rows = t_Phd.index_select(0, places_BL.flatten())
-    rows = rows.view(B, L // BLOCK_KEYS, BLOCK_KEYS, heads, d).permute(1, 0, 3, 2, 4)
-    made = rows.new_empty(rows.shape, dtype=dtype).copy_(rows).flatten(1, 2)
-    return F.pad(made, (0, -d % 16)) if d % 16 else made
-
-
 def _plain_attention(
     q_BHSd: Tensor,
     k_BHLd: Tensor,
@@ -131,6 +73,8 @@ def _plain_attention(
     y_BHSd = torch.empty_like(q_BHSd, memory_format=torch.contiguous_format)
     if q_BHSd.numel() == 0:
         return y_BHSd
+    if paged_native.serves(q_BHSd, k_BHLd, v_BHLd):
+        return _by_kernels(q_BHSd, k_BHLd, v_BHLd, sinks_H, mask_BSL, first_B, softcap)
     num_blocks = -(-L // BLOCK_KEYS)
     # rows in the order of their queries, so that a block of keys concerns a tail of the rows
     q_BhRd = q_BHSd.unflatten(1, (heads, group)).transpose(2, 3).flatten(2, 3)
@@ -152,6 +96,27 @@ def _plain_attention(
             )
             y_BhRd[part].copy_(y.unflatten(2, (S, group)))
     return y_BHSd
+
+
+def _by_kernels(
+    q_BHSd: Tensor,
+    k_BHLd: Tensor,
+    v_BHLd: Tensor,
+    sinks_H: Tensor | None,
+    mask_BSL: Tensor,
+    first_B: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """The attention in C, in which a sequence is one page."""
+    B, H, S, _ = q_BHSd.shape
+    L = k_BHLd.shape[2]
+    q_THd = q_BHSd.transpose(1, 2).flatten(0, 1)
+    k_BLHd, v_BLHd = k_BHLd.transpose(1, 2), v_BHLd.transpose(1, 2)
+    sequences_B = torch.arange(B + 1)
+    lengths_B = torch.full((B,), L) if first_B is None else L - first_B
+    where = (sequences_B * S, lengths_B, sequences_B[:B, None], first_B, mask_BSL)
+    y_THd = paged_native.attention(q_THd, k_BLHd, v_BLHd, *where, sinks_H, None, None, softcap)
+    return y_THd.view(B, S, H, -1).transpose(1, 2).contiguous()
 
 
 def _some(

@@ -1,0 +1,47 @@
+"""Attention of a step's tokens over keys and values in pages: one operator, computed by the first of `IMPLEMENTATIONS` that serves."""
+
+from torch import Tensor
+
+from expertmesh.ops.attention import paged_gathered, paged_native
+from expertmesh.ops.attention.pages import Attention, PagedKeys
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule
+
+IMPLEMENTATIONS = {"native": paged_native, "gathered": paged_gathered}
+"""Modules with `serves` and `attend`, the best first."""
+
+
+def paged_attention(
+    q_THd: Tensor,
+    k_NShd: Tensor,
+    v_NShd: Tensor,
+    keys: PagedKeys,
+    rule: ScoreRule = PLAIN,
+    *,
+    attention: Attention,
+    is_invariant: bool = False,
+) -> Tensor:
+    """Compute softmax(rule(q k^T / sqrt(d))) v of every row over the keys up to its own; not seen by autograd.
+
+    Args:
+        q_THd: (T, H, d) queries.
+        k_NShd: (pages, page size, heads, d) keys; heads divides H.
+        v_NShd: (pages, page size, heads, n) values.
+        keys: rows and pages of the sequences.
+        rule: window, chunk, soft cap and sinks.
+        attention: attention of a padded batch, where there is no kernel; see `OpSet.attention`.
+        is_invariant: whether `attention` is batch-invariant.
+
+    Returns:
+        (T, H, n) in the type of q; 0 for padding rows.
+
+    Example:
+        >>> from expertmesh.ops.attention.dense import attention
+        >>> pages = torch.randn(4, 16, 2, 64)
+        >>> where = PagedKeys(torch.tensor([0, 1]), torch.tensor([20]), torch.tensor([[3, 0]]))
+        >>> paged_attention(torch.randn(1, 8, 64), pages, pages, where, attention=attention).shape
+        torch.Size([1, 8, 64])
+    """
+    own = next(one for one in IMPLEMENTATIONS.values() if one.serves(q_THd, k_NShd, v_NShd))
+    return own.attend(
+        q_THd, k_NShd, v_NShd, keys, rule, attention=attention, is_invariant=is_invariant
+    )

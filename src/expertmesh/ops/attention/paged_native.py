@@ -1,0 +1,114 @@
+"""Attention over pages on a CPU by the kernels in C (`kernels/cpu/attention.c`): a row has the same bits in every batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu.attention import KINDS_OF_KEYS, AttentionCall
+from expertmesh.kernels.cpu.library import loaded
+from expertmesh.ops.attention.pages import PagedKeys
+from expertmesh.ops.attention.scores import ScoreRule
+from expertmesh.ops.plain_call import runs_plainly
+
+
+def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
+    """Whether `attend` takes these tensors: FP32 or BF16 on a CPU, numbers of a head adjacent."""
+    return (
+        q_THd.dtype in KINDS_OF_KEYS
+        and all(t.is_cpu and t.dtype == q_THd.dtype and t.stride(-1) == 1 for t in (k_NShd, v_NShd))
+        and q_THd.is_cpu
+        and loaded().kernels is not None
+    )
+
+
+def attend(
+    q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **_: Any
+) -> Tensor:
+    """See `expertmesh.ops.attention.paged.paged_attention`."""
+    where = (keys.starts, keys.num_keys_B, keys.table_BN)
+    words = (None, None, rule.sinks_H, rule.window, rule.chunk, rule.softcap)
+    run = attention if runs_plainly(q_THd, k_NShd, v_NShd, rule.sinks_H) else _operator
+    y_THn: Tensor = run(q_THd, k_NShd, v_NShd, *where, *words)
+    return y_THn
+
+
+def attention(
+    q_THd: Tensor,
+    k_NShd: Tensor,
+    v_NShd: Tensor,
+    starts: Tensor,
+    num_keys_B: Tensor,
+    table_BN: Tensor,
+    first_B: Tensor | None,
+    mask_BSP: Tensor | None,
+    sinks_H: Tensor | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute the attention; for the arguments see `PagedKeys` and `ScoreRule`.
+
+    Args:
+        q_THd: (T, H, d) queries.
+        k_NShd: (pages, page size, heads, d) keys.
+        v_NShd: (pages, page size, heads, n) values.
+        starts: (B + 1,) int64.
+        num_keys_B: (B,) int64.
+        table_BN: (B, N) int64.
+        first_B: (B,) int64 place of each sequence's first key in its pages; None: 0.
+        mask_BSP: (B, S, places) bool, True for keys that may be seen; None: all that the rule lets through.
+        sinks_H: (H,) sinks.
+        window: keys of the window.
+        chunk: positions of a chunk.
+        softcap: the soft cap.
+
+    Returns:
+        (T, H, n); rows that see no key, and have no sink, are 0.
+
+    Raises:
+        ConfigError: there are no kernels.
+    """
+    kernels = loaded().kernels
+    if kernels is None:
+        raise ConfigError(
+            "this graph computes attention by the kernels in C, which are not here; install a C compiler, or export it again"
+        )
+    q_THd = q_THd if q_THd.stride(-1) == 1 else q_THd.contiguous()
+    y_THn = q_THd.new_empty(*q_THd.shape[:2], v_NShd.shape[3])
+    if mask_BSP is not None and mask_BSP.stride(-1) != 1:
+        mask_BSP = mask_BSP.contiguous()
+    call, _kept = AttentionCall.of(
+        q_THd,
+        k_NShd,
+        v_NShd,
+        y_THn,
+        starts=starts.contiguous(),
+        num_keys_B=num_keys_B.contiguous(),
+        table_BN=table_BN.contiguous(),
+        first_B=None if first_B is None else first_B.contiguous(),
+        mask_BSP=mask_BSP,
+        sinks_H=None if sinks_H is None else sinks_H.to(torch.float32).contiguous(),
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+    )
+    kernels.attention(call)
+    return y_THn
+
+
+_LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
+_LIBRARY.define(
+    "native_attention(Tensor q_THd, Tensor k_NShd, Tensor v_NShd, Tensor starts, Tensor num_keys_B, Tensor table_BN, "
+    "Tensor? first_B, Tensor? mask_BSP, Tensor? sinks_H, int? window, int? chunk, float? softcap) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("native_attention", attention, "CPU")
+_LIBRARY.impl("native_attention", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake(
+    "expertmesh::native_attention",
+    lambda q_THd, k_NShd, v_NShd, *_: q_THd.new_empty(*q_THd.shape[:2], v_NShd.shape[3]),
+    lib=_LIBRARY,
+)
+_operator = torch.ops.expertmesh.native_attention.default

@@ -1,0 +1,212 @@
+"""Attention over pages by every implementation: close to FP64, and the kernels' rows with the same bits in every batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.oracle.numerics import assert_two_times
+
+from expertmesh.kernels.cpu.library import Loaded
+from expertmesh.ops.attention import paged_gathered, paged_native
+from expertmesh.ops.attention.pages import PagedKeys
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule
+from expertmesh.ops.attention.visible import visible
+from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
+
+H = 6
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0, -20.0, 1.5])
+RULES = {
+    "plain": PLAIN,
+    "window": ScoreRule(window=70),
+    "window of one": ScoreRule(window=1),
+    "chunk": ScoreRule(chunk=50),
+    "cap": ScoreRule(softcap=1.5),
+    "sinks": ScoreRule(sinks_H=SINKS),
+    "all": ScoreRule(window=100, chunk=64, softcap=2.0, sinks_H=SINKS),
+}
+MIXED = ((1, 1), (64, 1), (65, 1), (130, 40), (300, 77), (20, 20), (0, 2), (9, 0))
+"""(keys, queries) of each sequence: single queries, chunks of prompts, a whole prompt, padding rows, none."""
+SIZES = {
+    "heads of 16": (MIXED, 3, 16, 16),
+    "heads of 24": (MIXED, 2, 24, 24),
+    "one head each": (MIXED, 6, 64, 64),
+    "latent": (MIXED, 1, 72, 72),
+    "long": (((8192, 1), (700, 3)), 3, 32, 16),
+}
+
+
+def drawn(sequences, heads, d, n, *, page_size=16, dtype=torch.float64, seed=0):
+    """Queries and pages of sequences, in a random order of pages."""
+    torch.manual_seed(seed)
+    width = max(-(-keys // page_size) for keys, _ in sequences) + 1
+    num = width * len(sequences)
+    table = torch.randperm(num).view(len(sequences), width)
+    counts = torch.tensor([0, *(queries for _, queries in sequences)])
+    keys = PagedKeys(counts.cumsum(0), torch.tensor([keys for keys, _ in sequences]), table)
+    q = torch.randn(int(counts.sum()), H, d)
+    k, v = (torch.randn(num, page_size, heads, size) for size in (d, n))
+    return *(t.to(dtype) for t in (q, k, v)), keys
+
+
+def by_products(q, k_pages, v_pages, keys, rule, dtype):
+    """One sequence after the other, all scores at once, with sums in one type."""
+    y = torch.zeros(*q.shape[:2], v_pages.shape[3], dtype=dtype)
+    q, k_pages, v_pages = (t.to(dtype) for t in (q, k_pages, v_pages))
+    for b, num in enumerate(keys.num_keys_B.tolist()):
+        first, stop = keys.starts[b : b + 2].tolist()
+        if not num or first == stop:
+            continue
+        k, v = (
+            pages[keys.table_BN[b]].flatten(0, 1)[:num].repeat_interleave(H // pages.shape[2], 1)
+            for pages in (k_pages, v_pages)
+        )
+        s = torch.einsum("shd,lhd->hsl", q[first:stop], k) * q.shape[2] ** -0.5
+        if rule.softcap is not None:
+            s = rule.softcap * torch.tanh(s / rule.softcap)
+        key, at = torch.arange(num), torch.arange(num - stop + first, num)[:, None]
+        hidden = (key > at) | (key <= at - (rule.window or num))
+        if rule.chunk is not None:
+            hidden |= key // rule.chunk != at // rule.chunk
+        s = s.masked_fill(hidden, -torch.inf)
+        if rule.sinks_H is not None:
+            s = torch.cat((s, rule.sinks_H.to(dtype)[:, None, None].expand(-1, len(at), 1)), 2)
+        y[first:stop] = torch.einsum("hsl,lhd->shd", s.softmax(2)[..., :num], v)
+    return y
+
+
+def native(*call):
+    """By the kernels in C."""
+    assert paged_native.serves(*call[:3])
+    return paged_native.attend(*call)
+
+
+def gathered(arithmetic):
+    """By padded batches of PyTorch's operators."""
+
+    def attend(q, k, v, keys, rule):
+        how = {"attention": arithmetic.attention, "is_invariant": arithmetic.batch_invariant}
+        return paged_gathered.attend(q, k, v, replace(keys, memo={}), rule, **how)
+
+    return attend
+
+
+def assert_matrix(attend, size, rule, dtype):
+    sequences, heads, d, n = SIZES[size]
+    q, k, v, keys = drawn(sequences, heads, d, n, dtype=dtype)
+    expected = by_products(q, k, v, keys, rule, torch.float64)
+    plain = by_products(q, k, v, keys, rule, torch.float32).to(dtype)
+    assert_two_times(
+        attend(q, k, v, keys, rule), plain, expected, what=size, dtype=dtype, scale=1.0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_round_no_worse_than_plain_products(instructions, size, rule, dtype):
+    assert_matrix(native, size, rule, dtype)
+
+
+WAYS = {"ordinary": gathered(DEFAULT_OPS), "invariant": gathered(BATCH_INVARIANT_OPS)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("attend", WAYS.values(), ids=WAYS)
+def test_padded_batches_round_no_worse_than_plain_products(attend, rule, dtype):
+    for size in ("heads of 24", "one head each", "latent"):
+        assert_matrix(attend, size, rule, dtype)
+
+
+def in_other_pages(k, v, keys, page_size, seed):
+    """The same keys in pages of another size and order."""
+    torch.manual_seed(seed)
+    width = max(-(-int(num) // page_size) for num in keys.num_keys_B) + 1
+    table = torch.randperm(width * len(keys.table_BN)).view(-1, width)
+    moved = [torch.randn(table.numel(), page_size, *t.shape[2:]).to(t.dtype) for t in (k, v)]
+    for new, old in zip(moved, (k, v), strict=True):
+        for b, num in enumerate(keys.num_keys_B.tolist()):
+            key = torch.arange(num)
+            at = table[b][key // page_size], key % page_size
+            new[at] = old[keys.table_BN[b][key // old.shape[1]], key % old.shape[1]]
+    return *moved, replace(keys, table_BN=table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_row_has_the_same_bits_alone_and_in_every_batch(instructions, rule, dtype, threads):
+    """Alone, in batches up to 64, in chunks of a prompt, on other pages, by one thread and by two."""
+    sequences = [(1 + 97 * i % 200, 1 + (i % 7 == 0) * (97 * i % 200)) for i in range(64)]
+    q, k, v, keys = drawn(sequences, 3, 40, 24, dtype=dtype)
+    whole = native(q, k, v, keys, rule)
+    threads(2)
+    assert torch.equal(native(q, k, v, keys, rule), whole)
+    threads(1)
+    assert torch.equal(native(q, *in_other_pages(k, v, keys, 5, seed=1), rule), whole)
+    for sizes in (1, 2, 17):
+        for first in range(0, 64, sizes if sizes > 2 else 9):
+            some = slice(first, first + sizes)
+            starts = keys.starts[first : first + sizes + 1]
+            own = PagedKeys(starts - starts[0], keys.num_keys_B[some], keys.table_BN[some])
+            rows = slice(int(starts[0]), int(starts[-1]))
+            assert torch.equal(native(q[rows], k, v, own, rule), whole[rows])
+    b = max(range(64), key=lambda b: sequences[b][1])
+    start, num = int(keys.starts[b]), sequences[b][1]
+    for first, stop in ((0, 1), (1, 66), (66, num), (num - 1, num)):  # after a hit of a prefix
+        own = PagedKeys(
+            torch.tensor([0, stop - first]), torch.tensor([stop]), keys.table_BN[b : b + 1]
+        )
+        rows = slice(start + first, start + stop)
+        assert torch.equal(native(q[rows], k, v, own, rule), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_pages_have_the_bits_of_exact_attention_without_pages(rule, dtype, monkeypatch):
+    """By the kernels, and without them by padded batches."""
+    exact = BATCH_INVARIANT_OPS.attention
+    sequences = ((1, 1), (64, 1), (65, 1), (130, 1), (130, 9), (40, 40))
+    q, k, v, keys = drawn(sequences, 3, 24, 24, dtype=dtype)
+    for attend in (native, WAYS["invariant"]):
+        if attend is not native:
+            monkeypatch.setattr(paged_native, "loaded", lambda: Loaded(None))
+        found = attend(q, k, v, keys, rule)
+        for b, (num, queries) in enumerate(sequences):
+            rows = slice(*keys.starts[b : b + 2].tolist())
+            own = (t[keys.table_BN[b]].flatten(0, 1)[None, :num].transpose(1, 2) for t in (k, v))
+            seen = visible(queries, num, device=q.device)
+            expected = exact(q[None, rows].transpose(1, 2), *own, seen, rule)[0].transpose(0, 1)
+            assert torch.equal(found[rows], expected)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_operator_keeps_the_rules_of_operators(dtype):
+    q, k, v, keys = drawn(MIXED, 3, 16, 24, dtype=dtype)
+    where = keys.starts, keys.num_keys_B, keys.table_BN
+    for rest in ((None, None, None), (SINKS, 7, 2.0)):
+        sinks, window, softcap = rest
+        words = (q, k, v, *where, None, None, sinks, window, None, softcap)
+        torch.library.opcheck(paged_native._operator, words)
+
+
+def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
+    """Neither their values nor numbers that are no numbers reach a row."""
+    q, k, v, keys = drawn(((70, 1), (30, 3)), 3, 16, 16, dtype=torch.float32)
+    expected = native(q, k, v, keys, ScoreRule(window=5))
+    for t in (k, v):
+        for b, (num, queries) in enumerate(((70, 1), (30, 3))):
+            flat = t.view(-1, *t.shape[2:])
+            places = (keys.table_BN[b][:, None] * 16 + torch.arange(16)).flatten()
+            flat[places[: num - queries - 4]] = flat[places[num:]] = torch.nan
+    table = keys.table_BN.clone()
+    table[0, 5:] = table[1, 2:] = 10**9
+    found = native(q, k, v, replace(keys, table_BN=table), ScoreRule(window=5))
+    assert torch.equal(found, expected)
