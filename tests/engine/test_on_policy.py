@@ -33,7 +33,7 @@ def test_what_the_engine_drew_has_the_same_bits_in_training(router, dtype):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-EVERYWHERE = ("attention", "dense", "shared", "experts", "head")
+EVERYWHERE = ("attention", "shared", "experts", "head")
 
 
 def with_adapters(model, *, shared=False):

@@ -17,6 +17,8 @@ from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.upcycle import upcycle
+from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.ops.activation import activate
 
 KINDS = [
@@ -231,6 +233,20 @@ def test_what_cannot_work_is_refused_in_one_line():
     layer.requires_grad_(True)
     with pytest.raises(ConfigError, match="main gradients with adapters .*; freeze the experts"):
         layer(torch.randn(3, 12))
+
+
+def test_weights_are_not_copied_or_cut_without_their_adapters():
+    dense = em.GPT(
+        ModelConfig(
+            dim=24, num_heads=2, num_layers=1, tie_embeddings=False, moe={"num_experts": ()}
+        ),
+        seed=0,
+    )
+    lora.add(dense, rank=2, targets=("dense", "head"))
+    with pytest.raises(ConfigError, match="model has adapters; merge"):
+        upcycle(dense, num_experts=2)
+    with pytest.raises(ConfigError, match="model has adapters"):
+        resize_vocabulary(dense, 300)
 
 
 def gpt(**options):

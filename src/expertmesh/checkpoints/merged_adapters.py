@@ -26,6 +26,10 @@ class AdaptedModel:
 
     def __init__(self, base: TensorSource, learned: TensorSource, config: AdapterConfig) -> None:
         self._base, self._learned, self._config = base, learned, config
+        self._last: tuple[str, list[Tensor]] = (
+            "",
+            [],
+        )  # factors whose parts are read one after the other
 
     @property
     def path(self) -> Path:
@@ -46,7 +50,9 @@ class AdaptedModel:
         prefix = factor_prefix(name)
         if f"{prefix}.a" not in self._learned.tensors:
             return
-        a, b = (read_whole(self._learned, f"{prefix}.{factor}") for factor in "ab")
+        if self._last[0] != prefix:
+            self._last = prefix, [read_whole(self._learned, f"{prefix}.{one}") for one in "ab"]
+        a, b = self._last[1]
         stack, lead = into, box[:1]
         if a.ndim == 2:
             has_experts = len(box) == b.ndim + 1  # which share it

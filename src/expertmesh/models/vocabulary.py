@@ -11,6 +11,7 @@ from expertmesh.config.values import WHOLE, Number, check_type, shown, type_of, 
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.module_adapters import refuse_adapters
 from expertmesh.ops.dtypes import accumulate_dtype
 
 
@@ -103,6 +104,7 @@ def _resizable(model: Any) -> LanguageModel:
     fix = "for transformers' models use resize_token_embeddings"
     check_type("model", model, LanguageModel, what, fix)
     for name, module in _tables(model).items():
+        refuse_adapters(module)
         weight = module._parameters.get("weight")
         if weight is None or hasattr(module, "_hf_hook"):
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.errors import ConfigError
 from expertmesh.moe.init import init_normal_
 from expertmesh.ops.experts.call import LowRank
 
@@ -119,6 +120,12 @@ def adapters_in(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
             for leaf, one in own.named_children():
                 assert isinstance(one, Adapter)
                 yield f"{path}.{leaf}".removeprefix("."), one
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise ConfigError for a model with adapters, where its weights are cut, copied or saved without them."""
+    if any(adapters_in(model)):
+        raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
 
 
 def reset_adapters(model: nn.Module, seed: int, prefix: str = "") -> None:

@@ -23,6 +23,7 @@ from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.layer import MoELayer, grouped_layers
+from expertmesh.moe.module_adapters import refuse_adapters
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.parallel.experts.coordinated import (
@@ -183,16 +184,16 @@ def spread_layers(
     caller updates `sizes` before each forward. Modules of `dense` are cut, by the axis of each parameter, over a tensor group.
 
     Raises:
-        ConfigError: experts are not stacked tensors, or have adapters.
+        ConfigError: experts are not stacked tensors, or the model has adapters.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
         experts = layer.grouped
-        if experts is None or experts.adapters is not None or experts.paging is not None:
+        if experts is None or experts.paging is not None:
             raise ConfigError(
-                f"layer {layer.layer_index}: an engine spreads experts of ours without adapters over ranks; use one process, or"
-                " merge them"
+                f"layer {layer.layer_index}: an engine spreads experts of ours over ranks; use one process"
             )
+    refuse_adapters(model)
     if degrees.tp > 1:
         mesh = world.mesh((degrees.num_groups, degrees.tp), ("group", "tp"), range(world.size))
         mlps = {

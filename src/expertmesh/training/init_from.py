@@ -24,6 +24,7 @@ from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.models.task import Data, Task
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer, grouped_layers
+from expertmesh.moe.module_adapters import refuse_adapters
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.base_record import base_record
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
@@ -142,8 +143,7 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     for layer in model.modules():
         if isinstance(layer, MoELayer) and not isinstance(layer.dispatcher, LocalDispatcher):
             raise ConfigError("model is spread over ranks; save it on one process, loaded whole")
-    if any(is_factor(name) for name in model.state_dict()):
-        raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
+    refuse_adapters(model)
     for _, _, experts in grouped_layers(model):
         if experts.format != "dense":
             raise ConfigError(

@@ -9,6 +9,7 @@ from expertmesh.models.expert_copies import ExpertCopies
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.module_adapters import refuse_adapters
 
 
 def upcycle_gpt(
@@ -33,6 +34,7 @@ def upcycle_gpt(
         raise ConfigError(
             f"GPT: has {before.num_moe_layers} layers with experts already; upcycle a dense one"
         )
+    refuse_adapters(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or getattr(parameter, "device_mesh", None) is not None:
             what = "has no memory yet" if parameter.is_meta else "is spread over ranks already"
