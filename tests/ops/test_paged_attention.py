@@ -7,7 +7,7 @@ import torch
 from tests.oracle.numerics import assert_two_times
 
 from expertmesh.kernels.cpu.library import Loaded
-from expertmesh.ops.attention import paged_gathered, paged_native
+from expertmesh.ops.attention import paged, paged_gathered, paged_native
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import visible
@@ -116,6 +116,26 @@ WAYS = {"ordinary": gathered(DEFAULT_OPS), "invariant": gathered(BATCH_INVARIANT
 def test_padded_batches_round_no_worse_than_plain_products(attend, rule, dtype):
     for size in ("heads of 24", "one head each", "latent"):
         assert_matrix(attend, size, rule, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_long_prompts_beside_others_are_computed_by_either_way(dtype, threshold, monkeypatch):
+    """By the faster one, each row once."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    threshold(paged, "FEWEST_QUERIES", 20)
+    threshold(paged, "FEWEST_KEYS", 100)
+    parts = []
+    attend = paged_gathered.attend
+    monkeypatch.setattr(
+        paged_gathered, "attend", lambda *a, **how: parts.append(a[3]) or attend(*a, **how)
+    )
+    attention = DEFAULT_OPS.attention
+
+    def mixed(*call):
+        return paged.paged_attention(*call, attention=attention)
+
+    assert_matrix(mixed, "heads of 16", PLAIN, dtype)
+    assert [one.num_keys_B.tolist() for one in parts] == [[0, 0, 0, 130, 300, 0, 0, 0]]
 
 
 def in_other_pages(k, v, keys, page_size, seed):

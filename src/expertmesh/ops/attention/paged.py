@@ -8,6 +8,8 @@ from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 
 IMPLEMENTATIONS = {"native": paged_native, "gathered": paged_gathered}
 """Modules with `serves` and `attend`, the best first."""
+FEWEST_QUERIES, FEWEST_KEYS = 128, 512
+"""Queries and keys of a prompt from which PyTorch's attention may be faster than the kernels (docs/log.md)."""
 
 
 def paged_attention(
@@ -41,7 +43,18 @@ def paged_attention(
         >>> paged_attention(torch.randn(1, 8, 64), pages, pages, where, attention=attention).shape
         torch.Size([1, 8, 64])
     """
-    own = next(one for one in IMPLEMENTATIONS.values() if one.serves(q_THd, k_NShd, v_NShd))
-    return own.attend(
-        q_THd, k_NShd, v_NShd, keys, rule, attention=attention, is_invariant=is_invariant
-    )
+    name = next(name for name, one in IMPLEMENTATIONS.items() if one.serves(q_THd, k_NShd, v_NShd))
+    how = {"attention": attention, "is_invariant": is_invariant}
+    long = None
+    if name == "native" and not is_invariant and _is_faster_in_products(q_THd, rule):
+        keys, long = keys.parted(FEWEST_QUERIES, FEWEST_KEYS)
+    y_THn = IMPLEMENTATIONS[name].attend(q_THd, k_NShd, v_NShd, keys, rule, **how)
+    if long is not None:
+        paged_gathered.attend(q_THd, k_NShd, v_NShd, long, rule, **how, y_THn=y_THn)
+    return y_THn
+
+
+def _is_faster_in_products(q_THd: Tensor, rule: ScoreRule) -> bool:
+    """Whether padded batches are faster for prompts that are long."""
+    is_plain = rule.is_plain and rule.window is None and rule.chunk is None
+    return is_plain and paged_native.products_are_faster(q_THd.dtype)

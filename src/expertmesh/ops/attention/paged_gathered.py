@@ -32,9 +32,11 @@ def attend(
     *,
     attention: Attention,
     is_invariant: bool,
+    y_THn: Tensor | None = None,
 ) -> Tensor:
-    """See `expertmesh.ops.attention.paged.paged_attention`."""
-    y_THn = q_THd.new_zeros(*q_THd.shape[:2], v_NShd.shape[3])
+    """See `expertmesh.ops.attention.paged.paged_attention`; rows of y_THn are replaced, if it is given."""
+    if y_THn is None:
+        y_THn = q_THd.new_zeros(*q_THd.shape[:2], v_NShd.shape[3])
     k_Phd, v_Phn = k_NShd.flatten(0, 1), v_NShd.flatten(0, 1)
     if "batches" not in keys.memo:
         keys.memo["batches"] = tuple(_batches(keys))

@@ -23,6 +23,21 @@ def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
     )
 
 
+def products_are_faster(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's attention of many queries is faster here: by MKL in FP32, and by AMX in BF16 (docs/log.md)."""
+    return dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported()
+
+
+def is_faster(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor) -> bool:
+    """Whether `of_sequences` is the fastest causal attention of this sequence, without gradients."""
+    return (
+        q_BHSd.shape[0] == 1
+        and not products_are_faster(q_BHSd.dtype)
+        and runs_plainly(q_BHSd, k_BHLd, v_BHLd)
+        and serves(q_BHSd, k_BHLd, v_BHLd)
+    )
+
+
 def attend(
     q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **_: Any
 ) -> Tensor:
@@ -96,6 +111,27 @@ def attention(
     )
     kernels.attention(call)
     return y_THn
+
+
+def of_sequences(
+    q_BHSd: Tensor,
+    k_BHLd: Tensor,
+    v_BHLn: Tensor,
+    first_B: Tensor | None = None,
+    mask_BSL: Tensor | None = None,
+    *,
+    sinks_H: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of the last S of L tokens of B sequences, (B, H, S, n); a sequence is one page."""
+    B, H, S, _ = q_BHSd.shape
+    L, sequences_B = k_BHLd.shape[2], torch.arange(B + 1)
+    q_THd = q_BHSd.transpose(1, 2).flatten(0, 1)
+    k_BLHd, v_BLHn = k_BHLd.transpose(1, 2), v_BHLn.transpose(1, 2)
+    lengths_B = torch.full((B,), L) if first_B is None else L - first_B
+    where = (sequences_B * S, lengths_B, sequences_B[:B, None], first_B, mask_BSL)
+    y_THn = attention(q_THd, k_BLHd, v_BLHn, *where, sinks_H, None, None, softcap)
+    return y_THn.view(B, S, H, -1).transpose(1, 2).contiguous()
 
 
 _LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")

@@ -1,7 +1,7 @@
 """Places of the keys of a step's sequences in the pages of a cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,3 +25,18 @@ class PagedKeys:
     num_keys_B: Tensor
     table_BN: Tensor
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def parted(
+        self, fewest_queries: int, fewest_keys: int
+    ) -> tuple["PagedKeys", "PagedKeys | None"]:
+        """All sequences with fewer queries or keys, and the others, or None; to each the rows of the other are padding."""
+        name = fewest_queries, fewest_keys
+        if name not in self.memo:
+            is_long_B = (self.starts.diff() >= fewest_queries) & (self.num_keys_B >= fewest_keys)
+            self.memo[name] = self, None
+            if is_long_B.any():
+                parts = (self.num_keys_B.masked_fill(where, 0) for where in (is_long_B, ~is_long_B))
+                few, many = (replace(self, num_keys_B=one, memo={}) for one in parts)
+                self.memo[name] = few, many
+        found: tuple[PagedKeys, PagedKeys | None] = self.memo[name]
+        return found
