@@ -8,7 +8,7 @@ from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 
 IMPLEMENTATIONS = {"native": paged_native, "gathered": paged_gathered}
 """Modules with `serves` and `attend`, the best first."""
-FEWEST_QUERIES, FEWEST_KEYS = 128, 512
+FEWEST_QUERIES, FEWEST_KEYS = 128, 320
 """Queries and keys of a prompt from which PyTorch's attention may be faster than the kernels (docs/log.md)."""
 
 
@@ -45,12 +45,16 @@ def paged_attention(
     """
     name = next(name for name, one in IMPLEMENTATIONS.items() if one.serves(q_THd, k_NShd, v_NShd))
     how = {"attention": attention, "is_invariant": is_invariant}
-    long = None
+    few: PagedKeys | None = keys
+    long: PagedKeys | None = None
     if name == "native" and not is_invariant and _is_faster_in_products(q_THd, rule):
-        keys, long = keys.parted(FEWEST_QUERIES, FEWEST_KEYS)
-    y_THn = IMPLEMENTATIONS[name].attend(q_THd, k_NShd, v_NShd, keys, rule, **how)
+        few, long = keys.parted(FEWEST_QUERIES, FEWEST_KEYS)
+    y_THn = None
+    if few is not None:
+        y_THn = IMPLEMENTATIONS[name].attend(q_THd, k_NShd, v_NShd, few, rule, **how)
     if long is not None:
-        paged_gathered.attend(q_THd, k_NShd, v_NShd, long, rule, **how, y_THn=y_THn)
+        y_THn = paged_gathered.attend(q_THd, k_NShd, v_NShd, long, rule, **how, y_THn=y_THn)
+    assert y_THn is not None
     return y_THn
 
 

@@ -28,15 +28,16 @@ class PagedKeys:
 
     def parted(
         self, fewest_queries: int, fewest_keys: int
-    ) -> tuple["PagedKeys", "PagedKeys | None"]:
-        """All sequences with fewer queries or keys, and the others, or None; to each the rows of the other are padding."""
+    ) -> tuple["PagedKeys | None", "PagedKeys | None"]:
+        """Sequences with fewer queries or keys, and the others, or None; to each the rows of the other are padding."""
         name = fewest_queries, fewest_keys
         if name not in self.memo:
             is_long_B = (self.starts.diff() >= fewest_queries) & (self.num_keys_B >= fewest_keys)
-            self.memo[name] = self, None
-            if is_long_B.any():
-                parts = (self.num_keys_B.masked_fill(where, 0) for where in (is_long_B, ~is_long_B))
-                few, many = (replace(self, num_keys_B=one, memo={}) for one in parts)
-                self.memo[name] = few, many
-        found: tuple[PagedKeys, PagedKeys | None] = self.memo[name]
-        return found
+            num_long, parts = int(is_long_B.sum()), (self, None)
+            if num_long == len(is_long_B):
+                parts = (None, self)
+            elif num_long:
+                counts = (self.num_keys_B.masked_fill(one, 0) for one in (is_long_B, ~is_long_B))
+                parts = tuple(replace(self, num_keys_B=one, memo={}) for one in counts)
+            self.memo[name] = parts
+        return self.memo[name]
