@@ -14,7 +14,8 @@ HEAD = """\
 # What the largest models need
 
 Written by `python -m benchmarks.scale` from the planner ([planner.md](../planner.md)); nothing here was run on a cluster. Measured times lie
-between 0.79 and 1.46 times the predicted ones in four of five published rows that nothing was fitted on, peaks of memory within 15 %.
+between 0.74 and 1.35 times the predicted ones in three of four published rows of sources that nothing was fitted on, peaks of memory
+between 0.95 and 1.10 times in four of five.
 Prices are those of `costs/hardware.toml`.
 """
 ON_THE_CARDS = """\

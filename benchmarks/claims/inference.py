@@ -30,7 +30,8 @@ from expertmesh_families.seq2seq.config import Seq2SeqConfig
 from expertmesh_families.seq2seq.model import Seq2Seq
 from expertmesh.moe.layer import MoELayer
 from expertmesh_families.seq2seq.beam import beam_search
-from expertmesh.planner.serve import Serving, serve_plan
+from expertmesh.planner.serve import serve_plan
+from expertmesh.planner.serving_layout import Serving
 
 PROMPT, NEW_TOKENS, BATCHES = 32, 16, (1, 16)
 TIMES_AS_WIDE = (1, 8)

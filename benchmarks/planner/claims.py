@@ -11,6 +11,8 @@ from expertmesh.costs.hardware import find_cluster, network_of
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.sizes import LayerSizes, ModelSizes, sizes_of_hub, spec_of_layers
 from expertmesh.costs.step_time import Efficiency, raw_step, route_of, step_seconds
+from expertmesh.planner.published import published_models
+from expertmesh.planner.serving_layout import Serving
 
 OLD = Workload(
     1024, precision="float16", stack="2021", states="fairseq", merges=False, one_hot=True
@@ -211,7 +213,63 @@ def claims() -> list[Claim]:
     found.append(Claim("Tutel, switching parallelism", 1.74, None, _switching()))
     found.append(_swin("training", 1.55, 3))
     found.append(_swin("inference", 2.11, 1))
-    return found
+    return found + _deepspeed()
+
+
+def _deepspeed() -> list[Claim]:
+    """DeepSpeed-MoE's claims: beside a dense model of equal quality, 256 A100; and beside PyTorch of 2022."""
+    mixture, dense = published_models()["gpt-1t-moe128"], published_models()["gpt-6.7b"]
+    cluster, one = find_cluster("a100-40x256"), find_cluster("a100-40x32")
+    wide = dense_of(mixture.dim, 175e9)
+    fast = Serving(mixture, cluster, 32, 1024, 8, 256)
+    slow = Serving(wide, one, 32, 1024, 8, 8)
+    per_device = (slow.token_s * one.num_gpus) / (fast.token_s * cluster.num_gpus)
+    assumed = "32 sequences; 1T on 256 GPUs, a dense 175B of the same width on 32"
+    large = replace(fast, overheads=replace(fast.overheads, eager_s=5.5e-4))
+    old = "0.55 ms of launches per layer in place of 0.12; 7.3 needs a baseline slower still"
+    training = replace(OLD, seq_len=2048, one_hot=False, states="deepspeed")
+    times = []
+    for sizes, layout in (
+        (
+            published_models()["gpt-1.3b-moe128"],
+            RankLayout(128, route_degree=128, zero_stage=1, micro_batch=4),
+        ),
+        (dense, RankLayout(128, tp_degree=8, zero_stage=1, micro_batch=8, accumulation=8)),
+    ):
+        raw = raw_step(sizes, layout, training, find_cluster("a100-40x128"))
+        tokens = layout.tokens_per_step(training.seq_len)
+        times.append(step_seconds(raw, Efficiency()).total_s / tokens)
+    return [
+        Claim(
+            "DeepSpeed-MoE, faster than a dense model of equal quality",
+            4.5,
+            slow.token_s / fast.token_s,
+            assumed,
+        ),
+        Claim("the same, cheaper (device seconds per token)", 9.0, per_device, assumed),
+        Claim(
+            "DeepSpeed-MoE, latency over PyTorch of 2022", 7.3, large.token_s / fast.token_s, old
+        ),
+        Claim(
+            "DeepSpeed-MoE, training of 1.3B with 128 experts over dense 6.7B",
+            5.0,
+            times[1] / times[0],
+            "128 A100-40, FP16",
+        ),
+    ]
+
+
+def dense_of(dim: int, num_parameters: float) -> ModelSizes:
+    """Sizes of a dense GPT of a width, as deep as its parameters ask for."""
+    values = FAIRSEQ | {
+        "hidden_size": dim,
+        "intermediate_size": 4 * dim,
+        "num_attention_heads": dim // 128,
+    }
+    values = {
+        key: value for key, value in values.items() if "expert" not in key and "sparse" not in key
+    }
+    return sizes_of_hub(values | {"num_hidden_layers": round(num_parameters / (12 * dim * dim))})
 
 
 def _switching() -> str:

@@ -23,8 +23,8 @@ from expertmesh.models.own_module import Module, own_family
 from expertmesh.models.registry import changed, find_family
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.reporting.training_samples import training_samples
-from expertmesh.runs.open import LoadedModel, device_of, find_model, open_model
-from expertmesh.runs.run_dir import TOKENIZER
+from expertmesh.runs.open import LoadedModel, device_of, open_model
+from expertmesh.runs.run_dir import TOKENIZER, find_model
 from expertmesh.text.format import text_format
 from expertmesh.training import loop
 from expertmesh.training.init_from import check_saved, files_beside, save_as_run

@@ -1,4 +1,4 @@
-"""Low-rank adapters on experts (LoRA: Hu et al. 2022), trained while all other parameters are frozen.
+"""Low-rank adapters (LoRA: Hu et al. 2022), trained while all other parameters are frozen.
 
 Example:
     >>> import torch
@@ -13,23 +13,26 @@ Example:
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from expertmesh.config.values import WHOLE, Number
 from expertmesh.errors import ConfigError
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
-from expertmesh.moe.expert_adapters import TARGETS, Adapter, ExpertAdapters
-from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.init import draw_seed, init_normal_
-from expertmesh.moe.layer import grouped_layers
-from expertmesh.ops.experts.weights import FORMATS
+from expertmesh.moe.init import draw_seed
+from expertmesh.moe.module_adapters import Adapter, ModuleAdapters, adapters_in, add_low_rank
+from expertmesh.spec.adapter_targets import adaptable, kind_of, targeted
+from expertmesh.spec.model_spec import ModelSpec
 
 _log = logging.getLogger("expertmesh.lora")
 _RANK = Number(1, fix="use 8, for example", types=WHOLE)
+_EXPERT_RANK = Number(1, fix="leave it out, for rank", types=WHOLE, optional=True)
 _ALPHA = Number(0, fix="use twice the rank, for example", is_open=True)
+
 
 __all__ = ["adapters", "add", "merge", "remove"]
 
@@ -39,68 +42,122 @@ def add(
     *,
     rank: int = 8,
     alpha: float = 16.0,
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] = ("experts",),
+    expert_rank: int | None = None,
+    rslora: bool = False,
     shared: bool = False,
     freeze: bool = True,
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
 ) -> int:
-    """Add adapters to the experts of every MoE layer: W becomes W + (alpha / rank) B A.
+    """Add adapters to the matrices of a model: W becomes W + (alpha / r) B A.
 
     B starts at zero, so outputs are unchanged; A is N(0, 1 / fan_in). The product is computed as x A^T B^T: neither the
-    sum nor a gradient of W is formed. Shard the model over ranks afterwards, with full expert parallelism.
+    sum nor a gradient of W is formed. Queries, keys and values are one matrix here, gate and up another: each has one
+    adapter. Shard the model over ranks afterwards.
 
     Args:
         model: a model or a layer.
         rank: r, the inner size of each adapter.
         alpha: numerator of the factor of every addition.
-        targets: "w_in", "w_out" or both.
+        targets: attention, dense, shared, experts and head; or ends of names, ours (w_in, attention.qkv) or peft's (q_proj k_proj
+            v_proj, mlp.experts.gate_up_proj).
+        expert_rank: r of routed experts; None: rank.
+        rslora: divide alpha by the square root of r (Kalajdzievski 2023).
         shared: one adapter for all experts of a layer; else one per expert.
         freeze: freeze all parameters except adapters, until `merge` or `remove`, which make all of them trainable.
         dtype: dtype of the factors; matmuls use the dtype of the weights.
         seed: seed of the first factors; None: drawn from torch's default generator.
 
     Returns:
-        Number of layers with adapters.
+        Number of modules with adapters.
 
     Raises:
-        ConfigError: no layer has grouped experts; a layer has adapters already, is sharded or batch-invariant; rank,
-            alpha, targets, dtype or seed break a rule. The model is then unchanged.
+        ConfigError: a target matches nothing; a module has adapters already, or is sharded; rank, alpha, dtype or seed break a
+            rule. The model is then unchanged.
     """
-    found = dict(_experts(model))
-    _check(found, rank=rank, alpha=alpha, targets=targets)
+    check_module(model)
+    _RANK.check("rank", rank)
+    _EXPERT_RANK.check("expert_rank", expert_rank)
+    _ALPHA.check("alpha", alpha)
     check_dtype(dtype)
     check_draw(seed, std=None, out_std=None)
+    if isinstance(targets, str) or not all(isinstance(one, str) for one in targets):
+        raise ConfigError(f"targets={targets!r}: must be a list of names; write ['experts']")
+    sizes = {}
+    for name in targeted(_parts(model), targets):
+        r = expert_rank if expert_rank and kind_of(name) == "experts" else rank
+        sizes[name] = Size(r, alpha / (r**0.5 if rslora else r))
+    return attach(model, sizes, shared=shared, freeze=freeze, dtype=dtype, seed=seed)
+
+
+class Size(NamedTuple):
+    """Rank r and scale s of an adapter."""
+
+    rank: int
+    scaling: float
+
+
+def attach(
+    model: nn.Module,
+    sizes: Mapping[str, Size],
+    *,
+    shared: bool = False,
+    freeze: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+) -> int:
+    """Add adapters to parameters by their names; see `add`."""
+    found = defaultdict[str, dict[str, Size]](dict)
+    for name, size in sizes.items():
+        path, _, leaf = name.rpartition(".")
+        found[path][leaf] = size
+    for path, own in found.items():
+        _check(path, model.get_submodule(path), list(own))
     seed = draw_seed() if seed is None else seed
-    all_made: list[tuple[GroupedExperts, ExpertAdapters]] = []
-    for path, experts in found.items():
-        made: dict[str, Adapter] = {}
-        for name in targets:
-            weight = getattr(experts, name)
-            _, G, F, D = experts.shape
-            rows, columns = (G * F, D) if name == "w_in" else (D, F)
-            made[name] = Adapter(
-                num_experts=experts.num_experts,
-                rows=rows,
-                columns=columns,
-                rank=rank,
-                scaling=alpha / rank,
+    if freeze:
+        model.requires_grad_(False)
+    for path, own in found.items():
+        module: Any = model.get_submodule(path)
+        made = {}
+        for leaf, size in own.items():
+            weight: Tensor = getattr(module, leaf)
+            made[leaf] = Adapter(
+                module.matrices[leaf],
+                num_experts=getattr(module, "num_experts", None),
+                rank=size.rank,
+                scaling=size.scaling,
                 shared=shared,
                 device=weight.device,
                 dtype=dtype,
             )
             if weight.device.type != "meta":
-                std = columns**-0.5
-                init_normal_(
-                    made[name].a, std=std, seed=seed, name=f"{path}.{name}.a", per_expert=True
-                )
-                nn.init.zeros_(made[name].b)
-        all_made.append((experts, ExpertAdapters(made, froze_model=freeze)))
-    if freeze:
-        model.requires_grad_(False)
-    for experts, its_adapters in all_made:
-        experts.adapters = its_adapters
+                made[leaf].reset(seed, f"{path}.{leaf}".removeprefix("."))
+        module.adapters = ModuleAdapters(made, froze_model=freeze)
     return len(found)
+
+
+def _parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Names of transformers' modules of each parameter that may have an adapter, by its name."""
+    theirs: dict[str, tuple[str, ...]] = {}
+    parts: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        if isinstance(spec := getattr(module, "spec", None), ModelSpec):
+            theirs |= {f"{path}.{n}".removeprefix("."): ends for n, ends in adaptable(spec).items()}
+        for leaf, shape in getattr(module, "matrices", {}).items():
+            name = f"{path}.{leaf}".removeprefix(".")
+            if kind_of(name) is not None:
+                parts[name] = theirs.get(name) or _usual_parts(leaf, shape)
+    return parts
+
+
+def _usual_parts(leaf: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """Names of the modules that a parameter is in transformers, for a model that does not tell them."""
+    if leaf == "weight":
+        return ()
+    if leaf == "w_out":
+        return ("down_proj",)
+    return ("gate_proj", "up_proj") if shape[-3] == 2 else ("up_proj",)
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -109,17 +166,23 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
     Raises:
         ConfigError: there are no adapters.
     """
-    found: dict[str, Adapter] = {}
-    for path, experts in _experts(model):
-        if experts.adapters is not None:
-            for name, one in experts.adapters.named_children():
-                if isinstance(one, Adapter):
-                    found[f"{path}.experts.{name}".removeprefix(".")] = one
+    check_module(model)
+    found = dict(adapters_in(model))
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no adapters; put some there with expertmesh.lora.add"
         )
     return found
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules with adapters, by path.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in adapters(model)):
+        yield path, model.get_submodule(path)
 
 
 def merge(model: nn.Module) -> int:
@@ -128,20 +191,19 @@ def merge(model: nn.Module) -> int:
     Quantised weights are widened, added to and rounded to their format again, which a warning compares with the change.
 
     Returns:
-        Number of layers that had adapters.
+        Number of modules that had adapters.
 
     Raises:
         ConfigError: there are no adapters, or the model is sharded over ranks.
     """
-    adapters(model)
-    found = [(path, experts) for path, experts in _experts(model) if experts.adapters is not None]
-    for path, experts in found:
-        if type(experts.w_in.data) is not torch.Tensor:
+    found = list(_adapted(model))
+    for path, module in found:
+        if any(type(p.data) is not torch.Tensor for p in module.parameters()):
             raise ConfigError(
                 f"{path}: is spread over ranks; save the adapters, and merge them into the whole model"
             )
-    for path, experts in found:
-        _merge(path, experts)
+    for path, module in found:
+        _merge(path, module)
     return remove(model)
 
 
@@ -149,84 +211,64 @@ def remove(model: nn.Module) -> int:
     """Remove all adapters without merging; if `add` froze the model, all its parameters are trainable then.
 
     Returns:
-        Number of layers that had adapters.
+        Number of modules that had adapters.
 
     Raises:
         ConfigError: there are no adapters.
     """
-    adapters(model)
-    adapted = [experts for _, experts in _experts(model) if experts.adapters is not None]
-    is_frozen = any(experts.adapters.froze_model for experts in adapted if experts.adapters)
-    for experts in adapted:
-        experts.adapters = None
+    found = [module for _, module in _adapted(model)]
+    is_frozen = any(module.adapters.froze_model for module in found if module.adapters)
+    for module in found:
+        module.adapters = None
     if is_frozen:
         model.requires_grad_(True)
-    return len(adapted)
+    return len(found)
 
 
-def _merge(path: str, experts: GroupedExperts) -> None:
-    """Merge a layer's adapters; quantised weights are widened for it, a layer at a time."""
-    form = FORMATS[experts.format]
-    assert experts.adapters is not None
-    own = {name: one for name, one in experts.adapters.named_children() if isinstance(one, Adapter)}
-    if form.name == "dense":
-        for name, adapter in own.items():
-            adapter.add_to(getattr(experts, name))
-        return
-    group_size = form.unit(experts.weights().slices()[0])
-    experts.convert("dense")
-    before = {name: getattr(experts, name).detach().clone() for name in own}
-    for name, adapter in own.items():
-        adapter.add_to(getattr(experts, name))
-    merged = {name: getattr(experts, name).detach() for name in own}
-    experts.convert(form.name, group_size=group_size)
-    one = experts.weights().slices()[0].unpacked(experts.dtype)
-    after = {"w_in": one.w_in_EGFD, "w_out": one.w_out_EDF}
-    for name, w in merged.items():
-        change, error = (float((w - other[name]).norm() / w.norm()) for other in (before, after))
-        _log.warning(
-            f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to {form.name} again {error:.2g}"
-        )
+def _merge(path: str, module: Any) -> None:
+    """Merge a module's adapters."""
+    for name, adapter in module.adapters.named_children():
+        if getattr(module, "format", "dense") != "dense":
+            _merge_packed(path, module, name, adapter)
+        else:
+            adapter.add_to(getattr(module, name))
 
 
-def _experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:
-    """Experts of every layer, by the layer's name."""
-    check_module(model)
-    return ((path, experts) for path, _, experts in grouped_layers(model))
+@torch.no_grad()
+def _merge_packed(path: str, experts: Any, name: str, adapter: Adapter) -> None:
+    """Merge an adapter into quantised matrices, one widened at a time, and say what rounding them again changes."""
+    E, G, F, _ = experts.shape
+    a_erK, b_eNr = adapter.factors()
+    squares = torch.zeros(3, dtype=torch.float64)  # of the sums, of the change, of the error
+
+    def wide(expert: int) -> Tensor:
+        one: Tensor = getattr(experts.weights().slices()[0], name)(expert, experts.dtype)
+        return one
+
+    for expert in range(E):
+        before, at = wide(expert), slice(expert, expert + 1) if len(a_erK) > 1 else slice(1)
+        merged = before.clone()
+        add_low_rank(merged[None], a_erK[at], b_eNr[at], adapter.scaling)
+        experts.put(name, expert, merged.unflatten(0, (G, F)) if name == "w_in" else merged)
+        found = (merged, merged - before, merged - wide(expert))
+        squares += torch.stack([one.double().square().sum().cpu() for one in found])
+    change, error = (squares[1:] / squares[0]).sqrt().tolist()
+    _log.warning(
+        f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to {experts.format} again {error:.2g}"
+    )
 
 
-def _check(
-    found: dict[str, GroupedExperts], *, rank: int, alpha: float, targets: Sequence[str]
-) -> None:
-    if not found:
+def _check(path: str, module: Any, names: Sequence[str]) -> None:
+    """Raise ConfigError for a module that adapters cannot be added to."""
+    if module.adapters is not None:
         raise ConfigError(
-            "this model has no layer with grouped experts; give one with a MoELayer whose experts are not modules of your own"
+            f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
         )
-    _RANK.check("rank", rank)
-    _ALPHA.check("alpha", alpha)
-    is_list = isinstance(targets, Sequence) and all(isinstance(one, str) for one in targets)
-    if (
-        isinstance(targets, str)
-        or not is_list
-        or sorted(targets) not in (["w_in"], ["w_out"], ["w_in", "w_out"])
-    ):
+    if getattr(module, "paging", None) is not None:
         raise ConfigError(
-            f"targets={targets!r}: must be a list of {' or '.join(TARGETS)}, or both; name one or both"
+            f"{path}: its experts are in slots, for inference; open it with all of them"
         )
-    for path, experts in found.items():
-        if experts.adapters is not None:
-            raise ConfigError(
-                f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
-            )
-        if experts.paging is not None:
-            raise ConfigError(
-                f"{path}: its experts are in slots, for inference; open it with all of them"
-            )
-        if experts.arithmetic.batch_invariant:
-            raise ConfigError(
-                f"{path}: batch_invariant=True with adapters: their products are ordinary ones; leave one out"
-            )
-        if type(experts.w_in.data) is not torch.Tensor:
-            raise ConfigError(
-                f"{path}: is spread over ranks already; add adapters first, then spread the model"
-            )
+    if any(type(getattr(module, name).data) is not torch.Tensor for name in names):
+        raise ConfigError(
+            f"{path}: is spread over ranks already; add adapters first, then spread the model"
+        )

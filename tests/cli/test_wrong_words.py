@@ -93,7 +93,7 @@ WRONG = {
         runs . --keep 0 | --keep 0: must be at least 1
         report model --samples -1 | --samples -1: must be at least 0
         sweep gpt-moe-test --rates a,b | --rates a: must be a finite number
-        plan gpt-1.1t --cluster h100x8 --tokens zero | --tokens zero: must be a finite number
+        plan gpt-1.1t --cluster h100x8 --tokens zero | --tokens zero: must be a number, or one with k
         plan gpt-1.1t --cluster h100x8 --pp 0 | --pp 0: must be a whole number
         bench comm --largest-mib huge | --largest-mib huge: must be a finite number
         translate model hi --to de --beams 0 | --beams 0: must be at least 1

@@ -8,6 +8,7 @@ from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 from tests.oracle.numerics import assert_two_times_rms
 
 from expertmesh.config.engine import EngineConfig
+from expertmesh.cpu.compiled import CompiledForward
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.request import SamplingParams
@@ -80,6 +81,25 @@ def test_compiled_steps_are_the_models_own_and_see_new_weights(dtype, kind):
         assert torch.equal(model.embedding.weight, new["embedding.weight"])
         draws.append(log_probabilities(model, engine))
     assert_two_times_rms(*zip(*draws, strict=True), what="logprobs", dtype=dtype)
+
+
+def test_compiled_steps_know_quantised_experts():
+    model = gpt(torch.float32, dim=32, head_dim=8, moe={"top_k": 2, "hidden_dim": 32})
+    forms = iter(("int8", "int4", "fp8"))
+    for layer in model.layers:
+        layer.moe.experts.convert(next(forms), group_size=16)
+    engine, plain = Engine(model, compile=True), Engine(model, compile=False)
+    # how pieces are cut is tested here, not their compiler
+    engine._runner.compiled = CompiledForward(model, compile_piece=lambda piece, given: piece)
+    engine.warm_up()
+    assert not engine._runner.compiled.problem
+    own, engine._runner.model = engine._runner.model, None  # nothing else computes
+    found = answers(engine)
+    engine._runner.model = own
+    for one, other in zip(found, answers(plain), strict=True):
+        assert one.token_ids == other.token_ids
+        pairs = zip(one.logprobs, other.logprobs, strict=True)
+        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-5
 
 
 def test_a_step_goes_on_where_nothing_can_be_compiled():

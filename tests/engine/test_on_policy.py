@@ -1,5 +1,6 @@
 """Logprobs with gradients have the engine's bits, and the ordinary forward's gradients."""
 
+import copy
 from statistics import median
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 from tests.oracle.numerics import FLOOR_ULPS, TWO, assert_close_fp64, magnitude
 
+from expertmesh import lora
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams
@@ -29,6 +31,55 @@ def test_what_the_engine_drew_has_the_same_bits_in_training(router, dtype):
         assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
     sum(found.sum() for found in scores).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+EVERYWHERE = ("attention", "dense", "shared", "experts", "head")
+
+
+def with_adapters(model, *, shared=False):
+    """The model with adapters on all of it that change its logits."""
+    dtype = torch.promote_types(model.embedding.weight.dtype, torch.float32)
+    ranks = {"rank": 5, "expert_rank": 3}
+    lora.add(model, **ranks, targets=EVERYWHERE, shared=shared, dtype=dtype, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for one in lora.adapters(model).values():
+        one.b.data.copy_(torch.randn(one.b.shape, generator=generator) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_adapters_have_the_same_bits_in_the_engine_and_in_training(shared, dtype):
+    plain = gpt(dtype, moe=ROUTERS["shared"], batch_invariant=True, tie_embeddings=False)
+    model = with_adapters(copy.deepcopy(plain), shared=shared)
+    engine = Engine(model, deterministic=True, token_budget=7, num_blocks=20, block_size=4)
+    params = SamplingParams(temperature=1.1, seed=2, n=2, max_tokens=7, logprobs=0)
+    outputs = engine.generate(PROMPTS, params)
+    model.train()
+    ids = [[*o.prompt_ids, *o.token_ids] for o in outputs]
+    scores = token_logprobs(model, ids)
+    for output, found in zip(outputs, scores, strict=True):
+        drawn = torch.tensor([one.logprob for one in output.logprobs], dtype=found.dtype)
+        assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
+    assert not torch.equal(scores[0], token_logprobs(plain, ids)[0])
+    sum(found.sum() for found in scores).backward()
+    learning = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learning == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".adapters." in name for name in learning)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_gradients_of_adapters_are_those_of_the_ordinary_forward(shared):
+    results = []
+    for invariant in (True, False):
+        options = {"moe": ROUTERS["shared"], "tie_embeddings": False, "batch_invariant": invariant}
+        model = with_adapters(gpt(torch.float64, **options), shared=shared)
+        scores = token_logprobs(model, PROMPTS)
+        sum(one.sin().sum() for one in scores).backward()
+        results.append([*scores, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 10
+    for place, (ours, plain) in enumerate(zip(*results, strict=True)):
+        assert_close_fp64(ours.detach(), plain.detach(), what=f"result {place}")
 
 
 def test_gradients_are_those_of_the_ordinary_forward():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
-from tests.support.memory import saved_bytes
+from tests.support.memory import peak_bytes, saved_bytes
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import nn
@@ -25,7 +25,7 @@ from expertmesh.parallel.experts.fits import check_spread
 from expertmesh.training.init_from import check_saved
 from expertmesh.training.regroup import checked_layers
 
-FORMS = ("int8", "int4", "fp8", "mxfp4")
+FORMS = ("int8", "int4", "fp8", "mxfp4", "nf4")
 E, D, F = 5, 128, 64
 
 
@@ -165,6 +165,43 @@ def test_no_widened_weight_waits_for_the_backward():
     assert (
         saved_bytes(lambda: layer(x_TD)[0]) < wide / 4 < wide < saved_bytes(lambda: dense(x_TD)[0])
     )
+
+
+def invariant(layer, x_TD):
+    with torch.no_grad():
+        return layer.eval()(x_TD)[0]
+
+
+USES = {
+    "a step of adapters": (True, {}, lambda layer, x_TD: layer(x_TD)[0].sum().backward()),
+    "a step of what comes before": (False, {}, lambda layer, x_TD: layer(x_TD)[0].sum().backward()),
+    "exact answers": (False, {"batch_invariant": True}, invariant),
+    "merging": (True, {}, lambda layer, x_TD: lora.merge(layer)),
+    "rounding": (False, {}, lambda layer, x_TD: layer.experts.convert("nf4")),
+    "widening": (False, {}, lambda layer, x_TD: layer.experts.convert("dense")),
+}
+
+
+# formats whose rounding tries many scales keep the profiler of a merge busy for seconds
+CASES = [
+    (form, use) for form in FORMS for use in USES if use != "merging" or form in ("nf4", "mxfp4")
+]
+
+
+@pytest.mark.parametrize(("form", "use"), CASES)
+def test_one_expert_is_widened_at_a_time(form, use):
+    """The peak of a use, but for the tensors that it leaves, is a few copies of one expert, not a layer."""
+    has_adapters, options, run = USES[use]
+    E, D, F = 36, 64, 64
+    layer = em.MoELayer(dim=D, hidden_dim=F, num_experts=E, top_k=2, seed=0, **options)
+    layer.experts.convert(form, group_size=32)
+    if has_adapters:
+        lora.add(layer, rank=1, seed=1)
+    x_TD = torch.randn(6, D, requires_grad=use.startswith("a step"))
+    expert = 3 * D * F * 4
+    left = {"rounding": E * expert // 7, "widening": E * expert}.get(use, 0)
+    peak = peak_bytes(lambda: run(layer, x_TD)) - left
+    assert peak < 16 * expert < E * expert / 2, peak / expert
 
 
 def test_numbers_in_mxfp4_keep_their_values():

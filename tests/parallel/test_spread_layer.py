@@ -145,19 +145,36 @@ def _refused(spread, adapters, words):
         compare(SpreadCase(spread=spread, adapters=adapters))
 
 
-@pytest.mark.parametrize("bias", [{}, {"activation": "gelu", "bias": True}], ids=len)
-def test_low_rank_adapters_spread_like_their_experts(two_ranks, bias):
-    for spread in ({}, {"overlap_degree": 2}):
-        two_ranks.run(compare, SpreadCase(bias, spread, adapters={"rank": 2}))
-    for spread, adapters, words in (
-        ({"es_degree": 2}, {"rank": 2}, "es_degree=2 with low-rank adapters"),
-        ({"num_replicas": 2}, {"rank": 2}, "num_replicas=2 with low-rank adapters"),
-        ({}, {"rank": 2, "shared": True}, "that all experts share does not spread"),
-        ({"route_degree": 1}, {"rank": 2}, "leave route_degree out"),
-        (
-            {"replicated_experts": 4},
-            {"rank": 2},
-            "replicated_experts=4 with low-rank adapters: they stay",
-        ),
+BIASES = [{}, {"activation": "gelu", "bias": True, "num_shared_experts": 1}]
+TARGETS = {"rank": 2, "targets": ("experts", "w_in")}
+ADAPTED = [
+    {},
+    {"overlap_degree": 2},
+    {"es_degree": 2},
+    {"route_degree": 1},
+    {"num_replicas": 2},
+    {"es_degree": 2, "route_degree": 1},
+]
+
+
+@pytest.mark.parametrize("bias", BIASES, ids=len)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_low_rank_adapters_spread_like_their_experts(two_ranks, bias, shared):
+    adapters = {**TARGETS, "shared": shared}
+    cases = [SpreadCase(bias, spread, adapters=adapters) for spread in ADAPTED]
+    idle = [SpreadCase(spread=s, tokens=(1, 0), adapters=adapters) for s in ({}, {"es_degree": 2})]
+    two_ranks.run(compare_all, [*cases, *idle])
+
+
+def test_low_rank_adapters_where_some_weights_are_gathered(four_ranks):
+    spreads = [{"route_degree": 2, "es_degree": es} for es in (1, 2, 4)]
+    spreads += [{"num_replicas": 2, "es_degree": 2}]
+    four_ranks.run(compare_all, [SpreadCase(spread=s, adapters=TARGETS) for s in spreads])
+
+
+def test_low_rank_adapters_that_cannot_spread_are_refused(two_ranks):
+    for spread, words in (
+        ({"replicated_experts": 4}, "replicated_experts=4 with low-rank adapters: they stay"),
+        ({"offload": True}, "offload=True with low-rank adapters"),
     ):
-        two_ranks.run(_refused, spread, adapters, words)
+        two_ranks.run(_refused, spread, {"rank": 2}, words)

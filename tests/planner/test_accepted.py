@@ -15,6 +15,7 @@ from expertmesh.planner.planned_model import planned_model
 from expertmesh.planner.search import TENSOR_DEGREES
 from expertmesh.planner.search_result import flags_of
 from expertmesh.planner.serve import serve_plan, servings
+from expertmesh.planner.serving_layout import Serving
 from expertmesh.planner.why import why_not
 
 SMALL = {"dim": 64, "num_layers": 2, "vocab_size": 512, "ffn_hidden_dim": 64, "num_heads": 8}
@@ -83,8 +84,8 @@ def _is_served(config, tp, num_ranks):
 
 def test_the_engine_accepts_what_is_offered_and_nothing_else(case):
     config, _ = case
-    given = {"batch": 8, "context": 100, "weight_bytes": 2.0, "fused": False}
-    ways = servings(planned_model(config), find_cluster("h100x8"), **given)
+    model, cluster = planned_model(config), find_cluster("h100x8")
+    ways = servings(model, cluster, Serving(model.sizes, cluster, 8, 100, 1, 1))
     assert {(way.tp_degree, way.route_degree) for way in ways} == {
         (tp, route)
         for tp in TENSOR_DEGREES

@@ -21,7 +21,7 @@ from expertmesh.models.gpt.costs import gpt_costs
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe
 from expertmesh.planner.configured import configured_layout
-from expertmesh.planner.search import Candidate, Problem, layouts
+from expertmesh.planner.search import SAFE, Candidate, Problem, layouts
 from expertmesh.planner.serve import serve_plan
 from expertmesh.planner.why import why_not
 from expertmesh.runs.run_dir import RunDir
@@ -93,7 +93,7 @@ def test_the_front_is_undominated(found):
 
 def test_the_text_has_every_part(found):
     text = found.text()
-    for part in ("tokens/s", "in all", "one choice changed:", "guessed:", "torchrun", "days"):
+    for part in ("tokens/s", "in all", "one choice changed:", "guessed:", "torchrun", "training "):
         assert part in text
     assert str(found) == text
 
@@ -296,13 +296,57 @@ WRONG = [
     (["gpt-moe-1b", "--cluster", "h100x8", "--pp", "3"], "must divide the 8 devices"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--vpp", "2"], "there is none; give --pp, too"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--imbalance", "0.5"], "must be a number from 1"),
+    (["gpt-moe-1b", "--cluster", "a100x8"], "did you mean a100-40 or a100-80?"),
+    (["gpt-moe-1b", "--cluster", "rtx4090x8"], "did you mean rtx-4090?"),
+    (
+        ["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "1X"],
+        "--tokens 1X: must be a number, or one with k",
+    ),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--max-context", "8.3k"], "--max-context"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tp", "3"], "--tp 3: must divide the 8 devices"),
+    (["gpt-moe-1b", "--cluster", "h100x16", "--tp", "16"], "keep within a node"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--ep", "5"], "--ep 5: must divide the 8 devices"),
+    (
+        ["gpt-moe-1b", "--cluster", "h100x8", "--zero", "4"],
+        "--zero 4: must be a whole number from 1 to 3",
+    ),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--micro-batch", "7"], "leave one of them out"),
+    (
+        ["gpt-moe-1b", "--cluster", "h100x8", "--precision", "int3"],
+        "--precision int3: must be one of",
+    ),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--stack", "new"], "--stack new: must be one of"),
     (["gpt-moe-1b", "--cluster", "h100x8", "--states", "magic"], "must be one of ours"),
     (
         ["gpt-moe-1b", "--cluster", "h100x8", "--goal", "fame"],
         "must be one of throughput, memory, latency",
     ),
     (["deepseek-v3", "--cluster", "h100x8"], "fits nowhere"),
-    *known([(["translate-multi30k", "--cluster", "h100x8"], "no language model")]),
+    *known(
+        [
+            (
+                ["translate-multi30k", "--cluster", "h100x8", "--max-context", "64"],
+                "is the model's own",
+            ),
+            (
+                ["translate-multi30k", "--cluster", "h100x8", "--finetune", "lora"],
+                "cannot be fine-tuned",
+            ),
+            (
+                [
+                    "translate-twelve",
+                    "--cluster",
+                    "h100x8",
+                    "--serve",
+                    "--batch",
+                    "1",
+                    "--context",
+                    "9",
+                ],
+                "decoders alone",
+            ),
+        ]
+    ),
     (["--validate"], "run python -m benchmarks.planner in a clone"),
     (["gpt-moe-1b", "--claims"], "run python -m benchmarks.planner --claims in a clone"),
 ]
@@ -379,6 +423,126 @@ def test_what_fits_nowhere_says_what_would(capsys):
     assert em.plan(
         "deepseek-v3", cluster=f"h100x{remedy}", tokens_per_batch=4096 * int(remedy)
     ).candidates
+
+
+HYBRIDS = {
+    "nemotron_h": ({"hybrid_override_pattern": "MEM*EM", "mamba_num_heads": 64}, "Mamba"),
+    "jamba": ({"attn_layer_period": 8, "mamba_d_state": 16}, "Mamba"),
+    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
+    "qwen3_5_moe": ({"text_config": {"linear_num_key_heads": 16}}, "linear attention"),
+    "deepseek_v32": ({"index_topk": 2048, "index_n_heads": 64}, "sparse attention"),
+    "bert": ({"architectures": ["BertForMaskedLM"]}, "encoder"),
+    "distilbert": ({}, "encoder"),
+    "t5": ({"is_encoder_decoder": True}, "encoder"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "conv"),
+    "falcon_h1": ({"mamba_d_ssm": 1, "mamba_expand": 2}, "Mamba"),
+    "recurrent_gemma": ({"block_types": ["recurrent", "attention"]}, "recurrent"),
+    "gemma3n": ({"altup_num_inputs": 4}, "per-layer"),
+    "minimax": ({"attn_type_list": [0, 1]}, "linear attention"),
+    "nemotron-nas": ({"block_configs": [{}]}, "differ in size"),
+}
+HUB = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+    "num_attention_heads": 8,
+    "intermediate_size": 1024,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_what_no_plan_counts_is_refused_by_name(kind, tmp_path):
+    change, said = HYBRIDS[kind]
+    (tmp_path / "config.json").write_text(json.dumps(HUB | {"model_type": kind} | change))
+    for plan in (
+        lambda: em.plan(tmp_path, cluster="h100x8"),
+        lambda: serve_plan(tmp_path, cluster="h100x1", batch=1, context=128),
+    ):
+        with pytest.raises(em.ConfigError, match=said) as caught:
+            plan()
+        assert "config.json has" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64},
+        {"mamba_d_state": None, "is_encoder_decoder": False, "index_topk": 0},
+        {"vision_config": {"hidden_size": 64}},
+    ],
+)
+def test_what_is_counted_is_not_refused(plain, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HUB | plain))
+    found = em.plan(tmp_path, cluster="h100x8")
+    assert any("vision_config" in guess for guess in found.guesses) == ("vision_config" in plain)
+
+
+@pytest.mark.parametrize(
+    "cluster", ["h100x24", "h100x40", "h100x56", "h100x72", "h100x96", "gb200x72", "gb300x144"]
+)
+def test_a_guessed_batch_is_one_that_the_ranks_divide(cluster):
+    found = em.plan("qwen3-30b", cluster=cluster)
+    assert found.problem.batch % found.problem.cluster.num_gpus == 0
+
+
+@pytest.mark.parametrize("states", ["megatron", "megatron_bf16_gradients", "deepspeed"])
+def test_states_that_shard_no_weights_have_one_stage(states):
+    found = em.plan("qwen3-30b", cluster="h100x64", states=states)
+    assert {c.layout.zero_stage for c in found.candidates} == {1}
+    assert not any(line.startswith("zero-stage") for line in why_not(found.best))
+
+
+def test_chosen_degrees_are_priced():
+    given = {"tp": 2, "ep": 4, "zero": 2, "micro_batch": 2}
+    found = em.plan("qwen3-30b", cluster="h100x64", **given, precision="float8", stack="fused")
+    for one in found.candidates:
+        layout = one.layout
+        assert (layout.tp_degree, layout.route_degree) == (2, 4)
+        assert (layout.zero_stage, layout.micro_batch) == (2, 2)
+    assert (found.problem.work.precision, found.problem.work.stack) == ("float8", "fused")
+    assert found.flags == [] and found.command == ""
+    usual = em.plan("qwen3-30b", cluster="h100x64", **given)
+    assert usual.flags and usual.best.seconds.total_s > found.best.seconds.total_s
+
+
+def test_a_full_device_is_marked_and_a_safer_plan_given():
+    seen = 0
+    for name, cluster in (
+        ("qwen3-30b", "h100x8"),
+        ("gpt-1.1t", "a100-40x512"),
+        ("mixtral-8x7b", "h100x8"),
+    ):
+        found = em.plan(name, cluster=cluster)
+        assert (f"above {100 * SAFE:.0f} %" in found.text()) == (found.best.filled > SAFE)
+        if found.safer is not None:
+            seen += 1
+            assert found.safer.filled <= SAFE < found.best.filled
+            assert found.safer.seconds.total_s >= found.best.seconds.total_s
+    assert seen
+
+
+def test_json_has_what_the_table_has(capsys):
+    words = [
+        "plan",
+        "gpt-moe-1b",
+        "--cluster",
+        "h100x8",
+        "--json",
+        "--tokens",
+        "2B",
+        "--max-context",
+        "1k",
+    ]
+    assert front.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = em.plan("gpt-moe-1b", cluster="h100x8", tokens=2e9, max_context=1024)
+    assert found["training_tokens"] == 2e9 and found["workload"]["seq_len"] == 1024
+    assert found["best"]["device_bytes"] == plan.best.memory.device_bytes
+    assert found["best"]["step_s"] == plan.best.seconds.total_s
+    assert found["command"] == plan.command and found["guesses"] == list(plan.guesses)
+    assert sum(found["best"]["time_s"].values()) == pytest.approx(found["best"]["step_s"])
 
 
 def test_a_plan_needs_no_torch():

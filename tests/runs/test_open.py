@@ -20,7 +20,8 @@ from expertmesh.ops.backend import cpu_kernels
 from expertmesh.ops.cpu.products import usual_library
 from expertmesh.runs import precision
 from expertmesh.runs.arithmetic import Arithmetic
-from expertmesh.runs.open import LoadedModel, find_model, open_model
+from expertmesh.runs.open import LoadedModel, open_model
+from expertmesh.runs.run_dir import find_model
 from expertmesh.training.loop import train
 
 SOURCE = Path(em.__file__).parent
@@ -195,11 +196,11 @@ def test_a_loaded_model_is_model_and_tokenizer(folders):
 WHO_MAY = {
     # who reads tensors of folders: what opens models, what goes on from checkpoints, and what turns files into others
     ("Checkpoint", "HubModel"): {
-        *("runs/run_dir.py", "training/state.py", "training/export.py"),
+        *("runs/run_dir.py", "training/state.py"),
         *(
             "integrations/hub/convert.py",
             "integrations/hub/save.py",
-            "integrations/hub/quantize.py",
+            "integrations/hub/adapter_folder.py",
         ),
     },
     # who says in what a trained model computes, beside two that tell what training would

@@ -214,6 +214,7 @@ REFUSED = [
     ({"stop": ["a"]}, "stop"),
     ({"mcp_servers": [{"url": "a"}]}, "mcp_servers"),
     ({"container": "a"}, "container"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"mirostat": 2}, "mirostat"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"temperature": -1}, "temperature"),
@@ -231,6 +232,9 @@ def test_what_clients_send_passes_and_the_rest_is_refused_in_anthropic_s_shape(s
         body = found.json()
         assert found.status_code == 400 and body["type"] == "error", (fields, body)
         assert body["error"]["type"] == "invalid_request_error"
+        details = body["error"].get("details", {})
+        known = "thread_unsupported_request" if place == "thread" else None
+        assert details.get("error_code") == known
         message = body["error"]["message"]
         assert message.startswith(place) and "\n" not in message, (fields, message)
 

@@ -220,7 +220,7 @@ class QuantizedModel:
         return f"{name}_scale" in self._files.entries
 
     @cached_property
-    def scale_dtype(self) -> torch.dtype:
+    def products_dtype(self) -> torch.dtype:
         """Type of the scales, in which all products of these weights are computed."""
         found = next(e.dtype for n, e in self._files.entries.items() if n.endswith("weight_scale"))
         assert isinstance(found, torch.dtype)
@@ -249,7 +249,7 @@ class QuantizedModel:
             if not is_expert(name):
                 found[name] = stored
                 continue
-            kept = self.scheme.kept(stored.shape, self.scale_dtype)
+            kept = self.scheme.kept(stored.shape, self.products_dtype)
             found |= {name + end: Stored(*one) for end, one in kept.items()}
         return found
 

@@ -7,7 +7,7 @@ whose rank is the sum of their ranks, and whose second factor has zeros outside 
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -155,14 +155,25 @@ class Factors(NamedTuple):
 
     Attributes:
         a_erK: (e, r, K) first factors; e is E, or 1 where there are no experts.
-        b_eNr: (e, N, r) second factors, times s.
+        b_eNr: (e, N, r) second factors.
+        scaling: s; 1 where several adapters with a scaling of their own are joined, in whose second factors it is.
     """
 
     a_erK: Tensor
     b_eNr: Tensor
+    scaling: float
+
+    def scaled(self) -> Tensor:
+        """Second factors times s."""
+        return _times(self.b_eNr, self.scaling)
 
 
-class _Place(NamedTuple):
+def _times(b: Tensor, scaling: float) -> Tensor:
+    wide = torch.promote_types(b.dtype, torch.float32)
+    return b if scaling == 1.0 else (b.to(wide) * scaling).to(b.dtype)
+
+
+class ModuleRows(NamedTuple):
     """Mapping of rows of a peft module to rows of a parameter of ours.
 
     Attributes:
@@ -190,24 +201,37 @@ class _Place(NamedTuple):
 class _Parts:
     """Factors found for one parameter, by part."""
 
-    found: dict[int, list[tuple[_Place, Tensor, Tensor]]] = field(default_factory=dict)
+    found: dict[int, list[tuple[ModuleRows, Tensor, Tensor, float]]] = field(default_factory=dict)
 
     def factors(self, one: Parameter, *, multiple: int) -> Factors:
         """The joined factors, their rank padded with zeros to a multiple of `multiple`."""
         e = one.shape[0] if one.is_expert else 1
         rows = math.prod(one.shape[one.is_expert : -1])
         ranks = {part: len(each[0][1]) for part, each in sorted(self.found.items())}
-        r = -(-sum(ranks.values()) // multiple) * multiple
-        like = next(iter(self.found.values()))[0][1]
+        parts = [found for each in self.found.values() for found in each]
+        scalings = {scaling for *_, scaling in parts}
+        is_one = len(self.found) == len(one.hub) and len(scalings) == 1 and _share_first(parts)
+        r = -(-(max(ranks.values()) if is_one else sum(ranks.values())) // multiple) * multiple
+        like = parts[0][1]
         a_erK, b_eNr = like.new_zeros(e, r, one.shape[-1]), like.new_zeros(e, rows, r)
         first = 0
         for part, rank in ranks.items():
             at = slice(first, first + rank)
-            for place, a_rK, b_Nr in self.found[part]:
+            for place, a_rK, b_Nr, scaling in self.found[part]:
+                own = b_Nr if len(scalings) == 1 else _times(b_Nr, scaling)
                 a_erK[place.expert, at] = a_rK
-                b_eNr[place.expert, place.ours, at] = b_Nr[place.module_rows]
-            first += rank
-        return Factors(a_erK, b_eNr)
+                b_eNr[place.expert, place.ours, at] = own[place.module_rows]
+            first += 0 if is_one else rank
+        return Factors(a_erK, b_eNr, scalings.pop() if len(scalings) == 1 else 1.0)
+
+
+def _share_first(parts: Iterable[tuple[ModuleRows, Tensor, Tensor, float]]) -> bool:
+    """Whether the parts of a parameter have equal first factors, as one adapter of ours is written."""
+    known: dict[int, Tensor] = {}
+    return all(
+        known.setdefault(place.expert, a).shape == a.shape and torch.equal(known[place.expert], a)
+        for place, a, *_ in parts
+    )
 
 
 def read_factors(
@@ -224,7 +248,7 @@ def read_factors(
         ConfigError: an option of peft makes adapters other than W + s B A, or an adapter is on a module that takes none; names it.
         CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
     """
-    folder, places, spec = files.folder, _places(config), gpt_spec(config)
+    folder, places, spec = files.folder, places_of(config), gpt_spec(config)
     files.target_parameters()  # refuses targets that are not experts
     for name, allowed in _LEFT_OUT.items():
         value = files.values.get(name, allowed[0])
@@ -247,13 +271,12 @@ def read_factors(
                     f"{folder}: {module}.lora_{factor}.weight has shape {tuple(tensor.shape)} and must have {wanted[factor]} by r={rank}"
                     f" in {CONFIG} and this model; use the model that it is of"
                 )
-        wide = torch.promote_types(b.dtype, torch.float32)
-        b = (b.to(wide) * files.scaling_of(theirs)).to(b.dtype)
+        scaling = files.scaling_of(theirs)
         for place in places[theirs]:
             at = place.expert if count > 1 else 0
             own = a.view(count, rank, -1)[at], b.view(-1, rank, count)[:, :, at]
             known = parts.setdefault(place.parameter, _Parts()).found.setdefault(place.part, [])
-            known.append((place, *own))
+            known.append((place, *own, scaling))
     if not parts:
         raise CheckpointError(f"{folder / WEIGHTS}: has no adapter; save the adapters again")
     return {
@@ -304,16 +327,16 @@ def _by_target(module: str, files: AdapterFiles) -> str:
 
 
 @lru_cache(maxsize=4)
-def _places(config: ModelConfig) -> Mapping[str, list[_Place]]:
+def places_of(config: ModelConfig) -> Mapping[str, list[ModuleRows]]:
     """Places in our parameters of each module that may have an adapter, by all names of the module."""
     spec = gpt_spec(config)
-    found: dict[str, list[_Place]] = {}
+    found: dict[str, list[ModuleRows]] = {}
     for one in spec:
         if not can_have_adapter(one):
             continue
         if one.name.endswith(".weight"):
             rows, columns = one.shape
-            own = _Place(one.name, 0, 0, slice(0, rows), slice(0, rows), rows, columns)
+            own = ModuleRows(one.name, 0, 0, slice(0, rows), slice(0, rows), rows, columns)
             found[_OWN_PREFIX + one.name.removesuffix(".weight")] = [own]
     for piece in pieces(config, ""):
         known = spec.by_name.get(piece.ours)
@@ -336,11 +359,11 @@ def _places(config: ModelConfig) -> Mapping[str, list[_Place]]:
 def can_have_adapter(one: Parameter) -> bool:
     """Whether a parameter may have an adapter: a matrix applied to each token by itself, and used in no other form."""
     is_read_otherwise = one.name.endswith("attention.kv_up.weight")
-    return one.role in ("matrix", "gate") and one.part != "router" and not is_read_otherwise
+    return one.role in ("matrix", "gate", "head") and one.part != "router" and not is_read_otherwise
 
 
-def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int) -> _Place:
-    """`_Place` of a part, its rows counted over all dimensions but the last."""
+def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int) -> ModuleRows:
+    """`ModuleRows` of a part, its rows counted over all dimensions but the last."""
     expert = at[0].start if one.is_expert else 0
     *lead, _ = at[one.is_expert :]
     sizes = one.shape[one.is_expert : -1]
@@ -348,10 +371,12 @@ def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int)
     for place, size in zip(lead, sizes, strict=True):
         first = first * size + place.start
     count = math.prod(place.stop - place.start for place in lead)
-    return _Place(one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1])
+    return ModuleRows(
+        one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1]
+    )
 
 
-def _fused(one: Parameter, config: ModelConfig) -> Iterator[_Place]:
+def _fused(one: Parameter, config: ModelConfig) -> Iterator[ModuleRows]:
     """Places of transformers' tensor of all experts: gate rows before up rows, or alternating."""
     E, *inner, K = one.shape
     rows = math.prod(inner)
@@ -359,12 +384,12 @@ def _fused(one: Parameter, config: ModelConfig) -> Iterator[_Place]:
     for expert in range(E):
         if not takes_turns:
             whole = slice(0, rows)
-            yield _Place(one.name, 0, expert, whole, whole, rows, K, E)
+            yield ModuleRows(one.name, 0, expert, whole, whole, rows, K, E)
             continue
         G, F = inner
         for g in range(G):
             ours, theirs = slice(g * F, g * F + F), slice(g, rows, G)
-            yield _Place(one.name, 0, expert, ours, theirs, rows, K, E)
+            yield ModuleRows(one.name, 0, expert, ours, theirs, rows, K, E)
 
 
 def _no_place(

@@ -15,6 +15,7 @@ class ConvertVerb(Operation):
       expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3
       expertmesh generate runs/qwen3 "Once upon a time"
       expertmesh convert --from runs/gpt-moe-demo --to models/demo   # for transformers and vLLM
+      expertmesh convert --from runs/tuned --to adapters/tuned --adapter-only   # for peft
 
     for one file with ExpertMesh's own names: expertmesh export
     """
@@ -25,6 +26,12 @@ class ConvertVerb(Operation):
     """folder to create"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights (default: as they are)"""
+    adapter_only: bool = False
+    """write the adapters of a run as peft's folder, in place of a model with the adapters merged into it"""
+    expert_layout: Literal["fused", "per-expert"] = "fused"
+    """with --adapter-only: adapters of experts on all experts' tensors, as peft has them (fused), or on each expert's, for vLLM (per-expert)"""
+    check: bool = True
+    """compare the logits of adapters, merged weights and served adapters before a run with adapters is done"""
 
 
 def run(argv: list[str]) -> int:
@@ -44,6 +51,13 @@ def run(argv: list[str]) -> int:
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     with ended_by_exit():
-        made = convert(options.source, options.to, dtype=dtype)
+        made = convert(
+            options.source,
+            options.to,
+            dtype=dtype,
+            adapter_only=options.adapter_only,
+            expert_layout=options.expert_layout,
+            check=options.check,
+        )
     print(f"{made.path}: {made.what}")
     return 0

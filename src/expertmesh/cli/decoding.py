@@ -132,7 +132,8 @@ def open_decoder(
     with ExitStack() as stack:
         with loading():
             from expertmesh.parallel.ranks import Ranks, open_ranks
-            from expertmesh.runs.open import Slots, device_of, find_model, open_model
+            from expertmesh.runs.open import Slots, device_of, open_model
+            from expertmesh.runs.run_dir import find_model
             from expertmesh.training.threads import threads_of_calls
 
             with once_per_host():

@@ -450,15 +450,17 @@ def _cpu_name() -> str:
 
 
 def _huge_pages() -> tuple[Mark, str]:
-    from expertmesh.parallel.huge_pages import huge_page_mode, is_wanted
+    from expertmesh.parallel.huge_pages import huge_page_mode, in_huge_pages, is_wanted
 
     mode = huge_page_mode()
-    if mode in ("", "never") or not is_wanted():
-        why = f"transparent_hugepage is {mode or 'not there'}" if is_wanted() else "turned off"
+    with in_huge_pages():  # as serve loads
+        wanted = is_wanted()
+    if mode in ("", "never") or not wanted:
+        why = f"transparent_hugepage is {mode or 'not there'}" if wanted else "turned off"
         return "no", f"{why}: weights are in pages of 4 KB, which are slower to read"
     kib = _meminfo().get("AnonHugePages")
     used = "" if kib is None else f"; {kib >> 10:,} MB of this machine's memory are in them"
-    return "yes", f"for weights, of 2 MB (transparent_hugepage is {mode}){used}"
+    return "yes", f"for weights of serve, of 2 MB (transparent_hugepage is {mode}){used}"
 
 
 def _memory() -> str:

@@ -54,8 +54,9 @@ def run(argv: list[str]) -> int:
         import torch
 
         from expertmesh.config.evaluation_task import check_task
-        from expertmesh.runs.open import find_model, open_model
+        from expertmesh.runs.open import open_model
         from expertmesh.runs.precision import resolve_device
+        from expertmesh.runs.run_dir import find_model
         from expertmesh.text.tokenizer import end_of_text_id
         from expertmesh.training.threads import threads_of_calls
 

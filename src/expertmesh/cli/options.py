@@ -122,7 +122,8 @@ def options_of(
             hidden = {inner + one for one in spelling.hides}
             found |= {one: option for one, option in inside.items() if one not in hidden}
         else:
-            option = Option(name + field_name, spelled + field_name, field, spelling, config, usual)
+            typed = spelled + field_name.rstrip("_")  # a name that pydantic has is written as json_
+            option = Option(name + field_name, typed, field, spelling, config, usual)
             found[option.spelled] = option
     return found
 

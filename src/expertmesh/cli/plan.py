@@ -1,14 +1,26 @@
 """`expertmesh plan`: predict cost, memory and time of a model on a cluster. Never imports torch."""
 
-from typing import Annotated, Literal, Self
+import json
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import model_validator
 
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.parse import parsed
-from expertmesh.config.fields import InputFile, NewFile, Operation, Spelling, Word
+from expertmesh.config.counted import Amount, Length
+from expertmesh.config.fields import Each, InputFile, NewFile, Operation, Spelling, Word
 from expertmesh.errors import ConfigError
 
+if TYPE_CHECKING:
+    from expertmesh.models.gpt.config import GPTRunConfig
+
+_OF_GENERATION = frozenset(
+    (
+        *("batch", "context", "prompt", "answer", "token_ms", "weights", "cache", "graphs"),
+        *("expert_slots", "num_redundant_experts"),
+    )
+)
+"""Options of --serve."""
 _MOVED = {
     "--validate": "python -m benchmarks.planner",
     "--claims": "python -m benchmarks.planner --claims",
@@ -24,20 +36,23 @@ class PlanVerb(Operation):
       expertmesh plan models/Qwen3-30B-A3B --cluster h100x64 --tokens-per-batch 4194304 --tokens 1e12
       expertmesh plan deepseek-v3 --cluster mine.toml --goal memory
       expertmesh plan qwen3-30b --cluster h100x8 --serve --batch 64 --context 4096
+      expertmesh plan gpt-oss-120b --cluster h100x1 --serve --token-ms 30 --prompt 1k --answer 1k
     """
 
     model: Annotated[str, Spelling("MODEL"), Word]
     """recipe, run, Hugging Face config.json or model folder, or name of a published model"""
     cluster: Annotated[str, Spelling("NAME")]
     """cluster as DEVICExNUMBER, for example h100x64, or a TOML file"""
+    set_: Annotated[tuple[str, ...], Each, Spelling("OPTION=VALUE")] = ()
+    """option of a recipe with another value, for example model.moe.num_experts=64"""
     goal: Literal["throughput", "memory", "latency"] | None = None
     """objective of the layout (default: throughput)"""
-    tokens_per_batch: int | None = None
-    """batch size in tokens per optimizer step (default: the recipe's)"""
-    max_context: int | None = None
-    """training sequence length in tokens (default: the recipe's)"""
-    tokens: float | None = None
-    """number of training tokens (default: the recipe's)"""
+    tokens_per_batch: Annotated[Length | None, Spelling("NUMBER")] = None
+    """batch size in tokens per optimizer step, also as 4M (4,194,304) (default: the recipe's)"""
+    max_context: Annotated[Length | None, Spelling("NUMBER")] = None
+    """training sequence length in tokens, also as 8k (8,192) (default: the recipe's)"""
+    tokens: Annotated[Amount | None, Spelling("NUMBER")] = None
+    """number of training tokens, also as 2B or 1T (default: the recipe's)"""
     imbalance: float | None = None
     """load imbalance: tokens of the fullest rank over the mean; 1: balanced (default: 1.15)"""
     states: Annotated[str | None, Spelling("KIND")] = None
@@ -46,26 +61,67 @@ class PlanVerb(Operation):
     """number of pipeline stages, to model published runs; train has no pipeline (default: 1)"""
     vpp: int | None = None
     """number of virtual stages per pipeline stage (default: 1)"""
+    tp: int | None = None
+    """tensor-parallel degree (default: searched)"""
+    ep: int | None = None
+    """expert-parallel degree, times the slices of an expert (default: searched)"""
+    zero: int | None = None
+    """ZeRO stage: 1, 2 or 3 (default: searched)"""
+    micro_batch: int | None = None
+    """micro-batch size in sequences of a data-parallel rank (default: searched)"""
+    precision: Literal["bfloat16", "float16", "float32", "float8"] | None = None
+    """precision of products; float8 models other software (default: the recipe's)"""
+    stack: Literal["2021", "eager", "graphs", "fused", "whole_graph"] | None = None
+    """kind of software: of 2021; launch by launch, as train; with CUDA graphs of parts, fused operators, or one graph of all passes (default: eager)"""
+    finetune: Literal["lora", "full"] | None = None
+    """fine-tuning as train FOLDER does it: all weights (full), or low-rank adapters on a resting base (lora)"""
+    rank: int | None = None
+    """rank of the adapters (default: as in training)"""
+    expert_rank: int | None = None
+    """rank of the adapters of routed experts (default: as in training)"""
+    targets: Annotated[tuple[str, ...] | None, Spelling("NAME")] = None
+    """matrices with adapters: attention, dense, shared, experts, head (default: as in training)"""
+    base: str | None = None
+    """storage of the resting weights: float32, bfloat16, int8, int4, nf4, fp8 or mxfp4 (default: as in training)"""
+    filled: float | None = None
+    """share of the sequences' tokens that is text, 1 with packing (default: 1)"""
     page: NewFile | None = None
     """HTML report: Pareto front, time and memory breakdown, scaling"""
     measured: InputFile | None = None
     """TOML file with your own measurements, to which the cost model is also fitted"""
+    json_: bool = False
+    """result as JSON"""
     serve: bool = False
     """plan inference instead of training: time per token, price, memory"""
     batch: int | None = None
-    """batch size in sequences on all devices; required with --serve"""
-    context: int | None = None
-    """sequence length in tokens; required with --serve"""
+    """batch size in sequences on all devices; --serve needs this or --token-ms"""
+    context: Annotated[Length | None, Spelling("NUMBER")] = None
+    """sequence length in tokens (default: of prompt and answer together)"""
+    prompt: Annotated[Length | None, Spelling("NUMBER")] = None
+    """prompt length in tokens, for time to first token, requests per second and price of prompts"""
+    answer: Annotated[Length | None, Spelling("NUMBER")] = None
+    """answer length in tokens (default: the rest of the context)"""
+    token_ms: float | None = None
+    """largest time per token in milliseconds; the plan has the most requests per second at it"""
+    weights: Annotated[str | None, Spelling("FORMATS")] = None
+    """weight formats: float32, bfloat16, fp8, int8, int4, mxfp4 or nvfp4, also by part (experts=mxfp4,attention=fp8,dense=fp8,embedding=bfloat16) (default: as in the files)"""
+    cache: Literal["bfloat16", "fp8", "float32"] | None = None
+    """key-value cache format (default: bfloat16)"""
+    graphs: bool = False
+    """decoding from CUDA graphs, as other software does; serve launches each operation"""
+    expert_slots: int | None = None
+    """number of experts of a layer on a device; others lie in host memory or on disk (default: all)"""
+    num_redundant_experts: int | None = None
+    """number of expert copies in each layer, so that devices that do not divide the experts can share them (default: 0)"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self.model_dump(exclude={"model", "cluster", "serve"}, exclude_none=True)
-        of_generation = {"batch", "context"}
-        if self.serve and (missing := sorted(of_generation - given.keys())):
-            flag = f"--{missing[0]}"
-            raise ConfigError(f"{flag}: must be given with --serve; for example {flag} 64")
+        given = self.model_dump(
+            exclude={"model", "cluster", "serve", "json_", "set_"}, exclude_none=True
+        )
+        given = {name: value for name, value in given.items() if value is not False}
         for name in given:
-            is_of_generation = name in of_generation
+            is_of_generation = name in _OF_GENERATION
             rule = "is an option of inference" if is_of_generation else "is an option of training"
             fix = (
                 "add --serve, or leave it out"
@@ -92,16 +148,45 @@ def run(argv: list[str]) -> int:
     return _serve(options) if options.serve else _plan(options)
 
 
+def _model(options: PlanVerb) -> "str | GPTRunConfig":
+    """The model that is asked for, with changed options where it is a recipe."""
+    from expertmesh.models.gpt.config import GPTRunConfig
+    from expertmesh.models.registry import recipe
+
+    changes = {}
+    for word in options.set_:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(
+                "set", word, "must be an option and its value", "write model.moe.num_experts=64"
+            )
+        try:
+            changes[name.strip().replace("-", "_")] = json.loads(text)
+        except ValueError:
+            changes[name.strip().replace("-", "_")] = text
+    if not changes:
+        return options.model
+    config = recipe(options.model, changes)
+    if not isinstance(config, GPTRunConfig):
+        raise ConfigError("set", options.set_[0], "is for recipes of a decoder", "leave it out")
+    return config
+
+
 def _plan(options: PlanVerb) -> int:
     from expertmesh.planner.plan import plan
+    from expertmesh.planner.plan_json import as_json
 
-    given = options.model_dump(exclude={"model", "cluster", "serve", "page"}, exclude_none=True)
-    found = plan(options.model, cluster=options.cluster, **given)
+    left_out = {"model", "cluster", "serve", "page", "json_", "graphs", "set_"}
+    given = options.model_dump(exclude=left_out, exclude_none=True)
+    found = plan(_model(options), cluster=options.cluster, **given)
     page = None
     if options.page is not None:
         from expertmesh.planner.plan_page import write_page
 
         page = write_page(found, options.page)
+    if options.json_:
+        print(json.dumps(as_json(found), indent=2))
+        return 0
     for line in found.text().split("\n"):
         print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
     if page is not None:
@@ -111,11 +196,9 @@ def _plan(options: PlanVerb) -> int:
 
 def _serve(options: PlanVerb) -> int:
     from expertmesh.planner.serve import serve_plan
-    from expertmesh.planner.table import serve_text
+    from expertmesh.planner.serve_table import serve_json, serve_text
 
-    assert options.batch is not None and options.context is not None
-    found = serve_plan(
-        options.model, cluster=options.cluster, batch=options.batch, context=options.context
-    )
-    print(serve_text(found))
+    given = options.model_dump(include=set(_OF_GENERATION - {"graphs"}), exclude_none=True)
+    found = serve_plan(_model(options), cluster=options.cluster, fused=options.graphs, **given)
+    print(json.dumps(serve_json(found), indent=2) if options.json_ else serve_text(found))
     return 0

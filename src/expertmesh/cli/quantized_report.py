@@ -21,7 +21,8 @@ def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
         CheckpointError: the folder is damaged.
     """
     from expertmesh.checkpoints.compressed_tensors import QuantizedModel
-    from expertmesh.runs.open import find_model, open_model
+    from expertmesh.runs.open import open_model
+    from expertmesh.runs.run_dir import find_model
 
     found = find_model(folder)
     weights = found.open_weights()

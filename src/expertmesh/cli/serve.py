@@ -141,7 +141,8 @@ def _open_engine(
         yield engine
         return
     from expertmesh.parallel.ranks import open_ranks
-    from expertmesh.runs.open import device_of, find_model
+    from expertmesh.runs.open import device_of
+    from expertmesh.runs.run_dir import find_model
 
     with once_per_host():
         device = device_of(find_model(run), config.device)
@@ -160,8 +161,8 @@ def precision_of(engine: "Engine", run: str) -> "Precision":
         engine: the engine.
         run: its folder.
     """
-    from expertmesh.runs.open import find_model
     from expertmesh.runs.precision import plain_precision, trained_precision
+    from expertmesh.runs.run_dir import find_model
 
     weight = engine.model.embedding.weight
     if engine.config.dtype is not None:

@@ -70,7 +70,7 @@ def _with_length(parsed: ParsedRun) -> RunConfig:
         )
     if name in parsed.from_words | parsed.from_file:
         return config
-    from expertmesh.runs.open import find_model
+    from expertmesh.runs.run_dir import find_model
 
     longest = getattr(find_model(begin).config.model, "max_seq_len", _LONGEST)
     return config.updated({name: min(longest, _LONGEST)})

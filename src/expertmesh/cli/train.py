@@ -97,6 +97,8 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
             f"training    {_length(config, costs.num_items, family)}, {costs.flops_per_item / 1e9:,.3f} GFLOP per {item}",
             f"memory      {memory_text(costs.memory, num_ranks, on_gpu=on_gpu)}",
         ]
+    if costs is not None and costs.adapters:
+        lines.append(f"adapters    {costs.adapters}")
     taught = teacher_bytes(
         config, family, num_ranks=num_ranks, compute_dtype=precision.compute_dtype
     )

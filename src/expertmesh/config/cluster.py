@@ -38,6 +38,8 @@ class HostLink(Config):
     """Bandwidth of one direction that one device reaches while all others of the node copy, too."""
     memory_gib: float = Field(default=0.0, ge=0)
     """Memory of the host, divided by the devices of the node, that a run may use."""
+    disk_gb_per_s: float = Field(default=3.0, gt=0)
+    """Bandwidth of reading from the host's disk, per device, in 1e9 bytes."""
     adam_parameters_per_s: float = Field(default=1.6e8, gt=0)
     """Parameters that one rank's share of the host's cores updates in a second (docs/planner.md: 1.1 to 1.4e9 per node of 8)."""
 
@@ -51,10 +53,16 @@ class Device(Config):
     """Peak of dense products in BF16 or FP16, in 1e12 operations per second."""
     fp8_tflops: float | None = Field(default=None, gt=0)
     """Peak of dense products in FP8, in 1e12 operations per second; none: the device has no FP8."""
+    fp4_tflops: float | None = Field(default=None, gt=0)
+    """Peak of dense products in FP4, in 1e12 operations per second; none: the device has no FP4."""
     tf32_tflops: float = Field(gt=0)
     """Peak of FP32 products in PyTorch, TF32 where the device has it, in 1e12 operations per second."""
     hbm_gb_per_s: float = Field(gt=0)
     """Bandwidth of the device's memory, in 1e9 bytes per second."""
+    reach: float = Field(default=1.0, gt=0, le=2)
+    """Share of its peak that products reach, beside the share that an H100's reach of its own."""
+    read_share: float = Field(default=0.8, gt=0, le=1)
+    """Share of the memory's bandwidth that products of few tokens reach when they read their weights."""
     rows_of_a_part: float = Field(default=128.0, ge=0)
     """Rows by which each expert's count is raised in the estimated time of its products: for partly full tiles, and for its weights."""
     usd_per_hour: tuple[Annotated[float, Field(ge=0)], ...] = ()
@@ -77,20 +85,29 @@ class Device(Config):
         }.get(precision, self.bf16_tflops)
         return found * TERA
 
+    def reached_per_s(self, precision: Precision) -> float:
+        """Peak of dense products beside which software is as efficient as beside an H100's, per second."""
+        return self.reach * self.flops_per_s(precision)
+
     @property
     def hbm_bytes_per_s(self) -> float:
         """Bandwidth of the device's memory, in bytes per second."""
         return self.hbm_gb_per_s * GB
 
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Bytes per second that products of few tokens read."""
+        return self.read_share * self.hbm_bytes_per_s
+
 
 class Software(Config):
     """Measured efficiency of software on a cluster; for an option that is none, the value fitted on published rows counts."""
 
-    dense: float | None = Field(default=None, gt=0)
+    dense: float | None = Field(default=None, gt=0, le=2)
     """Share of the peak that large dense products reach."""
-    grouped: float | None = Field(default=None, gt=0)
+    grouped: float | None = Field(default=None, gt=0, le=2)
     """Share of the peak that products of experts reach when their tiles are full."""
-    network: float | None = Field(default=None, gt=0)
+    network: float | None = Field(default=None, gt=0, le=2)
     """Share of the links' bandwidth that collectives reach."""
     element_bytes: float | None = Field(default=None, ge=0)
     """Bytes that element-wise kernels move per token, layer and element of D, forward and backward."""

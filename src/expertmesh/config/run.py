@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from expertmesh.config.adapter import AdapterConfig, with_learning_rate
 from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.dispatch_options import AllToAll, DispatchDtype
 from expertmesh.config.fields import Spelling
+from expertmesh.config.frozen_base import IDLE_BASE, FrozenBaseConfig
 from expertmesh.errors import ConfigError, named
 
 Frozen = Literal["experts", "router"]
@@ -429,6 +431,8 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     distill: DistillConfig = DistillConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    base: FrozenBaseConfig = FrozenBaseConfig()
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
         """A validated copy with some values replaced; other options that lose their effect by it get their defaults.
@@ -464,6 +468,30 @@ class RunConfig(Config):
                 "train.freeze",
                 f"a hash learns nothing, with {named('model.moe.router', 'hash')}",
                 "leave router out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> Self:
+        if not self.adapter.rests:
+            rule, fix = IDLE_BASE
+            try:
+                self.refuse_idle("base", rule, fix)
+            except FieldError:
+                raise FieldError(("base", "storage"), self.base.storage, rule, fix) from None
+        if self.adapter.rests:
+            kind = named("adapter.kind", self.adapter.kind)
+            self.require(
+                self.train.init_from is not None,
+                "adapter.kind",
+                f"needs a trained model, and {named('train.init_from')} names none",
+                f"write its folder in place of the recipe, or give {named('train.init_from')}",
+            )
+            self.require(
+                not self.train.freeze,
+                "train.freeze",
+                f"has no effect with {kind}, where all but adapters rests",
+                "leave it out",
             )
         return self
 
@@ -548,7 +576,7 @@ def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[
     Raises:
         ConfigError: a name is unknown or a value breaks a rule.
     """
-    changes = {**_without_the_other(default, changes), **changes}
+    changes = {**_without_the_other(default, changes), **with_learning_rate(changes)}
     warmup = default.optim.warmup_steps
     own = {"optim", "optim.warmup_steps", "optim.warmup_ratio"}
     if own & changes.keys() or default.optim.warmup_ratio is not None:

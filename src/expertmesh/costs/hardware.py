@@ -67,8 +67,8 @@ def _read(name: str, where: str) -> dict[str, Any]:
         found = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         hint = f"give DEVICExNUMBER of {', '.join(known_devices())}, or a file"
-        near = difflib.get_close_matches(name.lower().rpartition("x")[0], known_devices(), n=1)
-        hint = f"did you mean {near[0]}x...?" if near else hint
+        near = _near(name.lower().rpartition("x")[0])
+        hint = f"did you mean {'x... or '.join(near)}x...?" if near else hint
         raise ConfigError(f"{where}: unknown device, and no such file; {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8 text"
@@ -78,16 +78,25 @@ def _read(name: str, where: str) -> dict[str, Any]:
     return {"name": path.stem, **found}
 
 
+def _near(name: str) -> list[str]:
+    """Known devices that a name may mean: those that it begins, in their memory or their family, else the most alike."""
+    plain = name.replace("_", "-").replace(" ", "-")
+    begun = [known for known in known_devices() if plain and known.startswith(f"{plain}-")]
+    squeezed = [
+        known for known in known_devices() if known.replace("-", "") == plain.replace("-", "")
+    ]
+    return begun or squeezed or difflib.get_close_matches(plain, known_devices(), n=1)
+
+
 def _whole(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The values of a cluster, its device's name replaced by the known device's values."""
     device = values.get("device")
     if isinstance(device, str):
         known = known_devices().get(device.lower())
         if known is None:
-            near = difflib.get_close_matches(device.lower(), known_devices(), n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"use one of {', '.join(known_devices())}"
-            )
+            near = _near(device.lower())
+            known_ones = f"use one of {', '.join(known_devices())}"
+            hint = f"did you mean {' or '.join(near)}?" if near else known_ones
             raise ConfigError(f"{where}: unknown device {shown(device)}; {hint}")
         of_cluster = {key: known[key] for key in _OF_CLUSTER}
         own = {key: value for key, value in known.items() if key not in _OF_CLUSTER}

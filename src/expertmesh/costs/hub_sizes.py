@@ -8,7 +8,7 @@ from expertmesh.errors import ConfigError
 
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 """Names of the number of routed experts."""
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 """Names of the number of experts of a token."""
 _OF_PART = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _POSITIVE = (

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from expertmesh.costs.rank_layout import OURS, RankLayout, States, Workload
+from expertmesh.costs.rank_layout import OURS, RankLayout, Stage, Workload
 from expertmesh.costs.sizes import Activations
+from expertmesh.costs.state_bytes import OTHERS
 from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements
 from expertmesh.spec.moments import moment_bytes
 
@@ -18,32 +19,6 @@ NCCL_BYTES = 0.37 * GIB
 """Bytes of the buffers of one set of communicators (ai-dynamo/aiconfigurator: 342 to 392 MiB)."""
 FRAGMENTS = 0.05
 """Fragmentation as a share of live bytes, with expandable segments; three times as much without (docs/planner.md)."""
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes per parameter of another software.
-
-    Attributes:
-        weight: bytes of the weight between steps.
-        gradient: bytes of its gradient.
-        optimizer: bytes of its moments, and of a master copy where the weight is rounded.
-        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: optimizer states alone.
-    """
-
-    weight: int
-    gradient: int
-    optimizer: int
-    shards_weights: bool = True
-
-
-OTHERS: dict[States, StateBytes] = {
-    "fsdp2": StateBytes(4, 4, 8),
-    "fairseq": StateBytes(2, 2, 4),
-    "megatron": StateBytes(2, 4, 12, shards_weights=False),
-    "deepspeed": StateBytes(2, 2, 12, shards_weights=False),
-}
-"""Bytes by software. fairseq: FP16 without a master copy; megatron, deepspeed: ZeRO-1."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +110,26 @@ class Trained(Protocol):
         """Activations of the model on a rank."""
 
 
-def peak_memory(model: Trained, layout: RankLayout, work: Workload) -> PeakMemory:
+def peak_memory(
+    model: Trained, layout: RankLayout, work: Workload, *, stage: Stage = "most"
+) -> PeakMemory:
     """Peak memory of the rank that has most.
 
     Args:
         model: the model.
         layout: layout of the run.
         work: sequences, precision and software.
+        stage: pipeline stage of the rank; "most": the one that has most.
     """
+    if stage == "most":
+        ends: tuple[Stage, ...] = ("first", "last") if layout.pp_degree > 1 else ("last",)
+        each = (peak_memory(model, layout, work, stage=end) for end in ends)
+        return max(each, key=lambda memory: memory.device_bytes)
     states, gathered = _weights(model.spec, _of_weights(layout), work)
-    flight, stages = 1.0, layout.pp_degree
-    if stages > 1:  # passes in flight, whose activations the first stage keeps
-        flight = min(stages, layout.accumulation) * (1 + (layout.virtual_stages > 1) / stages)
+    flight, stages = _in_flight(layout, stage), layout.pp_degree
     found = model.activations(layout, work)
+    if stages > 1 and stage == "first":
+        found = replace(found, logits=0.0)
     held = dict.fromkeys(states._fields, 0.0) if layout.offload else states._asdict()
     memory = PeakMemory(
         **held,
@@ -168,6 +150,14 @@ def peak_memory(model: Trained, layout: RankLayout, work: Workload) -> PeakMemor
     return replace(memory, communication_bytes=buffers, allowance_bytes=fragments)
 
 
+def _in_flight(layout: RankLayout, stage: Stage) -> float:
+    """Passes whose activations a pipeline stage keeps at once (Megatron's 1F1B, interleaved where stages are virtual)."""
+    stages, virtual = layout.pp_degree, layout.virtual_stages
+    after = stages - 1 if stage == "first" else 0
+    chunks = after + 1 if virtual == 1 else 2 * after + (virtual - 1) * stages + 1
+    return min(chunks / virtual, layout.accumulation) if stages > 1 else 1.0
+
+
 class _States(NamedTuple):
     weights_bytes: float
     gradients_bytes: float
@@ -182,7 +172,8 @@ class _Gathered(NamedTuple):
 
 def _of_weights(layout: RankLayout) -> RankLayout:
     """The layout without what weights and states do not depend on."""
-    usual = {"checkpointing": "none", "overlap_degree": 1, "all_to_all": "flat", "micro_batch": 1}
+    usual = {"checkpointing": "none", "recomputed": (), "overlap_degree": 1, "all_to_all": "flat"}
+    usual["micro_batch"] = 1
     return replace(layout, **usual, accumulation=min(layout.accumulation, 2))  # type: ignore[arg-type]
 
 
@@ -202,6 +193,9 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
     found = [0.0, 0.0, 0.0]
     for one, count in spec.alike:
         part = whole = _part(one, W, layout.shard_degree, tp, layout.es_degree)
+        if one.rests is not None:
+            found[0] += count * one.rests.num_bytes(part, element_bytes=work.element_bytes) / stages
+            continue
         if (other := OTHERS.get(work.states)) is None:
             sizes = work.master_bytes, work.master_bytes
             moments = _moments_bytes(one, part, work)
@@ -212,6 +206,13 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
         each = *(size * math.prod(whole) for size in sizes), moments
         found = [sum_ + count * size / stages for sum_, size in zip(found, each, strict=True)]
     return _States(*found)
+
+
+def _widened_bytes(one: Parameter, element_bytes: int) -> int:
+    """Bytes of a resting matrix that is widened for a product, of routed experts one at a time."""
+    is_wide = one.rests is None or one.rests.format in ("products", "float32")
+    experts = 1 if one.expert_axis is None else one.shape[one.expert_axis]
+    return 0 if is_wide else one.num_elements // experts * element_bytes
 
 
 def _moments_bytes(one: Parameter, part: Sequence[int], work: Workload) -> int:
@@ -227,7 +228,9 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
         return _Gathered()
     if layout.stage_ranks == 1:  # autocast's copies
         rounds = other is None and b < work.master_bytes
-        return _Gathered(copies_bytes=spec.num_parameters / stages * b * rounds)
+        learn = num_elements(one for one in spec if one.rests is None)
+        widened = max((_widened_bytes(one, b) for one in spec if one.rests), default=0)
+        return _Gathered(copies_bytes=learn / stages * b * rounds + widened)
     outside, dense, experts = _whole(spec, layout.tp_degree)
     W, keeps = layout.stage_ranks // layout.dp_replicate_degree, layout.zero_stage < 3
     # FSDP2 copies a layer's weights even where nothing is sharded.

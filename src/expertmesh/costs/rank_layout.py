@@ -9,7 +9,13 @@ from expertmesh.config.cluster import Precision
 from expertmesh.config.run import OptimConfig, Optimizer, RunConfig, StateDtype
 
 Checkpointing = Literal["none", "experts", "moe", "full"]
-Stack = Literal["2021", "eager", "graphs", "fused"]
+Recomputed = Literal["layernorm", "moe_act", "mla_up_proj", "mlp", "core_attn"]
+"""Parts of a layer that Megatron can recompute alone, by its names."""
+Logits = Literal["whole", "in_place", "in_chunks"]
+"""Logits with an FP32 copy and its gradient; with a gradient in their place; or a part of the tokens at a time."""
+Stage = Literal["most", "first", "last"]
+"""Pipeline stage whose memory is meant: Megatron logs its last rank's, which lies in the last stage."""
+Stack = Literal["2021", "eager", "graphs", "fused", "whole_graph"]
 States = Literal[
     "ours",
     "bf16_moments",
@@ -18,7 +24,10 @@ States = Literal[
     "torchao_int8_moments",
     "torchao_int4_moments",
     "fsdp2",
+    "pure_bf16",
     "megatron",
+    "megatron_bf16_gradients",
+    "megatron_bf16_moments",
     "deepspeed",
     "fairseq",
 ]
@@ -55,6 +64,7 @@ class RankLayout:
         offload: whether states lie in the host's memory.
         checkpointing: part that is recomputed in the backward: none, the hidden rows of experts, whole MoE
             layers with their all-to-all (moe), or whole layers (full).
+        recomputed: parts of layers that other software recomputes beside.
         layer_routes: route_degree of each MoE layer, where they differ; empty: all have the same.
         replicated_experts: hot experts of a layer whose weights come to the tokens.
         micro_batch: sequences of a data-parallel rank in one pass.
@@ -74,6 +84,7 @@ class RankLayout:
     zero_stage: int = 3
     offload: bool = False
     checkpointing: Checkpointing = "none"
+    recomputed: tuple[Recomputed, ...] = ()
     layer_routes: tuple[int, ...] = ()
     replicated_experts: int = 0
     micro_batch: int = 1
@@ -184,14 +195,14 @@ class Workload:
         seq_len: tokens of a sequence, S.
         precision: precision of the products.
         stack: software of 2021; today's PyTorch with a launch per operation (eager); with CUDA graphs of parts of a layer
-            (graphs); with these, fused operators and a fused dispatch (fused).
+            (graphs); with these, fused operators and a fused dispatch (fused); with one graph of all passes (whole_graph).
         states: states kept of each parameter: this project's by their moments (`OURS`), or another software's.
         optimizer: optimizer of this project's states.
         imbalance: rows of the fullest rank over the mean; 1: forced balance.
         merges: whether a token with several experts on a rank is sent there once.
         one_hot: whether tokens are dispatched by products with one-hot matrices, as in stacks of 2021.
         capacity_factor: rows per expert over the mean, padded; 1: dropless, or nothing to pad.
-        chunks_logits: whether logits are computed for a part of the tokens at a time.
+        logits: form of the logits of other software.
         eight_bit_dispatch: whether tokens are dispatched in 8 bits.
         on_gpu: whether the devices are GPUs, which also hold a context, buffers of collectives and fragments.
     """
@@ -205,7 +216,7 @@ class Workload:
     merges: bool = True
     one_hot: bool = False
     capacity_factor: float = 1.0
-    chunks_logits: bool = False
+    logits: Logits = "whole"
     eight_bit_dispatch: bool = False
     on_gpu: bool = True
 
@@ -213,6 +224,11 @@ class Workload:
     def element_bytes(self) -> int:
         """Bytes of an element of an activation."""
         return {"float32": 4, "float64": 8}.get(self.precision, 2)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of an element of a product's input that other software saves: products in FP8 save their rounded input."""
+        return 1 if self.precision == "float8" else self.element_bytes
 
     @property
     def master_bytes(self) -> int:

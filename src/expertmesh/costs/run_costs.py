@@ -20,6 +20,7 @@ class RunCosts:
         num_items: items of all steps.
         flops_per_item: operations of training on one item.
         memory: peak memory of the rank that has most.
+        adapters: description of its adapters; empty: there are none.
     """
 
     parameters: int
@@ -27,6 +28,7 @@ class RunCosts:
     num_items: int
     flops_per_item: int
     memory: PeakMemory
+    adapters: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,18 @@ from typing import Any
 
 from expertmesh.config.values import shown
 from expertmesh.costs.hub_sizes import EXPERTS, TOP_K, check_hub_sizes, check_together
-from expertmesh.costs.rank_layout import ONE_HOT_MASK_BYTES, OURS, RankLayout, Workload
+from expertmesh.costs.rank_layout import (
+    ONE_HOT_MASK_BYTES,
+    OURS,
+    RankLayout,
+    Recomputed,
+    Workload,
+)
 from expertmesh.errors import ConfigError
 from expertmesh.spec.model_spec import ModelSpec, Parameter, Role, num_elements, parameter
 
-LOGITS_CHUNKS = 8
-"""Number of parts in which logits are computed where they are never whole."""
+LOGIT_BYTES = {"whole": (1.0, 8.0), "in_place": (2.0, 0.0), "in_chunks": (1 / 8, 1.0)}
+"""Copies of a logit in the compute dtype, and bytes beside them, by `Logits`."""
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Largest number of logits that training holds at a time, by type of device: products of them are still as fast as larger ones."""
 
@@ -50,6 +56,10 @@ class LayerSizes:
         attention_elements: elements of the matrices of attention; a token is multiplied by each once.
         score_width: heads times (size of a key + size of a value): multiply-adds of a token with each token that it attends to.
         kept_width: elements of queries, keys, values and output that attention keeps per token.
+        latent_width: the part of these that latent attention's up-projections make.
+        latent_elements: elements of the matrices of these up-projections.
+        token_share: share of a sequence's tokens that pass the layer, as a source's do an encoder.
+        keys: tokens that a token attends to, where it is not those before it; None: these.
         cache_width: elements that generation keeps per token.
         cache_heads: heads of these elements, which tensor parallelism shares out.
         window: most tokens that a token attends to; None: all before.
@@ -78,28 +88,46 @@ class LayerSizes:
     num_matrices: int
     dense_parameters: int
     expert_parameters: int
+    latent_width: int = 0
+    latent_elements: int = 0
+    token_share: float = 1.0
+    keys: float | None = None
 
     def keys_seen(self, seq_len: int) -> float:
-        """Mean number of tokens that a token of a causal sequence attends to, itself included."""
+        """Mean number of tokens that a token attends to: of a causal sequence itself and those before it."""
+        if self.keys is not None:
+            return self.keys
         if self.window is None or self.window >= seq_len:
             return (seq_len + 1) / 2
         return self.window - self.window * (self.window - 1) / (2 * seq_len)
 
+    def recomputed_elements(self, parts: Sequence[Recomputed]) -> int:
+        """Elements of the dense matrices by which a token is multiplied once more in the backward pass."""
+        latent = self.latent_elements if "mla_up_proj" in parts else 0
+        return latent + (self.dense_elements if "mlp" in parts and not self.num_experts else 0)
+
     def kept_bytes(self, dim: int, layout: RankLayout, work: Workload) -> float:
         """Bytes per token: both norms' inputs and outputs, attention, pre-activations and product of the MLP."""
-        branches = self.num_matrices - 1
-        elements = (4 * dim if self.attention_elements else dim) + self.kept_width
-        elements += (branches + 1) * self.dense_hidden
+        branches, b = self.num_matrices - 1, work.element_bytes
+        saved = b if work.states in OURS else work.saved_bytes
+        again, rows = layout.recomputed, layout.fullest(self.rows_per_token, work)
+        is_moe = bool(self.num_experts)
+        norms = 2 * dim if self.attention_elements else 0
+        found: float = max(norms, dim) * b + (0 if "layernorm" in again else norms * saved)
+        found += self.kept_width * b - (self.latent_width * b if "mla_up_proj" in again else 0)
+        if is_moe or "mlp" not in again:
+            found += self.dense_hidden * (branches * b + saved)
         # Ours keeps a token once and the pre-activations of its rows; others keep its rows and their product, too.
         is_ours = work.states in OURS
-        wide = (branches + (not is_ours)) * self.hidden_dim
+        wide = branches * self.hidden_dim * b
+        if not is_ours and "moe_act" not in again:
+            wide += self.hidden_dim * saved
         if layout.checkpointing in ("experts", "moe"):
             wide = 0
-        arrived = dim if layout.route_degree > 1 or not is_ours else 0
+        arrived = dim * saved if layout.route_degree > 1 or not is_ours else 0
         if layout.checkpointing == "moe":
             arrived = 0
-        rows = layout.fullest(self.rows_per_token, work)
-        return work.element_bytes * (elements + rows * (arrived + wide)) + 12 * self.num_experts
+        return found + rows * (arrived + wide) + 12 * self.num_experts
 
 
 @dataclass(frozen=True)
@@ -114,6 +142,7 @@ class ModelSizes:
         tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
         routing_group: number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts
             choose tokens.
+        logit_share: share of a sequence's tokens that have logits.
 
     Example:
         >>> from expertmesh.models.gpt.sizes import sizes_of
@@ -127,6 +156,7 @@ class ModelSizes:
     blocks: tuple[LayerSizes, ...]
     tensor_divisor: int = 1
     routing_group: int = 1
+    logit_share: float = 1.0
 
     @cached_property
     def outside_parameters(self) -> int:
@@ -150,12 +180,12 @@ class ModelSizes:
             layers = [(b.count, *of) for b, *of in zip(self.blocks, each, masks, strict=True)]
             kept, again = sum(count * one for count, one, _ in layers), 0.0
             masked = sum(count * mask for count, _, mask in layers)
-        logits = T * self.vocab_size * (work.element_bytes + 8)
+        copies, beside = LOGIT_BYTES[work.logits]
         return Activations(
             kept=kept,
             recomputed=again,
             dispatch=masked + (max(rows) * line / layout.overlap_degree if moves else 0.0),
-            logits=logits / (LOGITS_CHUNKS if work.chunks_logits else 1),
+            logits=T * self.vocab_size * (copies * work.element_bytes + beside),
         )
 
     @property
@@ -184,15 +214,32 @@ class ModelSizes:
         used = sum(b.count * b.rows_per_token * b.expert_parameters for b in self.blocks)
         return self.dense_parameters + used
 
+    @cached_property
+    def learning_share(self) -> float:
+        """Elements that learn over the model's; 1 but where weights rest under adapters."""
+        learns = num_elements(one for one in self.spec if one.rests is None)
+        return learns / self.num_parameters
+
+    @cached_property
+    def widened_bytes(self) -> float:
+        """Bytes that a pass moves to widen all packed experts once: their numbers, and twice the wide ones."""
+        packed = [
+            one
+            for one in self.spec
+            if one.rests is not None and one.rests.format not in ("products", "float32")
+        ]
+        read = sum(one.rests.num_bytes(one.shape, element_bytes=2) for one in packed if one.rests)
+        return read + 4 * num_elements(packed)
+
     def training_flops(self, seq_len: int) -> float:
         """Operations of forward and backward per token of sequences of one length, as is usual: three times the forward."""
-        found: float = 2 * self.dim * self.vocab_size
+        found: float = 2 * self.dim * self.vocab_size * self.logit_share
         for b in self.blocks:
             experts = b.rows_per_token * b.num_matrices * self.dim * b.hidden_dim
             router = self.dim * b.num_experts
             seen = b.score_width * b.keys_seen(seq_len)
             products = b.attention_elements + b.dense_elements + experts + router + seen
-            found += b.count * 2 * products
+            found += b.count * b.token_share * 2 * products
         return 3 * found
 
 
@@ -335,6 +382,8 @@ def _attention(v: _Values, D: int) -> dict[str, int]:
             "attention_elements": elements,
             "score_width": H * (key + value),
             "kept_width": 2 * H * key + 2 * H * value + (q_rank or 0) + rank + H * key,
+            "latent_width": 3 * H * key + H * value,
+            "latent_elements": (q_rank or D) * H * key + rank * H * (v["qk_nope_head_dim"] + value),
             "cache_width": rank + rope,
             "cache_heads": 1,
         }

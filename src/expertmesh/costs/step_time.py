@@ -4,7 +4,6 @@
 overlapping parts. MoE layers are modelled by `layer_time`, which also chooses dispatch options at run time.
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
@@ -15,6 +14,7 @@ from expertmesh.costs.hardware import network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time
 from expertmesh.costs.rank_layout import ONE_HOT_MASK_BYTES, OURS, RankLayout, Workload
 from expertmesh.costs.sizes import LayerSizes, ModelSizes
+from expertmesh.costs.state_bytes import OTHERS
 
 HBM = 0.8
 """Share of the memory's bandwidth that element-wise kernels reach (ai-dynamo/aiconfigurator)."""
@@ -24,6 +24,8 @@ FP8_SHARE = 0.75
 """Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention stay in BF16."""
 FP8_LAUNCHES = 2.0
 """Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their own."""
+ADAPTER_LAUNCHES = 1.5
+"""Launches of a layer with adapters relative to one without: two small products and a sum beside each of its products."""
 ADAM_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, gradient and two moments in FP32, and a copy in BF16."""
 
@@ -43,14 +45,14 @@ class Efficiency:
         hidden: share of overlappable communication that is hidden.
     """
 
-    dense: float = 0.506
-    grouped: float = 0.642
+    dense: float = 0.4764
+    grouped: float = 0.6571
     network: float = 0.901
-    element_bytes: float = 144.3
-    host_s: float = 3.16e-3
-    fused_host: float = 0.314
-    old: float = 0.752
-    hidden: float = 0.768
+    element_bytes: float = 147.7
+    host_s: float = 0.003144
+    fused_host: float = 0.4178
+    old: float = 0.7658
+    hidden: float = 0.9
 
 
 def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
@@ -97,7 +99,9 @@ class RawStep:
         gathers_s: gathers of weights and reductions of gradients of each micro-batch.
         step_gathers_s: gathers and reductions once per step.
         offload_s: copies between host and device, each micro-batch.
+        sends_s: activations and their gradients to the neighbouring pipeline stages.
         host_layers: number of layers whose kernels the CPU launches, in forward and backward.
+        step_layers: number of layers whose update, clipping and zeroing it launches once per step.
         optimizer_s: optimizer update, once per step.
         bubble: time that a pipeline waits, as a share of the micro-batches' time.
         overlap_degree: number of parts that tokens travel in.
@@ -117,12 +121,20 @@ class RawStep:
     gathers_s: float
     step_gathers_s: float
     offload_s: float
+    sends_s: float
     host_layers: float
+    step_layers: float
     optimizer_s: float
     bubble: float
     overlap_degree: int
     accumulation: int
     stack: str
+
+    def network_s(self, e: Efficiency) -> float:
+        """Seconds in which links carry what a step sends, hidden or not: no step is shorter."""
+        links = self.exchange_inside_s + self.exchange_across_s + self.tensor_s + self.gathers_s
+        each = (links + self.sends_s) / e.network + self.offload_s
+        return self.accumulation * each + self.step_gathers_s / e.network
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,7 @@ class StepSeconds:
         zero_s: gathers of weights and reductions of gradients.
         optimizer_s: optimizer update.
         offload_s: copies between host and device.
+        sends_s: activations between pipeline stages.
         host_s: kernel launches of the CPU.
         bubble_s: pipeline bubble.
     """
@@ -156,6 +169,7 @@ class StepSeconds:
     zero_s: float
     optimizer_s: float
     offload_s: float
+    sends_s: float
     host_s: float
     bubble_s: float
 
@@ -175,32 +189,40 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
         cluster: the hardware.
     """
     device, stages = cluster.device, layout.pp_degree
-    peak, hbm = device.flops_per_s(work.precision), HBM * device.hbm_bytes_per_s
-    wide = device.flops_per_s("float32" if work.precision == "float32" else "bfloat16")
-    T = layout.micro_batch * work.seq_len / (layout.tp_degree * layout.cp_degree)
+    peak, hbm = device.reached_per_s(work.precision), HBM * device.hbm_bytes_per_s
+    wide = device.reached_per_s("float32" if work.precision == "float32" else "bfloat16")
+    of_sequence = layout.micro_batch * work.seq_len / (layout.tp_degree * layout.cp_degree)
     D, passes, b = sizes.dim, layout.passes, work.element_bytes
+    rests = sizes.learning_share < 1  # weights that rest have no gradients
     sums = dict.fromkeys((f.name for f in fields(RawStep) if f.type is float), 0.0)
     for block in sizes.blocks:
-        n = block.count / stages
+        n, T = block.count / stages, of_sequence * block.token_share
         dense = block.attention_elements + block.dense_elements + D * block.num_experts
-        sums["dense_s"] += n * passes * 2 * T * dense / peak
+        again = block.recomputed_elements(layout.recomputed)
+        sums["dense_s"] += n * 2 * T * ((passes - rests) * dense + again) / peak
         seen = block.keys_seen(work.seq_len)
-        sums["attention_s"] += n * (passes + 0.5) * 2 * T * block.score_width * seen
+        more = 0.5 + ("core_attn" in layout.recomputed)
+        sums["attention_s"] += n * (passes + more) * 2 * T * block.score_width * seen
         sums["element_s"] += n * passes / 3 * T * D / hbm
         sums["rows_s"] += n * passes / 3 * T * 4 * block.num_matrices * block.dense_hidden * b / hbm
-        sums["host_layers"] += n * passes / 3
+        sums["host_layers"] += n * passes / 3 * (ADAPTER_LAUNCHES if rests else 1)
         sums["tensor_s"] += n * passes / 3 * _tensor_s(T, D * b, layout, cluster)
         if block.num_experts:
             for name, seconds in _expert_parts(sizes, block, T, layout, work, cluster).items():
                 sums[name] += n * seconds
     sums["attention_s"] /= ATTENTION * wide
+    T = of_sequence * sizes.logit_share
     if work.precision == "float8":
         sums["dense_s"] /= FP8_SHARE
         sums["grouped_s"] /= FP8_SHARE
         if work.stack == "eager":
             sums["host_layers"] *= FP8_LAUNCHES
-    sums["dense_s"] += 3 * 2 * T * D * sizes.vocab_size / wide / stages
+    sums["dense_s"] += (3 - rests) * 2 * T * D * sizes.vocab_size / wide / stages
     sums["rows_s"] += T * sizes.vocab_size * 16 / hbm / stages
+    widened = sizes.widened_bytes / layout.route_degree / stages
+    sums["rows_s"] += (passes - rests) * widened / hbm
+    sums["sends_s"] = _sends_s(of_sequence * D * b, layout, cluster)
+    sums["step_layers"] = sizes.num_layers / stages if work.on_gpu else 0.0
     weights = _weights(sizes, layout, work, cluster)
     bubble = (stages - 1) / (layout.accumulation * layout.virtual_stages)
     return RawStep(
@@ -219,6 +241,15 @@ def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) 
     network = network_of(cluster)
     link = network.inside if tp <= cluster.node_size else network.across
     return 8 * ring_seconds(T * tp * row_bytes, tp, link)
+
+
+def _sends_s(num_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
+    """Seconds of a micro-batch's activations to the next pipeline stage, and of gradients back, for each virtual stage."""
+    if layout.pp_degree == 1:
+        return 0.0
+    spans = layout.num_ranks > cluster.node_size
+    link = cluster.across if spans else cluster.inside
+    return 2 * layout.virtual_stages * (num_bytes / link.bytes_per_s + link.latency_s)
 
 
 @cache
@@ -273,7 +304,7 @@ def _expert_parts(
     """Seconds of one MoE layer's experts for one micro-batch, by part of `RawStep`."""
     device, D, b = cluster.device, sizes.dim, work.element_bytes
     hbm = HBM * device.hbm_bytes_per_s
-    peak = device.flops_per_s(work.precision)
+    peak = device.reached_per_s(work.precision)
     slices = layout.slices_of(block.num_experts)
     route = route_of(layout.route_degree, slices, cluster.node_size)
     shape = LayerShape(
@@ -299,7 +330,11 @@ def _expert_parts(
     )
     again = 4 / 3 if layout.checkpointing in ("full", "moe") else 1.0
     first_product = (block.num_matrices - 1) / block.num_matrices / 3
-    products = again + (first_product if layout.checkpointing == "experts" else 0)
+    products = (
+        again
+        - (1 / 3 if sizes.learning_share < 1 else 0)
+        + (first_product if layout.checkpointing == "experts" else 0)
+    )
     trips = 1.5 if layout.checkpointing in ("full", "moe") else 1.0
     trips *= 0.75 if work.eight_bit_dispatch else 1.0  # two of the four all-to-alls are dispatches
     rows = T * block.rows_per_token * factor
@@ -321,7 +356,8 @@ def _weights(
 ) -> dict[str, float]:
     """Seconds of one rank's weight gathers, gradient reductions, offload copies and update, by part of `RawStep`."""
     device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
-    gradient = 2 if work.states in ("fairseq", "deepspeed") else 4
+    other = OTHERS.get(work.states)
+    gradient = (4 if other is None else other.gradient) * sizes.learning_share
     dense = sizes.dense_parameters / stages / layout.tp_degree
     experts = sizes.expert_parameters / stages / layout.route_degree
     shard, replicas, copies = layout.shard_degree, layout.num_replicas, layout.dp_replicate_degree
@@ -350,6 +386,7 @@ def _weights(
         each, step = each + dense_sum, step + dense_gather + expert_gather
     else:
         step += dense_gather + dense_sum + expert_gather
+    held *= sizes.learning_share
     update = ADAM_BYTES * held / (HBM * device.hbm_bytes_per_s)
     offload = 0.0
     if layout.offload:
@@ -390,8 +427,15 @@ def _collective_s(
     return num_bytes * (ranks - 1) / ranks / share + count * hops
 
 
+_GRAPHS = {"graphs": 0.5, "fused": 1.0, "whole_graph": 2.0}
+"""Power of `fused_host` that is left of the CPU's time per layer, by kind of software; of others all is left."""
+
+
 def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     """Seconds of a step by part, with software of a known efficiency.
+
+    All communication of a pass hides under that pass's compute, whose `hidden` share is one budget: the exchange takes of it
+    first, then sends between stages, gathers and offload, and what is left hides the gathers of a step.
 
     Args:
         raw: seconds at the hardware's peaks.
@@ -404,18 +448,19 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     element = (raw.element_s * e.element_bytes + raw.rows_s) / old
     one_hot = raw.one_hot_s / e.dense / old
     inside, across = raw.exchange_inside_s / e.network, raw.exchange_across_s / e.network
-    travel = inside + across
-    n = raw.overlap_degree
-    hidden = e.hidden * (n - 1) / n * min(travel, grouped + (dense + attention) * (n > 1))
-    left = 1 - hidden / travel if travel else 0.0
-    share = {"fused": e.fused_host, "graphs": math.sqrt(e.fused_host)}.get(raw.stack, 1.0)
-    host = e.host_s * share * raw.host_layers
+    travel, n = inside + across, raw.overlap_degree
+    launch = e.host_s * e.fused_host ** _GRAPHS.get(raw.stack, 0.0)
+    host = launch * raw.host_layers
     compute = dense + grouped + attention + element + one_hot
+    budget = _Budget(e.hidden * compute)
+    overlapped = (n - 1) / n * min(travel, grouped + dense + attention)
+    left = 1 - budget.hide(e.hidden * overlapped) / travel if travel else 0.0
     tensor = raw.tensor_s / e.network
-    zero = max(0.0, raw.gathers_s / e.network - e.hidden * compute) * m
-    zero += max(0.0, raw.step_gathers_s / e.network - e.hidden * compute)
-    offload = max(0.0, raw.offload_s - e.hidden * compute) * m
-    waiting = raw.bubble * m * (compute + travel * left + tensor + host)
+    sends = budget.exposed(raw.sends_s / e.network)
+    zero = m * budget.exposed(raw.gathers_s / e.network)
+    offload = m * budget.exposed(raw.offload_s)
+    zero += budget.exposed(raw.step_gathers_s / e.network)
+    waiting = raw.bubble * m * (compute + travel * left + tensor + sends + host)
     return StepSeconds(
         dense_s=m * dense,
         grouped_s=m * grouped,
@@ -428,6 +473,25 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
         zero_s=zero,
         optimizer_s=raw.optimizer_s,
         offload_s=offload,
-        host_s=m * host,
+        sends_s=m * sends,
+        host_s=m * host + launch * raw.step_layers,
         bubble_s=waiting,
     )
+
+
+class _Budget:
+    """Compute of a pass under which communication can hide, each second once."""
+
+    def __init__(self, seconds: float) -> None:
+        """A budget of so many seconds."""
+        self.left_s = seconds
+
+    def hide(self, seconds: float) -> float:
+        """Seconds of a communication that hide; the budget shrinks by them."""
+        hidden = min(seconds, self.left_s)
+        self.left_s -= hidden
+        return hidden
+
+    def exposed(self, seconds: float) -> float:
+        """Seconds of a communication that do not hide."""
+        return seconds - self.hide(seconds)

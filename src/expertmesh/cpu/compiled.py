@@ -24,7 +24,7 @@ from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
-from expertmesh.ops.cpu.compiled_loops import DTYPES
+from expertmesh.ops.cpu.compiled_loops import DTYPES, compile_graph
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.call import make_experts_call
 from expertmesh.ops.experts.moe_mlp import compute
@@ -115,13 +115,14 @@ class CompiledForward:
 
     Args:
         model: model in evaluation mode, on a CPU.
+        compile_piece: compiler of the pieces (`in_pieces`).
 
     Attributes:
         problem: why compilation failed, in one line; empty: it did not.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.problem = ""
+    def __init__(self, model: Any, compile_piece: Callable[..., Any] = compile_graph) -> None:
+        self.problem, self._compile_piece = "", compile_piece
         modules = list(model.modules())
         self._state = [
             (tensors, name)
@@ -222,7 +223,7 @@ class CompiledForward:
         last = [node for node in module.graph.nodes if node.op == "placeholder"][-1]
         with module.graph.inserting_after(last):
             context = module.graph.placeholder("context")
-        return in_pieces(module, self._own_ways(context), self._loops)
+        return in_pieces(module, self._own_ways(context), self._loops, self._compile_piece)
 
     def _own_ways(self, context: fx.Node) -> dict[Any, Rewrite]:
         """Rewrites of operations that are called between the pieces."""
@@ -262,7 +263,8 @@ class CompiledForward:
 
 def is_large(model: Any) -> bool:
     """Whether the model is large enough that faster decoding outweighs the compile time."""
-    return sum(p.numel() for p in model.parameters()) >= FEWEST_WEIGHTS
+    weights = (*model.parameters(), *model.buffers())  # buffers: codes of quantised weights
+    return sum(weight.numel() for weight in weights) >= FEWEST_WEIGHTS
 
 
 def why_not_compiled(model: Any) -> str:
@@ -279,8 +281,8 @@ def why_not_compiled(model: Any) -> str:
     ):
         return "is for plain models: no parameter of another class, no hook"
     grouped = [experts for _, _, experts in grouped_layers(model)]
-    if any(experts.format != "dense" or experts.paging is not None for experts in grouped):
-        return "is for experts that are neither quantised nor in slots"
+    if any(experts.paging is not None for experts in grouped):
+        return "is for experts that are not in slots"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
         return "is for models on one rank"

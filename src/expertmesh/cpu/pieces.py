@@ -73,7 +73,10 @@ def traced(
 
 
 def in_pieces(
-    module: fx.GraphModule, own_ways: Mapping[Any, Rewrite], loops: dict[Any, Callable[..., Any]]
+    module: fx.GraphModule,
+    own_ways: Mapping[Any, Rewrite],
+    loops: dict[Any, Callable[..., Any]],
+    compile_piece: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] = compile_graph,
 ) -> fx.GraphModule:
     """Compile the operators between those that have their own implementation.
 
@@ -82,6 +85,7 @@ def in_pieces(
         own_ways: rewrites by operator. ATen nodes that they insert are compiled with their piece; Python calls are kept
             as they are.
         loops: cache of compiled pieces by their content; new ones are added.
+        compile_piece: compiler of a piece, given example values of its inputs.
 
     Returns:
         The rewritten module, which takes the same arguments.
@@ -97,7 +101,7 @@ def in_pieces(
                 graph.erase_node(node)
     graph.eliminate_dead_code()
     for piece in _pieces(graph):
-        _compile_piece(graph, piece, loops)
+        _replace_piece(graph, piece, loops, compile_piece)
     for node in reversed(list(graph.nodes)):
         if not node.users and _is_free(node):
             graph.erase_node(node)
@@ -138,8 +142,11 @@ def _pieces(graph: fx.Graph) -> list[list[fx.Node]]:
     return [piece for piece in pieces if piece]
 
 
-def _compile_piece(
-    graph: fx.Graph, piece: list[fx.Node], loops: dict[Any, Callable[..., Any]]
+def _replace_piece(
+    graph: fx.Graph,
+    piece: list[fx.Node],
+    loops: dict[Any, Callable[..., Any]],
+    compile_piece: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
 ) -> None:
     """Replace the nodes of a piece by one call of its compiled loop."""
     inside = set(piece)
@@ -179,7 +186,7 @@ def _compile_piece(
     own.output(tuple(copied(node) for node in outputs))
     key = (str(own), *(_kind(node.meta["val"]) for node in inputs))
     if key not in loops:
-        run = compile_graph(fx.GraphModule({}, own), [node.meta["val"] for node in inputs])
+        run = compile_piece(fx.GraphModule({}, own), [node.meta["val"] for node in inputs])
         loops[key] = _named(run, f"piece_{len(loops)}")
     with graph.inserting_after(piece[-1]):
         call = graph.call_function(loops[key], tuple(inputs))

@@ -12,7 +12,8 @@ from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.engine.parallel import EngineRanks, open_shared
 from expertmesh.errors import ConfigError
-from expertmesh.runs.open import Slots, find_model, open_model
+from expertmesh.runs.open import Slots, open_model
+from expertmesh.runs.run_dir import find_model
 from expertmesh.text.format import TextFormat
 
 

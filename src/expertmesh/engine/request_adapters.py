@@ -22,6 +22,7 @@ from expertmesh.config.engine import EngineConfig
 from expertmesh.config.values import check_type, quoted, type_of
 from expertmesh.engine.block_pool import ROOT
 from expertmesh.errors import ConfigError
+from expertmesh.models.scored import Head
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
@@ -205,7 +206,9 @@ class Adapters:
         """Raise ConfigError if the module of an adapter is of an unsupported kind."""
         module = self._model.get_submodule(path)
         is_paged = getattr(module, "paging", None) is not None
-        if is_paged or not isinstance(module, Linear | DenseMLP | GroupedExperts):
+        # a head computes rows of some tokens
+        is_known = isinstance(module, Linear | DenseMLP | GroupedExperts)
+        if is_paged or not is_known or isinstance(module, Head):
             kind = "module of experts in slots" if is_paged else type(module).__name__
             raise ConfigError(
                 f"{folder}: has an adapter on {path}, a {kind}, which takes none; open the model with all its experts, or train the"
@@ -224,10 +227,12 @@ class Adapters:
         way = layer.dispatcher
         if not isinstance(way, CoordinatedDispatcher):
             return factors
-        return Factors(*(f.narrow(0, way.first_expert, way.num_local).clone() for f in factors))
+        a, b = (f.narrow(0, way.first_expert, way.num_local).clone() for f in factors[:2])
+        return Factors(a, b, factors.scaling)
 
     def _low_rank(self, factors: Factors) -> LowRank:
-        a, b = (factor.to(self._model.device, self._dtype) for factor in factors)
+        given = factors.a_erK, factors.scaled()
+        a, b = (factor.to(self._model.device, self._dtype) for factor in given)
         return LowRank(a, b, 1.0, False)
 
     def _attach(self) -> None:

@@ -13,6 +13,7 @@ from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.classifier import Classifier
 from expertmesh.models.decoder import CausalLM, Translation
+from expertmesh.models.run_adapters import adapt
 from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.ranks import Ranks
@@ -69,12 +70,18 @@ class ModelBuilder(ABC):
         """The model with its initial weights, spread over the ranks if there are several."""
         offload, world = self.config.parallel.offload, ranks.world
         if world is None:
-            return self.build(device="cpu" if offload else device, dtype=dtype)
+            return self._adapted(device="cpu" if offload else device, dtype=dtype)
 
         def spread(model: nn.Module) -> None:
             self.spread(model, world)
 
         return self.build_spread(spread, device=device, dtype=dtype, offload=offload)
+
+    def _adapted(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The whole model with the run's adapters."""
+        model = self.build(device=device, dtype=dtype)
+        adapt(model, self.config, dtype=dtype)
+        return model
 
     def build_spread(
         self,
@@ -98,7 +105,7 @@ class ModelBuilder(ABC):
                 huge pages.
         """
         home, is_empty = "cpu" if offload else device, self.is_built_empty
-        model = self.build(device="meta" if is_empty else home, dtype=dtype)
+        model = self._adapted(device="meta" if is_empty else home, dtype=dtype)
         spread(model)
         if is_empty:
             give_memory(model, device=device, offload=offload, in_huge_pages=is_read_next)

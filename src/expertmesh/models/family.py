@@ -45,6 +45,8 @@ class Family:
             "default", with the defaults of `config`.
         costs: a function of (configuration, number of ranks, compute dtype, whether on GPUs) that returns
             `expertmesh.costs.run_costs.RunCosts`, or "module:name" of one; None: unknown.
+        sizes: a function of a configuration that returns `expertmesh.costs.sizes.ModelSizes` and the tokens of a sequence, or
+            "module:name" of one, for the planner; None: the planner does not know the family.
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
             `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: default ones. train.dtype=auto
             and the number of threads depend on their sizes.
@@ -64,6 +66,7 @@ class Family:
     config: type[RunConfig] = RunConfig
     recipes: str | Recipes | None = None
     costs: str | Callable[..., Any] | None = None
+    sizes: str | Callable[..., Any] | None = None
     products: str | Callable[..., Any] | None = None
     items: str = "samples"
     metric: Metric = Metric()
@@ -102,6 +105,11 @@ class Family:
         if count is None:
             return None
         return count(config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu)
+
+    def sizes_of(self, config: RunConfig) -> Any:
+        """(`expertmesh.costs.sizes.ModelSizes`, tokens of a sequence) of a run; None if the family does not know them."""
+        count = self._resolved(self.sizes)
+        return None if count is None else count(config)
 
     def begun_with(self, config: RunConfig, other: RunConfig, *, where: str) -> RunConfig:
         """The configuration of a run that starts with the weights of another run.

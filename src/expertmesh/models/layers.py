@@ -16,6 +16,7 @@ from expertmesh.moe.check_arguments import check_dtype
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import init_normal_
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.module_adapters import reset_adapters
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 from expertmesh.spec.model_spec import ModelSpec
@@ -66,7 +67,7 @@ def init_by_spec(
             of_outputs = None if out_std is None else out_std(name)
             module.reset_parameters(seed, std=std, out_std=of_outputs)
     for name, parameter in model.named_parameters():
-        if ".moe." in name:
+        if ".moe." in name or ".adapters." in name:
             continue
         said = spec.by_name[name]
         if said.first_value is not None:
@@ -74,6 +75,7 @@ def init_by_spec(
         else:
             of_outputs = out_std(name) if said.is_output and out_std is not None else std
             init_normal_(parameter, std=of_outputs, seed=seed, name=name, per_expert=False)
+    reset_adapters(model, seed)
 
 
 class FeedForward(nn.Module):

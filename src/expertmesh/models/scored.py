@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from expertmesh.models.token_losses import row_losses, write_gradient
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.cpu.products import product
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
+from expertmesh.ops.op_set import low_rank_rows
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """x (R, D), w (V, D) -> x w^T (R, V); `OpSet.linear` is one."""
@@ -28,7 +29,10 @@ class Head(Linear):
         if targets_R is None:
             return super().forward(x)
         linear = self.arithmetic.in_mode(self.training).linear
-        return score_rows(x, self.weight, targets_R, linear=linear)
+        more: tuple[Tensor, Tensor] | tuple[()] = ()
+        if self.adapters is not None and self.adapters.weight is not None:
+            more = low_rank_rows(x, self.adapters.weight(), linear, backend=self.backend)
+        return score_rows(x, self.weight, targets_R, linear=linear, more=more)
 
 
 def score_rows(
@@ -38,6 +42,7 @@ def score_rows(
     *,
     linear: Product,
     label_smoothing: float = 0.0,
+    more: tuple[Tensor, Tensor] | tuple[()] = (),
 ) -> Tensor:
     """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T.
 
@@ -52,6 +57,7 @@ def score_rows(
         targets_R: (R,) int64 tokens, in 0 ... V - 1.
         linear: the product of the model's op set: with a batch-invariant one a row's result depends on that row only.
         label_smoothing: s, in [0, 1).
+        more: rows (R, r) and a matrix (V, r) whose product is added to the logits: a low-rank adapter of the head.
 
     Returns:
         (R,) in FP32 or FP64, differentiable once. Does not synchronise.
@@ -59,65 +65,73 @@ def score_rows(
     dtype = autocast_dtype(h_RD.device)
     if dtype is None or h_RD.dtype == torch.float64:
         dtype = h_RD.dtype
-    scores: Tensor = _ScoredRows.apply(h_RD, head_VD, targets_R, dtype, linear, label_smoothing)
+    pairs = (h_RD, head_VD, *more)
+    scores: Tensor = _ScoredRows.apply(targets_R, dtype, linear, label_smoothing, *pairs)
     return scores
 
 
 class _ScoredRows(torch.autograd.Function):
-    """Scores over chunks of rows."""
+    """Scores over chunks of rows; logits are a sum of products of pairs of rows and matrices."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        h_RD: Tensor,
-        head_VD: Tensor,
         targets_R: Tensor,
         dtype: torch.dtype,
         linear: Product,
         smoothing: float,
+        *pairs: Tensor,
     ) -> Tensor:
         ctx.linear, ctx.smoothing = linear, smoothing
-        ctx.dtypes = h_RD.dtype, head_VD.dtype
+        ctx.dtypes = [one.dtype for one in pairs]
+        h_RD, head_VD = pairs[:2]
         scores_R = h_RD.new_empty(len(h_RD), dtype=accumulate_dtype(dtype))
         with without_autocast(h_RD.device):
-            h_RD, head_VD = h_RD.to(dtype), head_VD.to(dtype)
+            kept = [one.to(dtype) for one in pairs]
             chunks = _chunks(h_RD, head_VD)
             logits = None
             for rows in chunks:
                 logits = None  # the last chunk's are freed before the next one's are made
-                logits = linear(h_RD[rows], head_VD)
+                logits = _logits(kept, rows, linear)
                 scores_R[rows] = row_losses(logits, targets_R[rows], smoothing).neg_()
-        ctx.save_for_backward(h_RD, head_VD, targets_R, logits if len(chunks) == 1 else None)
+        ctx.save_for_backward(targets_R, logits if len(chunks) == 1 else None, *kept)
         return scores_R
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor | None, ...]:
-        h_RD, head_VD, targets_R, logits = ctx.saved_tensors
-        (needs_h, needs_head, *_), chunks = ctx.needs_input_grad, _chunks(h_RD, head_VD)
-        dh = torch.empty_like(h_RD) if needs_h else None
-        dhead = None
+        targets_R, logits, *pairs = ctx.saved_tensors
+        needs, chunks = ctx.needs_input_grad[4:], _chunks(*pairs[:2])
+        found: list[Tensor | None] = [
+            torch.empty_like(one) if need and place % 2 == 0 else None
+            for place, (one, need) in enumerate(zip(pairs, needs, strict=True))
+        ]
         for rows in chunks:
-            z = ctx.linear(h_RD[rows], head_VD) if logits is None else logits.detach()
+            z = _logits(pairs, rows, ctx.linear) if logits is None else logits.detach()
             write_gradient(z, targets_R[rows], -grad_R[rows], ctx.smoothing, out_TV=z)
-            if dh is not None:
-                dh[rows] = product(z, head_VD)
-            if needs_head:
-                part = product(z.t(), h_RD[rows])
-                if dhead is None:
-                    dhead = part if len(chunks) == 1 else part.to(grad_R.dtype)
-                else:
-                    dhead += part
-                del part
+            for place in range(0, len(pairs), 2):
+                if (d_rows := found[place]) is not None:
+                    d_rows[rows] = product(z, pairs[place + 1])
+                if needs[place + 1]:
+                    part = product(z.t(), pairs[place][rows])
+                    before = found[place + 1]
+                    if before is None:
+                        found[place + 1] = part if len(chunks) == 1 else part.to(grad_R.dtype)
+                    else:
+                        before += part
+                    del part
             del z
-        of_h, of_head = ctx.dtypes
-        if needs_head and dhead is None:
-            dhead = torch.zeros_like(head_VD)
-        return (
-            None if dh is None else dh.to(of_h),
-            None if dhead is None else dhead.to(of_head).contiguous(),
-            *[None] * 4,
-        )
+        for place, need in enumerate(needs):
+            if need and found[place] is None:
+                found[place] = torch.zeros_like(pairs[place])
+        typed = zip(found, ctx.dtypes, strict=True)
+        return *[None] * 4, *(None if d is None else d.to(of).contiguous() for d, of in typed)
+
+
+def _logits(pairs: Sequence[Tensor], rows: slice, linear: Product) -> Tensor:
+    """Logits (R, V) of a chunk of rows."""
+    z = linear(pairs[0][rows], pairs[1])
+    return z + linear(pairs[2][rows], pairs[3]) if len(pairs) > 2 else z
 
 
 def _chunks(h_RD: Tensor, head_VD: Tensor) -> list[slice]:

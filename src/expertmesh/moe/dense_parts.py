@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.moe.module_adapters import ModuleAdapters
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
+from expertmesh.ops.op_set import DEFAULT_OPS, OpSet, with_adapter
 
 
 class Linear(nn.Linear):
@@ -36,11 +37,20 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.arithmetic, self.backend = arithmetic, backend
+        self.adapters: ModuleAdapters | None = None
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shape of the matrix, which may have an adapter, by name."""
+        return {"weight": (self.out_features, self.in_features)}
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        arithmetic = self.arithmetic.in_mode(self.training)
-        return arithmetic.linear(x, self.weight, self.bias, backend=self.backend)
+        linear, how = self.arithmetic.in_mode(self.training).linear, {"backend": self.backend}
+        y = linear(x, self.weight, self.bias, **how)
+        if self.adapters is None or self.adapters.weight is None:
+            return y
+        return with_adapter(y, x, self.adapters.weight(), linear, **how)
 
 
 DenseParts = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.expert_adapters import ExpertAdapters
 from expertmesh.moe.expert_paging import ExpertPaging
+from expertmesh.moe.module_adapters import ModuleAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
@@ -22,9 +22,8 @@ from expertmesh.ops.experts.weights import (
     ExpertWeights,
     WeightGradients,
 )
-from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
+from expertmesh.ops.op_set import DEFAULT_OPS, NO_ADAPTERS, OpSet
 from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.quantized.mxfp4 import BLOCK as MXFP4_BLOCK
 from expertmesh.ops.route_metadata import route_metadata
 
 OfRows = Callable[[], tuple[AdapterRun, ...]]
@@ -68,6 +67,7 @@ class DenseMLP(nn.Module):
         super().__init__()
         branches = num_branches(activation)
         self.activation = activation
+        self.adapters: ModuleAdapters | None = None
         self.of_rows: list[OfRows] = []
         self.arithmetic, self.backend = arithmetic, backend
 
@@ -79,6 +79,11 @@ class DenseMLP(nn.Module):
         self.b_in = parameter(branches, hidden_dim) if bias else None
         self.b_out = parameter(dim) if bias else None
 
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the matrices, which may have adapters, by name."""
+        return {"w_in": tuple(self.w_in.shape), "w_out": tuple(self.w_out.shape)}
+
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D), in x's dtype or autocast's."""
         return self.arithmetic.in_mode(self.training).mlp(
@@ -89,6 +94,7 @@ class DenseMLP(nn.Module):
             b_in_GF=self.b_in,
             b_out_D=self.b_out,
             backend=self.backend,
+            adapters=NO_ADAPTERS if self.adapters is None else self.adapters(),
             runs=_runs(self.of_rows),
         )
 
@@ -143,11 +149,11 @@ class GroupedExperts(nn.Module):
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
         self.recompute_h, self.arithmetic = recompute_h, arithmetic
         self.main_grads: WeightGradients | None = None
-        self.adapters: ExpertAdapters | None = None
+        self.adapters: ModuleAdapters | None = None
         self.of_rows: list[OfRows] = []
         self.compute_device: torch.device | None = None  # if not the parameters'
         self.paging: ExpertPaging | None = None
-        self._dense_dtype = torch.bfloat16
+        self._dtype = torch.bfloat16  # of the products of quantised experts
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, device=device, dtype=dtype)
@@ -161,8 +167,10 @@ class GroupedExperts(nn.Module):
             tensors["b_out"] = empty(num_experts, dim)
         self.hold("dense", tensors)
 
-    def hold(self, format: str, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all tensors, by name: parameters of a dense format, else frozen buffers."""
+    def hold(
+        self, format: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
+    ) -> None:
+        """Replace all tensors, by name: parameters of a dense format, else frozen buffers for products in a dtype (None: as before)."""
         for name in TENSORS:
             if name in self._parameters or name in self._buffers:
                 delattr(self, name)
@@ -171,20 +179,62 @@ class GroupedExperts(nn.Module):
                 self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
             else:
                 self.register_buffer(name, tensor)
-        self.format = format
+        self.format, self._dtype = format, dtype or self._dtype
+
+    def room(
+        self,
+        format: str,
+        *,
+        dtype: torch.dtype,
+        group_size: int = 64,
+    ) -> dict[str, Tensor]:
+        """Tensors of a format for `hold`, on the same device: the biases, and matrices without values, which `put` writes.
+
+        Args:
+            format: name of the format.
+            dtype: dtype of the products, and of scales whose type the format leaves open.
+            group_size: input columns per scale, where the format leaves it open.
+
+        Raises:
+            ConfigError: columns are no whole groups.
+        """
+        E, G, F, D = self.shape
+        form, device = FORMATS[format], self.w_in.device
+        unit = form.columns(group_size)
+        if D % unit or F % unit:
+            raise ConfigError(
+                "format", format, f"groups of {unit} must divide {D} and {F}", "use int8"
+            )
+        found = {n: b.detach() for n in ("b_in", "b_out") if (b := getattr(self, n)) is not None}
+        for name, size in (("w_in", (E, G, F, D)), ("w_out", (E, D, F))):
+            kept = form.kept(size, dtype, group_size)
+            for end, (shape, kind) in kept.items():
+                found[name + end] = torch.empty(shape, dtype=kind, device=device)
+        return found
+
+    @torch.no_grad()
+    def put(self, name: str, expert: int, w: Tensor) -> None:
+        """Write one expert's w_in (G, F, D) or w_out (D, F), rounded to the format.
+
+        Raises:
+            ConfigError: a quantised format is given a number that is not finite.
+        """
+        unit = FORMATS[self.format].unit(self.weights().slices()[0])
+        own = {n: getattr(self, n) for n in (name, f"{name}_scale")}
+        _put(own, self.format, name, expert, w.to(self.dtype), unit)
 
     @torch.no_grad()
     def convert(
         self, format: str, *, group_size: int = 64, dtype: torch.dtype | None = None
     ) -> None:
-        """Round the matrices to a format, or widen them to "dense"; adapters stay, main gradients go.
+        """Round the matrices to a format, or widen them to "dense", one expert at a time; adapters stay, main gradients go.
 
         Dense matrices are new parameters, for an optimizer made afterwards.
 
         Args:
-            format: dense, int8, int4, fp8 or mxfp4.
-            group_size: input columns per scale of int4.
-            dtype: dtype of dense matrices, or of scales; None: as it is.
+            format: dense, int8, int4, nf4, fp8 or mxfp4.
+            group_size: input columns per scale of int4 and nf4.
+            dtype: dtype of dense matrices, or of the products; None: as it is.
 
         Raises:
             ConfigError: there is no such format, the experts are in slots or on several ranks, columns are no
@@ -197,23 +247,15 @@ class GroupedExperts(nn.Module):
             raise ConfigError(
                 "format", format, "experts are in slots or on several ranks", "convert before"
             )
-        *_, F, D = self.shape
-        unit = {"int4": group_size, "mxfp4": MXFP4_BLOCK}.get(format, 1)
-        if D % unit or F % unit:
-            raise ConfigError(
-                "format", format, f"groups of {unit} must divide {D} and {F}", "use int8"
-            )
-        dtype = dtype or self.dtype
-        dense = self.weights().slices()[0].unpacked(dtype)
-        found = {n: b.detach() for n in ("b_in", "b_out") if (b := getattr(self, n)) is not None}
-        for name, w in (("w_in", dense.w_in_EGFD), ("w_out", dense.w_out_EDF)):
-            if format != "dense" and not w.isfinite().all():
-                fix = "mend them first"
-                raise ConfigError("format", format, f"{name} has numbers that are not finite", fix)
-            tensors = FORMATS[format].pack(w.detach(), dtype, group_size)
-            found |= {name + end: tensor for end, tensor in tensors.items()}
-        self._dense_dtype, self.main_grads = dtype, None
-        self.hold(format, found)
+        dtype, before = dtype or self.dtype, self.weights().slices()[0]
+        E, G, F, D = before.shape
+        found = self.room(format, dtype=dtype, group_size=group_size)
+        for expert in range(E):
+            w_in = before.w_in(expert, dtype).view(G, F, D)
+            for name, w in (("w_in", w_in), ("w_out", before.w_out(expert, dtype))):
+                _put(found, format, name, expert, w, group_size)
+        self.main_grads = None
+        self.hold(format, found, dtype=dtype)
 
     def put_into_slots(self, num_slots: int, **how: Any) -> "ExpertPaging":
         """Keep `num_slots` experts only, for inference; see `ExpertPaging` for the arguments. The state dict is then empty."""
@@ -227,11 +269,16 @@ class GroupedExperts(nn.Module):
         return self.weights().slices()[0].shape
 
     @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stacks of matrices in any format, which may have adapters, by name."""
+        E, G, F, D = self.shape
+        return {"w_in": (E, G, F, D), "w_out": (E, D, F)}
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights, or of their scales; for powers of two of the weights that were converted."""
-        one = self.weights().slices()[0]
-        found = (one.w_in_EGFD if one.scales_in is None else one.scales_in).dtype
-        return found if found.is_floating_point else self._dense_dtype
+        """Dtype of the weights; of quantised experts that of their products."""
+        is_dense = self.format == "dense"
+        return self.weights().w_in[0].dtype if is_dense else self._dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GroupedExperts":
         """Move or cast; dtypes of quantised numbers stay, because a rounded scale is another weight."""
@@ -363,6 +410,17 @@ class GroupedExperts(nn.Module):
                 "main gradients with adapters (expertmesh.lora): their backward does not add to them; "
                 "freeze the experts, or call accumulate_main_grads(False)"
             )
+
+
+def _put(
+    into: Mapping[str, Tensor], format: str, name: str, expert: int, w: Tensor, group_size: int
+) -> None:
+    """Write one expert's matrix, in the dtype of the products, into tensors of a format."""
+    if format != "dense" and not w.isfinite().all():
+        fix = "mend them first"
+        raise ConfigError("format", format, f"{name} has numbers that are not finite", fix)
+    for end, value in FORMATS[format].pack(w, w.dtype, group_size).items():
+        into[name + end][expert].copy_(value)
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:

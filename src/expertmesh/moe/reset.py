@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
+from expertmesh.moe.module_adapters import reset_adapters
 
 
 @torch.no_grad()
@@ -18,13 +19,12 @@ def reset_layer(
     seed = draw_seed() if seed is None else seed
     prefix = f"layers.{layer.layer_index}.moe."
     for name, parameter in _builtin_parameters(layer):
-        is_adapter = ".adapters." in name
-        if name.endswith((".b_in", ".b_out", ".bias")) or (is_adapter and name.endswith(".b")):
+        if name.endswith((".b_in", ".b_out", ".bias")):
             parameter.zero_()
         elif name == "router.log_scale":
             parameter.fill_(math.log(2.0))  # a temperature of 0.5, as Tutel's
         else:
-            given = None if is_adapter else out_std if name.endswith("w_out") else std
+            given = out_std if name.endswith("w_out") else std
             init_normal_(
                 parameter,
                 std=parameter.shape[-1] ** -0.5 if given is None else given,
@@ -32,6 +32,7 @@ def reset_layer(
                 name=prefix + name,
                 per_expert=name.startswith("experts."),
             )
+    reset_adapters(layer, seed, prefix)
     if layer.options.router_kind == "hash":
         assert isinstance(layer.router.hash_key, Tensor)
         layer.router.hash_key[0].fill_(seed)
@@ -51,5 +52,5 @@ def _builtin_parameters(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in layer.named_parameters():
         custom_router = layer.options.router_kind == "module" and name.startswith("router.")
         custom_expert = layer.grouped is None and name.startswith("experts.")
-        if not (custom_router or custom_expert):
+        if not (custom_router or custom_expert or ".adapters." in name):
             yield name, parameter

@@ -19,12 +19,16 @@ from expertmesh.ops.attention import dense as dense_attention
 from expertmesh.ops.attention import fixed_blocks as invariant_attention
 from expertmesh.ops.cpu import norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
-from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
+from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.router_linear import router_linear
+
+Adapters = tuple[LowRank | None, LowRank | None]
+"""Adapters of the two matrices of a feed-forward block."""
+NO_ADAPTERS: Adapters = (None, None)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class OpSet:
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), returned in x's dtype.
         norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; returns None if it does not support the call.
         attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`.
-        mlp: dense feed-forward block, (T, D) -> (T, D), with the adapters of `runs`.
+        mlp: dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or the adapters of `runs`.
     """
 
     batch_invariant: bool
@@ -112,14 +116,35 @@ def _mlp(
     b_in_GF: Tensor | None = None,
     b_out_D: Tensor | None = None,
     backend: str = "auto",
+    adapters: Adapters = NO_ADAPTERS,
     runs: tuple[AdapterRun, ...] = (),
 ) -> Tensor:
     if runs:
         given: dict[str, Any] = {"b_in_GF": b_in_GF, "b_out_D": b_out_D, "activation": activation}
         return _of_one_expert(x_TD, w_in_GFD, w_out_DF, **given, backend=backend, runs=runs)
     b_in = None if b_in_GF is None else b_in_GF.flatten()
-    h_TGF = _linear(x_TD, w_in_GFD.flatten(0, 1), b_in).unflatten(-1, w_in_GFD.shape[:2])
-    return _linear(activate(h_TGF, activation), w_out_DF, b_out_D)
+    h_TN = _linear(x_TD, w_in_GFD.flatten(0, 1), b_in)
+    h_TN = with_adapter(h_TN, x_TD, adapters[0], _linear)
+    a_TF = activate(h_TN.unflatten(-1, w_in_GFD.shape[:2]), activation)
+    return with_adapter(_linear(a_TF, w_out_DF, b_out_D), a_TF, adapters[1], _linear)
+
+
+def with_adapter(
+    y: Tensor, x: Tensor, adapter: LowRank | None, linear: Callable[..., Tensor], **how: Any
+) -> Tensor:
+    """Products y (..., N) of rows x (..., K) with one matrix, plus s (x A^T) B^T of its adapter, by a linear operation of an op set."""
+    if adapter is None:
+        return y
+    low_nr, b_Nr = low_rank_rows(x, adapter, linear, **how)
+    return y + linear(low_nr, b_Nr, **how)
+
+
+def low_rank_rows(
+    x: Tensor, adapter: LowRank, linear: Callable[..., Tensor], **how: Any
+) -> tuple[Tensor, Tensor]:
+    """s x A^T (..., r) of rows x (..., K), and B (N, r), of the adapter of one matrix."""
+    a_rK, b_Nr = (factor[0].to(x.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+    return linear(x, a_rK, **how) * adapter.scaling, b_Nr
 
 
 def _of_one_expert(
@@ -132,6 +157,7 @@ def _of_one_expert(
     b_out_D: Tensor | None = None,
     backend: str = "auto",
     batch_invariant: bool = False,
+    adapters: Adapters = NO_ADAPTERS,
     runs: tuple[AdapterRun, ...] = (),
 ) -> Tensor:
     """Compute `_mlp` as a layer with one expert, to which all tokens go with weight 1."""
@@ -146,7 +172,8 @@ def _of_one_expert(
     ids_TK = torch.zeros(T, 1, dtype=torch.int64, device=device)
     ones_TK = torch.ones(T, 1, dtype=accumulate_dtype(x_TD.dtype), device=device)
     call = ExpertsCall(x_TD, ones_TK, experts, backend, ids_TK, batch_invariant=batch_invariant)
-    return compute(call._replace(runs=runs))
+    given = None if adapters == NO_ADAPTERS else adapters
+    return compute(call._replace(adapters=given, runs=runs))
 
 
 def _invariant_router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tensor:

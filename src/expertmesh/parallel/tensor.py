@@ -27,6 +27,7 @@ from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.module_adapters import adapters_in
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.spec.feed_forward import MLP_CUT
 
@@ -174,7 +175,8 @@ class Sliced(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         once = self.once if self.group.rank else frozenset[str]()
-        _LocalParameters(module, device_mesh, cut=self.cut, once=once)
+        cut = {**self.cut, **adapter_cuts(module, self.cut)}
+        _LocalParameters(module, device_mesh, cut=cut, once=once)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x, *rest = args
@@ -189,6 +191,17 @@ class Sliced(ParallelStyle):
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
         return module
+
+
+def adapter_cuts(module: nn.Module, cut: Mapping[str, int]) -> dict[str, int]:
+    """Axes along which factors of adapters are cut, by name within a module, where its parameters are."""
+    found = {}
+    for name, adapter in adapters_in(module):
+        if name in cut:
+            path, _, leaf = name.rpartition(".")
+            factor, axis = adapter.cut(cut[name])
+            found[f"{path}.adapters.{leaf}.{factor}".removeprefix(".")] = axis
+    return found
 
 
 def sliced_mlp(group: RankGroup, *, where: str) -> Sliced:

@@ -26,13 +26,13 @@ def whole(name: str, value: Any, *, most: int, fix: str) -> int:
     return int(value)
 
 
-def number(name: str, value: Any, *, most: int, fix: str) -> float:
-    """A finite number from 1 to `most` as a float; NumPy's are taken, too.
+def number(name: str, value: Any, *, most: int, fix: str, least: float = 1) -> float:
+    """A finite number from `least` to `most` as a float; NumPy's are taken, too.
 
     Raises:
         ConfigError: the value is no number, or out of range.
     """
-    Number(1, most, fix).check(name, value)
+    Number(least, most, fix).check(name, value)
     return float(value)
 
 

@@ -1,15 +1,16 @@
 """`expertmesh.plan`: the best layouts of a model on a cluster, their costs, and why other layouts lost."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from expertmesh.config.cluster import Cluster, Precision
 from expertmesh.config.run import OptimConfig
-from expertmesh.config.values import check_choice
+from expertmesh.config.values import Number, check_choice
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.memory import GIB
-from expertmesh.costs.rank_layout import IMBALANCE, States, workload_of
+from expertmesh.costs.rank_layout import IMBALANCE, Stack, States, workload_of
 from expertmesh.costs.step_time import efficiency_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -22,13 +23,18 @@ from expertmesh.planner.arguments import (
     path_text,
     whole,
 )
+from expertmesh.planner.finetune import Kind as Finetune
+from expertmesh.planner.finetune import finetuned
 from expertmesh.planner.fit import fit_with
 from expertmesh.planner.own import own_points
 from expertmesh.planner.planned_model import PlannedModel, planned_model
 from expertmesh.planner.search import (
+    TENSOR_DEGREES,
     Candidate,
+    ChosenDegrees,
     Goal,
     Problem,
+    can_cut,
     can_slice,
     divisors,
     fitting,
@@ -67,6 +73,18 @@ def plan(
     states: States | None = None,
     pp: int = 1,
     vpp: int = 1,
+    tp: int | None = None,
+    ep: int | None = None,
+    zero: int | None = None,
+    micro_batch: int | None = None,
+    precision: Precision | None = None,
+    stack: Stack = "eager",
+    finetune: Finetune | None = None,
+    rank: int | None = None,
+    expert_rank: int | None = None,
+    targets: Sequence[str] | None = None,
+    base: str | None = None,
+    filled: float = 1.0,
     measured: str | Path | None = None,
 ) -> Plan:
     """Plan a model on a cluster: the best layouts, memory and time by part, days and price. Imports no torch.
@@ -83,6 +101,18 @@ def plan(
             "ours" for another model.
         pp: pipeline stages, to reproduce published runs; this project has none.
         vpp: virtual stages of each pipeline stage.
+        tp: ranks that share sequences and dense matrices; None: searched, as are the next three.
+        ep: ranks that tokens travel over.
+        zero: ZeRO stage.
+        micro_batch: sequences of a data-parallel rank in one pass.
+        precision: precision of products; None: the recipe's. FP8 models other software.
+        stack: kind of software, see `costs.rank_layout.Workload`; "eager" is what training has.
+        finetune: "full" or "lora": fine-tuning as `expertmesh train FOLDER` does it, with its batch and sequences.
+        rank: rank of the adapters, as are the next three an option of "lora"; None: as in training.
+        expert_rank: rank of the adapters of routed experts.
+        targets: matrices with adapters.
+        base: storage of the resting weights, see `config.frozen_base`.
+        filled: share of the sequences' tokens that is text: 1 where texts are packed, less where they are padded.
         measured: a TOML file of your own measurements, on which the constants are fitted again (docs/planner.md).
 
     Returns:
@@ -96,25 +126,81 @@ def plan(
         >>> found.best.fits, found.best.memory.device_bytes < 80 * 2**30
         (True, True)
     """
-    found = planned_model(model)
+    adapters = {"rank": rank, "expert_rank": expert_rank, "targets": targets, "base": base}
+    found = _asked(planned_model(model), finetune, adapters, max_context)
+    Number(0, 1, "give the share of text", is_open=True).check("filled", filled)
     where = cluster_of(cluster)
     check_choice("goal", goal, get_args(Goal))
     if tokens is not None:
         fix = "give the tokens of the training"
         tokens = number("tokens", tokens, most=MOST_TOKENS, fix=fix)
     problem, guesses = _problem(
-        found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp
+        found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp, tp
     )
+    problem = _chosen(problem, tp, ep, zero, micro_batch)
+    if precision is not None:
+        check_choice("precision", precision, _PRECISIONS)
+        guesses = tuple(g for g in guesses if not g.startswith("products in"))
+    check_choice("stack", stack, get_args(Stack))
+    work = replace(problem.work, precision=precision or problem.work.precision, stack=stack)
+    problem = replace(problem, work=work)
     if measured is not None:
         refitted = fit_with(own_points(path_text("measured", measured, "a file")))
         problem = replace(problem, efficiency=efficiency_of(where, refitted))
     if tokens is not None:
         found = replace(found, train_tokens=tokens)
         guesses = tuple(g for g in guesses if "training tokens" not in g)
+    found = replace(found, train_tokens=found.train_tokens / filled)
     candidates = search(problem, goal)
     if not candidates:
         raise ConfigError(_nothing_fits(found, problem))
     return Plan(found, problem, goal, tuple(candidates), guesses)
+
+
+def _asked(
+    model: PlannedModel, finetune: object, adapters: Mapping[str, Any], max_context: object
+) -> PlannedModel:
+    """The model as trained from the beginning, or fine-tuned."""
+    given = {name: value for name, value in adapters.items() if value is not None}
+    if finetune is None:
+        for name, value in given.items():
+            fix = f"give {named('finetune', 'lora')}"
+            raise ConfigError(name, value, "is an option of adapters", fix)
+        return model
+    check_choice("finetune", finetune, get_args(Finetune))
+    seq_len = None if max_context is None else _tokens("max_context", max_context)
+    return finetuned(model, finetune, given, seq_len=seq_len)  # type: ignore[arg-type]
+
+
+_PRECISIONS = tuple(one for one in get_args(Precision) if one != "float64")
+
+
+def _chosen(problem: Problem, tp: object, ep: object, zero: object, micro_batch: object) -> Problem:
+    """The problem with given degrees, checked."""
+    ranks = problem.cluster.num_gpus // problem.pp_degree
+    given = {"tp": tp, "ep": ep, "zero": zero, "micro_batch": micro_batch}
+    most = {"tp": ranks, "ep": ranks, "zero": 3, "micro_batch": MOST_AT_ONCE}
+    fix = "leave it out to have it searched, or choose another"
+    found = {
+        name: None if value is None else whole(name, value, most=most[name], fix=fix)
+        for name, value in given.items()
+    }
+    for name in ("tp", "ep"):
+        degree = found[name]
+        if degree is not None and ranks % degree:
+            stages = "" if problem.pp_degree == 1 else " of a pipeline stage"
+            raise ConfigError(
+                name, degree, f"must divide the {ranks} devices{stages}", "choose a divisor"
+            )
+    if found["tp"] is not None and not can_cut(problem, found["tp"]):
+        rule = "must divide heads, dense layers and the sequence, and keep within a node"
+        raise ConfigError(
+            "tp", found["tp"], rule, f"choose a divisor of {problem.sizes.tensor_divisor}"
+        )
+    return replace(
+        problem,
+        chosen=ChosenDegrees(found["tp"], found["ep"], found["micro_batch"], found["zero"]),
+    )
 
 
 def _problem(
@@ -126,6 +212,7 @@ def _problem(
     states: States | None,
     pp: int,
     vpp: int,
+    tp: int | None = None,
 ) -> tuple[Problem, tuple[str, ...]]:
     """(search problem, guessed inputs in words)."""
     guesses = [*model.unread, *model.guesses]
@@ -133,6 +220,9 @@ def _problem(
         tokens_per_batch = _tokens("tokens_per_batch", tokens_per_batch)
     if max_context is not None:
         max_context = _tokens("max_context", max_context)
+        if model.has_lengths:
+            rule = "is the model's own: the lengths of sources and targets"
+            raise ConfigError("max_context", max_context, rule, "leave it out")
     if imbalance is not None:
         fix = "leave it out, or give the rows of the fullest rank over the mean"
         imbalance = number("imbalance", imbalance, most=MOST_IMBALANCE, fix=fix)
@@ -154,11 +244,21 @@ def _problem(
             )
         batch = tokens_per_batch // seq_len
     else:
-        batch = max(model.batch_tokens // seq_len, 1)
-        if model.config is None and batch < cluster.num_gpus:
-            batch = cluster.num_gpus  # a smaller guess would fit no layout
+        given = max(model.batch_tokens // seq_len, 1)
+        ranks, divisor = cluster.num_gpus // pp, model.sizes.tensor_divisor
+        degrees = [n for n in TENSOR_DEGREES if divisor % n == 0 and n <= cluster.node_size]
+        degrees = degrees if tp is None else [tp]
+        batch = (
+            given
+            if model.config is not None and _splits(given, ranks, degrees)
+            else -(-given // ranks) * ranks
+        )
+        if batch != given:
             guesses = [g for g in guesses if "tokens per step" not in g]
-            guesses.append(f"{batch * seq_len:,} tokens per step, a sequence for each device")
+            said = (
+                f"{batch * seq_len:,} tokens per step, {batch // ranks:,} sequences for each device"
+            )
+            guesses.append(said if pp == 1 else f"{said} of a pipeline stage")
     is_cpu = cluster.device.bf16_tflops < 10
     precision = _precision(model, is_cpu)
     if model.config is None or model.config.train.dtype == "auto":
@@ -187,6 +287,12 @@ def _problem(
         ),
         tuple(guesses),
     )
+
+
+def _splits(batch: int, ranks: int, degrees: Sequence[int]) -> bool:
+    """Whether some tensor degree leaves data-parallel ranks that divide a step's sequences."""
+    whole_ones = (n for n in degrees if isinstance(n, int) and n > 0 and ranks % n == 0)
+    return any(batch % (ranks // n) == 0 for n in whole_ones)
 
 
 def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
@@ -232,11 +338,14 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
     smallest = [
         Candidate(problem, replace(sized, offload=offload))
         for layout in layouts(problem)
-        if layout.checkpointing == "full" and layout.zero_stage == 3
+        if layout.checkpointing == "full" and layout.zero_stage == problem.zero_stages[0]
         for sized in list(with_batch(problem, layout))[-1:]
         for offload in (False, True)
+        if not offload or sized.zero_stage > 1
     ]
     head = f"plan {model.name} on {cluster.name}"
+    if not smallest and problem.chosen != ChosenDegrees():
+        return f"{head}: no layout has the chosen degrees; leave one of them out"
     if not smallest:
         least = cluster.num_gpus // max(problem.pp_degree, 1)
         return (
@@ -247,16 +356,31 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
     has = cluster.device.memory_gib
     needs = plain.memory.device_bytes / GIB
     said = f"{head}: fits nowhere: at least {needs:.1f} GiB of a device's {has:.1f} GiB are needed"
-    off = min((c for c in smallest if c.layout.offload), key=lambda c: c.memory.device_bytes)
-    device, host = off.memory.device_bytes / GIB, off.memory.host_bytes / GIB
-    said += (
-        f", with offload {device:.1f} and {host:.1f} of the host's {cluster.host.memory_gib:.1f}"
-    )
+    for off in sorted(
+        (c for c in smallest if c.layout.offload), key=lambda c: c.memory.device_bytes
+    )[:1]:
+        device, host = off.memory.device_bytes / GIB, off.memory.host_bytes / GIB
+        said += f", with offload {device:.1f} and {host:.1f} of the host's {cluster.host.memory_gib:.1f}"
     stage = cluster.num_gpus // problem.pp_degree
     widest = max(n for n in divisors(stage) if can_slice(problem.sizes, n))
     if widest < stage:
         said += f", and slices of experts are whole on {widest} devices at most"
     return f"{said}; {_remedy(problem)}"
+
+
+def _first(problem: Problem) -> Candidate | None:
+    """A layout that fits; the fastest where all of them offload."""
+    offloads = False
+    for one in fitting(problem, smallest=True):
+        if not one.layout.offload:
+            return one
+        offloads = True
+    return search(problem)[0] if offloads else None
+
+
+def _offloaded(fits: Candidate) -> str:
+    """Price of fitting by offload, in words."""
+    return f" with offload, {fits.seconds.total_s:,.0f} s a step" if fits.layout.offload else ""
 
 
 def _remedy(problem: Problem) -> str:
@@ -270,8 +394,8 @@ def _remedy(problem: Problem) -> str:
             break
         cluster = problem.cluster.model_copy(update={"num_gpus": number})
         more = replace(problem, cluster=cluster, batch=problem.batch * times)
-        if next(fitting(more, smallest=True), None) is not None:
-            found.append(f"{number} devices")
+        if (fits := _first(more)) is not None:
+            found.append(f"{number} devices{_offloaded(fits)}")
             break
     for name in known_devices():
         try:
@@ -280,8 +404,8 @@ def _remedy(problem: Problem) -> str:
             continue
         if cluster.device.memory_gib <= problem.cluster.device.memory_gib:
             continue
-        if next(fitting(replace(problem, cluster=cluster), smallest=True), None) is not None:
-            found.append(f"{problem.cluster.num_gpus} x {name}")
+        if (fits := _first(replace(problem, cluster=cluster))) is not None:
+            found.append(f"{problem.cluster.num_gpus} x {name}{_offloaded(fits)}")
     if not found:
         return "no device known here has enough memory; use a smaller model or shorter sequences"
     return f"it would fit on {' or '.join(found[:3])}"

@@ -10,17 +10,22 @@ from typing import Any
 from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.base import expanded, is_there, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.run import RunConfig
 from expertmesh.config.values import shown, some_of
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
+from expertmesh.costs.weight_formats import Weights, weights_of_files
 from expertmesh.errors import CheckpointError, ConfigError, text_of
 from expertmesh.models.bound_files import check_run, newest_state
+from expertmesh.models.family import Family
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES, recipe, recipe_owners
 from expertmesh.planner.arguments import path_text
-from expertmesh.planner.published import published_models
+from expertmesh.planner.published import published_files, published_models
+from expertmesh.planner.unmodelled import refuse_unmodelled
 from expertmesh.planner.unread import unread
 
 TOKENS_PER_PARAMETER = 20
@@ -45,6 +50,9 @@ class PlannedModel:
         config: configuration of a run of this project; None: the model cannot be trained here.
         guesses: guessed inputs of its training, in words.
         words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
+        files: formats of the weights in its files; None: not said.
+        folder: folder of its weights; "": unknown.
+        has_lengths: whether the lengths of its sequences are the model's, as sources and targets are.
         unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
     """
 
@@ -53,9 +61,12 @@ class PlannedModel:
     seq_len: int
     batch_tokens: int
     train_tokens: float
-    config: GPTRunConfig | None = None
+    config: RunConfig | None = None
     guesses: tuple[str, ...] = ()
     words: str = ""
+    files: Weights | None = None
+    folder: str = ""
+    has_lengths: bool = False
     unread: tuple[str, ...] = ()
 
 
@@ -70,22 +81,18 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
         ConfigError: the target is none of these, or a model that is no decoder.
     """
     if isinstance(target, GPTRunConfig):
-        return _of_config("configuration", target)
+        return of_config("configuration", target)
     name = path_text("model", target, "a recipe's or model's name, a path or a GPTRunConfig")
     if name in recipe_owners():
         config = recipe(name)
-        if isinstance(config, GPTRunConfig):
-            return _of_config(name, config, words=name)
-        raise ConfigError(
-            f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
-        )
+        return _of_recipe(name, config, recipe_owners()[name])
     path = expanded(name)
     is_folder = bool(name) and is_there(path) and path.is_dir()
     file = path / "config.json" if is_folder else path
     if is_there(file) and file.is_file():
         return _of_file(name, file)
     if name in published_models():
-        return _of_sizes(name, published_models()[name])
+        return replace(_of_sizes(name, published_models()[name]), files=published_files(name))
     if is_folder:
         raise ConfigError(f"plan {name}: has no config.json; give a run, or a Hugging Face folder")
     known = [*RECIPES, *published_models()]
@@ -96,12 +103,38 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     )
 
 
-def _of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
+def _of_recipe(name: str, config: RunConfig, family: Family) -> PlannedModel:
+    """The model of a recipe, by the sizes that its family knows."""
+    if isinstance(config, GPTRunConfig):
+        return of_config(name, config, words=name)
+    found = family.sizes_of(config)
+    if found is None:
+        known = f"plan one of {', '.join(RECIPES)}"
+        raise ConfigError(
+            f"plan {name}: is no language model, and its family has no sizes; {known}"
+        )
+    sizes, seq_len = found
+    batch = config.train.batch_size * seq_len
+    tokens = float(config.train.steps * batch)
+    guess = f"sources and targets of {seq_len} tokens together, all as long as the model takes them"
+    return PlannedModel(
+        name, sizes, seq_len, batch, tokens, config, guesses=(guess,), words=name, has_lengths=True
+    )
+
+
+def of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
+    """The model of a configuration, with what of it rests.
+
+    Args:
+        name: name for display.
+        config: the configuration.
+        words: words after `expertmesh train` that give it.
+    """
     seq_len = config.data.seq_len
     batch = config.train.batch_size * seq_len
     return PlannedModel(
         name,
-        sizes_of(config.model),
+        sizes_of_run(config),
         seq_len,
         batch,
         float(config.train.steps * batch),
@@ -136,8 +169,9 @@ def _of_file(name: str, file: Path) -> PlannedModel:
         )
     said = unread(values)
     is_hub = "model_type" in values or values.keys().isdisjoint(_OF_RUN)
-    found = _of_hub(name, values) if is_hub else _of_run(name, file, values)
-    return replace(found, unread=(*said, *found.unread))
+    found = _of_hub(name, file, values) if is_hub else _of_run(name, file, values)
+    files = weights_of_files(values.get("quantization_config"))
+    return replace(found, files=files, unread=(*said, *found.unread))
 
 
 def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
@@ -162,13 +196,19 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     word = next((known for known in RECIPES if known == recipe), next(iter(RECIPES)))
     folder = shlex.quote(f"{config.train.run_dir}-planned")
     words = f"{word} --config {shlex.quote(str(file))} --train.run-dir {folder}"
-    return _of_config(name, config, words=words)
+    return replace(of_config(name, config, words=words), folder=str(file.parent))
 
 
-def _of_hub(name: str, values: dict[str, Any]) -> PlannedModel:
-    """The model of our configuration if our GPT can run it, else of the sizes in config.json alone."""
+def _of_hub(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
+    """The model of our configuration if our GPT can run it, else of the sizes in config.json alone.
+
+    Training goes on from the weights beside a config.json that our GPT can run.
+    """
+    refuse_unmodelled(name, values)
     try:
-        return _of_sizes(name, sizes_of(model_config(values)))
+        found = _of_sizes(name, sizes_of(model_config(values)))
+        folder = str(file.parent)
+        return replace(found, words=f"{shlex.quote(folder)} --data.path DATA", folder=folder)
     except ConfigError as error:
         found = _of_sizes(name, sizes_of_hub(values))
         reason = str(error).partition("; ")[0]

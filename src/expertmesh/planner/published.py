@@ -10,9 +10,10 @@ from typing import Any
 from expertmesh.checkpoints.hub.configs import model_config
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.hardware import find_cluster
-from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.rank_layout import RankLayout, Stage, Workload
 from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.costs.step_time import RawStep, raw_step
+from expertmesh.costs.weight_formats import Weights
 from expertmesh.models.gpt.sizes import sizes_of
 
 _USUAL_SEQ = 4096
@@ -35,6 +36,7 @@ class PublishedMeasurement:
         layout: layout of the run.
         work: sequences, precision and software of the run.
         measured: the value.
+        stage: pipeline stage of the rank whose memory it is.
         unit: its unit: tokens_per_s or tflops of one GPU; live_gib or device_gib; exchange_ms or compute_ms; token_ms.
         is_fitted: whether the constants are fitted on the row.
         guesses: inputs that the source does not give.
@@ -49,6 +51,7 @@ class PublishedMeasurement:
     layout: RankLayout
     work: Workload
     measured: float
+    stage: Stage = "most"
     unit: str = "tokens_per_s"
     is_fitted: bool = False
     guesses: tuple[str, ...] = ()
@@ -80,9 +83,16 @@ def published_models() -> Mapping[str, ModelSizes]:
 
 
 def _sizes(row: Mapping[str, Any]) -> ModelSizes:
+    row = {name: value for name, value in row.items() if name != "files"}
     if "model_type" not in row:
         return sizes_of_hub(row, is_part=True)
     return sizes_of(model_config({**row, **dict.fromkeys(row.get("nulls", ()))}))
+
+
+def published_files(name: str) -> Weights | None:
+    """Formats of the files of a model in published.toml; None: BF16."""
+    text = _table()["models"][name].get("files")
+    return None if text is None else Weights.of(text)
 
 
 @cache
@@ -115,12 +125,13 @@ def point_of(
     v = {**_table()["settings"][values["settings"]], **values}
     v = {RENAMED.get(key, key): value for key, value in v.items()}
     if sizes is None:
-        model = dict(_table()["models"][v["model"]])
+        model = {k: value for k, value in _table()["models"][v["model"]].items() if k != "files"}
         if "num_experts" in v:
             model["num_experts"] = v["num_experts"]
         sizes = sizes_of_hub(model, is_part=True)
     cluster = find_cluster(v["cluster"])
     given = {key: v[key] for key in OF_LAYOUT if key in v}
+    given["recomputed"] = tuple(v.get("recomputed", ()))
     layout = RankLayout(num_ranks=cluster.num_gpus, **given)
     per_pass = layout.dp_degree * layout.micro_batch
     layout = replace(layout, accumulation=v["gbs"] // per_pass)
@@ -134,6 +145,7 @@ def point_of(
         layout=layout,
         work=work,
         measured=v["measured"],
+        stage=v.get("stage", "most"),
         unit=v.get("unit", "tokens_per_s"),
         is_fitted=v.get("fit", False),
         guesses=tuple(v.get("guess", ())),

@@ -4,17 +4,38 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import islice
 from typing import Literal
 
 from expertmesh.config.cluster import Cluster, Precision
 from expertmesh.costs.memory import GIB, PeakMemory, peak_memory
 from expertmesh.costs.rank_layout import Checkpointing, Exchange, RankLayout, Workload
 from expertmesh.costs.sizes import ModelSizes
+from expertmesh.costs.state_bytes import OTHERS
 from expertmesh.costs.step_time import Efficiency, StepSeconds, raw_step, step_seconds
 
 Goal = Literal["throughput", "memory", "latency"]
+SAFE = 0.92
+"""Share of the device's memory up to which a plan is called safe: published peaks lie within 10 % of the model's in most rows."""
 OVERLAPS = (1, 2, 4)
 TENSOR_DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class ChosenDegrees:
+    """Degrees of a layout that are given; None: searched.
+
+    Attributes:
+        tp_degree: ranks that share sequences and dense matrices.
+        route_degree: ranks that tokens travel over.
+        micro_batch: sequences of a data-parallel rank in one pass.
+        zero_stage: 1 to 3.
+    """
+
+    tp_degree: int | None = None
+    route_degree: int | None = None
+    micro_batch: int | None = None
+    zero_stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,7 @@ class Problem:
         efficiency: efficiency of the software.
         pp_degree: pipeline stages; always 1 in runs of this project.
         virtual_stages: virtual stages of each pipeline stage.
+        chosen: given degrees.
     """
 
     sizes: ModelSizes
@@ -38,6 +60,15 @@ class Problem:
     efficiency: Efficiency
     pp_degree: int = 1
     virtual_stages: int = 1
+    chosen: ChosenDegrees = ChosenDegrees()
+
+    @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """ZeRO stages that the states have: software that shards optimizer states alone has the first."""
+        if self.chosen.zero_stage is not None:
+            return (self.chosen.zero_stage,)
+        other = OTHERS.get(self.work.states)
+        return (3, 2, 1) if other is None or other.shards_weights else (1,)
 
     @property
     def device_bytes(self) -> float:
@@ -82,6 +113,13 @@ class Candidate:
         )
 
     @property
+    def filled(self) -> float:
+        """Share of the memory that the fuller of device and host has in use."""
+        memory, problem = self.memory, self.problem
+        host = memory.host_bytes / problem.host_bytes if memory.host_bytes else 0.0
+        return max(memory.device_bytes / problem.device_bytes, host)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all devices."""
         return self.layout.tokens_per_step(self.problem.work.seq_len) / self.seconds.total_s
@@ -117,15 +155,16 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
     """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay open."""
     N = problem.cluster.num_gpus // problem.pp_degree
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
-    for tp in TENSOR_DEGREES:
+    chosen = problem.chosen
+    for tp in TENSOR_DEGREES if chosen.tp_degree is None else (chosen.tp_degree,):
         if N % tp or not can_cut(problem, tp):
             continue
         for copies in _copies(problem):
             W = N // copies
             if W % tp or not can_slice(problem.sizes, W):
                 continue
-            for route in routes_over(W) if has_experts else [1]:
-                for zero in (3, 2, 1):
+            for route in routes_over(W, chosen.route_degree) if has_experts else [1]:
+                for zero in problem.zero_stages:
                     for checkpointing in checkpointings(problem.sizes):
                         yield RankLayout(
                             num_ranks=problem.cluster.num_gpus,
@@ -161,8 +200,10 @@ def can_slice(sizes: ModelSizes, num_ranks: int) -> bool:
     return not any(b.hidden_dim % RankLayout.slices(b.num_experts, num_ranks) for b in sizes.blocks)
 
 
-def routes_over(num_ranks: int) -> list[int]:
-    """Numbers of ranks that tokens may travel over: powers of two that divide all ranks, and all of them."""
+def routes_over(num_ranks: int, chosen: int | None = None) -> list[int]:
+    """Numbers of ranks that tokens may travel over: a chosen one that divides all ranks, else powers of two, and all of them."""
+    if chosen is not None:
+        return [] if num_ranks % chosen else [chosen]
     return [r for r in divisors(num_ranks) if r == num_ranks or r & (r - 1) == 0]
 
 
@@ -172,11 +213,14 @@ def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:
     if rest or not each:
         return
     for size in reversed(divisors(each)):
-        yield replace(layout, micro_batch=size, accumulation=each // size)
+        if problem.chosen.micro_batch in (None, size):
+            yield replace(layout, micro_batch=size, accumulation=each // size)
 
 
 def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
     """Candidates that fit: for each layout the largest micro-batch, with offload only if none fits without; all-to-all stays open.
+
+    Where that fills more than `SAFE` of the memory, the largest that does not is a candidate, too.
 
     Args:
         problem: the problem.
@@ -187,16 +231,12 @@ def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
         if smallest:
             sized = sized[-1:]
         for offload in (False, True) if layout.zero_stage > 1 and problem.host_bytes else (False,):
-            found = next(
-                (
-                    c
-                    for c in (Candidate(problem, replace(s, offload=offload)) for s in sized)
-                    if c.fits
-                ),
-                None,
-            )
-            if found is not None:
+            each = (Candidate(problem, replace(s, offload=offload)) for s in sized)
+            rest = (c for c in each if c.fits)
+            if (found := next(rest, None)) is not None:
                 yield found
+                if found.filled > SAFE:
+                    yield from islice((c for c in rest if c.filled <= SAFE), 1)
                 break
 
 

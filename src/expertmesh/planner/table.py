@@ -5,10 +5,10 @@ from dataclasses import fields
 
 from expertmesh.costs.memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.configured import as_configured
-from expertmesh.planner.search import Candidate
-from expertmesh.planner.search_result import ERROR_BAR, SearchResult
-from expertmesh.planner.serve import ServePlan, Serving
+from expertmesh.planner.search import SAFE, Candidate
+from expertmesh.planner.search_result import ERROR_BAR, MEMORY_BAR, SearchResult
 from expertmesh.planner.why import why_not, words_of
 
 
@@ -30,14 +30,6 @@ def columns(rows: Sequence[Sequence[str]], *, right: str = "") -> list[str]:
     return lines
 
 
-_SERVE_WORDS = {
-    "weights_s": "weights",
-    "cache_s": "keys and values",
-    "products_s": "products",
-    "exchange_s": "exchange",
-    "tensor_s": "tensor parallelism",
-    "host_s": "launches",
-}
 SHOWN = 6
 """Largest number of layouts in a table."""
 
@@ -55,10 +47,10 @@ def plan_text(plan: SearchResult) -> str:
         f"best for {plan.goal}: {layout_text(best)}",
         *("  " + line for line in _totals(plan)),
         "",
-        *_side_by_side(_memory_lines(best.memory), _time_lines(best.seconds)),
+        *side_by_side(_memory_lines(best.memory), _time_lines(best.seconds)),
     ]
-    if plan.flags and plan.model.words:
-        lines += ["", f"  {_command(plan)}"]
+    if plan.command:
+        lines += ["", f"  {plan.command}"]
     lines += _as_configured(plan)
     others = plan.front
     if len(others) > 1:
@@ -71,30 +63,25 @@ def plan_text(plan: SearchResult) -> str:
     return "\n".join(lines)
 
 
-def _command(plan: SearchResult) -> str:
-    """Command that starts the best layout on each node."""
-    cluster = plan.problem.cluster
-    launch = f"torchrun --nnodes={cluster.num_nodes} --nproc-per-node={cluster.node_size}"
-    return " ".join([launch, "-m expertmesh train", plan.model.words, *plan.flags])
-
-
 def _as_configured(plan: SearchResult) -> list[str]:
     """Lines with the costs of the recipe or run as configured; empty if its layout is the best."""
     config, best = plan.model.config, plan.best
-    own = None if config is None else as_configured(config, plan.problem)
+    if not isinstance(config, GPTRunConfig):
+        return []
+    own = as_configured(config, plan.problem)
     if own is None or own.layout == best.layout:
         return []
     memory = f"{own.memory.device_bytes / GIB:,.1f} GiB"
     fits = memory if own.fits else f"{memory}, which does not fit"
-    return ["", f"as configured: {layout_text(own)}: {_seconds(own.seconds.total_s)}, {fits}"]
+    return ["", f"as configured: {layout_text(own)}: {seconds_text(own.seconds.total_s)}, {fits}"]
 
 
 def how_sure() -> str:
     """Sentence on the error bar of times."""
     fast, slow = ERROR_BAR
     return (
-        f"In four of five published runs that nothing was fitted to, the measured time is {fast:g} to {slow:g} times the"
-        " predicted one; docs/planner.md names the runs, and python -m benchmarks.planner in a clone compares each."
+        f"In three of four published runs of sources that nothing was fitted to, the measured time is {fast:g} to {slow:g}"
+        " times the predicted one; docs/planner.md names the runs, and python -m benchmarks.planner in a clone compares each."
     )
 
 
@@ -134,29 +121,54 @@ def layout_text(candidate: Candidate) -> str:
 
 def _totals(plan: SearchResult) -> list[str]:
     best, fast, slow = plan.best, *ERROR_BAR
-    rate, step, days = best.tokens_per_s, best.seconds.total_s, plan.train_s / 86400
-    of_days = f"{days:,.4g} days ({days * fast:,.3g} to {days * slow:,.3g})"
+    rate, step = best.tokens_per_s, best.seconds.total_s
+    unit, each = ("days", 86400) if plan.train_s > 2 * 86400 else ("hours", 3600)
+    length = plan.train_s / each
+    of_length = f"{length:,.4g} {unit} ({length * fast:,.3g} to {length * slow:,.3g})"
     lines = [
         f"tokens/s     {rate:,.0f} ({rate / slow:,.0f} to {rate / fast:,.0f}), {rate / plan.problem.cluster.num_gpus:,.0f} per device",
-        f"step         {_seconds(step)} ({_seconds(step * fast)} to {_seconds(step * slow)})",
+        f"step         {seconds_text(step)} ({seconds_text(step * fast)} to {seconds_text(step * slow)})",
         f"utilisation  {100 * best.utilisation:.1f} % of the peak",
-        f"training     {plan.model.train_tokens:,.4g} tokens: {of_days}, {plan.gpu_hours:,.0f} device hours",
+        f"training     {plan.model.train_tokens:,.4g} tokens: {of_length}, {plan.gpu_hours:,.4g} device hours",
     ]
     if plan.usd:
         low, high = plan.usd[0] * fast, plan.usd[-1] * slow
-        lines.append(f"price        {_usd(low)} to {_usd(high)} USD, at prices of 2026")
+        lines.append(f"price        {usd(low)} to {usd(high)} USD, at prices of 2026")
     if not plan.flags:
-        lines.append(
-            "flags        none: this project has no pipeline and no other optimizer states"
-        )
+        lines.append("flags        none: this project has no pipeline and no such software")
     elif not plan.model.words:
         lines.append("flags        " + " ".join(plan.flags))
-    if best.memory.host_bytes:
-        lines.append(f"host         {best.memory.host_bytes / GIB:,.1f} GiB per device")
+    lines.append(f"memory       {_filling(best)} (peaks of published runs: {_memory_bar(best)})")
+    if plan.best.filled > SAFE:
+        lines.append(f"             above {100 * SAFE:.0f} %: {_safer(plan)}")
     return lines
 
 
-def _usd(value: float) -> str:
+def _filling(one: Candidate) -> str:
+    has, host = one.problem.cluster.device.memory_gib, one.problem.cluster.host.memory_gib
+    needs = one.memory.device_bytes / GIB
+    said = f"{needs:,.1f} of {has:g} GiB, {100 * needs / has:.0f} %"
+    if not one.memory.host_bytes:
+        return said
+    offloaded = one.memory.host_bytes / GIB
+    return f"{said}; of the host {offloaded:,.1f} of {host:g} GiB, {100 * offloaded / host:.0f} %"
+
+
+def _memory_bar(one: Candidate) -> str:
+    low, high = (factor * one.memory.device_bytes / GIB for factor in MEMORY_BAR)
+    return f"{low:,.1f} to {high:,.1f} GiB"
+
+
+def _safer(plan: SearchResult) -> str:
+    other = plan.safer
+    if other is None:
+        return "no layout leaves more free; use more devices or shorter sequences"
+    slower = other.seconds.total_s / plan.best.seconds.total_s - 1
+    return f"safer is {layout_text(other)}: {_filling(other)}, {100 * slower:.0f} % slower"
+
+
+def usd(value: float) -> str:
+    """A price in words."""
     return (
         f"{value:,.0f}"
         if value < 1e4
@@ -166,7 +178,8 @@ def _usd(value: float) -> str:
     )
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Seconds, or milliseconds below one, with the unit."""
     return f"{value:,.2f} s" if value >= 1 else f"{1e3 * value:,.1f} ms"
 
 
@@ -186,7 +199,8 @@ def _time_lines(seconds: StepSeconds) -> list[tuple[str, str]]:
     return [("time, ms", ""), *rows, ("in all", f"{1e3 * seconds.total_s:,.1f}")]
 
 
-def _side_by_side(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> list[str]:
+def side_by_side(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> list[str]:
+    """Two tables of two columns as lines."""
     number = max(len(left), len(right))
     empty = [("", "")]
     rows = zip(
@@ -201,68 +215,8 @@ def _front_rows(candidates: Sequence[Candidate]) -> list[tuple[str, ...]]:
         (
             layout_text(c),
             f"{c.memory.device_bytes / GIB:,.1f}",
-            _seconds(c.seconds.total_s),
+            seconds_text(c.seconds.total_s),
             f"{c.tokens_per_s:,.0f}",
         )
         for c in candidates
     ]
-
-
-def serve_text(plan: ServePlan) -> str:
-    """The fastest layout for generation by part, and the next ones."""
-    best, model = plan.best, plan.model
-    cluster, seconds = best.cluster, best.seconds
-    touched = ", ".join(
-        f"{best.experts_touched(block):.1f} of {block.num_experts / best.route_degree:g}"
-        for block in best.sizes.blocks
-        if block.num_experts
-    )
-    lines = [
-        f"{model.name}: {best.sizes.num_parameters:,} parameters, {best.sizes.active_parameters / 1e9:,.2f} billion for a token",
-        f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} GiB each",
-        f"{best.batch:,} sequences at once, {best.context:,} tokens each",
-        "",
-        f"fastest: {serving_text(best)}",
-        f"  per token    {_seconds(seconds.total_s)}, {1 / seconds.total_s:,.0f} tokens/s for a sequence",
-        f"  throughput   {best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / cluster.num_gpus:,.0f} per device",
-    ]
-    if best.usd_per_million:
-        low, high = best.usd_per_million[0], best.usd_per_million[-1]
-        lines.append(
-            f"  price        {low:,.2f} to {high:,.2f} USD per million tokens, at prices of 2026"
-        )
-    if touched:
-        lines.append(f"  experts      {touched} of a device are read in a layer's step")
-    left = [
-        ("memory, GiB", ""),
-        ("weights", f"{best.weights_held_bytes / GIB:,.2f}"),
-        ("keys and values", f"{best.cache_held_bytes / GIB:,.2f}"),
-        ("in all", f"{best.device_bytes / GIB:,.2f}"),
-    ]
-    right = [("time, ms", "")]
-    right += [
-        (words, f"{1e3 * getattr(seconds, name):,.2f}")
-        for name, words in _SERVE_WORDS.items()
-        if getattr(seconds, name)
-    ]
-    right.append(("in all", f"{1e3 * seconds.total_s:,.2f}"))
-    lines += ["", *_side_by_side(left, right)]
-    rows: list[tuple[str, ...]] = [("way", "GiB", "per token", "tokens/s")]
-    rows += [
-        (
-            serving_text(way),
-            f"{way.device_bytes / GIB:,.1f}",
-            _seconds(way.seconds.total_s),
-            f"{way.tokens_per_s:,.0f}",
-        )
-        for way in plan.ways[:SHOWN]
-    ]
-    lines += ["", "ways:", *("  " + line for line in columns(rows, right="lrrr"))]
-    return "\n".join([*lines, "", "guessed:", *(f"  {guess}" for guess in plan.guesses)])
-
-
-def serving_text(way: Serving) -> str:
-    """A layout for generation in a few words."""
-    copies = way.cluster.num_gpus // way.route_degree
-    words = [f"tp {way.tp_degree}", f"experts over {way.route_degree}"]
-    return ", ".join([*words, f"{copies} copies"] if copies > 1 else words)

@@ -30,16 +30,26 @@ def _windows(v: _Values) -> str:
     return "not read: of a mixture every second layer has the window, of another model all have"
 
 
+_PARTS = ("vision_config", "audio_config")
+
+
+def _encoders(_: _Values) -> str:
+    return "is left out: the decoder alone is counted"
+
+
 _ROWS: dict[str, Callable[[_Values], str]] = {
     "quantization_config": _format,
     "dtype": _wide,
     "num_nextn_predict_layers": _more_layers,
     "layer_types": _windows,
+    **dict.fromkeys(_PARTS, _encoders),
 }
 
 
 def unread(values: _Values) -> tuple[str, ...]:
     """Lines on what a config.json of the hub, or of a run, says and the planner does not count."""
     return tuple(
-        f"config.json's {name} {words}" for name, says in _ROWS.items() if (words := says(values))
+        f"config.json's {name} {words}"
+        for name, says in _ROWS.items()
+        if (name not in _PARTS or values.get(name)) and (words := says(values))
     )

@@ -20,6 +20,7 @@ _WORDS = {
     "zero_s": "ZeRO",
     "optimizer_s": "optimizer",
     "offload_s": "copies to the host",
+    "sends_s": "sends between stages",
     "host_s": "launches",
     "bubble_s": "pipeline bubble",
 }
@@ -100,7 +101,7 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
         yield f"micro-batch of {doubled.micro_batch} sequences per rank", doubled
     if not layout.offload and layout.zero_stage > 1 and problem.host_bytes:
         yield "offload", replace(layout, offload=True)
-    for zero in (3, 2, 1):
+    for zero in problem.zero_stages:
         if zero != layout.zero_stage and not (layout.offload and zero == 1):
             yield f"zero-stage {zero}", replace(layout, zero_stage=zero)
     tp = 2 * layout.tp_degree

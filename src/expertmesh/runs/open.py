@@ -14,14 +14,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from expertmesh.checkpoints.compressed_tensors import QuantizedModel, quantization_of
-from expertmesh.checkpoints.hub.load_pretrained import hub_run_config, is_hub_folder
 from expertmesh.checkpoints.source import TensorSource, read_into
-from expertmesh.config.base import expanded
+from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
-from expertmesh.models.gpt.family import GPT
 from expertmesh.models.task import Task
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.parallel.construct import give_memory
@@ -37,8 +34,8 @@ from expertmesh.runs.precision import (
     resolve_device,
     trained_precision,
 )
-from expertmesh.runs.quantized import put_quantized
-from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_run
+from expertmesh.runs.quantized import PackedExperts, put_quantized
+from expertmesh.runs.run_dir import TOKENIZER, Run, find_model
 from expertmesh.text.format import TextFormat, text_format, told_by_files
 
 
@@ -87,27 +84,6 @@ class LoadedModel:
         """
         tokenizer = self.run.load_tokenizer() if self.tokenizer is None else self.tokenizer
         return text_format(tokenizer, self.run.path / TOKENIZER, model=self.decoder)
-
-
-def find_model(path: str | Path, family: Family | None = None) -> Run:
-    """Description of a folder's model; no weights are read.
-
-    Args:
-        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of `expertmesh quantize`.
-        family: family of a run, if it is none of this package.
-
-    Raises:
-        ConfigError: the folder is none of these, or of another family.
-    """
-    folder = expanded(path)
-    is_quantized = quantization_of(folder) is not None
-    if is_hub_folder(folder):
-        config = hub_run_config(folder, is_quantized=is_quantized)
-        return Run(folder, config, GPT, folder, is_quantized)
-    if is_quantized:
-        found, family = RunDir(folder).read_config(family, is_quantized=True)
-        return Run(folder, found, family, folder, is_quantized)
-    return find_run(path, family)
 
 
 def open_model(
@@ -165,7 +141,7 @@ def open_model(
     def build() -> LoadedModel:
         weights = run.open_weights(dtype)
         used = _precision_of(weights, dtype, place, known)
-        if isinstance(weights, QuantizedModel) or slots is not None:
+        if isinstance(weights, PackedExperts) or slots is not None:
             return _open_empty(
                 run,
                 weights,
@@ -217,7 +193,7 @@ def _open_empty(
     for_autocast: bool,
 ) -> LoadedModel:
     """Open a model with quantised experts or experts in slots, without memory for their full matrices."""
-    what = "quantised" if isinstance(weights, QuantizedModel) else "given expert slots"
+    what = "quantised" if isinstance(weights, PackedExperts) else "given expert slots"
     if ranks.size > 1 and share is None:
         raise ConfigError(
             f"{run.path}: is {what}, and ranks share such experts in an engine; give em.Engine(..., parallel=), or open the model as it"
@@ -227,7 +203,7 @@ def _open_empty(
     model = task.builder.build(device=torch.device("meta"), dtype=precision.master_dtype)
     if for_autocast:
         _keep_narrow(model, precision)
-    if isinstance(weights, QuantizedModel):
+    if isinstance(weights, PackedExperts):
         put_quantized(model, weights)
     if share is not None:
         share(model)
@@ -288,7 +264,7 @@ def _built(
 
 def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
     """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs lack."""
-    config = run.config
+    config = run.config.model_copy(update={"adapter": AdapterConfig()})  # merged into its weights
     model: Any = getattr(config, "model", None)
     if tokenizer is None or not (run.family.generates_text and hasattr(model, "start_ids")):
         return config
@@ -310,8 +286,8 @@ def _precision_of(
     """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32 routers."""
     if dtype is not None:
         return plain_precision(dtype, device, "as asked for")
-    if isinstance(weights, QuantizedModel):
-        return plain_precision(weights.scale_dtype, device, "the type of its scales")
+    if isinstance(weights, PackedExperts):
+        return plain_precision(weights.products_dtype, device, "the type of its scales")
     kept = {tensor.dtype for tensor in weights.tensors.values() if tensor.dtype.is_floating_point}
     narrowest = min(kept, key=lambda one: (one.itemsize, str(one)), default=torch.float32)
     found = None if known is None else Precision.of(device, known)

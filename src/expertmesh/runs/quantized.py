@@ -14,11 +14,15 @@ from expertmesh.checkpoints.compressed_tensors import (
 )
 from expertmesh.checkpoints.hub.find_family import hub_family
 from expertmesh.checkpoints.hub.layout import pieces
+from expertmesh.checkpoints.rounded import RoundedExperts
 from expertmesh.checkpoints.source import Stored
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.layer import grouped_layers
+from expertmesh.ops.experts.weights import TENSORS
 
+PackedExperts = QuantizedModel | RoundedExperts
+"""Sources whose experts are in a quantised format."""
 REPORT = "quantization.json"
 """File of the folder with the quantisation's settings and sizes."""
 
@@ -59,17 +63,13 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
     return dtype
 
 
-def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
-    """Give a model's routed experts the tensors of a quantised folder's format, empty and on the same device, usually meta."""
-    scheme = source.scheme
-    for _, _, experts in grouped_layers(model):
-        found = {
-            n: torch.empty_like(b)
-            for n in ("b_in", "b_out")
-            if (b := getattr(experts, n)) is not None
+def put_quantized(model: nn.Module, source: PackedExperts) -> None:
+    """Give a model's routed experts the tensors of a source's format, empty and on the same device, usually meta."""
+    for path, _, experts in grouped_layers(model):
+        stored = {name: source.tensors.get(f"{path}.experts.{name}") for name in TENSORS}
+        room = {
+            name: torch.empty(one.shape, dtype=one.dtype, device=experts.w_in.device)
+            for name, one in stored.items()
+            if one is not None
         }
-        for name in ("w_in", "w_out"):
-            w = getattr(experts, name)
-            for end, (shape, dtype) in scheme.kept(w.shape, source.scale_dtype).items():
-                found[name + end] = torch.empty(shape, dtype=dtype, device=w.device)
-        experts.hold(scheme.format, found)
+        experts.hold(source.scheme.format, room, dtype=source.products_dtype)

@@ -18,10 +18,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from expertmesh.checkpoints.compressed_tensors import quantization_of, scheme_of
 from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.hub.load_pretrained import HubModel
+from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_run_config, is_hub_folder
+from expertmesh.checkpoints.kept_experts import Fp8Experts, format_of_files
+from expertmesh.checkpoints.merged_adapters import AdaptedModel
+from expertmesh.checkpoints.rounded import ExpertFormat, RoundedExperts, WidenedExperts
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good, read_state
+from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
@@ -34,7 +39,8 @@ from expertmesh.models.gpt.family import GPT
 from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.models.registry import FAMILIES
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.quantized import open_quantized
+from expertmesh.runs.base_record import read_record
+from expertmesh.runs.quantized import PackedExperts, open_quantized
 from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -276,6 +282,7 @@ class Run:
         family: family of the model.
         weights: the chosen checkpoint, see `with_weights`, or the folder itself for a hub or quantised one; None: not chosen yet.
         is_quantized: whether the folder has quantised weights.
+        rounds: format that dense experts are rounded to while they are read; None: they stay as they are.
     """
 
     path: Path
@@ -283,6 +290,7 @@ class Run:
     family: Family
     weights: Path | None = None
     is_quantized: bool = False
+    rounds: ExpertFormat | None = None
 
     @property
     def is_hub(self) -> bool:
@@ -303,8 +311,20 @@ class Run:
         """
         if self.is_quantized:
             raise ConfigError(
-                f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was made of"
+                f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was made of, or use {named('adapter.kind', 'lora')}"
             )
+
+    def packed_format(self) -> tuple[str, int] | None:
+        """Format of the experts in the folder's files and columns per scale; None: they are dense.
+
+        Raises:
+            ConfigError: the weights are quantised in a form that is not read.
+        """
+        if (values := quantization_of(self.path)) is not None:
+            scheme = scheme_of(values, self.path)
+            return scheme.format, scheme.group_size
+        form = format_of_files(self.path) if self.is_hub else None
+        return None if form is None else (form, 64)
 
     def check_whole(self) -> None:
         """Refuse a run without weights or the files of its family; reads none of them.
@@ -358,18 +378,26 @@ class Run:
         """
         if self.is_quantized:
             return open_quantized(self.path, self.config)
-        if self.is_hub:
-            return HubModel(self.path, dtype=dtype)
-        return Checkpoint(self.checkpoint, prefix="model.")
+        if not self.is_hub:
+            source = checkpoint_weights(self.checkpoint, dtype)
+            return source if self.rounds is None else RoundedExperts(source, self.rounds)
+        model = HubModel(self.path, dtype=dtype)
+        if self.rounds is None:
+            return model
+        kind = Fp8Experts if self.rounds.format == "fp8" else RoundedExperts
+        return kind(model, self.rounds)
+
+    def open_widened(self, dtype: torch.dtype | None = None) -> TensorSource:
+        """As `open_weights`, with experts in a quantised format widened while they are read."""
+        found = self.open_weights(dtype)
+        return WidenedExperts(found) if isinstance(found, PackedExperts) else found
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of a model, or this rank's shards of them, by their names in its state dict.
 
         Raises:
-            ConfigError: the weights are quantised.
             CheckpointError: the run lacks a tensor, or has it in another shape.
         """
-        self.check_trains()
         read_into(self.open_weights(), targets)
 
     @property
@@ -409,6 +437,54 @@ def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
     folder = RunDir(run_dir)
     config, family = folder.read_config(family)
     return Run(folder.path, config, family)
+
+
+def find_model(path: str | Path, family: Family | None = None) -> Run:
+    """Description of a folder's model; no weights are read.
+
+    Args:
+        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of `expertmesh quantize`.
+        family: family of a run, if it is none of this package.
+
+    Raises:
+        ConfigError: the folder is none of these, or of another family.
+    """
+    folder = expanded(path)
+    is_quantized = quantization_of(folder) is not None
+    if is_hub_folder(folder):
+        config = hub_run_config(folder, is_quantized=is_quantized)
+        return Run(folder, config, GPT, folder, is_quantized)
+    if is_quantized:
+        found, family = RunDir(folder).read_config(family, is_quantized=True)
+        return Run(folder, found, family, folder, is_quantized)
+    return find_run(path, family)
+
+
+def find_base(checkpoint: Path) -> tuple[Run, AdapterConfig] | None:
+    """The run or hub folder that a checkpoint's adapters are for, with its weights, and their options; see `read_record`."""
+    found = read_record(checkpoint)
+    if found is None:
+        return None
+    base = replace(find_model(found.path), weights=found.weights, rounds=found.rounds)
+    return base, found.config
+
+
+def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
+    """Weights of a run's checkpoint by the names of its model; adapters are merged into the weights of their base.
+
+    Args:
+        checkpoint: the checkpoint.
+        dtype: type of the weights of a base in the hub's format; None: the type of its files.
+
+    Raises:
+        ConfigError: there is no base any more.
+        CheckpointError: the base has changed, or the checkpoint is unreadable.
+    """
+    own, found = Checkpoint(checkpoint, prefix="model."), find_base(checkpoint)
+    if found is None:
+        return own
+    base, config = found
+    return AdaptedModel(base.open_widened(dtype), own, config)
 
 
 def load_run(run_dir: str | Path, family: Family | None = None) -> Run:

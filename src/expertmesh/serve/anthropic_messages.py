@@ -147,12 +147,19 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details by which clients know to send the conversation instead."""
+
+
 def translated(request: CountTokensRequest) -> TranslatedRequest:
     """The request as a chat completion.
 
     Raises:
         RequestError: a field is not served, or could change the answer and is unknown.
     """
+    if (request.model_extra or {}).get("thread") is not None:
+        why = "thread: conversations are not kept here; send all messages"
+        raise RequestError(400, why, param="thread", details=_NO_THREADS)
     messages, origins = _messages(request)
     body = passed(request.model_extra, _REFUSED) | without_nulls(
         model=request.model,

@@ -42,6 +42,7 @@ class RequestError(Exception):
         message: the problem and the fix.
         param: name of the field.
         code: machine-readable code.
+        details: what clients of Anthropic's interface read to go on.
         headers: headers of the response.
     """
 
@@ -52,10 +53,12 @@ class RequestError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        details: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers
+        self.details = details
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The error as JSON, in the format of a path's interface."""
@@ -63,7 +66,8 @@ class RequestError(Exception):
             return self.body
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else _WRONG)
         message = self.body["error"]["message"]
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
     @property
     def body(self) -> dict[str, Any]:

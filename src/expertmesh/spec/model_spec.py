@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from expertmesh.spec.resting import Resting
+
 Role = Literal[
     "embedding", "positions", "head", "router", "gate", "matrix", "norm", "bias", "scale"
 ]
@@ -50,6 +52,7 @@ class Parameter:
         cut: axis of `axes` along which tensor parallelism cuts it, if the sizes divide evenly; None: every rank has it whole.
         is_output: whether its product is added to the residual stream; such matrices have smaller initial values.
         begins: initial value of all its elements; None: 1 for norms, 0 for biases, drawn at random for all others.
+        rests: how it is kept where it does not learn; None: it learns, in FP32.
         hub: names of the tensors that it is made of in checkpoints of the hub: queries, keys and values along heads, one per
             branch along branches; `{expert}` stands for an expert's number. Empty: the hub has none.
     """
@@ -64,6 +67,7 @@ class Parameter:
     is_output: bool = False
     begins: float | None = None
     hub: tuple[str, ...] = ()
+    rests: Resting | None = None
 
     @property
     def first_value(self) -> float | None:

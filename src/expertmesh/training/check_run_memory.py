@@ -23,7 +23,10 @@ def check_run_memory(
     Raises:
         ConfigError: the run is too large, or its teacher's configuration is unreadable.
     """
-    costs = family.costs_of(config, num_ranks=num_ranks, dtype="float32")
+    # weights that learn are FP32 in any case; what rests under adapters has the type of the products, if unknown the smaller
+    given = config.train.dtype if config.adapter.rests else "float32"
+    kind = "bfloat16" if given == "auto" else given
+    costs = family.costs_of(config, num_ranks=num_ranks, dtype=kind)
     if costs is None:
         return
     on_host = device.type == "cpu" or config.parallel.offload

@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.manifest import find_damage
 from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.checkpoints.source import read_whole
@@ -15,10 +14,8 @@ from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, output_file, remove_leftovers
 from expertmesh.errors import CheckpointError, ConfigError, command, named
-from expertmesh.runs.run_dir import find_run, load_run
+from expertmesh.runs.run_dir import checkpoint_weights, find_run, load_run
 from expertmesh.training.state import read_run_state
-
-_MODEL = "model."
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     check_only_files(source, what=str(source))
     checkpoint = find_checkpoint(source)
     state = read_run_state(checkpoint, "step", "config")
-    weights = Checkpoint(checkpoint, prefix=_MODEL)
+    weights = checkpoint_weights(checkpoint)
     tensors = [
         FileTensor(name, kept.dtype, kept.shape) for name, kept in sorted(weights.tensors.items())
     ]

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.checkpoints.dcp import Make
+from expertmesh.checkpoints.merged_adapters import is_factor
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming, new_folder
@@ -20,16 +21,17 @@ from expertmesh.models.bound_files import RECORD, hashes_in
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.family import Family
 from expertmesh.models.registry import FAMILIES, find_family
-from expertmesh.models.task import Data
+from expertmesh.models.task import Data, Task
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer, grouped_layers
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.open import find_model
-from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
+from expertmesh.runs.base_record import base_record
+from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.text.tokenizer_files import files_in
-from expertmesh.training.state import RunProgress
+from expertmesh.training.place_base import packed_storage
+from expertmesh.training.state import RunProgress, TrainState
 
 _MODEL = "model."
 
@@ -51,10 +53,13 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
     if begin is None:
         return config
     named = None if family.name in FAMILIES else family
+    if config.adapter.rests:
+        config = config.updated(packed_storage(config.base, find_model(begin, named)))
     own = RunDir(config.train.run_dir)
     if config.train.resume == "never" or not _can_go_on(own, family):
         run = find_model(begin, named)
-        run.check_trains()
+        if not config.adapter.rests:
+            run.check_trains()
         run.check_whole()
         return family.begun_with(config, run.config, where=begin)
     saved, _ = own.read_config(named)
@@ -84,10 +89,22 @@ def run_of_init_from(
         PeerError: another rank failed.
     """
     begin = config.train.init_from
-    if begin is None or ranks.on_rank0(lambda: list_checkpoints(run_dir.checkpoints)):
+    if begin is None:
+        return None
+    goes_on = ranks.on_rank0(lambda: list_checkpoints(run_dir.checkpoints))
+    if goes_on and not config.adapter.rests:  # checkpoints of adapters lack what rests
         return None
     own = None if family.name in FAMILIES else family
     return ranks.on_all(lambda: find_model(begin, own)).with_weights(ranks)
+
+
+def load_base(begin: Run, task: Task, state: TrainState, data: Data) -> None:
+    """Load the weights that a run begins with, or on which its adapters are."""
+    inherited = task.builder.inherited(state.model, begin.config, data)
+    targets = {name: tensor for name, tensor in inherited.items() if not is_factor(name)}
+    state.ranks.on_all(lambda: begin.load_into(targets))
+    if task.config.adapter.rests:
+        state.base = state.ranks.on_rank0(lambda: base_record(begin))
 
 
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:
@@ -125,9 +142,9 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     for layer in model.modules():
         if isinstance(layer, MoELayer) and not isinstance(layer.dispatcher, LocalDispatcher):
             raise ConfigError("model is spread over ranks; save it on one process, loaded whole")
+    if any(is_factor(name) for name in model.state_dict()):
+        raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
     for _, _, experts in grouped_layers(model):
-        if experts.adapters is not None:
-            raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
         if experts.format != "dense":
             raise ConfigError(
                 f"model has {experts.format} experts; give the one that was quantised"

@@ -29,7 +29,7 @@ from expertmesh.training.check_run_memory import check_run_memory
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
-from expertmesh.training.init_from import kept_files, run_of_init_from, with_init_from
+from expertmesh.training.init_from import kept_files, load_base, run_of_init_from, with_init_from
 from expertmesh.training.kept_samples import Sampler, check_samples, kept_samples
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
@@ -43,6 +43,7 @@ from expertmesh.training.optim import (
 )
 from expertmesh.training.pace import Pace
 from expertmesh.training.param_groups import summary
+from expertmesh.training.place_base import place_model, with_format
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.settle import settle
 from expertmesh.training.state import (
@@ -57,7 +58,7 @@ from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import find_teacher, open_teacher, teacher_bytes
 from expertmesh.training.threads import Threads, computing_with
 from expertmesh.training.trackers import AllTrackers, Files, OwnTracker, Tracker
-from expertmesh.training.what_learns import learning_lines
+from expertmesh.training.what_learns import counts_of_parts, learning_lines
 
 
 class _LeftOutError(Exception):
@@ -189,7 +190,8 @@ def train(
             stack.enter_context(computing_with(threads))
         stack.enter_context(precision.products())
         torch.manual_seed(config.train.seed)  # data preparation may have drawn random numbers
-        own = (family, task, recipe, run_dir, data, precision, threads, ranks, ends, sampler)
+        begin = ranks.on_all(lambda: with_format(begin, config, precision))
+        own = (family, task, recipe, run_dir, data, precision, threads, ranks, ends, sampler, begin)
         trainer = ranks.on_all(lambda: _Trainer(*own))
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
@@ -226,6 +228,7 @@ class _Trainer:
         ranks: Ranks,
         ends: Ends,
         sampler: Sampler | None,
+        begin: Run | None,
     ) -> None:
         self.ends, self.sampler = ends, sampler
         self.ended_early: EarlyEnd | None = None
@@ -238,9 +241,7 @@ class _Trainer:
             config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
         )
         task.builder.plans = run_dir.plans
-        model = task.builder.place(
-            device=precision.device, dtype=precision.master_dtype, ranks=ranks
-        )
+        model = place_model(task, begin, precision, ranks)
         task.teacher = open_teacher(
             family, task, data, precision=precision, ranks=ranks, student=model
         )
@@ -267,10 +268,9 @@ class _Trainer:
         if self.ranks.is_leader:
             self.store.remove_leftovers()
         path = newest_good(self.run_dir.checkpoints, self.ranks) or trunk
+        if begin is not None:
+            load_base(begin, self.task, self.state, self.data)
         if path is None:
-            if begin is not None:
-                targets = self.task.builder.inherited(self.state.model, begin.config, self.data)
-                self.ranks.on_all(lambda: begin.load_into(targets))
             return 0
         values = read_run_state(path)
         self.ranks.on_rank0(
@@ -560,7 +560,7 @@ class _Trainer:
         return [path for path in paths if step_of(path) <= self.state.progress.step]
 
     def _description(self, first: int) -> str:
-        parameters = sum(p.numel() for p in self.state.model.parameters())
+        parameters = sum(one.total() for one in counts_of_parts(self.state.model))
         start = f"resuming after step {first}" if first else "starting"
         if first and self.saved_step is None:
             start = f"leaving the trunk {self.config.train.branch_from} after step {first}"

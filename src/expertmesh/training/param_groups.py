@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from expertmesh.moe.expert_adapters import Adapter
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.learning import Role, said_role
+from expertmesh.moe.module_adapters import Adapter
 from expertmesh.moe.router import CosineRouter
 from expertmesh.spec.model_spec import ModelSpec
 

@@ -19,6 +19,7 @@ from expertmesh.models.family import Family
 from expertmesh.models.registry import DEFAULT
 from expertmesh.models.task import Data
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.base_record import BASE, check_same_base
 from expertmesh.training.moments_saved import MomentsReader
 from expertmesh.training.torchao_adamw import plain_tensors
 
@@ -86,6 +87,7 @@ class TrainState:
         progress: progress of the run.
         ranks: ranks over which model and optimizer are sharded.
         loaded: message about the loaded state; empty: no message.
+        base: record of the weights that rest and are in no checkpoint, see `base_record`; None: all are saved.
     """
 
     model: nn.Module
@@ -94,13 +96,14 @@ class TrainState:
     progress: RunProgress
     ranks: Ranks = field(default_factory=Ranks)
     loaded: str = ""
+    base: Mapping[str, str] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random states.
 
         Sharded parameters and their moments are DTensors.
         """
-        found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        found = self._of_model()
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 for part, tensor in plain_tensors(key, value).items():
@@ -111,7 +114,8 @@ class TrainState:
         self, config: RunConfig, *, recipe: str, data_key: str, files: Mapping[str, str]
     ) -> dict[str, Any]:
         """All plain values of a checkpoint; `files` are from `hashes_of`."""
-        return {
+        base = {} if self.base is None else {BASE: dict(self.base)}
+        return base | {
             "progress": asdict(self.progress),
             "scaler": self.scaler.state_dict(),
             "config": config.model_dump(mode="json"),
@@ -126,9 +130,11 @@ class TrainState:
         Raises:
             CheckpointError: it is unreadable, or of another model.
         """
-        targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        targets = self._of_model()
         known = set().union(*self.ranks.gather(list(targets)))  # modules may be on other ranks
         values = read_run_state(path)
+        if self.base is not None:
+            check_same_base(read_state(path).get(BASE), self.base, where=path)
         progress = RunProgress.saved(values["progress"], where=path / "state.json")
         source = Checkpoint(path)
         saved = source.tensors
@@ -146,6 +152,16 @@ class TrainState:
         if self.scaler.is_enabled() and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
         self.progress = progress
+
+    def _of_model(self) -> dict[str, Tensor]:
+        """Tensors of the model in checkpoints: all, or with a base those that learn."""
+        state = self.model.state_dict()
+        if self.base is not None:
+            learned = {name for name, _ in self._parameters()}
+            routers = {name.partition(".router.")[0] for name in learned if ".router." in name}
+            learned |= {f"{layer}.expert_bias_E" for layer in routers}
+            state = {name: tensor for name, tensor in state.items() if name in learned}
+        return {f"model.{name}": tensor for name, tensor in state.items()}
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -203,7 +219,7 @@ def check_same_run(
         dotted_values(run.model_dump(mode="json")) for run in (before, config)
     )
     for name, value in new_fields.items():
-        is_fixed = name.startswith(("model.", "distill.")) or name in (
+        is_fixed = name.startswith(("model.", "distill.", "base.")) or name in (
             "train.seed",
             "optim.name",
             *family.fixed,

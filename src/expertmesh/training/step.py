@@ -94,7 +94,8 @@ def training_step(
     is_finite = all(map(math.isfinite, (loss, aux_loss, z_loss, grad_norm)))
     if is_finite:
         scaler.step(optimizer)
-        if "router" not in config.train.freeze:  # the balancing bias is part of the router
+        # the balancing bias is part of the router
+        if "router" not in config.train.freeze and not config.adapter.routers_rest:
             balance_experts(model, counter.counts)
     scaler.update()
     load = measure_load(counts, sum(dropped))
@@ -152,7 +153,8 @@ def accumulate_gradients(
             with precision.autocast():
                 found = task.loss(model, mine, Part(step, rows, ranks, num_mine))
             loss = found.total / num_items
-            aux_loss, z_loss = routing_losses(found.stats, loss, shares)
+            stats = () if task.config.adapter.routers_rest else found.stats
+            aux_loss, z_loss = routing_losses(stats, loss, shares)
             scaler.scale(loss + aux_loss + z_loss).backward()
             balance.add(found.stats)
             counter.add(found.stats, _watched(task, mine, ranks) if watch else None)

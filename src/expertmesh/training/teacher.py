@@ -17,9 +17,9 @@ from expertmesh.models.registry import FAMILIES
 from expertmesh.models.task import Data, Task
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.open import find_model, open_model
+from expertmesh.runs.open import open_model
 from expertmesh.runs.precision import Precision
-from expertmesh.runs.run_dir import Run, RunDir
+from expertmesh.runs.run_dir import Run, RunDir, find_model
 from expertmesh.text.tokenizer import gives_same_tokens
 
 _IN_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.(.*)")

@@ -9,13 +9,14 @@ from torch import nn
 from expertmesh.costs.memory_text import memory_text
 from expertmesh.models.family import Family
 from expertmesh.models.task import Task
+from expertmesh.moe.layer import grouped_layers
 from expertmesh.runs.precision import Precision
 from expertmesh.training.state import TrainState
 
 _PARTS = (
     (r"(^|\.)router\b", "routers"),
-    (r"(^|\.)experts\.w_in\b", "experts w_in"),
-    (r"(^|\.)experts\.w_out\b", "experts w_out"),
+    (r"(^|\.)experts\.(adapters\.)?w_in\b", "experts w_in"),
+    (r"(^|\.)experts\.(adapters\.)?w_out\b", "experts w_out"),
     (r"(^|\.)experts\.", "experts' biases"),
     (r"(^|\.)(shared_experts|shared_gate)\b", "shared experts"),
     (r"(^|\.)attention\.", "attention"),
@@ -33,8 +34,14 @@ def part_of(name: str) -> str:
 
 
 def counts_of_parts(model: nn.Module) -> tuple[Counter[str], Counter[str]]:
-    """Numbers of parameters that learn, and of those that rest, by part of the model."""
+    """Numbers of parameters that learn, and of those that rest, by part of the model; packed experts by their format."""
     learning, resting = Counter[str](), Counter[str]()
+    for _, _, experts in grouped_layers(model):
+        if experts.format != "dense":
+            w = experts.weights().slices()[0]
+            E, G, F, D = w.shape
+            biases = (b.numel() for b in (w.b_in_EGF, w.b_out_ED) if b is not None)
+            resting[f"experts in {experts.format}"] += E * (G + 1) * F * D + sum(biases)
     for name, parameter in model.named_parameters():
         (learning if parameter.requires_grad else resting)[part_of(name)] += parameter.numel()
     return learning, resting
@@ -63,4 +70,6 @@ def learning_lines(
     dtype = str(precision.compute_dtype).removeprefix("torch.")
     costs = family.costs_of(task.config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu)
     if costs is not None:
+        if costs.adapters:
+            yield f"adapters: {costs.adapters}"
         yield f"memory: {memory_text(costs.memory, num_ranks, on_gpu=on_gpu)}"

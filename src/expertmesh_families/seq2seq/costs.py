@@ -81,7 +81,7 @@ def seq2seq_costs(
     spec = seq2seq_spec(model)
     samples = train.samples_per_pass
     flops = forward_flops(model, source_len=S, target_len=T, batch_size=samples)
-    sizes = SampleSizes(spec, _activation_elements(model))
+    sizes = SampleSizes(spec, activation_elements(model))
     return RunCosts(
         parameters=spec.num_parameters,
         active=spec.num_active,
@@ -91,7 +91,7 @@ def seq2seq_costs(
     )
 
 
-def _activation_elements(config: Seq2SeqConfig) -> int:
+def activation_elements(config: Seq2SeqConfig) -> int:
     """Elements that one sample saves for the backward pass: attention, dropout, norms, feed-forwards and logits.
 
     With untied positions, queries, keys, values and attention output have double width: 8 D, instead of 6 D for them and the

@@ -19,6 +19,7 @@ SEQ2SEQ = Family(
     config=Seq2SeqRunConfig,
     recipes=RECIPES,
     costs="expertmesh_families.seq2seq.costs:seq2seq_costs",
+    sizes="expertmesh_families.seq2seq.sizes:sizes_of_translation",
     items="tokens",
     metric=Metric("loss", "nats per target token", "nats/token"),
     free=("model.moe.backend",),

@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
 
 def _open(options: ClassifyVerb) -> Any:
     """Run of the options, with their expert capacity and drop policy."""
-    from expertmesh.runs.open import find_model
+    from expertmesh.runs.run_dir import find_model
     from expertmesh_families.swin.config import SwinRunConfig
 
     found = find_model(options.run)

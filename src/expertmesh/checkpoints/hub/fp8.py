@@ -69,6 +69,16 @@ class Fp8Files(HubFiles):
             self.entries[name] = matrix._replace(dtype=torch.bfloat16)
             self._scaled[self.entries[name]] = matrix, scales
 
+    @property
+    def has_square_blocks(self) -> bool:
+        """Whether blocks are as `ops/experts/quantized_formats.py` has them."""
+        return self._block_size == _BLOCK_SIZE
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """A matrix in FP8 and its scales as they are in the files; None: the matrix is in another type."""
+        pair = self._scaled.get(self.entries[name])
+        return None if pair is None else (pair[0].mapped(), pair[1].mapped())
+
     def tensor(self, name: str) -> Tensor:
         """See `HubFiles.tensor`; a matrix in FP8 is widened whole."""
         return self.part(name, whole_box(self.entries[name].shape))

@@ -12,6 +12,7 @@ from expertmesh.checkpoints.box import Box, overlap
 from expertmesh.checkpoints.hub.configs import model_config, say_left_out
 from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.find_family import hub_family
+from expertmesh.checkpoints.hub.fp8 import Fp8Files
 from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.hub.widened import hub_files, is_widened
 from expertmesh.checkpoints.safetensors import (
@@ -133,6 +134,20 @@ class HubModel:
             at, sizes = _there(piece, within)
             view = piece.turned(into[ours].view(sizes))
             self._files.copy(piece.hub_name, at, view, dtype=dtype)
+
+    def stored_fp8(self, name: str, expert: int) -> tuple[Tensor, Tensor] | None:
+        """An expert's values and FP32 scales as the files have them; None: not in FP8, or not in blocks of 128 by 128."""
+        files = self._files
+        if not isinstance(files, Fp8Files) or not files.has_square_blocks:
+            return None
+        own = [p for p in self._pieces[name] if p.ours_at[0] == slice(expert, expert + 1)]
+        pairs = [pair for p in own if (pair := files.stored(p.hub_name)) is not None]
+        if not own or len(pairs) < len(own):
+            return None
+        values, scales = zip(*pairs, strict=True)
+        is_branched = len(own[0].ours_at) == 4
+        wide = [scale.float() for scale in scales]
+        return (torch.stack(values), torch.stack(wide)) if is_branched else (values[0], wide[0])
 
 
 def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:

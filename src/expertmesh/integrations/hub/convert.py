@@ -13,12 +13,14 @@ from expertmesh.checkpoints.hub.load_pretrained import (
     hub_run_config,
     read_config,
 )
+from expertmesh.checkpoints.peft_writing import ExpertLayout
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import new_folder
-from expertmesh.errors import ConfigError, command
+from expertmesh.errors import ConfigError, command, named
+from expertmesh.integrations.hub.adapter_folder import write_adapter_folder
 from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT as GPT_FAMILY
@@ -44,7 +46,13 @@ class Converted(NamedTuple):
 
 
 def convert(
-    source: str | Path, target: str | Path, *, dtype: torch.dtype | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter_only: bool = False,
+    expert_layout: ExpertLayout = "fused",
+    check: bool = True,
 ) -> Converted:
     """Convert a checkpoint; the direction follows from the source.
 
@@ -52,6 +60,11 @@ def convert(
         source: a folder saved by transformers, or a run directory or checkpoint of this package.
         target: folder to create, which must not exist: a run directory for a hub source, else a hub folder.
         dtype: dtype of the weights; None: unchanged, except that FP64 is exported as FP32, with a warning.
+        adapter_only: write a folder of peft with the adapters of a run; else they are merged into the weights.
+        expert_layout: adapters of experts on transformers' tensors of all experts (fused), or on each expert's matrices
+            (per-expert), for vLLM.
+        check: before a run with adapters is done, compare the logits of adapters, merged weights and, with adapter_only, adapters
+            in the engine.
 
     Returns:
         Path and description of the new folder.
@@ -76,9 +89,20 @@ def convert(
             f"for one file under the names of expertmesh use: {command(f'export {source} --output {target}')}",
         )
     new_folder("to", target)
+    if expert_layout != "fused" and not adapter_only:
+        rule = f"has no effect without {named('adapter_only', True)}"
+        raise ConfigError("expert_layout", expert_layout, rule, "leave one of them out")
     if (source / "config.json").is_file() and "model_type" in read_config(source):
+        if adapter_only:
+            rule = "is a model of the hub, without adapters of its own"
+            raise ConfigError("from", source, rule, "give the run that trained them")
         return _from_hub(source, target, dtype)
     checkpoint = find_checkpoint(source)
+    if adapter_only:
+        if dtype is not None:
+            raise ConfigError("dtype", dtype, "adapters are written as they are", "leave it out")
+        count = write_adapter_folder(checkpoint, target, layout=expert_layout, check=check)
+        return Converted(target, f"adapters of {count} parameters of {checkpoint}")
     run_dir = checkpoint.parent.parent
     values = read_run_state(checkpoint, "config")["config"]
     if (name := values.get("family", GPT_FAMILY.name)) != GPT_FAMILY.name:
@@ -90,7 +114,7 @@ def convert(
         )
     with saved_run():
         config = GPTRunConfig.model_validate(values)
-    family = save_pretrained(checkpoint, run_dir, config, target, dtype=dtype)
+    family = save_pretrained(checkpoint, run_dir, config, target, dtype=dtype, check=check)
     return Converted(target, f"a {family.architecture} of {checkpoint}")
 
 

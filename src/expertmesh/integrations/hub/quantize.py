@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.compressed_tensors import Scheme, is_expert, own_pieces
-from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.family import Piece
 from expertmesh.checkpoints.hub.find_family import find_hub_family, hub_family
 from expertmesh.checkpoints.hub.layout import pieces
-from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_dtype, read_config
+from expertmesh.checkpoints.hub.load_pretrained import hub_dtype, read_config
 from expertmesh.checkpoints.safetensors import QUANTIZATION, FileTensor, write_shards
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded, parse_json
@@ -28,10 +27,10 @@ from expertmesh.ops.quantized.pack import to_words
 from expertmesh.ops.quantized.rounding import FORMATS, GROUP_SIZES, Format, rounded
 from expertmesh.runs.arithmetic import read_arithmetic
 from expertmesh.runs.calibration import MOST_BYTES, importance_of
-from expertmesh.runs.open import find_model, open_model
+from expertmesh.runs.open import open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.quantized import REPORT
-from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
+from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.training.threads import threads_of_calls
@@ -133,11 +132,7 @@ def quantize(
             "source", source, f"is of family {run.family.name}", "quantise a model of family gpt"
         )
     run = run.with_weights()
-    weights: TensorSource = (
-        HubModel(run.path, dtype=dtype)
-        if run.is_hub
-        else Checkpoint(run.checkpoint, prefix="model.")
-    )
+    weights = run.open_weights(dtype)
     dtype = dtype or _dtype_of(run)
     scheme = Scheme(format) if group_size is None else Scheme(format, group_size)
     plan = _planned(run, weights, scheme, layers, dtype)

@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.family import HubFamily, Piece
 from expertmesh.checkpoints.hub.layout import pieces
+from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import complete_folder, new_folder
+from expertmesh.integrations.hub.adapter_folder import check_logits
 from expertmesh.integrations.hub.exports import export_family, hub_config, origin_of, say_left_out
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
+from expertmesh.runs.run_dir import checkpoint_weights
 from expertmesh.text.chat import OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.text.format import find_format, text_format
 from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer, with_start
 from expertmesh.text.tokenizer_files import CONFIG
 
-_MODEL = "model."
 _CLASS = "PreTrainedTokenizerFast"
 """transformers' class that takes a tokenizer.json as it is."""
 _log = logging.getLogger("expertmesh.integrations")
@@ -39,6 +40,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    check: bool = True,
 ) -> HubFamily:
     """Write a checkpoint in the format of transformers, vLLM and SGLang; the folder appears only when it is complete.
 
@@ -50,12 +52,14 @@ def save_pretrained(
         dtype: dtype of the weights; None: the experts' dtype in the checkpoint, with FP64 written as FP32, because no
             other program computes in FP64.
         shard_bytes: maximum bytes of a file.
+        check: compare the logits of merged and of unmerged adapters, of a run that has some.
 
     Returns:
         The architecture of the written model.
 
     Raises:
         ConfigError: an option has no counterpart in hub architectures, or the folder exists.
+        CheckpointError: logits of merged and of unmerged adapters differ.
     """
     family = export_family(config.model, origin_of(run_dir))
     new_folder("to", folder)
@@ -63,13 +67,15 @@ def save_pretrained(
         written = dtype or _dtype_of(checkpoint)
         _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
         write_rest(run_dir, config.model, family, partial, written)
+        if check and config.adapter.rests:
+            check_logits(checkpoint, HubModel(partial))
     say_left_out(config.model, family)
     return family
 
 
 def _dtype_of(checkpoint: Path) -> torch.dtype:
     """Dtype of the experts' weights to write; the router is FP32 in any case."""
-    found = Checkpoint(checkpoint, prefix=_MODEL).tensors
+    found = checkpoint_weights(checkpoint).tensors
     dtype = next(kept.dtype for name, kept in found.items() if name.endswith("experts.w_in"))
     if dtype != torch.float64:
         return dtype
@@ -106,7 +112,7 @@ def _targets(several: list[Piece], dtype: torch.dtype) -> list[FileTensor]:
 def _values(
     checkpoint: Path, by_ours: list[tuple[str, list[Piece]]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    source = Checkpoint(checkpoint, prefix=_MODEL)
+    source = checkpoint_weights(checkpoint)
     for ours, several in by_ours:
         tensor = read_whole(source, ours)
         for target in _targets(several, dtype):

@@ -8,8 +8,9 @@ from expertmesh.costs.matrix_products import Product
 from expertmesh.costs.run_costs import RunCosts, memory_of
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.flops import forward_flops
-from expertmesh.models.gpt.sizes import sizes_of
+from expertmesh.models.gpt.resting import sizes_of_run
 from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.adapter_counts import adapter_text
 
 
 def gpt_costs(
@@ -34,7 +35,7 @@ def gpt_costs(
             activation_checkpointing=train.activation_checkpointing
         ),
         memory=memory_of(
-            sizes_of(config.model),
+            sizes_of_run(config),
             config,
             num_ranks=num_ranks,
             dtype=dtype,
@@ -42,6 +43,7 @@ def gpt_costs(
             seq_len=seq_len,
             recomputes_h=config.model.moe.recompute_h,
         ),
+        adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )
 
 

@@ -5,12 +5,20 @@ from typing import Any
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.gpt.config import GPTRunConfig, begun_with
 from expertmesh.models.gpt.recipes import RECIPES, finetune
+from expertmesh.models.gpt.spec import gpt_spec
+from expertmesh.spec.adapter_targets import check_targets
 
 
 def _task(config: GPTRunConfig) -> Any:
     from expertmesh.models.gpt.task import GPTTask
 
     return GPTTask(config)
+
+
+def _begun(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
+    found = begun_with(config, other)
+    check_targets(found.adapter, gpt_spec(found.model))
+    return found
 
 
 GPT = Family(
@@ -26,7 +34,7 @@ GPT = Family(
     free=("model.moe.backend",),
     generates_text=True,
     files=("tokenizer.json",),
-    begin=begun_with,
+    begin=_begun,
     finetune=finetune,
 )
 """The GPT family."""

@@ -24,6 +24,7 @@ def layer_activation_bytes(
     work: Workload,
     arrived: float = 0.0,
     recomputes_h: bool = False,
+    adapts: bool = False,
 ) -> float:
     """Bytes that one layer saves per token for its backward pass.
 
@@ -33,6 +34,7 @@ def layer_activation_bytes(
         work: sequences and compute dtype.
         arrived: rows per token that come from other ranks, saved beside a rank's own tokens.
         recomputes_h: whether the experts' pre-activations are computed again.
+        adapts: whether experts have adapters, which save their rows and products, and recompute nothing.
 
     Returns:
         An estimate from the tensors that PyTorch and our operators save on the CPU. Norms save their input, attention its
@@ -64,8 +66,11 @@ def layer_activation_bytes(
     if not num_experts:
         return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
     branches = num_branches(config.activation)
-    rows = 0 if recomputes_h else arrived or rows_per_token(moe, num_experts)
+    all_rows = arrived or rows_per_token(moe, num_experts)
+    rows = 0 if recomputes_h and not adapts else all_rows
     elements = (1 + arrived) * config.dim + rows * branches * moe.hidden_dim
+    if adapts:
+        elements += all_rows * (config.dim + moe.hidden_dim)
     if moe.num_shared_experts or moe.shared_hidden_dim:
         hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
         elements += _mlp_elements(hidden_dim, config)
@@ -77,17 +82,20 @@ def layer_activation_bytes(
     return bytes_per_token + elements * compute + router
 
 
-def gpt_activations(config: ModelConfig, layout: RankLayout, work: Workload) -> Activations:
+def gpt_activations(
+    config: ModelConfig, layout: RankLayout, work: Workload, *, adapts: bool = False
+) -> Activations:
     """Activations of a rank, layer by layer; of the temporary buffers only the gradient of the logits is counted.
 
     Args:
         config: the model.
         layout: layout of the run.
         work: sequences and compute dtype.
+        adapts: whether experts have adapters.
     """
     T = layout.tokens_per_pass(work.seq_len)
     kept, recomputed, dispatch, logits = _per_token(
-        config, layout.checkpointing, layout.route_degree, layout.layer_routes, work
+        config, layout.checkpointing, layout.route_degree, layout.layer_routes, work, adapts
     )
     rows = min(T, chunk_rows(config.vocab_size, on_gpu=work.on_gpu))
     return Activations(
@@ -102,6 +110,7 @@ def _per_token(
     route_degree: int,
     layer_routes: tuple[int, ...],
     work: Workload,
+    adapts: bool,
 ) -> tuple[float, float, float, float]:
     """Bytes per token (kept, recomputed, in dispatch, of logits)."""
     b, stream, again = work.element_bytes, work.master_bytes, checkpointing == "full"
@@ -123,6 +132,7 @@ def _per_token(
                 work=work,
                 arrived=arrived,
                 recomputes_h=recomputes_h,
+                adapts=adapts,
             )
         )
     kept = len(layers) * config.dim * stream if again else sum(layers)

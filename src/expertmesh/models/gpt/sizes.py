@@ -20,15 +20,17 @@ class GPTSizes(ModelSizes):
 
     Attributes:
         config: configuration of the model.
+        adapts: whether experts have adapters.
     """
 
     config: ModelConfig = field(kw_only=True)
+    adapts: bool = False
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
         """Activations of a rank."""
         if work.states not in OURS:
             return super().activations(layout, work)
-        return gpt_activations(self.config, layout, work)
+        return gpt_activations(self.config, layout, work, adapts=self.adapts)
 
 
 def sizes_of(config: ModelConfig) -> GPTSizes:
@@ -99,11 +101,12 @@ def _block(
     width, keys = config.num_heads * head, config.kv_heads * head
     score_width = 2 * width
     kept_width = 2 * width + 2 * keys + (width + keys) * (2 if config.qk_norm else 1)
+    made = 0  # by up-projections of latents
     if config.is_latent:
         values = config.num_heads * config.latent.v_head_dim
         score_width = width + values
         small = (config.latent.q_lora_rank or 0) + (config.latent.kv_lora_rank or 0)
-        kept_width = 3 * width + 2 * values + small
+        kept_width, made = 3 * width + 2 * values + small, 3 * width + values
     return LayerSizes(
         count=number,
         attention_elements=attention,
@@ -120,4 +123,14 @@ def _block(
         num_matrices=num_branches(config.activation) + 1,
         dense_parameters=num_elements(p for p in layer if not p.is_expert),
         expert_parameters=routed // num_experts if num_experts else 0,
+        latent_width=made,
+        latent_elements=_up_projections(config) if made else 0,
     )
+
+
+def _up_projections(config: ModelConfig) -> int:
+    """Elements of the matrices that make queries, keys and values of latents."""
+    latent, heads = config.latent, config.num_heads
+    queries = (latent.q_lora_rank or config.dim) * heads * config.head_size
+    keys = config.head_size - latent.qk_rope_head_dim
+    return queries + (latent.kv_lora_rank or 0) * heads * (keys + latent.v_head_dim)

@@ -195,7 +195,8 @@ def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
         w_ENK.device.type == "cpu"
         and by_the_best_library
         and 4 * num_live >= w_ENK.shape[0]
-        and w_ENK.shape[2] * w_ENK.element_size() % 16 == 0
+        # the stride, not the width: of matrices of one row it may be another
+        and w_ENK.stride(1) * w_ENK.element_size() % 16 == 0
         and w_ENK.is_contiguous()
     )
 

@@ -5,16 +5,18 @@ have different adapters, the experts' own products run over all tokens together,
 of its tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate
+from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts import native
 from expertmesh.ops.experts.adapted_linear import adapted_linear, low_rank
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
@@ -42,9 +44,64 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     for adapter in call.adapters:
         if adapter is not None and not adapter.is_shared:
             _check(adapter, call.experts.num_experts)
+    if call.batch_invariant:
+        factors = [t for one in call.adapters if one is not None for t in one[:2]]
+        y_TD: Tensor = _Invariant.apply(call, *call.differentiable, *factors)
+        return y_TD
+    return _forward_of_all(call)
+
+
+def _forward_of_all(call: ExpertsCall) -> Tensor:
+    """Compute `moe_mlp` where all tokens have the same adapters."""
+    assert call.maps is not None and call.adapters is not None
     how: dict[str, Any] = {"offsets_E": call.maps.offsets_E, "backend": call.backend}
     on_in, on_out = (partial(_times, adapter, **how) for adapter in call.adapters)
     return _between(call, on_in, on_out)
+
+
+class _Invariant(torch.autograd.Function):
+    """Batch-invariant sums; the backward computes the call again by ordinary ones, whose gradients it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ExpertsCall, *tensors: Tensor) -> Tensor:
+        assert call.adapters is not None
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        run = AdapterRun(0, len(call.x_TD), *call.adapters)
+        return invariant_forward(call._replace(adapters=None, runs=(run,)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        leaves = [
+            t.detach().requires_grad_(need)
+            for t, need in zip(ctx.saved_tensors, needs, strict=True)
+        ]
+        with torch.enable_grad(), without_autocast(grad_TD.device):
+            y_TD = _forward_of_all(_with_tensors(ctx.call, leaves))
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(y_TD, wanted, grad_TD, materialize_grads=True))
+        return None, *(next(found) if need else None for need in needs)
+
+
+def _with_tensors(call: ExpertsCall, tensors: Sequence[Tensor]) -> ExpertsCall:
+    """A call with other values of `differentiable` and of the factors of its adapters, in this order."""
+    assert call.adapters is not None
+    x_TD, weights_TK, *rest = tensors
+    count = len(call.experts.parameters)
+    factors = iter(rest[count:])
+    adapters = [
+        None if one is None else one._replace(a_ErK=next(factors), b_ENr=next(factors))
+        for one in call.adapters
+    ]
+    return call._replace(
+        x_TD=x_TD,
+        weights_TK=weights_TK,
+        experts=call.experts.with_parameters(rest[:count]),
+        adapters=(adapters[0], adapters[1]),
+        batch_invariant=False,
+    )
 
 
 def _forward_of_runs(call: ExpertsCall) -> Tensor:

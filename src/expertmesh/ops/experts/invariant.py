@@ -46,7 +46,9 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
     x_TD, maps = call.x_TD, call.maps
     assert maps is not None
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-    experts = call.experts.joined(dtype)
+    # whole weights stay in their format: one expert is widened at a time
+    w = call.experts
+    experts = w.slices()[0] if w.is_whole else w.joined(dtype)
     _, G, F, D = experts.shape
     bounds = maps.offsets_E.tolist()
     s_R1 = row_weights(call.weights_TK, maps, bounds[-1], x_TD.dtype)[:, None]

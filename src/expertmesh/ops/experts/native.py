@@ -76,7 +76,10 @@ def serves_ids(c: ExpertsCall) -> bool:
 def serves_rows(c: ExpertsCall) -> bool:
     """Whether `forward_of_rows` computes a call with `maps`: a batch-invariant one, which may want gradients."""
     is_asked = c.maps is not None and c.batch_invariant and c.x_TD.device.type == "cpu"
-    return is_asked and _takes(c, c.x_TD.dtype) and loaded().kernels is not None
+    if not is_asked or not _takes(c, c.x_TD.dtype) or loaded().kernels is None:
+        return False
+    # other formats would be widened whole
+    return c.experts.format == "dense" or _reads(c.experts, c.x_TD.shape[1], c.x_TD.dtype)
 
 
 def _sees(*tensors: Tensor | None) -> bool:
@@ -173,7 +176,7 @@ def forward_of_ids(c: ExpertsCall) -> Tensor:
 def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
     """Compute y (T, D) of a call with `maps`, the bits of `forward_of_ids`, and H of every slice, which has no rows unless save_h.
 
-    Slices are concatenated by a copy, and formats that the kernels do not read are unpacked.
+    Slices are concatenated by a copy.
     """
     assert c.maps is not None
     (_, D), dtype = c.x_TD.shape, c.x_TD.dtype

@@ -6,6 +6,7 @@
 | int4 | two numbers to a byte, (E, G, F, D / 2) and (E, D, F / 2) | (E, G, F, D / g), (E, D, F / g) |
 | fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
 | mxfp4 | as int4 | uint8 exponents, (E, G, F, D / 32), (E, D, F / 32) |
+| nf4 | as int4 | FP32, (E, G, F, D / g), (E, D, F / g) |
 """
 
 from typing import cast
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, Kept, Shape, WeightFormat
-from expertmesh.ops.quantized import mxfp4
+from expertmesh.ops.quantized import mxfp4, nf4
 from expertmesh.ops.quantized.pack import from_nibbles, nibbles
 from expertmesh.ops.quantized.rounding import BLOCK, Format, Rounded, rounded, widened
 
@@ -55,6 +56,10 @@ class QuantizedFormat(WeightFormat):
         assert experts.scales_out is not None
         return self.wide(experts.w_out_EDF[e], experts.scales_out[e], dtype)
 
+    def wide_shape(self, kept: Shape) -> Shape:
+        """Shape of matrices once widened, from that of their values."""
+        return kept
+
     def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Widen a matrix for its product."""
         return widened(Rounded(values, scales), dtype)
@@ -82,6 +87,10 @@ class Int4(QuantizedFormat):
 
     name: str = "int4"
 
+    def columns(self, group_size: int) -> int:
+        """See `WeightFormat`: a group."""
+        return group_size
+
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`."""
         *lead, K = shape
@@ -92,10 +101,14 @@ class Int4(QuantizedFormat):
         found = super().pack(w, dtype, group_size)
         return {**found, "": nibbles(found[""])}
 
+    def wide_shape(self, kept: Shape) -> Shape:
+        """See `QuantizedFormat`."""
+        return (*kept[:-1], 2 * kept[-1])
+
     def shape(self, experts: ExpertSlice) -> tuple[int, int, int, int]:
         """See `WeightFormat`."""
-        E, G, F, half = experts.w_in_EGFD.shape
-        return E, G, F, 2 * half
+        E, G, F, D = self.wide_shape(experts.w_in_EGFD.shape)
+        return E, G, F, D
 
     def unit(self, experts: ExpertSlice) -> int:
         """See `WeightFormat`: a group of w_out's columns."""
@@ -113,6 +126,10 @@ class Mxfp4(Int4):
     name: str = "mxfp4"
     backends: tuple[str, ...] = ("torch",)
 
+    def columns(self, group_size: int) -> int:
+        """See `WeightFormat`: a block."""
+        return mxfp4.BLOCK
+
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`."""
         return super().kept(shape, torch.uint8, mxfp4.BLOCK)
@@ -126,11 +143,27 @@ class Mxfp4(Int4):
         return mxfp4.widened(values.unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales).to(dtype)
 
 
+class Nf4(Int4):
+    """NF4: the levels of a normal distribution, with the largest number of each group of columns as its scale."""
+
+    name: str = "nf4"
+    backends: tuple[str, ...] = ("torch",)
+
+    def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
+        """See `WeightFormat`; scales in FP32."""
+        return super().kept(shape, torch.float32, group_size)
+
+    def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
+        """See `WeightFormat`."""
+        return dict(zip(("", "_scale"), nf4.packed(w, group_size), strict=True))
+
+    def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `QuantizedFormat`; rounded to the dtype once."""
+        return nf4.widened(values, scales).to(dtype)
+
+
 QUANTIZED: dict[str, QuantizedFormat] = {
-    "int8": QuantizedFormat(),
-    "int4": Int4(),
-    "fp8": Fp8(),
-    "mxfp4": Mxfp4(),
+    one.name: one for one in (QuantizedFormat(), Int4(), Fp8(), Mxfp4(), Nf4())
 }
 """Quantised formats by name."""
 FORMATS.update(QUANTIZED)

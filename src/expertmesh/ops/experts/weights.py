@@ -45,6 +45,10 @@ class WeightFormat:
         "torch",
     )
 
+    def columns(self, group_size: int) -> int:
+        """Number whose multiples the columns of a matrix must be."""
+        return 1
+
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """Shapes and dtypes of the tensors that hold matrices (..., N, K), by the endings of their names.
 

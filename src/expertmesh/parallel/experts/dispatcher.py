@@ -455,6 +455,7 @@ def spread_experts(
             prefetcher=prefetcher,
             device=device,
             plain=plain,
+            route_degree=route_degree,
         )
     else:
         storage = ExpertModules(

@@ -72,7 +72,7 @@ def check_spread(
             es_degree=es_degree,
             order=order,
         )
-        check_shards(experts, degrees, num_replicas=num_replicas, offload=offload, layer=name)
+        check_shards(experts, degrees, offload=offload, layer=name)
         stay = "" if experts.adapters is None else ADAPTERS_STAY
     else:
         degrees = module_degrees(

@@ -19,8 +19,8 @@ from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import ExpertDegrees, expert_mesh
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
-from expertmesh.moe.expert_adapters import Adapter, ExpertAdapters
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.parallel.experts.adapter_shards import shard_adapters
 from expertmesh.parallel.experts.gather import (
     SLICED_AXIS,
     Gather,
@@ -130,7 +130,6 @@ def check_shards(
     experts: GroupedExperts,
     degrees: ExpertDegrees,
     *,
-    num_replicas: int,
     offload: bool,
     layer: str,
 ) -> None:
@@ -139,7 +138,6 @@ def check_shards(
     Args:
         experts: experts with their full parameters.
         degrees: see `ExpertStorage`.
-        num_replicas: replicas of the experts.
         offload: whether shards rest in host memory.
         layer: name for errors.
 
@@ -154,24 +152,9 @@ def check_shards(
                     f"{layer}: {name} of shape {tuple(full.shape)} cannot be cut into {parts} equal parts along "
                     f"axis {cut}; choose another es_degree, or sizes that it divides"
                 )
-    if experts.adapters is None:
-        return
-    reasons = {
-        "es_degree": (degrees.f, degrees.f > 1),
-        "num_replicas": (num_replicas, num_replicas > 1),
-        "offload": (True, offload),
-    }
-    for name, (value, is_given) in reasons.items():
-        if is_given:
-            raise ConfigError(
-                f"{layer}: {name}={value} with low-rank adapters, which stay whole on the one rank of their expert; use as "
-                "many ranks as divide the experts, without copies or offload"
-            )
-    if any(
-        isinstance(adapter, Adapter) and adapter.shared for adapter in experts.adapters.children()
-    ):
+    if experts.adapters is not None and offload:
         raise ConfigError(
-            f"{layer}: an adapter that all experts share does not spread over ranks; use shared=False"
+            f"{layer}: offload=True with low-rank adapters, which stay on the device; leave one of them out"
         )
 
 
@@ -192,6 +175,7 @@ class ExpertStorage(ExpertShards):
         device: compute device if shards, gradients and optimizer state rest in host memory; None: they rest on the
             parameters' device.
         plain: see `ExpertShards`.
+        route_degree: see `RouteSplit`; adapters of experts serve no other.
 
     Raises:
         ConfigError: a parameter cannot be cut evenly.
@@ -210,12 +194,12 @@ class ExpertStorage(ExpertShards):
         prefetcher: Prefetcher | None = None,
         device: torch.device | None = None,
         plain: bool = False,
+        route_degree: int | None = None,
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         check_shards(
             experts,
             degrees,
-            num_replicas=self.num_replicas,
             offload=device is not None,
             layer=layer,
         )
@@ -230,7 +214,9 @@ class ExpertStorage(ExpertShards):
         self._is_following = self._is_pinned = False
         self._shard_parameters()
         if experts.adapters is not None:
-            self._shard_adapters(experts.adapters)
+            self.stay = ADAPTERS_STAY
+            split = make_split(degrees, route_degree)
+            shard_adapters(experts.adapters, world, split, layer=layer, sums=not plain)
         if experts.main_grads is not None:
             experts.accumulate_main_grads()  # buffers of the shards
 
@@ -259,22 +245,6 @@ class ExpertStorage(ExpertShards):
                 run_check=False,
             )
             setattr(self.experts, name, nn.Parameter(shard, requires_grad=full.requires_grad))
-
-    def _shard_adapters(self, adapters: ExpertAdapters) -> None:
-        """Shard the low-rank adapters along E; they are never gathered."""
-        self.stay = ADAPTERS_STAY
-        mesh, first = expert_mesh(self.world, self.degrees), self.degrees.coordinates(self.rank)[0]
-        for adapter in adapters.children():
-            assert isinstance(adapter, Adapter)
-            adapter.local = _to_local
-            for name in ("a", "b"):
-                full = getattr(adapter, name)
-                rows = full.shape[0] // self.degrees.e
-                part = full.detach().narrow(0, first * rows, rows).clone()
-                shard = DTensor.from_local(
-                    part, mesh, _placements(mesh, e=Shard(0), f=Replicate()), run_check=False
-                )
-                setattr(adapter, name, nn.Parameter(shard, requires_grad=full.requires_grad))
 
     def _at_rest(self, part: Tensor) -> Tensor:
         if self.host is not None:

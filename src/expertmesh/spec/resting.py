@@ -1,0 +1,74 @@
+"""Bytes of parameters that rest under adapters, by the format that they are kept in, without torch.
+
+`ops/experts/quantized_formats.py` has the formats themselves.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+_BLOCK = 128
+"""Rows and columns of a block in FP8."""
+
+
+class Layout(NamedTuple):
+    """Storage of a format.
+
+    Attributes:
+        bits: bits of a number; 0: the type of the products.
+        num_scales: number of scales, by a matrix' shape and the group size.
+        scale_bytes: bytes of a scale; 0: the type of the products.
+    """
+
+    bits: int
+    num_scales: Callable[[Sequence[int], int], int] = lambda shape, group: 0
+    scale_bytes: int = 0
+
+
+def _groups(shape: Sequence[int], group: int) -> int:
+    return math.prod(shape) // group
+
+
+def _blocks(shape: Sequence[int], _: int) -> int:
+    *lead, rows, columns = shape
+    return math.prod(lead) * -(-rows // _BLOCK) * -(-columns // _BLOCK)
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "products": Layout(0),
+    "float32": Layout(32),
+    "int8": Layout(8, lambda shape, _: math.prod(shape[:-1])),
+    "int4": Layout(4, _groups),
+    "nf4": Layout(4, _groups, 4),
+    "fp8": Layout(8, _blocks),
+    "mxfp4": Layout(4, lambda shape, _: _groups(shape, 32), 1),
+}
+"""Formats by name: "products" is the type of the products."""
+
+
+class Resting(NamedTuple):
+    """How a parameter rests.
+
+    Attributes:
+        format: name in `LAYOUTS`.
+        group_size: input columns per scale, where the format leaves it open.
+    """
+
+    format: str
+    group_size: int = 64
+
+    def num_bytes(self, shape: Sequence[int], *, element_bytes: int) -> float:
+        """Bytes of a tensor, scales included.
+
+        Args:
+            shape: sizes of the tensor, or of a rank's part of it.
+            element_bytes: bytes of an element in the type of the products.
+
+        Example:
+            >>> from expertmesh.spec.resting import Resting
+            >>> Resting("int4").num_bytes((128, 2, 768, 2048), element_bytes=2) / 2**20
+            204.0
+        """
+        bits, num_scales, scale_bytes = LAYOUTS[self.format]
+        codes = math.prod(shape) * (bits or 8 * element_bytes) / 8
+        return codes + num_scales(shape, self.group_size) * (scale_bytes or element_bytes)

@@ -1,0 +1,154 @@
+"""`base.storage`: weights that rest under adapters in few bits, read without the memory of the full ones."""
+
+import json
+
+import pytest
+import torch
+from tests.support.hub_text import hub_folder
+from tests.support.runs import lines_of
+
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.merged_adapters import factor_prefix
+from expertmesh.checkpoints.source import read_whole
+from expertmesh.cli.train import run as train_verb
+from expertmesh.config.frozen_base import QUANTIZED
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub import convert, load_pretrained, quantize
+from expertmesh.moe.layer import grouped_layers
+from expertmesh.runs.open import open_model
+from expertmesh.runs.run_dir import RunDir, load_run
+from expertmesh.training.metrics import read_metrics
+
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return hub_folder(tmp_path_factory.mktemp("base") / "tiny", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def packed(base):
+    quantize(base, base.parent / "packed", format="int4", group_size=32, dtype=torch.float32)
+    return base.parent / "packed"
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    ask = {"role": "user", "content": "say"}
+    talks = ([ask, {"role": "assistant", "content": f"{n} is well"}] for n in range(40))
+    path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    return path
+
+
+@pytest.fixture
+def words(base, chats, tmp_path):
+    return words_of(base, chats, tmp_path)
+
+
+def words_of(base, chats, place, *, run="run"):
+    places = ["--train.run-dir", f"{place}/{run}", "--data.cache-dir", f"{place}/cache"]
+    more = ["--data.path", str(chats), "--train.batch-size", "4", "--train.no-tensorboard"]
+    more += ["--train.device", "cpu", "--train.dtype", "float32", "--optim.lr", "0.01"]
+    return [str(base), *places, *more]
+
+
+def lora(steps=6):
+    return ["--adapter.kind", "lora", "--train.steps", f"{steps}", "--optim.schedule-steps", "6"]
+
+
+def losses(folder):
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("storage", ["auto", *QUANTIZED])
+def test_adapters_learn_on_a_base_of_each_storage(storage, words, tmp_path, capsys):
+    given = [] if storage == "auto" else ["--base.storage", storage]
+    assert train_verb([*words, *lora(), *given]) == 0
+    found, said = losses(tmp_path / "run"), capsys.readouterr().out
+    assert found[-1] < 0.8 * found[0]
+    assert storage == "auto" or f"experts in {storage} " in said
+
+
+def test_an_adapter_on_a_packed_base_is_what_the_run_answers_with(words, tmp_path, base):
+    """Evaluations, a resumed run and the opened model read the rounded base, not the folder's full numbers."""
+    more = [
+        "--base.storage",
+        "nf4",
+        "--base.group-size",
+        "32",
+        "--adapter.targets",
+        "experts",
+    ]
+    assert train_verb([*words, *lora(), *more]) == 0
+    opened = open_model(tmp_path / "run")
+    tuned = load_pretrained(base, dtype=torch.float32)
+    for _, _, experts in grouped_layers(tuned):
+        experts.convert("nf4", group_size=32)
+        experts.convert("dense")
+    checkpoint = load_run(tmp_path / "run").checkpoint
+    learned = Checkpoint(checkpoint, prefix="model.")
+    for name, own in tuned.state_dict().items():
+        prefix = factor_prefix(name)
+        if f"{prefix}.a" in learned.tensors:
+            a, b = (read_whole(learned, f"{prefix}.{factor}") for factor in "ab")
+            own += 32 / a.shape[1] * (b.flatten(1, -2) @ a).view(own.shape)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        found, expected = opened.model(ids).logits_BSV, tuned.eval()(ids).logits_BSV
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    lines = lines_of(tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "merged")
+    merged = load_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert (merged(ids).logits_BSV - expected).norm() < 1e-5 * expected.norm()
+    convert(tmp_path / "run", tmp_path / "adapter", adapter_only=True)  # compares logits
+    again = [*[w.replace(f"{tmp_path}/run", f"{tmp_path}/again") for w in words], *more]
+    assert train_verb([*again, *lora(steps=3)]) == 0
+    assert train_verb([*again, *lora(), "--train.resume", "auto"]) == 0
+    assert [x["loss"] for x in lines_of(tmp_path / "again")] == [x["loss"] for x in lines]
+    other = ["int4" if word == "nf4" else word for word in again]
+    with pytest.raises(ConfigError, match="base.storage=int4: the run in .* has nf4"):
+        train_verb([*other, *lora(), "--train.resume", "auto"])
+
+
+def test_a_packed_folder_is_a_base_as_it_is(base, packed, chats, tmp_path):
+    assert train_verb([*words_of(packed, chats, tmp_path), *lora()]) == 0
+    config, _ = RunDir(tmp_path / "run").read_config()
+    assert (config.base.storage, config.base.group_size) == ("int4", 32)
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.8 * found[0]
+    rounded = ["--base.storage", "int4", "--base.group-size", "32"]
+    assert train_verb([*words_of(base, chats, tmp_path, run="rounded"), *lora(), *rounded]) == 0
+    assert losses(tmp_path / "rounded") == found
+
+
+MISTAKES = {
+    "no adapter": (
+        ["ALL", "--base.storage", "int4"],
+        "base.storage=int4: is for weights that rest under adapters; leave it out, or give adapter.kind=lora",
+    ),
+    "no groups": (
+        ["--base.storage", "int8", "--base.group-size", "32"],
+        "base.group_size=32: has no",
+    ),
+    "too wide": (["--base.storage", "int4", "--base.group-size", "128"], "needs groups of 128"),
+    "products in FP32": (
+        ["--base.storage", "bfloat16"],
+        "base.storage=bfloat16: products are in float32",
+    ),
+    "two formats": (["PACKED", "--base.storage", "nf4"], "packed has experts in int4"),
+    "packed weights that learn": (["PACKED", "ALL"], "adapter.kind=lora"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line(mistake, packed, words):
+    more, said = MISTAKES[mistake]
+    if "PACKED" in more:
+        words = [str(packed), *words[1:]]
+    options = [word for word in more if word.startswith("-") or word.islower() or word.isdigit()]
+    with pytest.raises(ConfigError) as caught:
+        train_verb([*words, *([] if "ALL" in more else lora()), *options])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
