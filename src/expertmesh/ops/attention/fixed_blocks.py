@@ -74,7 +74,7 @@ def _plain_attention(
     if q_BHSd.numel() == 0:
         return y_BHSd
     if paged_native.serves(q_BHSd, k_BHLd, v_BHLd):
-        more = {"sinks_H": sinks_H, "softcap": softcap}
+        more: dict[str, Any] = {"sinks_H": sinks_H, "softcap": softcap}
         return paged_native.of_sequences(q_BHSd, k_BHLd, v_BHLd, first_B, mask_BSL, **more)
     num_blocks = -(-L // BLOCK_KEYS)
     # rows in the order of their queries, so that a block of keys concerns a tail of the rows

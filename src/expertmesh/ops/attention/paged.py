@@ -1,5 +1,7 @@
 """Attention of a step's tokens over keys and values in pages: one operator, computed by the first of `IMPLEMENTATIONS` that serves."""
 
+from typing import Any
+
 from torch import Tensor
 
 from expertmesh.ops.attention import paged_gathered, paged_native
@@ -44,7 +46,7 @@ def paged_attention(
         torch.Size([1, 8, 64])
     """
     name = next(name for name, one in IMPLEMENTATIONS.items() if one.serves(q_THd, k_NShd, v_NShd))
-    how = {"attention": attention, "is_invariant": is_invariant}
+    how: dict[str, Any] = {"attention": attention, "is_invariant": is_invariant}
     few: PagedKeys | None = keys
     long: PagedKeys | None = None
     if name == "native" and not is_invariant and _is_faster_in_products(q_THd, rule):

@@ -42,10 +42,21 @@ def attend(
     q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **_: Any
 ) -> Tensor:
     """See `expertmesh.ops.attention.paged.paged_attention`."""
-    where = (keys.starts, keys.num_keys_B, keys.table_BN)
-    words = (None, None, rule.sinks_H, rule.window, rule.chunk, rule.softcap)
     run = attention if runs_plainly(q_THd, k_NShd, v_NShd, rule.sinks_H) else _operator
-    y_THn: Tensor = run(q_THd, k_NShd, v_NShd, *where, *words)
+    y_THn: Tensor = run(
+        q_THd,
+        k_NShd,
+        v_NShd,
+        keys.starts,
+        keys.num_keys_B,
+        keys.table_BN,
+        None,
+        None,
+        rule.sinks_H,
+        rule.window,
+        rule.chunk,
+        rule.softcap,
+    )
     return y_THn
 
 

@@ -33,11 +33,14 @@ class PagedKeys:
         name = fewest_queries, fewest_keys
         if name not in self.memo:
             is_long_B = (self.starts.diff() >= fewest_queries) & (self.num_keys_B >= fewest_keys)
-            num_long, parts = int(is_long_B.sum()), (self, None)
-            if num_long == len(is_long_B):
-                parts = (None, self)
-            elif num_long:
-                counts = (self.num_keys_B.masked_fill(one, 0) for one in (is_long_B, ~is_long_B))
-                parts = tuple(replace(self, num_keys_B=one, memo={}) for one in counts)
-            self.memo[name] = parts
-        return self.memo[name]
+            num_long = int(is_long_B.sum())
+            few, many = (
+                replace(self, num_keys_B=self.num_keys_B.masked_fill(hidden, 0), memo={})
+                for hidden in (is_long_B, ~is_long_B)
+            )
+            self.memo[name] = (
+                None if num_long == len(is_long_B) else few,
+                many if num_long else None,
+            )
+        found: tuple[PagedKeys | None, PagedKeys | None] = self.memo[name]
+        return found
