@@ -163,12 +163,12 @@ def test_a_dense_context_hands_the_rule_on():
 
 
 @pytest.mark.parametrize(("S", "L"), [(2, 2), (64, 64), (65, 200), (200, 200), (130, 131)])
-def test_kernels_compute_sequences_without_pages_too(S, L, monkeypatch):
+def test_kernels_compute_sequences_without_pages_too(S, L):
     q, k, v = (t.transpose(0, 1)[None] for t in draw(S, L, torch.bfloat16))
     for has_amx in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_amx: has)
-        assert paged_native.is_faster(q, k, v) is not has_amx
-        assert not paged_native.is_faster(q.detach().requires_grad_(), k, v)
+        assert paged_native.is_faster(q, k, v, has_amx=has_amx) is not has_amx
+        learned = q.detach().requires_grad_()
+        assert not paged_native.is_faster(learned, k, v, has_amx=has_amx)
     found = paged_native.of_sequences(q, k, v)[0].transpose(0, 1)
     mask = torch.ones(S, L, dtype=torch.bool).tril(L - S)
     plain = torch.nn.functional.scaled_dot_product_attention(

@@ -19,7 +19,7 @@
 #define LINE 64
 #define INLINE static inline __attribute__((always_inline))
 
-/* Arguments, as `attention.py` writes them. Distances are in bytes; numbers of a head are adjacent. */
+/* Arguments, as `attention_call.py` writes them. Distances are in bytes; numbers of a head are adjacent. */
 typedef struct {
     const char *q, *k, *v;
     char *y;                 /* (T, H, value_dim), adjacent */

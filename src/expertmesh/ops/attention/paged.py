@@ -51,13 +51,13 @@ def paged_attention(
     long: PagedKeys | None = None
     if name == "native" and not is_invariant and _is_faster_in_products(q_THd, rule):
         few, long = keys.parted(FEWEST_QUERIES, FEWEST_KEYS)
-    y_THn = None
+    y_THd = None
     if few is not None:
-        y_THn = IMPLEMENTATIONS[name].attend(q_THd, k_NShd, v_NShd, few, rule, **how)
+        y_THd = IMPLEMENTATIONS[name].attend(q_THd, k_NShd, v_NShd, few, rule, **how)
     if long is not None:
-        y_THn = paged_gathered.attend(q_THd, k_NShd, v_NShd, long, rule, **how, y_THn=y_THn)
-    assert y_THn is not None
-    return y_THn
+        y_THd = paged_gathered.attend(q_THd, k_NShd, v_NShd, long, rule, **how, y_THd=y_THd)
+    assert y_THd is not None
+    return y_THd
 
 
 def _is_faster_in_products(q_THd: Tensor, rule: ScoreRule) -> bool:

@@ -12,7 +12,7 @@ Attention = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """Where the keys of B sequences lie, and which rows are their queries; made once per step, for all layers.
+    """Pages of the keys of B sequences, and rows of their queries; made once per step, for all layers.
 
     Attributes:
         starts: (B + 1,) int64 first row of each sequence, and the number of all rows.
