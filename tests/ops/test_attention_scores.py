@@ -15,7 +15,7 @@ from tests.support.memory import peak_bytes
 
 from expertmesh.engine.kv_cache import PagedCache, PagedContext
 from expertmesh.models.attention import DenseContext
-from expertmesh.ops.attention import blockwise, query_blocks
+from expertmesh.ops.attention import paged_native, query_blocks
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule, as_mask, in_window
 from expertmesh.ops.attention.visible import visible
@@ -163,13 +163,13 @@ def test_a_dense_context_hands_the_rule_on():
 
 
 @pytest.mark.parametrize(("S", "L"), [(2, 2), (64, 64), (65, 200), (200, 200), (130, 131)])
-def test_blocks_of_queries_are_attention_too(S, L):
+def test_kernels_compute_sequences_without_pages_too(S, L):
     q, k, v = (t.transpose(0, 1)[None] for t in draw(S, L, torch.bfloat16))
-    assert not blockwise.serves(q, k, has_amx=True)
-    assert blockwise.serves(q, k, has_amx=False)
-    assert not blockwise.serves(q.requires_grad_(), k, has_amx=False)
-    q = q.detach()
-    found = blockwise.causal_attention(q, k, v)[0].transpose(0, 1)
+    for has_amx in (True, False):
+        assert paged_native.is_faster(q, k, v, has_amx=has_amx) is not has_amx
+        learned = q.detach().requires_grad_()
+        assert not paged_native.is_faster(learned, k, v, has_amx=has_amx)
+    found = paged_native.of_sequences(q, k, v)[0].transpose(0, 1)
     mask = torch.ones(S, L, dtype=torch.bool).tril(L - S)
     plain = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, enable_gqa=True

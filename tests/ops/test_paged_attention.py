@@ -7,7 +7,7 @@ import torch
 from tests.oracle.numerics import assert_two_times
 
 from expertmesh.kernels.cpu.library import Loaded
-from expertmesh.ops.attention import paged_gathered, paged_native
+from expertmesh.ops.attention import paged, paged_gathered, paged_native
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import visible
@@ -118,6 +118,23 @@ def test_padded_batches_round_no_worse_than_plain_products(attend, rule, dtype):
         assert_matrix(attend, size, rule, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_long_prompts_beside_others_are_computed_by_either_way(dtype, threshold):
+    """By the faster one, each row once."""
+    threshold(paged, "FEWEST_QUERIES", 20)
+    threshold(paged, "FEWEST_KEYS", 100)
+
+    def mixed(*call):
+        return paged.paged_attention(*call, attention=DEFAULT_OPS.attention)
+
+    assert_matrix(mixed, "heads of 16", PLAIN, dtype)
+    *_, keys = drawn(MIXED, 3, 16, 16)
+    few, many = keys.parted(20, 100)
+    assert few.num_keys_B.tolist() == [1, 64, 65, 0, 0, 20, 0, 9]
+    assert many.num_keys_B.tolist() == [0, 0, 0, 130, 300, 0, 0, 0]
+    assert keys.parted(99, 100)[1] is None and keys.parted(0, 0)[0] is None
+
+
 def in_other_pages(k, v, keys, page_size, seed):
     """The same keys in pages of another size and order."""
     torch.manual_seed(seed)
@@ -162,14 +179,14 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(instructions, rule, dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_pages_have_the_bits_of_exact_attention_without_pages(rule, dtype, monkeypatch):
+def test_pages_have_the_bits_of_exact_attention_without_pages(rule, dtype, processor):
     """By the kernels, and without them by padded batches."""
     exact = BATCH_INVARIANT_OPS.attention
     sequences = ((1, 1), (64, 1), (65, 1), (130, 1), (130, 9), (40, 40))
     q, k, v, keys = drawn(sequences, 3, 24, 24, dtype=dtype)
     for attend in (native, WAYS["invariant"]):
         if attend is not native:
-            monkeypatch.setattr(paged_native, "loaded", lambda: Loaded(None))
+            processor(loaded=Loaded(None))
         found = attend(q, k, v, keys, rule)
         for b, (num, queries) in enumerate(sequences):
             rows = slice(*keys.starts[b : b + 2].tolist())

@@ -89,6 +89,7 @@ def step_tensors(batch: StepBatch, block_size: int, device: torch.device) -> Ste
     for part in parts:
         words.extend(part)
     whole = torch.frombuffer(words, dtype=torch.int64).to(device)
-    ids_T, positions_T, slots_T, *where, table_N, rows_R = whole.split([len(one) for one in parts])
-    keys = PagedKeys(*where, table_N.view(len(chunks), width))
+    sizes = [len(one) for one in parts]
+    ids_T, positions_T, slots_T, starts_S, stops_B, table_N, rows_R = whole.split(sizes)
+    keys = PagedKeys(starts_S, stops_B, table_N.view(len(chunks), width))
     return StepTensors(ids_T, positions_T, slots_T, keys, rows_R)

@@ -19,7 +19,7 @@
 #define LINE 64
 #define INLINE static inline __attribute__((always_inline))
 
-/* Arguments, as `attention.py` writes them. Distances are in bytes; numbers of a head are adjacent. */
+/* Arguments, as `attention_call.py` writes them. Distances are in bytes; numbers of a head are adjacent. */
 typedef struct {
     const char *q, *k, *v;
     char *y;                 /* (T, H, value_dim), adjacent */
@@ -255,6 +255,7 @@ static void begin_unit(const Plan *p, Unit *u) {
         u->high = u->last_seen[r] > u->high ? u->last_seen[r] : u->high;
         u->largest[r] = call->sinks ? call->sinks[head] : -__builtin_inff();
         u->total[r] = call->sinks ? 1.0f : 0.0f;
+        if (!keys) continue;
         const char *from = call->q + (start + query) * call->q_of_token + head * call->q_of_head;
         char *to = u->q + r * p->q_width * (p->has_pairs ? 2 : 4);
         memset(to, 0, (size_t)(p->q_width * (p->has_pairs ? 2 : 4)));

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.cpu.attention import AttentionCall
+from expertmesh.kernels.cpu.attention_call import AttentionCall
 from expertmesh.kernels.cpu.build import BuildError, built
 from expertmesh.kernels.cpu.instructions import NAMES, TORCH, InstructionSet, allowed_sets
 

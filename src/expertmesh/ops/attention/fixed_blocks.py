@@ -74,7 +74,8 @@ def _plain_attention(
     if q_BHSd.numel() == 0:
         return y_BHSd
     if paged_native.serves(q_BHSd, k_BHLd, v_BHLd):
-        return _by_kernels(q_BHSd, k_BHLd, v_BHLd, sinks_H, mask_BSL, first_B, softcap)
+        more: dict[str, Any] = {"sinks_H": sinks_H, "softcap": softcap}
+        return paged_native.of_sequences(q_BHSd, k_BHLd, v_BHLd, first_B, mask_BSL, **more)
     num_blocks = -(-L // BLOCK_KEYS)
     # rows in the order of their queries, so that a block of keys concerns a tail of the rows
     q_BhRd = q_BHSd.unflatten(1, (heads, group)).transpose(2, 3).flatten(2, 3)
@@ -96,27 +97,6 @@ def _plain_attention(
             )
             y_BhRd[part].copy_(y.unflatten(2, (S, group)))
     return y_BHSd
-
-
-def _by_kernels(
-    q_BHSd: Tensor,
-    k_BHLd: Tensor,
-    v_BHLd: Tensor,
-    sinks_H: Tensor | None,
-    mask_BSL: Tensor,
-    first_B: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """The attention in C, in which a sequence is one page."""
-    B, H, S, _ = q_BHSd.shape
-    L = k_BHLd.shape[2]
-    q_THd = q_BHSd.transpose(1, 2).flatten(0, 1)
-    k_BLHd, v_BLHd = k_BHLd.transpose(1, 2), v_BHLd.transpose(1, 2)
-    sequences_B = torch.arange(B + 1)
-    lengths_B = torch.full((B,), L) if first_B is None else L - first_B
-    where = (sequences_B * S, lengths_B, sequences_B[:B, None], first_B, mask_BSL)
-    y_THd = paged_native.attention(q_THd, k_BLHd, v_BLHd, *where, sinks_H, None, None, softcap)
-    return y_THd.view(B, S, H, -1).transpose(1, 2).contiguous()
 
 
 def _some(

@@ -32,30 +32,47 @@ def attend(
     *,
     attention: Attention,
     is_invariant: bool,
+    y_THd: Tensor | None = None,
 ) -> Tensor:
-    """See `expertmesh.ops.attention.paged.paged_attention`."""
-    y_THn = q_THd.new_zeros(*q_THd.shape[:2], v_NShd.shape[3])
-    k_Phd, v_Phn = k_NShd.flatten(0, 1), v_NShd.flatten(0, 1)
+    """See `expertmesh.ops.attention.paged.paged_attention`; rows of y_THd are replaced, if it is given."""
     if "batches" not in keys.memo:
         keys.memo["batches"] = tuple(_batches(keys))
-    for batch in keys.memo["batches"]:
-        found = batch.under(rule, k_NShd.shape[1], from_first=is_invariant)
-        own = replace(rule, window=None, chunk=None) if found.has_rule else rule
-        q_BHSd = q_THd[batch.rows].unflatten(0, (-1, batch.num_queries)).transpose(1, 2)
-        k_BhLd, v_BhLn = (
-            t[found.places].view(len(q_BHSd), -1, *t.shape[1:]).transpose(1, 2)
-            for t in (k_Phd, v_Phn)
-        )
-        y_BHSn = attention(q_BHSd, k_BhLd, v_BhLn, found.visible, own)
-        y_THn[batch.rows] = y_BHSn.transpose(1, 2).flatten(0, 1)
-    return y_THn
+    batches: tuple[_Batch, ...] = keys.memo["batches"]
+    if y_THd is None:
+        if len(batches) == 1 and batches[0].rows == slice(0, len(q_THd)):
+            return _of_batch(q_THd, k_NShd, v_NShd, batches[0], rule, attention, is_invariant)
+        y_THd = q_THd.new_zeros(*q_THd.shape[:2], v_NShd.shape[3])
+    for batch in batches:
+        y_THd[batch.rows] = _of_batch(q_THd, k_NShd, v_NShd, batch, rule, attention, is_invariant)
+    return y_THd
+
+
+def _of_batch(
+    q_THd: Tensor,
+    k_NShd: Tensor,
+    v_NShd: Tensor,
+    batch: "_Batch",
+    rule: ScoreRule,
+    attention: Attention,
+    is_invariant: bool,
+) -> Tensor:
+    """(B * S, H, n) attention of a batch."""
+    found = batch.under(rule, k_NShd.shape[1], from_first=is_invariant)
+    own = replace(rule, window=None, chunk=None) if found.has_rule else rule
+    q_BHSd = q_THd[batch.rows].unflatten(0, (-1, batch.num_queries)).transpose(1, 2)
+    k_BhLd, v_BhLd = (
+        t.flatten(0, 1)[found.places].view(len(q_BHSd), -1, *t.shape[2:]).transpose(1, 2)
+        for t in (k_NShd, v_NShd)
+    )
+    y_BHSd = attention(q_BHSd, k_BhLd, v_BhLd, found.visible, own)
+    return y_BHSd.transpose(1, 2).flatten(0, 1)
 
 
 class _Keys(NamedTuple):
     """Keys of a batch under one rule.
 
     Attributes:
-        places: (B, L) slots in the pages; a slice if they are those of one sequence and adjacent.
+        places: (B, L) slots in the pages; a slice for one sequence whose slots are adjacent.
         visible: keys that each query sees.
         has_rule: whether `visible` contains the rule's window and chunk.
     """

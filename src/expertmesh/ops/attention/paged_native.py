@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-from expertmesh.kernels.cpu.attention import KINDS_OF_KEYS, AttentionCall
+from expertmesh.kernels.cpu.attention_call import KINDS_OF_KEYS, AttentionCall
 from expertmesh.kernels.cpu.library import loaded
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import ScoreRule
@@ -23,15 +23,45 @@ def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
     )
 
 
+def products_are_faster(dtype: torch.dtype, *, has_amx: bool | None = None) -> bool:
+    """Whether PyTorch's attention of many queries is faster here: by MKL in FP32, and by AMX in BF16 (docs/log.md)."""
+    return dtype != torch.bfloat16 or (
+        torch.cpu._is_amx_tile_supported() if has_amx is None else has_amx
+    )
+
+
+def is_faster(
+    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, *, has_amx: bool | None = None
+) -> bool:
+    """Whether `of_sequences` is the fastest causal attention of this sequence, without gradients."""
+    return (
+        q_BHSd.shape[0] == 1
+        and not products_are_faster(q_BHSd.dtype, has_amx=has_amx)
+        and runs_plainly(q_BHSd, k_BHLd, v_BHLd)
+        and serves(q_BHSd, k_BHLd, v_BHLd)
+    )
+
+
 def attend(
     q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **_: Any
 ) -> Tensor:
     """See `expertmesh.ops.attention.paged.paged_attention`."""
-    where = (keys.starts, keys.num_keys_B, keys.table_BN)
-    words = (None, None, rule.sinks_H, rule.window, rule.chunk, rule.softcap)
     run = attention if runs_plainly(q_THd, k_NShd, v_NShd, rule.sinks_H) else _operator
-    y_THn: Tensor = run(q_THd, k_NShd, v_NShd, *where, *words)
-    return y_THn
+    y_THd: Tensor = run(
+        q_THd,
+        k_NShd,
+        v_NShd,
+        keys.starts,
+        keys.num_keys_B,
+        keys.table_BN,
+        None,
+        None,
+        rule.sinks_H,
+        rule.window,
+        rule.chunk,
+        rule.softcap,
+    )
+    return y_THd
 
 
 def attention(
@@ -76,14 +106,14 @@ def attention(
             "this graph computes attention by the kernels in C, which are not here; install a C compiler, or export it again"
         )
     q_THd = q_THd if q_THd.stride(-1) == 1 else q_THd.contiguous()
-    y_THn = q_THd.new_empty(*q_THd.shape[:2], v_NShd.shape[3])
+    y_THd = q_THd.new_empty(*q_THd.shape[:2], v_NShd.shape[3])
     if mask_BSP is not None and mask_BSP.stride(-1) != 1:
         mask_BSP = mask_BSP.contiguous()
     call, _kept = AttentionCall.of(
         q_THd,
         k_NShd,
         v_NShd,
-        y_THn,
+        y_THd,
         starts=starts.contiguous(),
         num_keys_B=num_keys_B.contiguous(),
         table_BN=table_BN.contiguous(),
@@ -95,7 +125,28 @@ def attention(
         softcap=softcap,
     )
     kernels.attention(call)
-    return y_THn
+    return y_THd
+
+
+def of_sequences(
+    q_BHSd: Tensor,
+    k_BHLd: Tensor,
+    v_BHLd: Tensor,
+    first_B: Tensor | None = None,
+    mask_BSL: Tensor | None = None,
+    *,
+    sinks_H: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of the last S of L tokens of B sequences, (B, H, S, n); a sequence is one page."""
+    B, H, S, _ = q_BHSd.shape
+    L, sequences_B = k_BHLd.shape[2], torch.arange(B + 1)
+    q_THd = q_BHSd.transpose(1, 2).flatten(0, 1)
+    k_BLHd, v_BLHd = k_BHLd.transpose(1, 2), v_BHLd.transpose(1, 2)
+    lengths_B = torch.full((B,), L) if first_B is None else L - first_B
+    where = (sequences_B * S, lengths_B, sequences_B[:B, None], first_B, mask_BSL)
+    y_THd = attention(q_THd, k_BLHd, v_BLHd, *where, sinks_H, None, None, softcap)
+    return y_THd.view(B, S, H, -1).transpose(1, 2).contiguous()
 
 
 _LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
