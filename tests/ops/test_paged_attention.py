@@ -7,7 +7,7 @@ import torch
 from tests.oracle.numerics import assert_two_times
 
 from expertmesh.kernels.cpu.library import Loaded
-from expertmesh.ops.attention import paged, paged_gathered, paged_native
+from expertmesh.ops.attention import paged_attention, paged_gathered, paged_native
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import visible
@@ -121,11 +121,11 @@ def test_padded_batches_round_no_worse_than_plain_products(attend, rule, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_long_prompts_beside_others_are_computed_by_either_way(dtype, threshold):
     """By the faster one, each row once."""
-    threshold(paged, "FEWEST_QUERIES", 20)
-    threshold(paged, "FEWEST_KEYS", 100)
+    threshold(paged_attention, "FEWEST_QUERIES", 20)
+    threshold(paged_attention, "FEWEST_KEYS", 100)
 
     def mixed(*call):
-        return paged.paged_attention(*call, attention=DEFAULT_OPS.attention)
+        return paged_attention.paged_attention(*call, attention=DEFAULT_OPS.attention)
 
     assert_matrix(mixed, "heads of 16", PLAIN, dtype)
     *_, keys = drawn(MIXED, 3, 16, 16)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.errors import ConfigError
-from expertmesh.ops.attention.paged import paged_attention
+from expertmesh.ops.attention.paged_attention import paged_attention
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.op_set import OpSet

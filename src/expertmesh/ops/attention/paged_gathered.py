@@ -34,7 +34,7 @@ def attend(
     is_invariant: bool,
     y_THd: Tensor | None = None,
 ) -> Tensor:
-    """See `expertmesh.ops.attention.paged.paged_attention`; rows of y_THd are replaced, if it is given."""
+    """See `expertmesh.ops.attention.paged_attention.paged_attention`; rows of y_THd are replaced, if it is given."""
     if "batches" not in keys.memo:
         keys.memo["batches"] = tuple(_batches(keys))
     batches: tuple[_Batch, ...] = keys.memo["batches"]

@@ -45,7 +45,7 @@ def is_faster(
 def attend(
     q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **_: Any
 ) -> Tensor:
-    """See `expertmesh.ops.attention.paged.paged_attention`."""
+    """See `expertmesh.ops.attention.paged_attention.paged_attention`."""
     run = attention if runs_plainly(q_THd, k_NShd, v_NShd, rule.sinks_H) else _operator
     y_THd: Tensor = run(
         q_THd,
