@@ -17,7 +17,7 @@ from expertmesh.data.prompt_data import PromptData, PromptRecord
 from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import REWARD
-from expertmesh.models.gpt.answers import AnswerScores, AnswerTask
+from expertmesh.models.gpt.answer_task import AnswerScores, AnswerTask
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.replay import replaying
 from expertmesh.models.task import Batch, Loss, Part, each_tensor, micro_batches, named_tensors

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from expertmesh.data.pair_data import PairData
 from expertmesh.models.family import Metric
-from expertmesh.models.gpt.answers import AnswerTask, with_named
+from expertmesh.models.gpt.answer_task import AnswerTask, with_named
 from expertmesh.models.gpt.reference import places_of, read_scores, score_pairs, write_scores
 from expertmesh.models.gpt.task import bits_per_byte
 from expertmesh.models.task import Batch, Begin, Data, Loss, Part, named_tensors
