@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import weakref
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -205,6 +206,10 @@ def test_engines_that_share_a_model_have_adapters_of_their_own(folders):
         assert found == expected, who
 
 
+can_compile = pytest.mark.skipif(find_spec("expertmesh.cpu") is None, reason="no expertmesh.cpu")
+
+
+@can_compile
 def test_a_dropped_engine_leaves_the_model_as_it_was(folders):
     """Its adapters take no memory any more, and the next engine may compile; another engine's stay."""
     model = gpt(torch.float32)
@@ -229,6 +234,7 @@ def test_a_dropped_engine_leaves_the_model_as_it_was(folders):
     assert hooks_of(model) == 0
 
 
+@can_compile
 def test_a_copy_of_a_model_has_no_adapters_of_its_engine(folders):
     model = gpt(torch.float32)
     engine = engine_of(model, {"a": folders["a"]})
@@ -355,7 +361,6 @@ def test_names_and_engines_that_take_none(folders):
         lambda: engine.load_adapter("", folders["a"]),
         lambda: engine.load_adapter("a", 3),
         lambda: Engine(gpt(), adapters=[folders["a"]]),
-        lambda: Engine(gpt(torch.float32), adapters=folders, compile=True),
         lambda: engine_of(gpt(), folders).load_adapter("a", folders["b"]),
         lambda: engine_of(gpt(), folders).add(PROMPTS[0], adapter=3),
         lambda: engine_of(gpt(), folders).generate(PROMPTS, adapter=["a"]),
@@ -366,6 +371,12 @@ def test_names_and_engines_that_take_none(folders):
     lora.add(has_own, seed=0)
     with pytest.raises(ConfigError, match="has adapters already; merge or remove them"):
         engine_of(has_own, folders)
+
+
+@can_compile
+def test_steps_with_adapters_are_not_compiled(folders):
+    with pytest.raises(ConfigError, match="steps with adapters are not compiled"):
+        Engine(gpt(torch.float32), adapters=folders, compile=True)
 
 
 def test_dense_models_take_them_on_attention(tmp_path):

@@ -227,7 +227,7 @@ def mistakes(place, tmp_path):
     (tmp_path / "none.json").write_text('{"a": 1}')
     (tmp_path / "table.csv").write_text("text\na\n")
     for name, text in (
-        ("talk.jsonl", "holds conversations"),
+        ("talk.jsonl", "holds a conversation"),
         ("none.json", "is no file of texts (its first entry has a)"),
         ("table.csv", "ends in .csv, which is not read here"),
     ):

@@ -6,11 +6,13 @@ import importlib
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import expertmesh
 from expertmesh import MoELayer
 from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.kernels.cpu.library import loaded
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.experts.weights import ExpertSlice, ExpertWeights
 
@@ -77,6 +79,7 @@ def test_a_token_has_five_containers():
     ]
 
 
+@pytest.mark.skipif(loaded().kernels is None, reason="no C compiler")
 def test_decoding_needs_four():
     layer = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2, seed=0).eval()
     x = torch.randn(1, 8)

@@ -11,6 +11,7 @@ from torch import nn
 from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.ops.cpu.compiled_loops import compiler_problem
 from expertmesh.spec.moments import moment_bytes
 from expertmesh.training.optim import build_optimizer, set_learning_rate
 
@@ -41,9 +42,16 @@ def stepped(model, optimizer, steps=2):
 
 
 @pytest.fixture
-def compiled(request):
-    """Whether torchao's step is compiled: for each shape one, most of a minute for a small model. Or it runs as it is."""
+def torchao():
+    """Skips where it is not installed, or cannot compile its step."""
     pytest.importorskip("torchao", reason="torchao not installed")
+    if compiler_problem():
+        pytest.skip("no C++ compiler")
+
+
+@pytest.fixture
+def compiled(request, torchao):
+    """Whether torchao's step is compiled: for each shape one, most of a minute for a small model. Or it runs as it is."""
     with torch.compiler.set_stance("default" if request.param else "force_eager"):
         yield request.param
 
@@ -172,7 +180,6 @@ def test_without_a_compiler(tmp_path):
     torch.testing.assert_close(model.large.weight, plain.large.weight)
 
 
-def test_a_model_without_a_large_tensor():
-    pytest.importorskip("torchao", reason="torchao not installed")
+def test_a_model_without_a_large_tensor(torchao):
     with pytest.raises(ConfigError, match="has no effect on this model"):
         built("torchao-int8", nn.Linear(8, 8))

@@ -16,6 +16,7 @@ from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.kernels.measured import entries
+from expertmesh.ops.cpu.compiled_loops import compiler_problem
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
@@ -57,7 +58,9 @@ def test_kernels(tmp_path):
     assert table["profile"]
     assert parts["tests of the experts"]["result"]["passed"] > 0
     assert parts["sanitizer racecheck"]["result"]["last"] == ["the step ended"]
-    assert all(row["holds"] == "yes" for row in parts["properties"]["result"])
+    missing = {"torch.compile"} if compiler_problem() else set()
+    failed = {row["property"] for row in parts["properties"]["result"] if row["holds"] != "yes"}
+    assert failed <= missing
     assert sorted(p.name for p in out.iterdir()) == [
         "kernels.json",
         "kernels.log",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.oracle.numerics import assert_two_times
+from tests.oracle.numerics import assert_two_times, relative_error
 
 import expertmesh
 from expertmesh.functional import route_metadata
@@ -163,7 +163,13 @@ def test_a_format(half_bytes, sizes, options):
         x_TD = call.x_TD.requires_grad_()
         y_TD = compute(call)
         results.append((y_TD.detach(), *torch.autograd.grad(y_TD.square().sum(), x_TD)))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    for found, expected in zip(*results, strict=True):
+        if options.get(
+            "batch_invariant"
+        ):  # its products are of single experts, the others' of the kernels in C
+            assert relative_error(found, expected) < 1e-6
+        else:
+            assert torch.equal(found, expected)
     if len(sizes) == 1:
         shape = own.slices()[0].shape
         assert own.num_bytes == FORMATS["half_bytes"].num_bytes(shape, torch.float32)
