@@ -239,7 +239,7 @@ def test_models_are_opened_in_one_place():
 def test_between_a_folder_and_its_model_is_one_container():
     """Of five (Run, Precision, Trained, Decoder, Loaded); run and precision are fields of it."""
     holders = []
-    for path in SOURCE.rglob("*.py"):
+    for path in set(SOURCE.rglob("*.py")) - set(SOURCE.glob("cli/*")):  # verbs hold words
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 fields = {
