@@ -14,7 +14,7 @@ Example:
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +82,8 @@ def add(
     _ALPHA.check("alpha", alpha)
     check_dtype(dtype)
     check_draw(seed, std=None, out_std=None)
-    if isinstance(targets, str) or not all(isinstance(one, str) for one in targets):
+    are_names = isinstance(targets, Collection) and all(isinstance(one, str) for one in targets)
+    if isinstance(targets, str) or not are_names:
         raise ConfigError(f"targets={targets!r}: must be a list of names; write ['experts']")
     sizes = {}
     for name in targeted(_parts(model), targets):

@@ -12,12 +12,13 @@ from torch import nn
 
 import expertmesh as em
 from expertmesh.checkpoints.hub.load_pretrained import HubModel
+from expertmesh.checkpoints.peft_folder import CONFIG, WEIGHTS
 from expertmesh.checkpoints.source import read_into
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations import fairseq, tutel
 from expertmesh.integrations.deepspeed import MoE as DeepSpeedMoE
 from expertmesh.integrations.hub import convert, load_pretrained
-from expertmesh.integrations.peft import CONFIG, WEIGHTS, load_adapters, save_adapters
+from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.integrations.transformers import (
     ExpertMeshConfig,
     ExpertMeshForCausalLM,
@@ -118,7 +119,7 @@ REFUSED = {
     "lora: no targets": (gpt, plain(lambda m: em.lora.add(m, targets=3)), "targets=3"),
     "lora: whole numbers": (gpt, plain(lambda m: em.lora.add(m, dtype=torch.int64)), "dtype=torch.int64"),
     "lora: a seed of text": (gpt, plain(lambda m: em.lora.add(m, seed="0")), "seed='0'"),
-    "lora: a dense model": (dense, plain(em.lora.add), "no layer with grouped experts"),
+    "lora: a dense model": (dense, plain(em.lora.add), "targets=experts: experts matches nothing"),
     "lora: twice": (adapted, plain(em.lora.add), "has adapters already"),
     "lora: nothing to merge": (gpt, plain(em.lora.merge), "has no adapters"),
     "lora: nothing to remove": (gpt, plain(em.lora.remove), "has no adapters"),
