@@ -1,6 +1,7 @@
 """Logprobs with gradients have the engine's bits, and the ordinary forward's gradients."""
 
 import copy
+from functools import partial
 from statistics import median
 
 import pytest
@@ -68,24 +69,22 @@ def test_adapters_have_the_same_bits_in_the_engine_and_in_training(shared, dtype
     assert all(".adapters." in name for name in learning)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_gradients_of_adapters_are_those_of_the_ordinary_forward(shared):
-    results = []
-    for invariant in (True, False):
-        options = {"moe": ROUTERS["shared"], "tie_embeddings": False, "batch_invariant": invariant}
-        model = with_adapters(gpt(torch.float64, **options), shared=shared)
-        scores = token_logprobs(model, PROMPTS)
-        sum(one.sin().sum() for one in scores).backward()
-        results.append([*scores, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(results[0]) == len(results[1]) > 10
-    for place, (ours, plain) in enumerate(zip(*results, strict=True)):
-        assert_close_fp64(ours.detach(), plain.detach(), what=f"result {place}")
+WITH_ADAPTERS = {"moe": ROUTERS["shared"], "tie_embeddings": False}
 
 
-def test_gradients_are_those_of_the_ordinary_forward():
+@pytest.mark.parametrize(
+    ("options", "adapted"),
+    [
+        ({}, lambda model: model),
+        (WITH_ADAPTERS, partial(with_adapters, shared=False)),
+        (WITH_ADAPTERS, partial(with_adapters, shared=True)),
+    ],
+    ids=["plain", "adapters", "shared adapters"],
+)
+def test_gradients_are_those_of_the_ordinary_forward(options, adapted):
     results = []
     for invariant in (True, False):
-        model = gpt(torch.float64, batch_invariant=invariant)
+        model = adapted(gpt(torch.float64, batch_invariant=invariant, **options))
         scores = token_logprobs(model, PROMPTS)
         sum(one.sin().sum() for one in scores).backward()
         results.append([*scores, *(p.grad for p in model.parameters() if p.grad is not None)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.hub_models import tiny_model
-from tests.support.hub_text import hub_folder
+from tests.support.hub_text import chats_file, hub_folder
 
 from expertmesh import lora
 from expertmesh.checkpoints import peft_writing
@@ -36,9 +36,7 @@ def folders(tmp_path_factory):
     """A base of the hub, and a run with adapters on all of it that have moved far."""
     place = tmp_path_factory.mktemp("adapted")
     base = hub_folder(place / "base", "qwen2_moe")
-    ask = {"role": "user", "content": "say"}
-    talks = ([ask, {"role": "assistant", "content": f"{n}"}] for n in range(20))
-    (place / "chats.jsonl").write_text("\n".join(json.dumps({"messages": t}) for t in talks))
+    chats_file(place / "chats.jsonl", count=20)
     where = ["--train.run-dir", f"{place}/run", "--data.cache-dir", f"{place}/cache"]
     more = ["--adapter.kind", "lora", "--adapter.rank", "6", "--train.no-tensorboard"]
     data = ["--data.path", f"{place}/chats.jsonl", "--train.batch-size", "4", "--optim.lr", "3e-2"]

@@ -117,7 +117,7 @@ def task_of(model, loss, numbers):
 def scores(task, model, batch):
     """Log-probabilities (B, 2) of the answers."""
     found = task.scores(model.eval(), batch, Part(0, slice(0, len(batch[0])), Ranks()))
-    return found.per_answer(found.logprobs_R).detach().double()
+    return found.at_positions(found.logprobs_R).sum(2).detach().double()
 
 
 def gradients(model):

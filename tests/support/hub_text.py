@@ -6,6 +6,14 @@ from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hub_models import tiny_model
 
 
+def chats_file(path, answer="{n}", count=40):
+    """A file of conversations of two turns, whose answers differ."""
+    ask = {"role": "user", "content": "say"}
+    talks = ([ask, {"role": "assistant", "content": answer.format(n=n)}] for n in range(count))
+    path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    return path
+
+
 def hub_folder(folder, name="qwen3_moe", *, tokenizer=None, options=None, **changes):
     """A model of the hub with a tokenizer; its config has no start."""
     tokenizer = byte_tokenizer() if tokenizer is None else tokenizer

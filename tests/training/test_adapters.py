@@ -1,12 +1,11 @@
 """`--adapter.kind lora`: what learns is what is said, checkpoints hold factors alone, and runs open as merged models."""
 
-import json
 import math
 import shutil
 
 import pytest
 import torch
-from tests.support.hub_text import hub_folder
+from tests.support.hub_text import chats_file, hub_folder
 
 import expertmesh as em
 from expertmesh import lora
@@ -38,11 +37,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    ask = {"role": "user", "content": "say"}
-    talks = ([ask, {"role": "assistant", "content": f"{n}"}] for n in range(40))
-    path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
-    return path
+    return chats_file(tmp_path_factory.mktemp("chats") / "chats.jsonl")
 
 
 @pytest.fixture

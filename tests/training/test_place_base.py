@@ -1,12 +1,10 @@
 """`base.storage`: weights that rest under adapters in few bits, read without the memory of the full ones."""
 
-import json
-
 import pytest
 import torch
 from tests.checkpoints.test_hub_parts import in_mxfp4
 from tests.checkpoints.test_rounded import in_fp8, pack_files
-from tests.support.hub_text import hub_folder
+from tests.support.hub_text import chats_file, hub_folder
 from tests.support.memory import peak_bytes
 from tests.support.runs import lines_of
 
@@ -45,11 +43,7 @@ def packed(base):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    ask = {"role": "user", "content": "say"}
-    talks = ([ask, {"role": "assistant", "content": f"{n} is well"}] for n in range(40))
-    path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
-    return path
+    return chats_file(tmp_path_factory.mktemp("chats") / "chats.jsonl", "{n} is well")
 
 
 @pytest.fixture

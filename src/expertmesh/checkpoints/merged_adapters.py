@@ -26,10 +26,8 @@ class AdaptedModel:
 
     def __init__(self, base: TensorSource, learned: TensorSource, config: AdapterConfig) -> None:
         self._base, self._learned, self._config = base, learned, config
-        self._last: tuple[str, list[Tensor]] = (
-            "",
-            [],
-        )  # factors whose parts are read one after the other
+        # factors whose parts are read one after the other
+        self._last: tuple[str, list[Tensor]] = ("", [])
 
     @property
     def path(self) -> Path:

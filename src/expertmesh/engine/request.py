@@ -49,8 +49,12 @@ def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
 def _seed_of(seed: int | None, place: int) -> int | None:
     if seed is None or place == 0:
         return seed
-    digest = blake2b(f"{int(seed)}/prompt/{place}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return hashed_seed(f"{int(seed)}/prompt/{place}")
+
+
+def hashed_seed(text: str) -> int:
+    """Seed in 0 ... 2^63 - 1 that a text stands for."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Rule(Protocol):

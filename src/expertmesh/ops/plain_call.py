@@ -1,10 +1,31 @@
-"""Checks that allow an operator to be called as its plain Python function."""
+"""Operators of our own on the CPU, and checks that allow them to be called as their plain Python functions."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
+
+
+def cpu_operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register a function of CPU tensors as an operator, not seen by autograd; a call costs a tenth of `custom_op`'s.
+
+    Args:
+        schema: name, arguments and results, as `torch.library.Library.define` reads them.
+        run: the function.
+        fake: function that returns results without values.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"expertmesh::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.expertmesh, name).default
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

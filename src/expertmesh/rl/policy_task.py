@@ -126,7 +126,7 @@ class PolicyTask(AnswerTask):
         found = {}
         for one in self.rewards if len(self.rewards) > 1 else ():
             own = [value[one.name] for value in values]
-            found[f"value_{one.name}"] = [value or 0.0 for value in own]
+            found[f"{_VALUE}{one.name}"] = [value or 0.0 for value in own]
             found[f"applies_{one.name}"] = [float(value is not None) for value in own]
         return found
 

@@ -22,8 +22,6 @@ from expertmesh.config.base import expanded
 from expertmesh.errors import ConfigError, text_of
 
 OPTION = "reward.functions"
-_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-"""Keywords of every call, beside the columns of the data."""
 _SPEC = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)(?::(?P<weight>[-+.\deE]+))?")
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 

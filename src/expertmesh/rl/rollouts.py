@@ -1,7 +1,6 @@
 """Rollouts: answers of the engine, which samples from the trainer's own tensors."""
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 from expertmesh.config.engine import EngineConfig
@@ -9,6 +8,7 @@ from expertmesh.config.rl import RLConfig
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.output import RequestOutput
+from expertmesh.engine.request import hashed_seed
 from expertmesh.errors import TrainingDivergedError
 
 _MOST_SEQUENCES = 256
@@ -16,8 +16,7 @@ _MOST_SEQUENCES = 256
 
 def seed_of_row(seed: int, step: int, row: int) -> int:
     """Seed of the answers to the prompt in a row of a step's batch, in 0 ... 2^63 - 1: rows draw independently."""
-    digest = blake2b(f"{seed}/rollout/{step}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return hashed_seed(f"{seed}/rollout/{step}/{row}")
 
 
 def roll_out(

@@ -48,10 +48,6 @@ class AnswerScores(NamedTuple):
         # each position has one row, and fillers add 0: any order of additions gives the same bits
         return values_R.new_zeros(B * G * S).index_add(0, self.rows_R, values_R).view(B, G, S)
 
-    def per_answer(self, values_R: Tensor) -> Tensor:
-        """(B, G) sums of values of rows."""
-        return self.at_positions(values_R).sum(2)
-
 
 class AnswerTask(GPTTask):
     """Task whose samples are groups of answers.
@@ -74,16 +70,13 @@ class AnswerTask(GPTTask):
             note(f"{names}: without effect, because {why} computes as in evaluation")
         return data
 
-    def scores(
-        self, model: nn.Module, batch: Batch, part: Part, *, temperature: float = 1.0
-    ) -> AnswerScores:
+    def scores(self, model: nn.Module, batch: Batch, part: Part) -> AnswerScores:
         """Scores of the learned tokens; differentiable.
 
         Args:
             model: the model, in evaluation mode.
             batch: samples on the model's device.
             part: their place, with the number of their learned tokens, if it is known, as `num_items`.
-            temperature: divisor of the logits.
         """
         (ids_AS, targets_AS, *_), more = answers_of(batch)
         learned = Learned.of(part.positions(targets_AS), more["counts"], part)
@@ -92,7 +85,7 @@ class AnswerTask(GPTTask):
             ids_AS,
             targets_R=learned.targets_R,
             logit_rows_R=learned.rows_R,
-            scoring={"temperature": temperature, "entropy": True},
+            scoring={"entropy": True},
             capacity_factor=self.config.model.moe.dropless_factor,
             **masks_of(more),
         )

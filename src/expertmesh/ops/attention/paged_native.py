@@ -10,7 +10,7 @@ from expertmesh.kernels.cpu.attention_call import KINDS_OF_KEYS, AttentionCall
 from expertmesh.kernels.cpu.library import loaded
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import ScoreRule
-from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.plain_call import cpu_operator, runs_plainly
 
 
 def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
@@ -149,17 +149,9 @@ def of_sequences(
     return y_THd.view(B, S, H, -1).transpose(1, 2).contiguous()
 
 
-_LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
-_LIBRARY.define(
+_operator = cpu_operator(
     "native_attention(Tensor q_THd, Tensor k_NShd, Tensor v_NShd, Tensor starts, Tensor num_keys_B, Tensor table_BN, "
     "Tensor? first_B, Tensor? mask_BSP, Tensor? sinks_H, int? window, int? chunk, float? softcap) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.impl("native_attention", attention, "CPU")
-_LIBRARY.impl("native_attention", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake(
-    "expertmesh::native_attention",
+    attention,
     lambda q_THd, k_NShd, v_NShd, *_: q_THd.new_empty(*q_THd.shape[:2], v_NShd.shape[3]),
-    lib=_LIBRARY,
 )
-_operator = torch.ops.expertmesh.native_attention.default

@@ -13,7 +13,7 @@ from expertmesh.ops.activation import inner_name, num_branches
 from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, ExpertWeights
-from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.plain_call import cpu_operator, runs_plainly
 from expertmesh.ops.route_metadata import RouteMetadata, check_expert_ids, check_range_of_ids
 
 MOST_ROWS = 64
@@ -252,17 +252,9 @@ def _of_tensors(
     return _computed(x_TD, ids_TK, weights_TK, one, num_experts, None)
 
 
-_LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
-_LIBRARY.define(
+_operator = cpu_operator(
     "native_experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, Tensor w_in, Tensor w_out, Tensor? scales_in, "
     "Tensor? scales_out, Tensor? b_in, Tensor? b_out, str activation, int num_experts) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.impl("native_experts", _of_tensors, "CPU")
-_LIBRARY.impl("native_experts", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake(
-    "expertmesh::native_experts",
+    _of_tensors,
     lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
-    lib=_LIBRARY,
 )
-_operator = torch.ops.expertmesh.native_experts.default
