@@ -45,7 +45,7 @@ def _product(x_RK: Tensor, stored: Sequence[Tensor], offsets_E: Tensor, *call: A
     x, y = x_RK.to(dtype), x_RK.new_empty(len(x_RK), K if transposed else N, dtype=dtype)
     for block in rows_by_expert(bounds, x.new_empty(1).expand(1, N, K), dtype):
         x_e, y_e = block.each(x), block.room(y)
-        w = one.w_in(block.expert, dtype) if is_in else one.w_out(block.expert, dtype)
+        w = (one.w_in if is_in else one.w_out)(block.expert, dtype, x_RK.dtype)
         if transposed:
             product_into(x_e, w, y_e)
         elif b_EN is not None:

@@ -60,11 +60,11 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
         b_EGF, b_ED = experts.b_in_EGF, experts.b_out_ED
         b_H = None if b_EGF is None else b_EGF[e].flatten().to(dtype)
         x_nD = x_TD.index_select(0, token_n).to(dtype)
-        h_nH = invariant.plain_linear(x_nD, experts.w_in(e, dtype), b_H, "torch")
+        h_nH = invariant.plain_linear(x_nD, experts.w_in(e, dtype, x_TD.dtype), b_H, "torch")
         _add_adapters([run.on_in for run in call.runs], run_of_n, e, x_nD, h_nH)
         h_nGF = h_nH.to(s_n1.dtype).unflatten(1, (G, F))
         a_nF = (invariant.activate(h_nGF, inner_name(experts.activation)) * s_n1).to(dtype)
-        y_nD = invariant.plain_linear(a_nF, experts.w_out(e, dtype), None, "torch")
+        y_nD = invariant.plain_linear(a_nF, experts.w_out(e, dtype, x_TD.dtype), None, "torch")
         _add_adapters([run.on_out for run in call.runs], run_of_n, e, a_nF, y_nD)
         y_RD[rows] = y_nD if b_ED is None else y_nD + s_n1 * b_ED[e]
     top_k = call.weights_TK.shape[1]

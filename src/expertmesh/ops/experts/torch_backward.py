@@ -224,7 +224,7 @@ class _Steps:
         """Write A' and dH of a span with zeros in the padding, and dx and ds; return the gathered gradient of y."""
         h, rows = self._hidden(run, data)
         d_y, d_a = self.gather(self.grad_TD, run), data.d_a[: run.num_places]
-        weights = self.experts.w_outs(run.experts, self.dtype)
+        weights = self.experts.w_outs(run.experts, self.dtype, self.x_TD.dtype)
         for w, d_y_e, d_a_e in zip(weights, run.split(d_y), run.split(d_a), strict=True):
             product_into(d_y_e, w, d_a_e)
         # weight gradients sum over places, so A' and dH are zero in the padding
@@ -239,7 +239,10 @@ class _Steps:
             data.d_s_R[run.rows] = d_s
         if self.needs.x:
             # padding writes to rows of later experts, which overwrite it, or behind the last row
-            weights, d_x = self.experts.w_ins(run.experts, self.dtype), run.rows_of(data.d_x_RD)
+            weights, d_x = (
+                self.experts.w_ins(run.experts, self.dtype, self.x_TD.dtype),
+                run.rows_of(data.d_x_RD),
+            )
             for w, d_h_e, d_x_e in zip(weights, run.split(d_h), d_x, strict=True):
                 product_into(d_h_e, w, d_x_e)
         return d_y
@@ -249,7 +252,7 @@ class _Steps:
         h, rows = data.h_RH, run.row_of_place
         if h is None:
             x, h = self.gather(self.x_TD, run), data.h_again[: run.num_places]
-            columns = (self.experts.w_ins(run.experts, self.dtype), run.experts)
+            columns = (self.experts.w_ins(run.experts, self.dtype, self.x_TD.dtype), run.experts)
             for w, e, x_e, h_e in zip(*columns, run.split(x), run.split(h), strict=True):
                 hidden(self.experts, e, x_e, h_e, w)
             return h.to(self.x_TD.dtype).to(self.dtype), None

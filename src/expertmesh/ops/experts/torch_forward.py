@@ -46,7 +46,7 @@ def forward(
         h = h_all[start : start + m] if direct else h_buffer[:m]
         a = a_buffer[:m]
         x_rows, h_rows = run.rows_of(x, start), run.rows_of(h, start)
-        w_ins = experts.w_ins(run.experts, dtype)
+        w_ins = experts.w_ins(run.experts, dtype, x_TD.dtype)
         for w_in, e, x_nD, h_nH in zip(w_ins, run.experts, x_rows, h_rows, strict=True):
             hidden(experts, e, x_nD, h_nH, w_in)
         if save_h and not direct:
@@ -56,7 +56,7 @@ def forward(
         a[n:].zero_()
         y = y_RD[start : start + m]
         a_rows, y_rows = run.rows_of(a, start), run.rows_of(y, start)
-        w_outs = experts.w_outs(run.experts, dtype)
+        w_outs = experts.w_outs(run.experts, dtype, x_TD.dtype)
         for w_out, a_nF, y_nD in zip(w_outs, a_rows, y_rows, strict=True):
             cpu_products.product_into(a_nF, w_out.T, y_nD)
     if experts.b_out_ED is not None:

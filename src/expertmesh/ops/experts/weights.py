@@ -110,31 +110,35 @@ class ExpertSlice:
         """Shape (E, G, F, D) of the unpacked matrices."""
         return FORMATS[self.format].shape(self)
 
-    def w_in(self, e: int, dtype: torch.dtype) -> Tensor:
-        """First weight of one expert as (G * F, D)."""
+    def w_in(self, e: int, dtype: torch.dtype, rounding: torch.dtype | None = None) -> Tensor:
+        """First weight of one expert as (G * F, D); quantised numbers are rounded to the dtype `rounding` first, if it is given."""
         if self.format != "dense":
-            return FORMATS[self.format].unpack_in(self, e, dtype)
+            return FORMATS[self.format].unpack_in(self, e, rounding or dtype).to(dtype)
         w = self.w_in_EGFD[e].flatten(0, 1)
         return w if w.dtype == dtype else w.to(dtype)
 
-    def w_out(self, e: int, dtype: torch.dtype) -> Tensor:
-        """Second weight of one expert, (D, F)."""
+    def w_out(self, e: int, dtype: torch.dtype, rounding: torch.dtype | None = None) -> Tensor:
+        """Second weight of one expert, (D, F), like `w_in`."""
         if self.format != "dense":
-            return FORMATS[self.format].unpack_out(self, e, dtype)
+            return FORMATS[self.format].unpack_out(self, e, rounding or dtype).to(dtype)
         w = self.w_out_EDF[e]
         return w if w.dtype == dtype else w.to(dtype)
 
-    def w_ins(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    def w_ins(
+        self, experts: Sequence[int], dtype: torch.dtype, rounding: torch.dtype
+    ) -> Iterator[Tensor]:
         """First weights of some experts, with few calls; copies, if needed, are made one at a time."""
         is_direct = self.format == "dense" and self.w_in_EGFD.dtype == dtype
         if not is_direct or not self.w_in_EGFD.is_contiguous():
-            return (self.w_in(e, dtype) for e in experts)
+            return (self.w_in(e, dtype, rounding) for e in experts)
         return selected(self.w_in_EGFD.flatten(1, 2), experts)
 
-    def w_outs(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    def w_outs(
+        self, experts: Sequence[int], dtype: torch.dtype, rounding: torch.dtype
+    ) -> Iterator[Tensor]:
         """Second weights of some experts, like `w_ins`."""
         if self.format != "dense" or self.w_out_EDF.dtype != dtype:
-            return (self.w_out(e, dtype) for e in experts)
+            return (self.w_out(e, dtype, rounding) for e in experts)
         return selected(self.w_out_EDF, experts)
 
     @property
