@@ -1,0 +1,127 @@
+"""Replacement for `tutel.checkpoint`: state dicts of other numbers of ranks.
+
+`python -m expertmesh.integrations.tutel.checkpoint.gather --inputs './{rank}-of-{size}.ckpt' --input_size 2 --output all.ckpt`
+joins the files of the ranks, `...checkpoint.scatter --input all.ckpt --output_size 8 --outputs './{rank}-of-{size}.ckpt'` parts
+one file, both with Tutel's options. Files are loaded with `weights_only=True`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+
+State = dict[str, Any]
+_COUNT = "_num_global_experts"
+
+
+def read(path: str, namespace: str = "") -> tuple[Any, State]:
+    """The contents of a file, and the state dict in it under names joined by "/".
+
+    Raises:
+        ConfigError: the file is not there, or has no such name.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: is no file; give the pattern that the ranks wrote to")
+    whole = state = torch.load(path, map_location="cpu", weights_only=True)
+    for name in filter(None, namespace.split("/")):
+        if not isinstance(state, dict) or name not in state:
+            raise ConfigError(
+                f"namespace={namespace!r}: {path} has no {name!r}; choose a name in it"
+            )
+        state = state[name]
+    return whole, state
+
+
+def put(whole: Any, namespace: str, state: State) -> Any:
+    """The contents of a file with another state dict in place of that under `namespace`."""
+    name, _, rest = namespace.strip("/").partition("/")
+    return {**whole, name: put(whole[name], rest, state)} if name else state
+
+
+def join(states: Sequence[State], default_num_global_experts: int = 0) -> State:
+    """One state dict of all experts, from those of the ranks.
+
+    Args:
+        states: of all ranks in order; what is not an expert's is taken of the last.
+        default_num_global_experts: number of experts for files without `_num_global_experts`.
+
+    Raises:
+        ConfigError: there is no layer with experts, or the experts do not divide the ranks, nor the ranks them.
+
+    Example:
+        >>> one = {"moe._num_global_experts": torch.tensor(2), "moe.experts.w": torch.zeros(1, 3)}
+        >>> join([one, one])["moe.experts.w"].shape
+        torch.Size([2, 3])
+    """
+    counts = _counts(states[0])
+    if not counts and default_num_global_experts > 0:
+        layers = {n[: n.rindex(".experts.") + 1] for n in states[0] if ".experts." in n}
+        counts = dict.fromkeys(layers, default_num_global_experts)
+    if not counts:
+        raise ConfigError(
+            "the state dict has no _num_global_experts; give --default_num_global_experts, or the --namespace of the model"
+        )
+    joined = dict(states[-1])
+    for layer, num_experts in counts.items():
+        _check(num_experts, len(states))
+        joined[layer + _COUNT] = torch.tensor(num_experts)
+        for name in [n for n in joined if n.startswith(f"{layer}experts.")]:
+            values: Tensor = torch.cat([state[name] for state in states])
+            if num_experts < len(states) and values.dim() > 1:
+                values = values.view(num_experts, -1, *values.shape[2:])
+            joined[name] = values
+    return joined
+
+
+def part(state: State, size: int) -> list[State]:
+    """State dicts of so many ranks, from one of all experts.
+
+    Raises:
+        ConfigError: there is no layer with experts, or a tensor cannot be parted.
+    """
+    counts = _counts(state)
+    if not counts:
+        raise ConfigError(
+            "the state dict has no _num_global_experts; join the ranks' files first, or give the --namespace of the model"
+        )
+    parts = [dict(state) for _ in range(size)]
+    for layer, num_experts in counts.items():
+        _check(num_experts, size)
+        for name in [n for n in state if n.startswith(f"{layer}experts.")]:
+            for own, values in zip(parts, _cut(name, state[name], num_experts, size), strict=True):
+                own[name] = values.clone()
+    return parts
+
+
+def _counts(state: State) -> dict[str, int]:
+    """Number of experts by prefix of the layer."""
+    return {n.removesuffix(_COUNT): int(state[n]) for n in state if n.endswith(_COUNT)}
+
+
+def _check(num_experts: int, size: int) -> None:
+    if num_experts < 1 or (num_experts % size and size % num_experts):
+        raise ConfigError(
+            f"{num_experts} experts and {size} ranks: one must divide the other; choose another number of ranks"
+        )
+
+
+def _cut(name: str, values: Tensor, num_experts: int, size: int) -> Sequence[Tensor]:
+    """Equal parts of a tensor for the ranks: whole experts, or slices of one along its first dimension after the experts'."""
+    if values.numel() % size or (values.dim() > 1 and values.shape[0] != num_experts):
+        raise ConfigError(
+            f"{name} of shape {tuple(values.shape)}: cannot be parted for {size} ranks; choose another number of ranks"
+        )
+    if num_experts >= size or values.dim() == 1:
+        return values.chunk(size)
+    slices = size // num_experts
+    axis = next((i for i in range(1, values.dim()) if values.shape[i] > 1), 1)
+    if values.shape[axis] % slices:
+        raise ConfigError(
+            f"{name} of shape {tuple(values.shape)}: {slices} ranks share an expert, and must divide dimension {axis}; choose "
+            "another number of ranks"
+        )
+    return [piece for expert in values.split(1) for piece in expert.chunk(slices, axis)]
