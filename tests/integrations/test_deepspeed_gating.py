@@ -17,7 +17,7 @@ CALLS = {
     "top3": ("topkgating", (3,), {}),
     "top3 by position": ("topkgating", (3,), {"drop_policy": "position"}),
     "top1 with random tokens": ("top1gating", (), {"use_rts": True}),
-    "top1 with noise": ("top1gating", (), {"noisy_gate_policy": "RSample", "use_rts": False}),
+    "top1 with noise": ("top1gating", (), {"noisy_gate_policy": "RSample", "use_rts": True}),
     "top2 with noise": ("top2gating", (), {"top2_2nd_expert_sampling": True}),
 }
 LIMITS = [(1.0, 0, True), (0.4, 0, True), (0.1, 4, True), (1.0, 0, False), (9.0, 0, True)]

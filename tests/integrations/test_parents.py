@@ -1,10 +1,11 @@
 """Tutel's own examples through the door, with their import lines changed, beside Tutel's own losses.
 
-`EXPERTMESH_PARENTS` names a folder with a checkout `tutel` of github.com/microsoft/tutel, commit ac0e51b; `make test-parents
-PARENTS=folder` runs this file.
+`EXPERTMESH_PARENTS` names a folder with checkouts: `tutel` of github.com/microsoft/tutel, commit ac0e51b, and
+`DeepSpeedExamples` of github.com/deepspeedai/DeepSpeedExamples, commit 45b4b71. `make test-parents PARENTS=folder` runs this file.
 """
 
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -59,6 +60,7 @@ SHA256 = {
     "helloworld_ddp_tutel": "d12f845a27a72881316b32202910e3a4581fbea17948f3487afc452c95f69f09",
     "helloworld_from_scratch": "5e80f50afa36bee3f86e4de121166bb5d9e009d54c79f4acf0095549803e2da5",
     "helloworld_switch": "b540da93226f2b2aada0d1f8e4f5fdde021a4325043bfdd0fa688b6d6a9d27cb",
+    "cifar10_deepspeed": "4ae71cfb528a3b91b8f95eddeb0787eba98db2b4b5b48631f5248f6765234666",
     "moe_cifar10": "a6807406e2dda9654d65ffd0f40c1605bee2b96a3adcdf70a520ad0f7b3a1a62",
     "moe_mnist": "88c6fc895f9149825e8b9dba20a2f748e6e39b5ade75f0b471e749c6c85db1a4",
 }
@@ -109,3 +111,32 @@ def test_tutels_examples(case, ranks, tmp_path):
     theirs.write_text(changed(path, SIZES))
     expected = losses(theirs, arguments, ranks, PARENTS / "tutel")
     assert found == pytest.approx(expected, rel=0, abs=SIX_DIGITS)
+
+
+CIFAR = PARENTS / "DeepSpeedExamples" / "training" / "cifar" / "cifar10_deepspeed.py"
+DOOR = {
+    r"^from deepspeed.moe.utils import": "from expertmesh.integrations.deepspeed import MoE,",
+    r"deepspeed\.moe\.layer\.MoE\(": "MoE(",
+}
+MOE = ["--deepspeed", "--moe", "--log-interval", "1", "--epochs", "2", "--dtype", "fp32"]
+MOE += ["--ep-world-size", "2", "--noisy-gate-policy", "RSample", "--moe-param-group"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or not CIFAR.is_file(),
+    reason="deepspeed not installed, or EXPERTMESH_PARENTS has no DeepSpeedExamples",
+)
+@pytest.mark.parametrize(
+    "more",
+    [["--num-experts", "2"], ["--num-experts", "2", "4", "--mlp-type", "residual", "--stage", "2"]],
+)
+def test_deepspeeds_cifar_example(more, tmp_path, monkeypatch):
+    """Under DeepSpeed's engine, as its run_ds_moe.sh and run_ds_prmoe.sh start it, with ZeRO 0 and 2."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    # kernels are compiled into a folder of this test: a lock that a stopped run left in the usual one would hold them
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kernels"))
+    script = tmp_path / "ours.py"
+    script.write_text(changed(CIFAR, DOOR))
+    found = losses(script, [*MOE, *more], 2, ROOT / "src")
+    assert len(found) == 8 and found[-1] < found[0]

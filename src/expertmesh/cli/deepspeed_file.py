@@ -171,7 +171,7 @@ def _zero(section: Mapping[str, Any], num_ranks: int) -> Iterator[tuple[str, Any
     if given.get("cpu_offload"):
         yield "parallel.offload", True
     for name in sorted(_ZERO_OTHER & given.keys()):
-        if given[name] not in (False, 1, -1):
+        if given[name] is True or given[name] not in (False, 1, -1):
             _refuse(f"zero_optimization.{name}", given[name], "leave it out")
 
 

@@ -144,6 +144,7 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2, device=weight.device, dtype=weight.dtype)
+        self._name_modules()
         self._fill(expert)
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
@@ -166,6 +167,14 @@ class MoE(nn.Module):
     def _layer(self) -> "RoutedExperts":
         """The layer with the experts, under the name that DeepSpeed has for its own."""
         return self.deepspeed_moe
+
+    def _name_modules(self) -> None:
+        """Give experts that are modules the name that DeepSpeed has for their list."""
+        if self._mlp is None:
+            modules = [
+                wrapper.get_submodule("expert") for wrapper in self._layer.experts.children()
+            ]
+            self._layer.experts.deepspeed_experts = modules  # type: ignore[assignment]
 
     def _fill(self, expert: nn.Module) -> None:
         """Copy the weights of the module to every expert."""
@@ -223,6 +232,7 @@ class MoE(nn.Module):
             spread_experts(self._layer, world, es_degree=copies)
         else:
             spread_experts(self._layer, world, num_replicas=copies, plain=has_engine)
+        self._name_modules()
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
             if not has_engine and parameter.requires_grad:
@@ -376,9 +386,25 @@ def _to_theirs(moe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> No
         to_foreign(state, _names(moe), prefix=prefix, own_prefix="deepspeed_moe.")
 
 
+def _place_own_experts(moe: MoE, state: dict[str, Any], prefix: str) -> None:
+    """Where a state dict has the experts of this rank alone, and the layer still has all: count them over all ranks."""
+    begin, count = f"{prefix}{_EXPERTS}.", moe.num_local_experts
+    given = {int(n.removeprefix(begin).split(".")[0]): 0 for n in state if n.startswith(begin)}
+    is_whole = getattr(moe._layer.dispatcher, "storage", None) is None
+    if not is_whole or not dist.is_initialized() or count == moe.num_experts or sorted(given) != [*range(count)]:  # fmt: skip
+        return
+    first = dist.get_rank() % moe.ep_size * count
+    own = {n: state.pop(n) for n in list(state) if n.startswith(begin)}
+    state |= {n: v for n, v in moe.state_dict(prefix=prefix).items() if n.startswith(begin)}
+    for name, values in own.items():
+        expert, _, rest = name.removeprefix(begin).partition(".")
+        state[f"{begin}{first + int(expert)}.{rest}"] = values
+
+
 def _to_ours(moe: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     assert isinstance(moe, MoE)
     if _has_theirs(moe):
+        _place_own_experts(moe, state, prefix)
         others[-1].extend(
             from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="deepspeed_moe.")
         )
