@@ -70,7 +70,9 @@ SIX_DIGITS = 1.01e-5
 
 def changed(path, table):
     text = path.read_text()
-    assert hashlib.sha256(text.encode()).hexdigest() == SHA256[path.stem], f"{path}: other version"
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[path.stem], (
+        f"{path}: other version"
+    )
     for pattern, line in table.items():
         text = re.sub(pattern, line, text, flags=re.MULTILINE)
     return text
