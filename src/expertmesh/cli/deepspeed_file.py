@@ -102,9 +102,9 @@ def _batch(given: Mapping[str, Any], num_ranks: int) -> Options:
     """The global batch, and how many passes it takes."""
     known = _said({name: given.get(name) for name in _BATCH})
     batch, micro, passes = (known.get(name) for name in _BATCH)
-    if batch is None and micro is None:
-        return {} if passes is None else {"train.gradient_accumulation_steps": passes}
     if batch is None:
+        if micro is None:
+            return {} if passes is None else {"train.gradient_accumulation_steps": passes}
         batch = micro * (passes or 1) * num_ranks
     if passes is None:
         passes = batch // (micro * num_ranks) if micro else 1

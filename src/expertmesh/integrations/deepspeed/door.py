@@ -34,11 +34,11 @@ from expertmesh.parallel.experts.owned import refuse_engine
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
 
-class Gate(SimpleNamespace):
-    """What a layer routes by, under the names that DeepSpeed's gate has; `wg` is the linear map."""
+class GateOptions(SimpleNamespace):
+    """Options that a layer routes by, under the names that DeepSpeed's gate has, with the linear map `wg`."""
 
 
-class RoutedExperts(MoELayer):
+class DeepSpeedLayer(MoELayer):
     """The layer with router and experts, with what DeepSpeed's `deepspeed_moe` has beside them.
 
     Attributes:
@@ -47,7 +47,7 @@ class RoutedExperts(MoELayer):
         exp_counts: (E,) choices per expert in the last call, before dropping.
     """
 
-    gate: Gate
+    gate: GateOptions
     l_aux: Tensor | None = None
     exp_counts: Tensor | None = None
 
@@ -121,7 +121,7 @@ class MoE(nn.Module):
         self.expert_group_name = f"ep_size_{ep_size}"
         self._mlp = _recognized(expert, hidden_size)
         weight = next(expert.parameters(), torch.empty(0))
-        self.deepspeed_moe = RoutedExperts(
+        self.deepspeed_moe = DeepSpeedLayer(
             dim=hidden_size,
             hidden_dim=self._mlp.hidden_dim if self._mlp else hidden_size,
             num_experts=num_experts,
@@ -148,7 +148,7 @@ class MoE(nn.Module):
         self._fill(expert)
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
-        self.deepspeed_moe.gate = Gate(
+        self.deepspeed_moe.gate = GateOptions(
             wg=self._layer.router.proj,
             k=k,
             capacity_factor=capacity_factor,
@@ -164,7 +164,7 @@ class MoE(nn.Module):
         self.register_load_state_dict_pre_hook(keep_where_refused)
 
     @property
-    def _layer(self) -> "RoutedExperts":
+    def _layer(self) -> "DeepSpeedLayer":
         """The layer with the experts, under the name that DeepSpeed has for its own."""
         return self.deepspeed_moe
 
@@ -387,7 +387,7 @@ def _to_theirs(moe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> No
 
 
 def _place_own_experts(moe: MoE, state: dict[str, Any], prefix: str) -> None:
-    """Where a state dict has the experts of this rank alone, and the layer still has all: count them over all ranks."""
+    """Count the experts of a state dict over all ranks, if it has this rank's alone and the layer still has all."""
     begin, count = f"{prefix}{_EXPERTS}.", moe.num_local_experts
     given = {int(n.removeprefix(begin).split(".")[0]): 0 for n in state if n.startswith(begin)}
     is_whole = getattr(moe._layer.dispatcher, "storage", None) is None

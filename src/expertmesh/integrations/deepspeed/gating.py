@@ -1,7 +1,7 @@
 """Replacement for the gating functions of `deepspeed.moe.sharded_moe`: choices as dense masks, or as one list per choice.
 
-They compute in FP32 as theirs do. Where theirs keep arbitrary tokens (k = 1 without random token selection), the first are
-kept; logits that are passed in are not changed; fewer tokens than `min_capacity` are no error.
+Where DeepSpeed keeps arbitrary tokens (k = 1 without random token selection), the first are kept; logits that are passed
+in are not changed; fewer tokens than `min_capacity` are no error.
 """
 
 from collections.abc import Callable
@@ -244,7 +244,7 @@ def _fullest(counts: Tensor, group: Any) -> int:
 
 
 def _largest(values: Tensor, most: int) -> Tensor:
-    """Where each column has its largest values, of equal ones the first: so many, (S, E) bool."""
+    """Mask (S, E) of so many largest values of each column, of equal ones the first."""
     order = values.sort(dim=0, descending=True, stable=True).indices[:most]
     return torch.zeros_like(values, dtype=torch.bool).scatter_(0, order, True)
 

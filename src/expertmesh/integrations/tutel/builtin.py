@@ -123,7 +123,7 @@ class Ffn(nn.Module):
         sharing = layer.sharded_count
 
         def whole(name: str, *shape: int, ranks: int = sharing // max(r, 1)) -> Tensor:
-            values = own[name]
+            values: Tensor = own[name]
             if r == 0:
                 values = net.zero_gather(values, group=layer.group)
             elif ranks > 1:

@@ -368,7 +368,7 @@ moe_layer = MOELayer
 
 
 def _alignment(least: int, block: int) -> int:
-    """What Tutel makes the rows of an expert a multiple of."""
+    """Number that Tutel makes the rows of an expert a multiple of."""
     alignment = -(-least // block) * block
     return alignment if alignment <= 256 else -(-alignment // 128) * 128
 

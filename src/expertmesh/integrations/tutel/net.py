@@ -44,7 +44,7 @@ def create_standalone_group() -> Group:
 
 
 def simple_broadcast(input: Tensor, src: int = 0, group: Group = None) -> Tensor:
-    """Replace the values by those of a rank, in place; without a backward pass, as all `simple_` functions."""
+    """Replace the values by the values of one rank, in place; without a backward pass, as all `simple_` functions."""
     if get_world_size(group) > 1:
         dist.broadcast(input, src=src, group=group)
     return input

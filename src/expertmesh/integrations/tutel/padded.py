@@ -146,7 +146,7 @@ def get_topk_selection(critial_data: Routed) -> tuple[Tensor, Tensor]:
 
 
 def get_reversed_sample_ids(critial_data: Routed, return_id_type: str = "sample_id") -> Tensor:
-    """What each row of an expert came from, (E, C) int32; -1 for rows without a token.
+    """Origin of each row of an expert, (E, C) int32; -1 for rows without a token.
 
     Args:
         critial_data: the choices.

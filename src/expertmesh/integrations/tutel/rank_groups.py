@@ -26,7 +26,7 @@ class RankGroups:
         model_group: neighbouring ranks.
         data_group: ranks of the same position.
         is_distributed: whether torch.distributed is initialised.
-        local_rank: this rank among those of its machine, as torchrun tells.
+        local_rank: number of this rank on its machine, as torchrun tells.
         local_size: number of ranks of its machine.
     """
 

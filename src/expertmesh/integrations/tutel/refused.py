@@ -26,7 +26,7 @@ HONOURED = {
     "CAP_FACTOR": "capacity factor of gates that give none",
     "BATCH_PRIO": "tokens with the largest weights are served first",
     "TUTEL_GLOBAL_TIMEOUT_SEC": "seconds until a rank that does not answer is given up",
-    "LOCAL_RANK": "this rank among those of its machine",
+    "LOCAL_RANK": "number of this rank on its machine",
     "LOCAL_WORLD_SIZE": "ranks of a machine, which parts the all-to-all in two steps",
 }
 """Tutel's variables of the environment that have their effect."""

@@ -56,15 +56,15 @@ def to_ours(layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) 
             state[f"{prefix}_layer.{name.removeprefix(prefix)}"] = state.pop(name)
         return
     own, names = inner.state_dict(), state_names(layer)
-    for name in names:
-        value = state.get(prefix + name.theirs)
-        if value is None or not name.theirs.startswith("experts."):
+    for entry in names:
+        value = state.get(prefix + entry.theirs)
+        if value is None or not entry.theirs.startswith("experts."):
             continue
-        part = own[name.ours][name.part]
-        part = part.mT if name.transposed else part
-        if ".W_fc" in name.theirs:
-            value = _sliced(value, layer, part.shape, axis=_sliced_axis(name.theirs))
-        state[prefix + name.theirs] = (
+        part = own[entry.ours][entry.part]
+        part = part.mT if entry.transposed else part
+        if ".W_fc" in entry.theirs:
+            value = _sliced(value, layer, part.shape, axis=_sliced_axis(entry.theirs))
+        state[prefix + entry.theirs] = (
             value.view(part.shape) if value.numel() == part.numel() else value
         )
     others[-1].extend(from_foreign(state, names, inner, prefix=prefix, own_prefix="_layer."))

@@ -43,10 +43,10 @@ def put(whole: Any, namespace: str, state: State) -> Any:
 
 
 def join(states: Sequence[State], default_num_global_experts: int = 0) -> State:
-    """One state dict of all experts, from those of the ranks.
+    """Join the state dicts of the ranks into one of all experts.
 
     Args:
-        states: of all ranks in order; what is not an expert's is taken of the last.
+        states: the state dicts, in the order of the ranks; shared tensors are taken of the last.
         default_num_global_experts: number of experts for files without `_num_global_experts`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Part a checkpoint file into those of the ranks, with the options of `tutel.checkpoint.scatter`."""
+"""Part a checkpoint file into files of the ranks, with the options of `tutel.checkpoint.scatter`."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from expertmesh.integrations.tutel.system import apply_rank_size_from_pattern
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; `arguments`: None for those of the process."""
+    """Run the command; `arguments`: its words, None: of the process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output_size", type=int, required=True)
     parser.add_argument("--input", required=True)
