@@ -85,7 +85,7 @@ def create_groups_from_world(
         )
     backend = include_init or (dist.get_backend() if is_distributed else None)
     key = (count, dist.group.WORLD if is_distributed else None)
-    if key in _made and include_init is None:
+    if key in _made and include_init is None and _are_there(_made[key]):
         return _made[key]
     inner = size // count
     grid = torch.arange(size).view(count, inner)
@@ -102,6 +102,17 @@ def create_groups_from_world(
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **groups,
     )  # fmt: skip
     return _made[key]
+
+
+def _are_there(made: RankGroups) -> bool:
+    """Whether the groups were not destroyed since they were made."""
+    try:
+        for group in (made.model_group, made.data_group):
+            if group is not None:
+                dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
 
 
 def _own(grid: torch.Tensor) -> Any:
