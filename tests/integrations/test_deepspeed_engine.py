@@ -16,7 +16,7 @@ import expertmesh as em
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.integrations import fairseq, tutel
-from expertmesh.integrations.deepspeed import MoE
+from expertmesh.integrations.deepspeed import MoE, load_expert_files
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
 needs_deepspeed = pytest.mark.skipif(
@@ -191,6 +191,10 @@ def test_two_ranks_train_as_one_process(name, trained):
     assert all(result[name][1] for result in results), "a checkpoint gives other weights back"
     saved = {path.name for path in (Path(folder) / name).glob("layer_0_expert_*")}
     assert saved == {f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in range(E)}
+    whole = load_expert_files(folder, name)
+    assert whole.keys() == ours.keys()
+    assert all(torch.equal(whole[key].float(), values) for key, values in ours.items())
+    Net(1, kind).load_state_dict(whole)
 
 
 def in_net(layer):
