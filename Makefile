@@ -22,7 +22,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
-	@echo "make test-parents  run Tutel's own examples through our door (PARENTS=folder with its checkout)"
+	@echo "make test-parents  run Tutel's and DeepSpeed's own examples through our doors (PARENTS=folder with their checkouts)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make kernels-sanitized  run the tests of the kernels in C with the compiler's checks of memory and of undefined behaviour"
 	@echo "make release build the sdist and the wheels into dist/: for any platform, and for Linux on x86-64 with the kernels in C compiled"
@@ -104,7 +104,7 @@ test-all: $(STAMP)
 test-machines: $(STAMP)
 	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
 
-# PARENTS: a folder with a checkout `tutel` of github.com/microsoft/tutel; tests/integrations/test_parents.py has the commit.
+# PARENTS: a folder with checkouts `tutel` and `DeepSpeedExamples`; tests/integrations/test_parents.py has their commits.
 PARENTS ?=
 test-parents: $(STAMP)
 	@test -d "$(PARENTS)" || { echo "error: no parents; make test-parents PARENTS=folder, with a checkout of tutel" \

@@ -85,7 +85,9 @@ def save_expert_files(model: nn.Module, folder: str | Path, tag: str) -> None:
             torch.save(own, target / f"layer_{number}_expert_{expert}_{_SHARED}")
     shared = {name: value.detach().clone() for name, value in state.items()}
     counts = [layer.num_experts for _, layer in layers]
-    torch.save({"module": shared, "num_experts": counts, "global_steps": 0}, target / _SHARED)
+    record = {"module": shared, "num_experts": counts, "dp_world_size": 1, "mp_world_size": 1}
+    record |= {"global_steps": 0, "global_samples": 0, "skipped_steps": 0, "ds_version": ""}
+    torch.save(record, target / _SHARED)
     (Path(folder) / "latest").write_text(tag)
 
 
