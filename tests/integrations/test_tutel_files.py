@@ -105,3 +105,17 @@ def test_files_that_are_none(tmp_path):
         checkpoint.join([{"a.experts.w": torch.zeros(1, 2)}] * 2)
     joined = checkpoint.join([{"a.experts.w": torch.zeros(1, 2)}] * 2, 2)
     assert joined["a.experts.w"].shape == (2, 2) and joined["a._num_global_experts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--input", "a", "--size", "2"], "--size 2: the words are"),
+        (["--input", "a", "--output_size"], "--output_size : the words are"),
+        (["--input", "a", "--output_size=two", "--outputs", "b"], "--output_size two: must be a whole number"),
+        (["--input", "a", "--output_size=2"], "--outputs is missing"),
+    ],
+)  # fmt: skip
+def test_wrong_words(words, says):
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        scatter.main(words)

@@ -5,7 +5,9 @@ joins the files of the ranks, `...checkpoint.scatter --input all.ckpt --output_s
 one file, both with Tutel's options. Files are loaded with `weights_only=True`.
 """
 
-from collections.abc import Sequence
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,37 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 
 State = dict[str, Any]
+
+
+def called(function: Callable[..., None], arguments: list[str] | None) -> None:
+    """Call a function with the words of a command, --name value or --name=value, one for each parameter.
+
+    Raises:
+        ConfigError: a word is unknown, a value is missing, or a number is none.
+    """
+    words = [
+        part
+        for word in (sys.argv[1:] if arguments is None else arguments)
+        for part in word.split("=", 1)
+    ]
+    known = inspect.signature(function).parameters
+    given: dict[str, Any] = {}
+    for flag, value in zip(words[::2], [*words[1::2], ""], strict=False):
+        name = flag.removeprefix("--")
+        if name not in known or not flag.startswith("--") or not value:
+            raise ConfigError(
+                f"{flag} {value}: the words are --name value, with {', '.join(known)}; correct it"
+            )
+        is_number = known[name].annotation is int
+        if is_number and not value.isdigit():
+            raise ConfigError(f"{flag} {value}: must be a whole number; give one")
+        given[name] = int(value) if is_number else value
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in given:
+            raise ConfigError(f"--{name} is missing; give it")
+    function(**given)
+
+
 _COUNT = "_num_global_experts"
 
 
