@@ -184,6 +184,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python tools/wrap_docs.py
+	$(BIN)/python tools/rooms.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.routing_scaling
