@@ -127,6 +127,14 @@ MISTAKES = {
         ["--adapter.targets", "attention", "shared"],
         "shared matches nothing that takes an adapter",
     ),
+    "a rank above the matrices'": (
+        ["--adapter.rank", "25"],
+        "adapter.rank=25: is above 24, the largest rank of layers.0.attention.qkv.weight",
+    ),
+    "a rank above the experts'": (
+        ["--adapter.expert-rank", "17"],
+        "adapter.expert_rank=17: is above 16, the largest rank of layers.0.moe.experts.w_out",
+    ),
     "frozen twice": (
         ["--train.freeze", "router"],
         "has no effect with adapter.kind=lora, where all but adapters rests",
