@@ -77,7 +77,7 @@ def test_the_table_has_what_gets_gradients():
 
 OBJECTIVES = {
     "sft": ({"prompt": "say", "completion": "well {n}"}, []),
-    "dpo": ({"prompt": "say", "chosen": "well {n}", "rejected": "no"}, []),
+    "dpo": ({"prompt": "say {n}", "chosen": "well {n}", "rejected": "no"}, []),
     "grpo": (
         {"prompt": "say {n}"},
         ["--rl.group", "4", "--rl.max-tokens", "6", "--train.freeze", "none"],
