@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -23,6 +23,8 @@ help:
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make test-parents  run Tutel's and DeepSpeed's own examples through our doors (PARENTS=folder with their checkouts)"
+	@echo "make test-trl  run the tests of fine-tuning beside TRL and peft, installed into .venv-trl"
+	@echo "make finetune-peers  time and memory of fine-tuning beside TRL and peft (FOLDER=runs/finetune-peers)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make kernels-sanitized  run the tests of the kernels in C with the compiler's checks of memory and of undefined behaviour"
 	@echo "make release build the sdist and the wheels into dist/: for any platform, and for Linux on x86-64 with the kernels in C compiled"
@@ -111,6 +113,23 @@ test-parents: $(STAMP)
 	  "in it" >&2; exit 2; }
 	@EXPERTMESH_PARENTS=$(abspath $(PARENTS)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_parents.py $(PYTEST_ARGS)
 
+# TRL beside what .venv has, in an environment of its own: its packages are for these two targets alone.
+TRL := .venv-trl
+FOLDER ?= runs/finetune-peers
+test-trl: $(TRL)/.installed
+	@PYTHONPATH=src:. OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/peers tests/objectives \
+	  tests/integrations/test_migrate_finetuning.py $(PYTEST_ARGS)
+
+finetune-peers: $(TRL)/.installed
+	@PYTHONPATH=src:. $(TRL)/bin/python -m benchmarks.finetune_peers $(FOLDER)
+
+$(TRL)/.installed: $(STAMP)
+	@$(BIN)/python -m venv $(TRL)
+	@$(TRL)/bin/python -c "import sys, sysconfig; open(sysconfig.get_path('purelib') + '/project.pth', 'w').write(sys.argv[1])" \
+	  "$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"
+	@$(TRL)/bin/python -m pip install -q -c constraints.txt trl==1.16.0 peft accelerate datasets
+	@touch $@
+
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
 # TRITON=3.6.0: the same with this Triton beside the pinned one, from PyPI in a folder of its own.
 TRITON ?=
@@ -195,4 +214,4 @@ bench-distributed: $(STAMP)
 	$(BIN)/python -m benchmarks.distributed_layer
 
 clean:
-	rm -rf .venv site .gpu-site .whl .whl-pieces .triton-* build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl site .gpu-site .whl .whl-pieces .triton-* build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
