@@ -7,6 +7,7 @@ per token, than a worse one; how often the most likely answer to a task is the r
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def scored(engine: em.Engine, records: list[dict], field: str) -> list[tuple[flo
 def measured(run: str, records: list[dict]) -> dict:
     """Measures of a run."""
     engine = em.Engine(run)
-    is_task = [one["answer"].removeprefix("-").isdecimal() for one in records]
+    is_task = [one["is_task"] for one in records]
     right, worse = (scored(engine, records, field) for field in ("answer", "worse"))
     better = [
         one[0] / one[1] > other[0] / other[1] for one, other in zip(right, worse, strict=True)
@@ -69,4 +70,5 @@ def main(heldout: str, target: str, *runs: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     main(*sys.argv[1:])

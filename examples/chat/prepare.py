@@ -13,6 +13,7 @@ Conversations are those of the package chatterbot-corpus (BSD), tasks are sums t
 
 import json
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,7 @@ def write(path: Path, records: list[dict]) -> None:
 def main(folder: Path, seed: int, *, is_sample: bool) -> None:
     """Write the files of FOLDER."""
     lines = [line.split(" | ") for line in SAMPLE] if is_sample else list(corpus())
+    lines = [list(one) for one in dict.fromkeys(map(tuple, lines))]  # many are there several times
     talks = [talk(said) for said in lines if sum(map(len, said)) <= MOST_CHARACTERS]
     talks = [one for one in talks if one and all(message["content"] for message in one)]
     answers = sorted({one[-1]["content"] for one in talks})
@@ -120,7 +122,12 @@ def main(folder: Path, seed: int, *, is_sample: bool) -> None:
     prompts = [{"prompt": one[:-1], "answer": one[-1]["content"]} for one in tasks[most + half :]]
     write(folder / "prompts.jsonl", prompts)
     tried = [
-        {"messages": one[:-1], "answer": one[-1]["content"], "worse": wrong}
+        {
+            "messages": one[:-1],
+            "answer": one[-1]["content"],
+            "worse": wrong,
+            "is_task": one in tasks,
+        }
         for one, wrong in zip(held_out, worse(held_out, answers, seed), strict=True)
     ]
     write(folder / "heldout.jsonl", tried)
@@ -132,5 +139,10 @@ def main(folder: Path, seed: int, *, is_sample: bool) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     place, *more = (word for word in sys.argv[1:] if word != "--sample")
-    main(Path(place), int((more or [0])[0]), is_sample="--sample" in sys.argv)
+    try:
+        main(Path(place), int((more or [0])[0]), is_sample="--sample" in sys.argv)
+    except ImportError as error:
+        fix = "pip install -c constraints.txt 'expertmesh[chat]'"
+        sys.exit(f"error: {error.name} is not installed; install the extra chat: {fix}")

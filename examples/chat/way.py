@@ -10,6 +10,7 @@ is the model of text, that of `make demo`, which is trained where there is none.
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -70,9 +71,10 @@ def commands(given: argparse.Namespace) -> dict[str, list[str]]:
     here = os.path.relpath(Path(__file__).parent)
     places = {"here": here, "folder": given.folder, "base": given.base, "seed": given.seed}
     places["data"] = f"{given.folder}/data"
+    places = {name: shlex.quote(str(place)) for name, place in places.items()}
     own = SIZES["tiny" if given.tiny else "full"]
     own = {name: words.format(**places) for name, words in own.items()}
-    return {name: words.format(**places, **own).split() for name, words in STAGES.items()}
+    return {name: shlex.split(words.format(**places, **own)) for name, words in STAGES.items()}
 
 
 def run(words: list[str]) -> int:
@@ -94,7 +96,7 @@ def main() -> int:
     record = folder / "stages.json"
     stages = json.loads(record.read_text()) if record.exists() else {}
     for name, words in commands(given).items():
-        line, known = " ".join(words), stages.get(name, {})
+        line, known = shlex.join(words), stages.get(name, {})
         if known.get("done") == line:
             print(f"done: {line}", flush=True)
             continue
