@@ -13,7 +13,7 @@ STAMP := .venv/.installed
 help:
 	@echo "make install install into .venv, as everything below does first"
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
-	@echo "make chat    the whole way once, in half an hour: text, conversations, preferences, a reward, 8 bits; then make chat-serve"
+	@echo "make chat    the whole way once: text, conversations, preferences, a reward, 8 bits; then make chat-serve"
 	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
 	@echo "make classify  train a small vision transformer with experts on digits, then classify (IMAGES=folder, CLASSIFY_ARGS=...)"
 	@echo "make serve   OpenAI's interface over the model of \`make demo\`, and a page that shows its experts"

@@ -120,13 +120,12 @@ def test_the_commands_in_full_size_are_understood(way, first, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["way.py", "runs/chat", "--base", "runs/text"])
         lines = way.commands(way.parsed())
-    assert set(lines) == set(first[1] and way.STAGES)
+    assert set(lines) == set(way.STAGES)
     for words in lines.values():
         if words[1] == "train" and words[2] != "gpt-moe-demo":
-            assert (
-                main([*words[1:], "--train.resume", "never", "--train.run-dir", "x", "--dry-run"])
-                == 0
-            )
+            words[words.index("--train.run-dir") + 1] = "runs/other"
+            assert main([*words[1:], "--dry-run"]) == 0
+            capsys.readouterr()
 
 
 @pytest.mark.parametrize("words", [["--nonsense"], ["--seed", "x"], ["a", "b"]])
