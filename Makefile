@@ -8,11 +8,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
+	@echo "make chat    the whole way once: text, conversations, preferences, a reward, 8 bits; then make chat-serve"
 	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
 	@echo "make classify  train a small vision transformer with experts on digits, then classify (IMAGES=folder, CLASSIFY_ARGS=...)"
 	@echo "make serve   OpenAI's interface over the model of \`make demo\`, and a page that shows its experts"
@@ -44,6 +45,19 @@ $(STAMP): pyproject.toml constraints.txt tools/setup.sh
 demo: $(STAMP)
 	@$(BIN)/expertmesh train gpt-moe-demo --train.run-dir $(RUN_DIR) --train.resume auto
 	@$(BIN)/expertmesh report $(RUN_DIR) --check
+
+# The whole way once, from the demo's model (RUN_DIR) to one that answers; CHAT_DIR=folder, CHAT_ARGS="--seed 1", "--tiny".
+# Fetches the extra `chat` the first time; then it needs no network.
+CHAT_DIR ?= runs/chat
+CHAT_ARGS ?=
+chat: $(STAMP)
+	@$(BIN)/python -c "import chatterbot_corpus, reasoning_gym" 2>/dev/null || \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[chat]'
+	@$(BIN)/python examples/chat/way.py $(CHAT_DIR) --base $(RUN_DIR) $(CHAT_ARGS)
+
+chat-serve: $(STAMP)
+	@test -f $(CHAT_DIR)/int8/config.json || $(MAKE) --no-print-directory chat
+	@$(BIN)/expertmesh serve $(CHAT_DIR)/int8 $(SERVE_ARGS)
 
 # DATA: a folder with train.LANG, val.LANG, ...; Multi30k where it is beside the project, else what benchmarks/claims/lohelp.py makes of
 # LibreOffice's help, where Debian's packages of it are installed.
