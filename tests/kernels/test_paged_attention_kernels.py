@@ -12,13 +12,11 @@ from tests.support.build_rules import GLOBAL_ATOMIC, MATRIX_INSTRUCTION
 from tests.support.launches import as_on, recorded_launches
 from tests.support.waits import waits
 
-from expertmesh.kernels import paged_attention as kernels
+from expertmesh.kernels import attention_over_pages as kernels
 from expertmesh.kernels.tiles import SHARED_BYTES
 from expertmesh.ops.attention import paged_triton
-from expertmesh.ops.attention.paged_attention import paged_attention
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
-from expertmesh.ops.op_set import DEFAULT_OPS
 
 SEQUENCES = ((1100, 1), (513, 12), (1, 1), (40, 40), (0, 1), (600, 3))
 
@@ -80,11 +78,10 @@ def of_model(name, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("name", ["grouped", "latent"])
-def test_on_a_gpu_the_kernel_is_chosen_and_nothing_waits(name, monkeypatch):
-    monkeypatch.setattr(paged_triton, "runs_triton", lambda device: True)
+def test_nothing_waits_for_the_gpu(name):
     q, k, v, keys = of_model(name)
     with as_on("sm_90"), recorded_launches(kernels) as launches, waits() as watch:
-        y = paged_attention(q, k, v, keys, PLAIN, attention=DEFAULT_OPS.attention)
+        y = paged_triton.attend(q, k, v, keys, PLAIN)
     assert y.shape == q.shape
     assert [one.name for one in launches] == ["attend", "merge_parts"]
     assert watch.found == []

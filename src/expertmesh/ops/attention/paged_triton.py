@@ -25,9 +25,9 @@ def attend(
     q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **how: Any
 ) -> Tensor:
     """See `expertmesh.ops.attention.paged_attention.paged_attention`."""
-    from expertmesh.kernels import paged_attention
+    from expertmesh.kernels import attention_over_pages
 
-    return paged_attention.attend(
+    return attention_over_pages.attend(
         q_THd if q_THd.stride(-1) == 1 else q_THd.contiguous(),
         k_NShd,
         v_NShd,

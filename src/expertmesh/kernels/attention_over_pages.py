@@ -70,6 +70,44 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     return first
 
 
+@triton.jit
+def _sequence_of(tile, starts_ptr, num_sequences, BINS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Sequence of a tile: those of b begin at starts[b] // BLOCK_Q + b, room for all, whatever the numbers of queries."""
+    bins = tl.arange(0, BINS)
+    inside = bins < num_sequences
+    first_tiles = tl.load(starts_ptr + bins, mask=inside, other=0) // BLOCK_Q + bins
+    return (tl.sum((inside & (first_tiles <= tile)).to(tl.int32), 0) - 1).to(tl.int64)
+
+
+@triton.jit
+def _products(
+    q,
+    q_rows,
+    keys,
+    is_row,
+    is_key,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Products of queries and keys; of wide heads by pieces, as the registers do not hold a whole row of queries."""
+    d = tl.arange(0, BLOCK_D)
+    if BLOCK_D >= DIM:
+        is_k = (d < DIM)[:, None] & is_key[None, :]
+        k = tl.load(keys[None, :] + d[:, None], mask=is_k, other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION)
+    else:
+        s = tl.zeros((is_row.shape[0], is_key.shape[0]), tl.float32)
+        for i in tl.range(0, DIM, BLOCK_D):
+            some = i + d
+            is_q = is_row[:, None] & (some < DIM)[None, :]
+            some_q = tl.load(q_rows[:, None] + some[None, :], mask=is_q, other=0.0)
+            is_k = (some < DIM)[:, None] & is_key[None, :]
+            k = tl.load(keys[None, :] + some[:, None], mask=is_k, other=0.0)
+            s = tl.dot(some_q, k, s, input_precision=PRECISION)
+    return s
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_rows", "table_stride"])
 def _attend(
     q_ptr,
@@ -116,11 +154,7 @@ def _attend(
     tile, part_id = tl.program_id(0), tl.program_id(2)
     head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     key_head = (tl.program_id(1) // head_blocks).to(tl.int64)
-    bins = tl.arange(0, BINS)
-    inside = bins < num_sequences
-    # the tiles of sequence b begin at starts[b] // BLOCK_Q + b: room for all, whatever the numbers of its queries
-    first_tiles = tl.load(starts_ptr + bins, mask=inside, other=0) // BLOCK_Q + bins
-    b = (tl.sum((inside & (first_tiles <= tile)).to(tl.int32), 0) - 1).to(tl.int64)
+    b = _sequence_of(tile, starts_ptr, num_sequences, BINS, BLOCK_Q)
     start, stop = tl.load(starts_ptr + b), tl.load(starts_ptr + b + 1)
     query = (tile - (start // BLOCK_Q + b)) * BLOCK_Q
     if start + query >= stop:
@@ -138,19 +172,15 @@ def _attend(
     high = tl.maximum(num_keys - (stop - start) + last_query + 1, 0)
     low = tl.maximum(num_keys - (stop - start) + query, 0)
     low = tl.minimum(_first_seen(low, WINDOW, CHUNK), high)
-    if num_keys == 0:
-        high = num_keys
-        low = num_keys
-
     d, v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     q_rows = q_ptr + t * q_stride_t + head * q_stride_h
+    q = row
     if BLOCK_D >= DIM:
         q = tl.load(
             q_rows[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0
         )
     if REST_V > 0:
         v_rest = BLOCK_V + tl.arange(0, REST_V)
-
     most = tl.full((BLOCK_Q * BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q * BLOCK_G,), tl.float32)
     y = tl.zeros((BLOCK_Q * BLOCK_G, BLOCK_V), tl.float32)
@@ -181,21 +211,7 @@ def _attend(
             slot = key % PAGE
             keys = k_ptr + page * k_stride_page + slot * k_stride_slot + key_head * k_stride_h
             values = v_ptr + page * v_stride_page + slot * v_stride_slot + key_head * v_stride_h
-            if BLOCK_D >= DIM:
-                is_k = (d < DIM)[:, None] & is_key[None, :]
-                k = tl.load(keys[None, :] + d[:, None], mask=is_k, other=0.0)
-                s = tl.dot(q, k, input_precision=PRECISION)
-            else:  # the registers do not hold a whole row of queries
-                s = tl.zeros((BLOCK_Q * BLOCK_G, BLOCK_K), tl.float32)
-                for i in tl.range(0, DIM, BLOCK_D):
-                    some = i + d
-                    is_some = some < DIM
-                    is_q = is_row[:, None] & is_some[None, :]
-                    some_q = tl.load(q_rows[:, None] + some[None, :], mask=is_q, other=0.0)
-                    is_k = is_some[:, None] & is_key[None, :]
-                    k = tl.load(keys[None, :] + some[:, None], mask=is_k, other=0.0)
-                    s = tl.dot(some_q, k, s, input_precision=PRECISION)
-            s *= scale
+            s = _products(q, q_rows, keys, is_row, is_key, DIM, BLOCK_D, PRECISION) * scale
             if CAP is not None:
                 s = _capped(s, CAP)
             is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
@@ -223,7 +239,6 @@ def _attend(
             )
         else:
             most, total, y, y_rest = own_most, own_total, own, own_rest
-
     if parts_ptr is None:
         divisor = tl.where(total > 0, total, 1.0)[:, None]
         y /= divisor
@@ -345,7 +360,7 @@ def attend(
         side_by_side: whether programs compute the parts side by side; None: as fills the GPU. Bits are the same.
     """
     (T, H, d), (_, page, heads, n), B = q_THd.shape, v_NShd.shape, len(num_keys_B)
-    y_THn = q_THd.new_empty(T, H, n)
+    y_THd = q_THd.new_empty(T, H, n)
     tile = Tiles.of(H // heads, d, n, q_THd.dtype)
     num_parts = triton.cdiv(table_BN.shape[1] * page, PART_KEYS)
     programs = (T // tile.queries + B, heads * tile.head_blocks)
@@ -376,7 +391,7 @@ def attend(
         q_THd,
         k_NShd,
         v_NShd,
-        y_THn,
+        y_THd,
         sinks,
         starts,
         num_keys_B,
@@ -402,7 +417,7 @@ def attend(
             (triton.cdiv(T * H, _MERGED_ROWS),),
             parts,
             statistics,
-            y_THn,
+            y_THd,
             sinks,
             num_parts,
             T,
@@ -412,4 +427,4 @@ def attend(
             BLOCK_V=next_power_of_2(n),
             num_warps=4,
         )
-    return y_THn
+    return y_THd
