@@ -72,7 +72,7 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, starts_ptr, num_sequences, BINS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Sequence of a tile: those of b begin at starts[b] // BLOCK_Q + b, room for all, whatever the numbers of queries."""
+    """Sequence of a tile: the tiles of sequence b begin at starts[b] // BLOCK_Q + b, room for all, whatever the numbers of queries."""
     bins = tl.arange(0, BINS)
     inside = bins < num_sequences
     first_tiles = tl.load(starts_ptr + bins, mask=inside, other=0) // BLOCK_Q + bins

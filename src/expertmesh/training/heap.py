@@ -16,7 +16,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _LARGEST_INT = 2**31 - 1
 GROWTH = 1.25
-"""Resident memory over that of the step after the last trim, above which the heap is trimmed."""
+"""Factor by which resident memory has to grow, since the first step after a trim, for another trim."""
 
 
 def _of_glibc(name: str) -> Any:
