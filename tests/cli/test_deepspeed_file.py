@@ -57,6 +57,19 @@ REFUSED = [
     ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop="),
     ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
     ({"gradient_clipping": 0}, "gradient_clipping=0"),
+    ({"amp": {"enabled": True}}, "amp="),
+    ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag=2"),
+    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow="),
+    ({"zero_optimization": 2}, "zero_optimization=2: must be an object"),
+    ({"zero_optimization": {"offload_param": "cpu"}}, "zero_optimization.offload_param=cpu: must be an object"),
+    ({"bf16": True}, "bf16=True: must be an object"),
+    ({"optimizer": "AdamW"}, "optimizer=AdamW: must be an object"),
+    ({"optimizer": {"params": [1]}}, "optimizer.params="),
+    ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas=0.9: must be two numbers"),
+    ({"gradient_clipping": "1.0"}, "gradient_clipping=1.0: must be a number"),
+    ({"steps_per_print": 0.5}, "steps_per_print=0.5: must be an integer"),
+    ({"train_batch_size": "8"}, "train_batch_size=8: must be an integer"),
+    ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu=0: must be an integer of at least 1"),
     ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "train_batch_size=30"),
 ]  # fmt: skip
 
@@ -103,3 +116,12 @@ def test_words_and_files_take_precedence(tmp_path):
     assert (config.optim.beta1, config.optim.lr, config.optim.beta2) == (0.6, 0.5, 0.999)
     assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (8, 2)
     assert (config.train.dtype, config.optim.grad_clip) == ("bfloat16", 0.5)
+
+
+def test_what_has_no_effect_is_told_once(caplog):
+    options_of_deepspeed(
+        {"aio": {"block_size": 1}, "zero_optimization": {"stage": 1, "overlap_comm": True}},
+        num_ranks=1,
+    )
+    (record,) = caplog.records
+    assert record.getMessage().endswith("no effect here: aio, zero_optimization.overlap_comm")

@@ -1,28 +1,35 @@
 """`--deepspeed ds.json`: what DeepSpeed's configuration says of a training, as options of ours; the rest is refused by name."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from expertmesh.config.base import expanded
 from expertmesh.config.launched import launched_rank
 from expertmesh.config.values import shown
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, Line
 
 Options = dict[str, Any]
+_log = logging.getLogger("expertmesh.train")
 
 FOR_SPEED = {
     *("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "zero_allow_untested_optimizer"),
     *("zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "disable_allgather"),
-    *("communication_data_type", "data_types", "aio", "checkpoint", "timers", "dataloader_drop_last", "amp", "autotuning"),
+    *("communication_data_type", "aio", "checkpoint", "timers", "dataloader_drop_last"),
 }  # fmt: skip
-"""Sections about speed, logs and files of DeepSpeed's own, without effect here; so are options of `zero_optimization`."""
-_ZERO_OTHER = {
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "mics_shard_size",
-}
+"""Sections about speed, logs and files of DeepSpeed's own, without effect here."""
+ZERO_FOR_SPEED = {
+    *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients", "cpu_offload_use_pin_memory"),
+    *("elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module", "legacy_stage1", "load_from_fp32_weights"),
+    *("log_trace_cache_warnings", "memory_efficient_linear", "overlap_comm", "override_module_apply", "parameter_alignment"),
+    *("pipeline_loading_checkpoint", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size"),
+    *("use_multi_rank_bucket_allreduce", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    *("stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_allgather_sequential"),
+    *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold"),
+    *("stage3_use_all_reduce_for_fetch_params",),
+}  # fmt: skip
+"""Options of `zero_optimization` about speed and files, without effect here."""
 _OPTIMIZERS = {
     "adam": "adamw",
     "adamw": "adamw",
@@ -63,7 +70,7 @@ def options_of_deepspeed(given: Mapping[str, Any], *, num_ranks: int) -> Options
     """Options by dotted name of DeepSpeed's configuration on so many ranks.
 
     Raises:
-        ConfigError: an option has no counterpart, or the batch sizes contradict one another.
+        ConfigError: an option has no counterpart or another type, or the batch sizes contradict one another.
 
     Example:
         >>> options_of_deepspeed({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, num_ranks=1)
@@ -71,12 +78,42 @@ def options_of_deepspeed(given: Mapping[str, Any], *, num_ranks: int) -> Options
     """
     found: Options = {}
     for name, value in given.items():
+        if value in ("auto", None):
+            continue
         if name in _SECTIONS:
-            if value != "auto":
-                found |= dict(_SECTIONS[name](value, num_ranks))
-        elif name not in FOR_SPEED and name not in _BATCH and _is_on(value):
+            _check_kind(name, value, _KINDS.get(name, Mapping))
+            found |= dict(_SECTIONS[name](value, num_ranks))
+        elif name in _BATCH:
+            _check_kind(name, value, int)
+        elif name not in FOR_SPEED and _is_on(value):
             _refuse(name, value, "leave it out")
+    idle = sorted(FOR_SPEED & given.keys())
+    idle += [
+        f"zero_optimization.{name}"
+        for name in sorted(ZERO_FOR_SPEED & set(given.get("zero_optimization") or ()))
+    ]
+    if idle:
+        _log.warning(Line(f"of DeepSpeed's options these have no effect here: {', '.join(idle)}"))
     return found | _batch(given, num_ranks)
+
+
+def _check_kind(name: str, value: Any, kind: Any) -> None:
+    """Refuse a value of another JSON type, and counts below 1.
+
+    Raises:
+        ConfigError: the value is none of this kind.
+    """
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    if not fits or (kind is int and value < 1):
+        raise ConfigError(f"{name}={shown(value)}: must be {_CALLED[kind]}; correct it")
+
+
+_CALLED: dict[Any, str] = {
+    Mapping: "an object",
+    int: "an integer of at least 1",
+    (int, float): "a number",
+    list: "a list",
+}
 
 
 def _is_on(value: Any) -> bool:
@@ -88,6 +125,13 @@ def _is_on(value: Any) -> bool:
 
 def _refuse(name: str, value: Any, way_out: str) -> None:
     raise ConfigError(f"{name}={shown(value)} has no counterpart here; {way_out}")
+
+
+def _params(section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Values in `params` of a section that DeepSpeed does not choose itself."""
+    params = section.get("params") or {}
+    _check_kind(f"{name}.params", params, Mapping)
+    return _said(params)
 
 
 def _said(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,13 +161,17 @@ def _batch(given: Mapping[str, Any], num_ranks: int) -> Options:
 
 
 def _optimizer(section: Mapping[str, Any], _: int) -> Iterator[tuple[str, Any]]:
-    kind, given = str(section.get("type", "Adam")), _said(section.get("params", {}))
+    kind, given = str(section.get("type", "Adam")), _params(section, "optimizer")
     if kind.lower() not in _OPTIMIZERS:
         _refuse("optimizer.type", kind, "use AdamW or Muon")
     yield "optim.name", _OPTIMIZERS[kind.lower()]
     names = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay", "momentum": "momentum"}
     for name, value in given.items():
         if name == "betas":
+            if not isinstance(value, list) or len(value) != 2:
+                raise ConfigError(
+                    f"optimizer.params.betas={shown(value)}: must be two numbers; correct it"
+                )
             yield from zip(("optim.beta1", "optim.beta2"), value, strict=True)
         elif name in names:
             yield f"optim.{names[name]}", value
@@ -134,7 +182,7 @@ def _optimizer(section: Mapping[str, Any], _: int) -> Iterator[tuple[str, Any]]:
 
 
 def _scheduler(section: Mapping[str, Any], _: int) -> Iterator[tuple[str, Any]]:
-    kind, given = str(section.get("type")), _said(section.get("params", {}))
+    kind, given = str(section.get("type")), _params(section, "scheduler")
     if kind not in _SCHEDULES:
         _refuse("scheduler.type", kind, f"use one of {', '.join(_SCHEDULES)}")
     yield "optim.schedule", _SCHEDULES[kind]
@@ -162,17 +210,20 @@ def _zero(section: Mapping[str, Any], num_ranks: int) -> Iterator[tuple[str, Any
         yield "parallel.dp_replicate_degree", num_ranks
     elif stage:
         yield "parallel.zero_stage", stage
-    for name in ("offload_optimizer", "offload_param"):
-        device = given.get(name, {}).get("device", "none")
-        if device not in ("none", "cpu"):
-            _refuse(f"zero_optimization.{name}.device", device, "use cpu")
-        if device == "cpu":
-            yield "parallel.offload", True
-    if given.get("cpu_offload"):
-        yield "parallel.offload", True
-    for name in sorted(_ZERO_OTHER & given.keys()):
-        if given[name] is True or given[name] not in (False, 1, -1):
-            _refuse(f"zero_optimization.{name}", given[name], "leave it out")
+    for name, value in given.items():
+        if name in ("offload_optimizer", "offload_param"):
+            _check_kind(f"zero_optimization.{name}", value, Mapping)
+            device = value.get("device") or "none"
+            if device not in ("none", "cpu"):
+                _refuse(f"zero_optimization.{name}.device", device, "use cpu")
+            if device == "cpu":
+                yield "parallel.offload", True
+        elif name == "cpu_offload":
+            yield "parallel.offload", bool(value)
+        elif name not in {"stage"} | ZERO_FOR_SPEED and (
+            value is True or value not in (False, 1, -1)
+        ):
+            _refuse(f"zero_optimization.{name}", value, "leave it out")
 
 
 def _dtype(dtype: str) -> Callable[[Mapping[str, Any], int], Iterator[tuple[str, Any]]]:
@@ -236,3 +287,5 @@ _SECTIONS: dict[str, Callable[[Any, int], Iterator[tuple[str, Any]]]] = {
     "steps_per_print": _plain("train.log_every"),
 }
 """Sections with a counterpart, and how they are read."""
+_KINDS: dict[str, Any] = {"gradient_clipping": (int, float), "steps_per_print": int}
+"""Types of the sections that are no objects."""
