@@ -126,6 +126,24 @@ def test_the_formula_by_loops(name, correction):
     assert found[1].abs().max() > 0
 
 
+def test_the_divergence_by_loops():
+    """k3 of drawn tokens; 0 with a gradient of 0 where policy and reference are equal."""
+    _, reference_R, new_R, _ = given()
+    new_R = new_R.clone()
+    new_R[0] = reference_R[0]
+    ratios = (torch.exp(r - new_R[i]) for i, r in enumerate(reference_R.tolist()))
+    assert_close_fp64(
+        policy_gradient.kl_estimates(new_R, reference_R),
+        torch.stack([ratio - 1 - torch.log(ratio) for ratio in ratios]),
+        what="estimates",
+        scale=1.0,
+    )
+    estimates_R, gradient = with_gradient(
+        lambda leaf: policy_gradient.kl_estimates(leaf, reference_R).sum(), new_R
+    )
+    assert estimates_R > 0 and gradient[0] == 0 and bool(gradient[1:].all())
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_clipped_tokens_have_no_gradient(name):
     rl = RLConfig(**OPTIONS[name])

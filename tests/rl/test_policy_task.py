@@ -89,6 +89,35 @@ def test_several_updates_use_the_answers_once_each(options):
     assert any(line["clipped"] > 0 for line in lines)
 
 
+REFERENCES = {
+    "a copy": "train.freeze none",
+    "without adapters": "adapter.kind lora adapter.rank 4",
+    "of a quantised base": "adapter.kind lora adapter.rank 4 base.storage int8",
+}
+
+
+@pytest.mark.parametrize("form", REFERENCES)
+def test_the_divergence_to_the_beginning_is_added_to_the_loss(form, options):
+    """Its first gradient is 0, so that both runs draw the same answers in the second step."""
+    more = f"train.steps 2 optim.lr 1e-2 {REFERENCES[form]}"
+    if "int8" not in more:
+        more += " train.dtype float64"
+    plain, held = (
+        trained(options, f"{more} rl.kl-beta {beta}", name=str(beta)) for beta in (0, 0.5)
+    )
+    assert held[0]["kl"] == 0 and held[1]["kl"] > 0 and "kl" not in plain[0]
+    assert held[0]["loss"] == plain[0]["loss"] and held[1]["reward"] == plain[1]["reward"]
+    assert abs(held[1]["loss"] - plain[1]["loss"] - 0.5 * held[1]["kl"]) < RELATIVE
+    assert held[1]["grad_norm"] != plain[1]["grad_norm"]
+
+
+def test_the_entropy_is_taken_from_the_loss(options):
+    more = "train.dtype float64 train.steps 1 rl.entropy-coef"
+    plain, held = (trained(options, f"{more} {c}", name=str(c))[0] for c in (0, 0.1))
+    assert abs(held["loss"] - plain["loss"] + 0.1 * plain["entropy"]) < RELATIVE
+    assert held["grad_norm"] != plain["grad_norm"]
+
+
 def option_sets():
     """Rows of the table of docs/rl.md, and some more."""
     text = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
@@ -155,10 +184,19 @@ def test_a_difference_stops_the_run(options):
     assert "rl.exact=False" in said and "\n" not in said
 
 
-def test_a_killed_run_goes_on_to_the_bit(options):
-    straight = trained(options, "train.steps 6", name="straight")
+KILLED = {
+    "all weights": "",
+    "adapters on a packed base": "adapter.kind lora adapter.rank 4 base.storage int8 optim.lr 1e-2",
+    "with a reference": "rl.kl-beta 0.1 optim.lr 1e-2",
+}
+
+
+@pytest.mark.parametrize("form", KILLED)
+def test_a_killed_run_goes_on_to_the_bit(form, options):
+    straight = trained(options, f"train.steps 6 {KILLED[form]}", name="straight")
     folder = Path(f"{options['train.run-dir']}-killed")
-    words = words_of(options, f"train.run-dir {folder} train.steps 6 train.resume auto")
+    more = f"train.run-dir {folder} train.steps 6 train.resume auto {KILLED[form]}"
+    words = words_of(options, more)
     command = [sys.executable, "-m", "expertmesh", "train", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     metrics, end = folder / "metrics.jsonl", time.monotonic() + 120
@@ -182,6 +220,10 @@ MISTAKES = {
         "parallel.tp_degree=2: shares a sequence among ranks",
     ),
     "packs": ("data.pack true", "data.pack=True: has no effect with"),
+    "routers of adapters": (
+        "adapter.kind lora adapter.learn-routers true rl.kl-beta 0.1",
+        "rl.kl_beta=0.1: has the model without its adapters as reference",
+    ),
     "a group of one": ("rl.group 1", "rl.group='1': must be at least 2"),
 }
 

@@ -36,6 +36,10 @@ class RLConfig(Config):
     """Upper bound of ratios, with loss cispo."""
     average: Literal["token", "sequence", "constant"] = "token"
     """Average of token losses: over the step's tokens, over answers of their means (sequence), or over answers x max_tokens (constant, Dr. GRPO)."""
+    kl_beta: float = Field(default=0.0, ge=0)
+    """Weight, beside the loss of a token, of the KL divergence to the model as the run begins; 0: no reference."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy in nats that is subtracted from the loss of a token."""
     mask_cut: bool = False
     """Whether answers that max_tokens cut off are not learned."""
     soft_length: int | None = Field(default=None, gt=0)
@@ -127,6 +131,12 @@ def check_rl(run: Any) -> None:
             "choose a divisor",
         ),
         (not run.data.pack, "data.pack", f"has no effect with {name}", "leave it out"),
+        (
+            not (run.rl.kl_beta and run.adapter.learn_routers),
+            "rl.kl_beta",
+            f"has the model without its adapters as reference, and {named('adapter.learn_routers', True)} moves its routers",
+            "leave one of them out",
+        ),
         (
             not run.data.document_mask,
             "data.document_mask",

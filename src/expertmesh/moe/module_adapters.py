@@ -4,6 +4,7 @@ Neither W + s B A nor the gradient of W is ever materialised, so an adapter adds
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,6 +121,23 @@ def adapters_in(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
             for leaf, one in own.named_children():
                 assert isinstance(one, Adapter)
                 yield f"{path}.{leaf}".removeprefix("."), one
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Context in which a model computes as if it had no adapters."""
+    found = [
+        (module, own)
+        for module in model.modules()
+        if isinstance(own := getattr(module, "adapters", None), ModuleAdapters)
+    ]
+    try:
+        for module, _ in found:
+            module.adapters = None  # type: ignore[assignment]
+        yield
+    finally:
+        for module, own in found:
+            module.adapters = own
 
 
 def refuse_adapters(model: nn.Module) -> None:

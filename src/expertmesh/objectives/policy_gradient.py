@@ -104,6 +104,33 @@ def policy_losses(logprob_R: Tensor, drawn: Drawn, rl: RLConfig) -> Tensor:
     return -torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
 
 
+def kl_estimates(logprob_R: Tensor, reference_R: Tensor) -> Tensor:
+    """Estimates (R,) of the KL divergence to the reference from drawn tokens: r - 1 - log r, r = p_reference / p (Schulman 2020, k3).
+
+    They are 0 or above, and 0 where both are equal.
+    """
+    log_R = reference_R - logprob_R
+    return torch.expm1(log_R) - log_R
+
+
+def with_penalties(
+    loss_R: Tensor, logprob_R: Tensor, entropies_R: Tensor, reference_R: Tensor | None, rl: RLConfig
+) -> Tensor:
+    """Losses of tokens (R,) plus `kl_beta` times the KL divergence, minus `entropy_coef` times the entropy.
+
+    Args:
+        loss_R: (R,) losses of the tokens.
+        logprob_R: (R,) log-probabilities of the policy, with gradients.
+        entropies_R: (R,) entropies in nats, with gradients.
+        reference_R: (R,) log-probabilities of the reference; None: `kl_beta` is 0.
+        rl: options.
+    """
+    if rl.kl_beta:
+        assert reference_R is not None
+        loss_R = loss_R + rl.kl_beta * kl_estimates(logprob_R, reference_R)
+    return loss_R - rl.entropy_coef * entropies_R if rl.entropy_coef else loss_R
+
+
 def is_clipped(logprob_R: Tensor, drawn: Drawn, rl: RLConfig) -> Tensor:
     """Whether clipping takes a token's gradient away, (R,) bool."""
     ratio_R, advantage_R = ratios(logprob_R, drawn, rl), drawn.advantage_A[drawn.answer_R]

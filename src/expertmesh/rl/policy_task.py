@@ -20,12 +20,22 @@ from expertmesh.models.family import REWARD
 from expertmesh.models.gpt.answer_task import AnswerScores, AnswerTask
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.replay import replaying
-from expertmesh.models.task import Batch, Loss, Part, each_tensor, micro_batches, named_tensors
+from expertmesh.models.task import (
+    Batch,
+    Begin,
+    Data,
+    Loss,
+    Part,
+    each_tensor,
+    micro_batches,
+    named_tensors,
+)
 from expertmesh.objectives import policy_gradient
 from expertmesh.objectives.policy_gradient import Drawn
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.rl.batch import DrawnAnswer, batch_of_answers
+from expertmesh.rl.reference import Reference
 from expertmesh.rl.rewards import Answered, RewardFunction, find_rewards, rewarded, total
 from expertmesh.rl.rollouts import roll_out, seed_of_row
 from expertmesh.rl.whole_model import whole_model
@@ -42,6 +52,7 @@ class PolicyTask(AnswerTask):
     metric = REWARD
     data: PromptData
     rewards: Sequence[RewardFunction]
+    reference: Reference | None = None
 
     def __init__(self, config: GPTRunConfig) -> None:
         super().__init__(config)
@@ -67,6 +78,11 @@ class PolicyTask(AnswerTask):
         self.data.key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return self.data
 
+    def begin(self, model: nn.Module, data: Data, begin: Begin) -> None:
+        """Open the reference, if the loss has one."""
+        if self.config.rl.kl_beta:
+            self.reference = Reference(self.config, model, begin.ranks)
+
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
         """Answers to the step's prompts as tensors, see `batch_of_answers`; every rank samples and rewards its own part."""
         rl, numbers = self.config.rl, batch["prompt"].tolist()
@@ -79,9 +95,14 @@ class PolicyTask(AnswerTask):
             dtype = accumulate_dtype(next(model.parameters()).dtype)
             found = batch_of_answers(answers, rl, num_updates=self.num_updates, dtype=dtype)
         if not rl.exact:
-            old = found[2]["old"] = self._old(model, found, step, ranks)
+            old = found[2]["old"] = self._logprobs(model, found, step, ranks)
             gap = (old - found[2]["sampled"]).where(found[2]["counts"], 0.0)
             found[2]["mismatch_max"] = _once(float(gap.abs().max()), len(numbers))
+        if self.reference is not None:
+            own_choice = {name: x for name, x in found[2].items() if name != "experts"}
+            with self.reference.of(model) as other:
+                scored = self._logprobs(other, (*found[:2], own_choice), step, ranks)
+            found[2]["reference"] = scored
         self.samples = [self._shown(one) for one in answers[: rl.group]]
         shape = len(numbers), rl.group
         for name, values in self._each_value([one.values for one in answers]).items():
@@ -185,8 +206,8 @@ class PolicyTask(AnswerTask):
         """Number of tokens of answers."""
         return int(named_tensors(batch)["drawn"].sum())
 
-    def _old(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Tensor:
-        """(B, G, S) log-probabilities of learned tokens that training computes before the first update, on the CPU."""
+    def _logprobs(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Tensor:
+        """(B, G, S) log-probabilities of learned tokens that a training pass computes, on the CPU."""
         old = torch.zeros_like(batch[2]["sampled"])
         device, size = next(model.parameters()).device, self.config.train.samples_per_pass
         for rows, mine in micro_batches(self, batch, size, ranks):
@@ -233,16 +254,29 @@ class PolicyTask(AnswerTask):
         loss_R = policy_gradient.policy_losses(logprob_R, drawn, rl)
         if rl.correction != "none":
             loss_R = loss_R * policy_gradient.corrections(old_R, sampled_R, drawn, rl)
+        beside: dict[str, Tensor] = {}
+        reference_R = None
+        if "reference" in more:
+            reference_R = more["reference"].flatten()[at_R]
+            estimates_R = policy_gradient.kl_estimates(logprob_R.detach(), reference_R)
+            beside["kl"] = estimates_R.sum()
+        loss_R = policy_gradient.with_penalties(
+            loss_R, logprob_R, found.entropies_R, reference_R, rl
+        )
         clipped = policy_gradient.is_clipped(logprob_R.detach(), drawn, rl).sum()
         entropy = found.entropies_R.detach().sum()
         total = policy_gradient.summed(loss_R, drawn, rl)
-        sums = self._sums(more) | {
-            "policy": total.detach(),
-            "learned": float(num_learned),
-            "clipped": clipped,
-            "entropy": entropy,
-            "mismatch_max": mismatch,
-        }
+        sums = (
+            self._sums(more)
+            | beside
+            | {
+                "policy": total.detach(),
+                "learned": float(num_learned),
+                "clipped": clipped,
+                "entropy": entropy,
+                "mismatch_max": mismatch,
+            }
+        )
         return Loss(total, found.stats, sums)
 
     def _checked_gap(
@@ -309,7 +343,9 @@ class PolicyTask(AnswerTask):
             return {"loss": -found["reward"], **found}
         learned = sums["learned"] or 1.0
         found |= {name: sums[name] / sums["prompts"] for name in ("reward_std", "equal_groups")}
-        found |= {name: sums[name] / learned for name in ("entropy", "clipped")}
+        found |= {
+            name: sums[name] / learned for name in ("entropy", "clipped", "kl") if name in sums
+        }
         found |= {
             "mismatch_max": sums["mismatch_max"],
             "mismatch_k3": sums["mismatch_k3"] / learned,

@@ -28,6 +28,17 @@ def gpt_costs(
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
     flops = forward_flops(config.model, seq_len=seq_len)
+    memory = memory_of(
+        sizes_of_run(config),
+        config,
+        num_ranks=num_ranks,
+        dtype=dtype,
+        on_gpu=on_gpu,
+        seq_len=seq_len,
+        recomputes_h=config.model.moe.recompute_h,
+    )
+    if config.rl.kl_beta and not config.adapter.rests:  # the reference is a second copy
+        memory = replace(memory, weights_bytes=2 * memory.weights_bytes)
     return RunCosts(
         parameters=spec.num_parameters,
         active=spec.num_active,
@@ -35,15 +46,7 @@ def gpt_costs(
         flops_per_item=flops.training_flops(
             activation_checkpointing=train.activation_checkpointing
         ),
-        memory=memory_of(
-            sizes_of_run(config),
-            config,
-            num_ranks=num_ranks,
-            dtype=dtype,
-            on_gpu=on_gpu,
-            seq_len=seq_len,
-            recomputes_h=config.model.moe.recompute_h,
-        ),
+        memory=memory,
         adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )
 
