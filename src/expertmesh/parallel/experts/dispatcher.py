@@ -38,7 +38,6 @@ from expertmesh.parallel.experts.exchange import (
     Route,
 )
 from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
-from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
 from expertmesh.parallel.experts.load_record import (
     FIRST_TOKENS,
@@ -49,10 +48,11 @@ from expertmesh.parallel.experts.load_record import (
 )
 from expertmesh.parallel.experts.modules import ExpertModules
 from expertmesh.parallel.experts.owned import refuse_engine
+from expertmesh.parallel.experts.packed_shards import PackedShards
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.replicated_experts import LocalTokens, without_hot
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
-from expertmesh.parallel.experts.storage import ExpertShards, ExpertStorage, Keep
+from expertmesh.parallel.experts.storage import ExpertShards, ExpertStorage, Keep, WeightsInUse
 from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
@@ -80,7 +80,7 @@ class ShardedRoundTrip:
         self,
         dispatch_handles: Sequence[DispatchHandle],
         storage: ExpertShards,
-        gathered: GatheredWeights | None,
+        gathered: WeightsInUse | None,
         staying: LocalTokens | None = None,
         when_over: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
@@ -444,7 +444,11 @@ def spread_experts(
     )
     name = f"layer {layer.layer_index}"
     storage: ExpertShards
-    if layer.grouped is not None:
+    if layer.grouped is not None and layer.grouped.format != "dense":
+        storage = PackedShards(
+            layer.grouped, world, degrees, layer=name, plain=plain, route_degree=route_degree
+        )
+    elif layer.grouped is not None:
         device = compute_device(world.device_type) if offload else None
         storage = ExpertStorage(
             layer.grouped,
