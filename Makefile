@@ -8,11 +8,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
+	@echo "make chat    the whole way once: text, conversations, preferences, a reward, 8 bits; then make chat-serve"
 	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
 	@echo "make classify  train a small vision transformer with experts on digits, then classify (IMAGES=folder, CLASSIFY_ARGS=...)"
 	@echo "make serve   OpenAI's interface over the model of \`make demo\`, and a page that shows its experts"
@@ -22,7 +23,9 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
-	@echo "make test-parents  run Tutel's own examples through our door (PARENTS=folder with its checkout)"
+	@echo "make test-parents  run Tutel's and DeepSpeed's own examples through our doors (PARENTS=folder with their checkouts)"
+	@echo "make test-trl  run the tests of fine-tuning beside TRL and peft, installed into .venv-trl"
+	@echo "make finetune-peers  time and memory of fine-tuning beside TRL and peft (FOLDER=runs/finetune-peers)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make kernels-sanitized  run the tests of the kernels in C with the compiler's checks of memory and of undefined behaviour"
 	@echo "make release build the sdist and the wheels into dist/: for any platform, and for Linux on x86-64 with the kernels in C compiled"
@@ -42,6 +45,19 @@ $(STAMP): pyproject.toml constraints.txt tools/setup.sh
 demo: $(STAMP)
 	@$(BIN)/expertmesh train gpt-moe-demo --train.run-dir $(RUN_DIR) --train.resume auto
 	@$(BIN)/expertmesh report $(RUN_DIR) --check
+
+# The whole way once, from the demo's model (RUN_DIR) to one that answers; CHAT_DIR=folder, CHAT_ARGS="--seed 1", "--tiny".
+# Fetches the extra `chat` the first time; then it needs no network.
+CHAT_DIR ?= runs/chat
+CHAT_ARGS ?=
+chat: $(STAMP)
+	@$(BIN)/python -c "import chatterbot_corpus, reasoning_gym" 2>/dev/null || \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[chat]'
+	@$(BIN)/python examples/chat/way.py $(CHAT_DIR) --base $(RUN_DIR) $(CHAT_ARGS)
+
+chat-serve: $(STAMP)
+	@test -f $(CHAT_DIR)/int8/config.json || $(MAKE) --no-print-directory chat
+	@$(BIN)/expertmesh serve $(CHAT_DIR)/int8 $(SERVE_ARGS)
 
 # DATA: a folder with train.LANG, val.LANG, ...; Multi30k where it is beside the project, else what benchmarks/claims/lohelp.py makes of
 # LibreOffice's help, where Debian's packages of it are installed.
@@ -104,12 +120,29 @@ test-all: $(STAMP)
 test-machines: $(STAMP)
 	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
 
-# PARENTS: a folder with a checkout `tutel` of github.com/microsoft/tutel; tests/integrations/test_parents.py has the commit.
+# PARENTS: a folder with checkouts `tutel` and `DeepSpeedExamples`; tests/integrations/test_parents.py has their commits.
 PARENTS ?=
 test-parents: $(STAMP)
 	@test -d "$(PARENTS)" || { echo "error: no parents; make test-parents PARENTS=folder, with a checkout of tutel" \
 	  "in it" >&2; exit 2; }
 	@EXPERTMESH_PARENTS=$(abspath $(PARENTS)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_parents.py $(PYTEST_ARGS)
+
+# TRL beside what .venv has, in an environment of its own: its packages are for these two targets alone.
+TRL := .venv-trl
+FOLDER ?= runs/finetune-peers
+test-trl: $(TRL)/.installed
+	@PYTHONPATH=src:. OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/peers tests/objectives \
+	  tests/integrations/test_migrate_finetuning.py $(PYTEST_ARGS)
+
+finetune-peers: $(TRL)/.installed
+	@PYTHONPATH=src:. $(TRL)/bin/python -m benchmarks.finetune_peers $(FOLDER)
+
+$(TRL)/.installed: $(STAMP)
+	@$(BIN)/python -m venv $(TRL)
+	@$(TRL)/bin/python -c "import sys, sysconfig; open(sysconfig.get_path('purelib') + '/project.pth', 'w').write(sys.argv[1])" \
+	  "$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"
+	@$(TRL)/bin/python -m pip install -q -c constraints.txt trl==1.16.0 peft accelerate datasets
+	@touch $@
 
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
 # TRITON=3.6.0: the same with this Triton beside the pinned one, from PyPI in a folder of its own.
@@ -184,6 +217,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python tools/wrap_docs.py
+	$(BIN)/python tools/rooms.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.routing_scaling
@@ -194,4 +228,4 @@ bench-distributed: $(STAMP)
 	$(BIN)/python -m benchmarks.distributed_layer
 
 clean:
-	rm -rf .venv site .gpu-site .whl .whl-pieces .triton-* build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl site .gpu-site .whl .whl-pieces .triton-* build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis

@@ -25,7 +25,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.module_adapters import Adapter, ModuleAdapters, adapters_in, add_low_rank
-from expertmesh.spec.adapter_targets import adaptable, kind_of, targeted
+from expertmesh.spec.adapter_targets import adaptable, check_rank, kind_of, targeted
 from expertmesh.spec.model_spec import ModelSpec
 
 _log = logging.getLogger("expertmesh.lora")
@@ -73,8 +73,8 @@ def add(
         Number of modules with adapters.
 
     Raises:
-        ConfigError: a target matches nothing; a module has adapters already, or is sharded; rank, alpha, dtype or seed break a
-            rule. The model is then unchanged.
+        ConfigError: a target matches nothing; a module has adapters already, or is sharded; a rank is above a matrix's; rank, alpha,
+            dtype or seed break a rule. The model is then unchanged.
     """
     check_module(model)
     _RANK.check("rank", rank)
@@ -88,6 +88,9 @@ def add(
     sizes = {}
     for name in targeted(_parts(model), targets):
         r = expert_rank if expert_rank and kind_of(name) == "experts" else rank
+        path, _, leaf = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        check_rank(r, module.matrices[leaf], of=name, is_stack=hasattr(module, "num_experts"))
         sizes[name] = Size(r, alpha / (r**0.5 if rslora else r))
     return attach(model, sizes, shared=shared, freeze=freeze, dtype=dtype, seed=seed)
 

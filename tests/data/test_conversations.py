@@ -3,12 +3,14 @@
 import gzip
 import json
 import logging
+import shutil
 
 import pytest
 import torch
 from rich.console import Console
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.calls import calls_of
+from tests.support.hub_text import chats_file
 from tests.support.older_runs import as_older
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -568,3 +570,27 @@ def test_text_stays_text(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 900)
     config = config_of(tmp_path / "a.txt", tmp_path, seq_len=8)
     assert not isinstance(text_data(config, vocab_size=300, seed=0), ConversationData)
+
+
+@pytest.mark.parametrize("marks", [(), MARKS], ids=["text", "conversations"])
+def test_a_run_that_learned_our_format_is_known_to_converse(marks, tmp_path):
+    """Whatever its tokenizer was learned from; its prompts stay the same."""
+    tokenizer = train_tokenizer(["def f(): return 3\n"] * 20, vocab_size=300, marks=marks)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    chats_file(tmp_path / "chats.jsonl")
+    config = TextConfig(
+        path=str(tmp_path / "chats.jsonl"),
+        encode_with=str(tmp_path / "tokenizer.json"),
+        cache_dir=str(tmp_path / "cache"),
+        validation_fraction=0.3,
+    )
+    data = ConversationData(load_corpus(config), config, vocab_size=300, seed=0)
+    for name, source in data.files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / "run" / name)
+    before, after = (
+        text_format(tokenizer, folder / "tokenizer.json") for folder in (tmp_path, tmp_path / "run")
+    )
+    assert before.can_chat == bool(marks) and after.can_chat
+    talk = [{"role": "user", "content": "say 3"}]
+    assert before.chat_ids(talk) == after.chat_ids(talk)

@@ -160,7 +160,6 @@ def test_state_dicts_in_both_directions(make):
         ({"ep_size": 3}, "ep_size=3"),
         ({"k": 6}, "top_k"),
         ({"noisy_gate_policy": "Loud"}, "noisy_gate_policy='Loud'"),
-        ({"enable_expert_tensor_parallelism": True}, "es_degree"),
     ],
 )
 def test_mistakes(change, words):

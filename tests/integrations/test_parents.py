@@ -1,10 +1,11 @@
 """Tutel's own examples through the door, with their import lines changed, beside Tutel's own losses.
 
-`EXPERTMESH_PARENTS` names a folder with a checkout `tutel` of github.com/microsoft/tutel, commit 82af7aa; `make test-parents
-PARENTS=folder` runs this file.
+`EXPERTMESH_PARENTS` names a folder with checkouts: `tutel` of github.com/microsoft/tutel, commit ac0e51b, and
+`DeepSpeedExamples` of github.com/deepspeedai/DeepSpeedExamples, commit 45b4b71. `make test-parents PARENTS=folder` runs this file.
 """
 
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -23,7 +24,7 @@ IMPORTS = {r"^from tutel import": "from expertmesh.integrations.tutel import"}
 """What is changed in a script."""
 
 SIZES = {
-    r"num_samples = 16 \* 1024": "num_samples = 64",
+    r"outer_batch, sequence_length = 16, 1024": "outer_batch, sequence_length = 4, 16",
     r"model_dim, hidden_size = 2048, 2048": "model_dim, hidden_size = 32, 48",
     r"device_ids=\[args.local_rank\]": "device_ids=None",
 }
@@ -33,14 +34,16 @@ SHORT = ["--num_steps", "10", "--num_tokens", "16", "--model_dim", "32", "--batc
 FFN = [*SHORT, "--device", "cpu", "--hidden_size", "32"]
 OWN = [*SHORT, "--device", "cpu"]
 IMAGES = ["--epochs", "2", "--batch-size", "16", "--log-interval", "1"]
+SHARED = "helloworld --num_local_experts -2"
 CASES = {
     "helloworld": [*FFN, "--l_aux_wt", "0.1", "--capacity_factor", "1.25"],
     "helloworld --top 4": [*FFN, "--num_local_experts", "1", "--capacity_factor", "0"],
     "helloworld_ddp": FFN,
     "helloworld_ddp_tutel": FFN,
     "helloworld_amp": [*SHORT, "--hidden_size", "32"],
-    # Tutel rounds rows per expert up to a multiple of the overlap degree, which differs where tokens are dropped
-    "helloworld_switch": [*FFN, "--cap_factor", "4"],
+    SHARED: [*FFN, "--top", "1"],
+    "helloworld --expert_type llama_ffn": [*FFN, "--top", "1"],
+    "helloworld_switch": FFN,
     "helloworld_custom_gate_expert": OWN,
     "helloworld_custom_expert_sharded": OWN,
     "helloworld_from_scratch": [],
@@ -49,14 +52,15 @@ CASES = {
 }
 FAILS_THERE = {"helloworld_amp": "starts NCCL without a GPU"}
 SHA256 = {
-    "helloworld": "3471c5d160299b141231e0bc30c04dfe88f0afb0874bfe1c6f1cd25cb9efbc73",
-    "helloworld_amp": "e0c2532daf3dc83c76d77e58205f6e0eb221c48bad3531d80e74cbe1654e3602",
-    "helloworld_custom_expert_sharded": "5195018ac515821aa95e840b3953a7f8cc81783b6ae89dd35c4b34d0d73c4185",
+    "helloworld": "4fb4d24be3544edc79413bc7ed7e962a6b5b319b933b280966c9292342041b8b",
+    "helloworld_amp": "e61f847ff294df240656dfe95aabfce990564b038af1b867abda1407d23a8401",
+    "helloworld_custom_expert_sharded": "1728bdb6a533e184434db55d0fae7b9b8ea21091bc3582b2311464fe5e3e3773",
     "helloworld_custom_gate_expert": "d125aec21c3bed889dcd5a69b6432394022b497d7ad1fd0acd28dfc7e8012c6f",
-    "helloworld_ddp": "e1bec681f4aafb7ed169f19c28728689ada7999ef8e7292471e2d63909a96403",
-    "helloworld_ddp_tutel": "644d2c9f687a6c3fcf4e26cccab2ea93f0c53eeb216bcc95f926df33df257b89",
-    "helloworld_from_scratch": "e7dfd3ba8e9e78755686dead53b51570cd7819f0b598d828c6cd69996c98530d",
-    "helloworld_switch": "b3938d699351a7972dbac6cc6000b57c4b82533a5266dedc7213d5583ae52efb",
+    "helloworld_ddp": "5e1185c87174967db3121b53cb8d0d8f1840c129416382ead6155d56f0f43903",
+    "helloworld_ddp_tutel": "d12f845a27a72881316b32202910e3a4581fbea17948f3487afc452c95f69f09",
+    "helloworld_from_scratch": "5e80f50afa36bee3f86e4de121166bb5d9e009d54c79f4acf0095549803e2da5",
+    "helloworld_switch": "b540da93226f2b2aada0d1f8e4f5fdde021a4325043bfdd0fa688b6d6a9d27cb",
+    "cifar10_deepspeed": "4ae71cfb528a3b91b8f95eddeb0787eba98db2b4b5b48631f5248f6765234666",
     "moe_cifar10": "a6807406e2dda9654d65ffd0f40c1605bee2b96a3adcdf70a520ad0f7b3a1a62",
     "moe_mnist": "88c6fc895f9149825e8b9dba20a2f748e6e39b5ade75f0b471e749c6c85db1a4",
 }
@@ -66,7 +70,9 @@ SIX_DIGITS = 1.01e-5
 
 def changed(path, table):
     text = path.read_text()
-    assert hashlib.sha256(text.encode()).hexdigest() == SHA256[path.stem], f"{path}: other version"
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[path.stem], (
+        f"{path}: other version"
+    )
     for pattern, line in table.items():
         text = re.sub(pattern, line, text, flags=re.MULTILINE)
     return text
@@ -91,8 +97,9 @@ def losses(script, arguments, ranks, *paths):
 
 
 @pytest.mark.skipif(not (PARENTS / "tutel").is_dir(), reason="EXPERTMESH_PARENTS has no tutel")
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "ranks"), [(c, n) for c in CASES for n in (1, 2) if (c, n) != (SHARED, 1)]
+)
 def test_tutels_examples(case, ranks, tmp_path):
     name = case.split()[0]
     arguments = CASES[case] + case.split()[1:]
@@ -106,3 +113,32 @@ def test_tutels_examples(case, ranks, tmp_path):
     theirs.write_text(changed(path, SIZES))
     expected = losses(theirs, arguments, ranks, PARENTS / "tutel")
     assert found == pytest.approx(expected, rel=0, abs=SIX_DIGITS)
+
+
+CIFAR = PARENTS / "DeepSpeedExamples" / "training" / "cifar" / "cifar10_deepspeed.py"
+DOOR = {
+    r"^from deepspeed.moe.utils import": "from expertmesh.integrations.deepspeed import MoE,",
+    r"deepspeed\.moe\.layer\.MoE\(": "MoE(",
+}
+MOE = ["--deepspeed", "--moe", "--log-interval", "1", "--epochs", "12", "--dtype", "fp32"]
+MOE += ["--ep-world-size", "2", "--noisy-gate-policy", "RSample", "--moe-param-group"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or not CIFAR.is_file(),
+    reason="deepspeed not installed, or EXPERTMESH_PARENTS has no DeepSpeedExamples",
+)
+@pytest.mark.parametrize(
+    "more",
+    [["--num-experts", "2"], ["--num-experts", "2", "4", "--mlp-type", "residual", "--stage", "2"]],
+)
+def test_deepspeeds_cifar_example(more, tmp_path, monkeypatch):
+    """Under DeepSpeed's engine, as its run_ds_moe.sh and run_ds_prmoe.sh start it, with ZeRO 0 and 2."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    # kernels are compiled into a folder of this test: a lock that a stopped run left in the usual one would hold them
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kernels"))
+    script = tmp_path / "ours.py"
+    script.write_text(changed(CIFAR, DOOR))
+    found = losses(script, [*MOE, *more], 2, ROOT / "src")
+    assert len(found) == 48 and sum(found[-8:]) < sum(found[:8])

@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import runpy
+import sys
 
 import pytest
 import torch
@@ -11,15 +13,18 @@ from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import moe, net, refused, system
 
 THERE = {
-    "tutel": "moe net system jit launcher checkpoint parted ops custom experts gates impls jit_kernels",
+    "tutel": "moe net system system_init jit launcher checkpoint parted ops custom experts gates impls jit_kernels",
     "tutel.moe": "moe_layer fast_cumsum_sub_one fast_dispatcher extract_critical fast_encode fast_decode top_k_routing "
     "get_topk_selection get_reversed_sample_ids",
     "tutel.system": "init_affinity_at_program_beginning init_data_model_parallel cache get_local_session record_time save "
-    "load apply_rank_size_from_pattern",
-    "tutel.net": "get_world_size get_world_rank create_groups_from_world create_standalone_group barrier simple_all_reduce "
-    "simple_all_to_all simple_split simple_reduce_scatter simple_all_gather all_to_all all_to_all_single all_gather "
-    "zero_gather zero_scatter spatial_split reduce_scatter allreduce_forward allreduce_backward batch_all_to_all_v "
-    "batch_all_gather_v TutelDistributedOptimizer",
+    "load perform from_url apply_rank_size_from_pattern",
+    "tutel.net": "get_world_size get_world_rank create_groups_from_world create_standalone_group barrier simple_broadcast "
+    "simple_all_reduce simple_all_to_all simple_split simple_reduce_scatter simple_all_gather all_to_all all_to_all_single "
+    "all_gather zero_gather zero_scatter spatial_split reduce_scatter allreduce_forward allreduce_backward "
+    "batch_all_to_all_v batch_all_gather_v TutelDistributedOptimizer",
+    "tutel.jit": "create_cuda_kernel",
+    "tutel.launcher": "run execl",
+    "tutel.checkpoint": "gather scatter",
 }
 """Tutel's public names by module."""
 EVERY = [(module, name) for module, text in THERE.items() for name in text.split()]
@@ -32,6 +37,8 @@ def test_every_name_is_served_or_refused(module, name):
     if full in refused.REFUSED:
         with pytest.raises(ConfigError, match=f"^{full} has no counterpart here; [^\n]+$"):
             getattr(door, name)
+    elif module in ("tutel.launcher", "tutel.checkpoint"):
+        assert callable(importlib.import_module(f"expertmesh.integrations.{full}").main)
     else:
         assert getattr(door, name) is not None
 
@@ -47,6 +54,34 @@ def test_switches_are_refused(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=f"^{name}=1: [^\n]+; unset it"):
         layer_of()
+
+
+SWITCHES = "CAP_FACTOR BATCH_PRIO SKIP_MOE SKIP_EXPERT SKIP_A2A TUTEL_GLOBAL_TIMEOUT_SEC FAST_CUMSUM LOCAL_SIZE NUMA_TYPE"
+SWITCHES += " OP_LOADER TUTEL_ALLTOALL_ALGO TUTEL_CUDA_SANDBOX LOCAL_RANK LOCAL_WORLD_SIZE"
+"""Variables of the environment that Tutel reads in its layer, collectives, launcher and kernels."""
+
+
+def test_every_switch_is_honoured_named_or_without_a_value_to_change():
+    kinds = [*refused.HONOURED, *refused.ENVIRONMENT, *refused.SPEED]
+    assert sorted(kinds) == sorted(SWITCHES.split())
+
+
+def test_switches_that_are_honoured(monkeypatch):
+    x = torch.randn(12, 8)
+    gate = {"type": "top", "k": 1}
+    plain = layer_of(gate)(x)
+    monkeypatch.setenv("CAP_FACTOR", "0.5")
+    short = layer_of(gate)(x)
+    monkeypatch.setenv("BATCH_PRIO", "1")
+    first = layer_of(gate)(x)
+    rows = [int(y.any(1).sum()) for y in (plain, short, first)]
+    assert rows[0] > rows[1] == rows[2] and not torch.equal(short, first)
+
+
+def test_the_launcher_names_torchrun(monkeypatch):
+    monkeypatch.delitem(sys.modules, "expertmesh.integrations.tutel.launcher.run", raising=False)
+    with pytest.raises(SystemExit, match="^error: [^\n]*torchrun"):
+        runpy.run_module("expertmesh.integrations.tutel.launcher.run", run_name="__main__")
 
 
 def layer_of(gate=None, experts=None, **options):
@@ -97,16 +132,28 @@ def test_important_tokens_come_first():
 def test_weights_are_those_of_the_seeds():
     state = layer_of().state_dict()
     torch.manual_seed(2)
-    pairs = [(torch.nn.Linear(8, 6), torch.nn.Linear(6, 8)) for _ in range(4)]
-    for e, (fc1, fc2) in enumerate(pairs):
-        assert torch.equal(state["experts.batched_fc1_w"][e], fc1.weight)
-        assert torch.equal(state["experts.batched_fc1_bias"][e], fc1.bias)
-        assert torch.equal(state["experts.batched_fc2_w"][e], fc2.weight.T)
-        assert torch.equal(state["experts.batched_fc2_bias"][e], fc2.bias)
+    for e in range(4):
+        for name, inputs in (("fc1", 8), ("fc2", 6)):
+            most = inputs**-0.5
+            drawn = torch.rand(6, 8) * (most + most) - most
+            assert torch.equal(state[f"experts.batched_{name}_w"][e], drawn)
+            assert not state[f"experts.batched_{name}_bias"][e].any()
     torch.manual_seed(1)
     assert torch.equal(state["gates.0.wg.weight"], torch.nn.Linear(8, 4, bias=False).weight)
     layer_of()
     assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(3)))
+
+
+def test_weights_of_gated_experts_and_cosine_gates_are_those_of_the_seeds():
+    experts = {"type": "llama_ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 6}
+    state = layer_of({"type": "cosine_top", "proj_dim": 7}, experts).state_dict()
+    torch.manual_seed(2)
+    for n in (1, 2, 3):
+        assert torch.equal(state[f"experts.W_fc{n}"], torch.empty(4 * 6 * 8).normal_(0, 0.01))
+    torch.manual_seed(1)
+    projector = torch.nn.Linear(8, 7)
+    for name, values in projector.state_dict().items():
+        assert torch.equal(state[f"gates.0.cosine_projector.{name}"], values)
 
 
 class OwnGate(torch.nn.Module):
@@ -135,6 +182,7 @@ class OwnExpert(torch.nn.Module):
 
 OWN = {"type": "custom", "module": OwnExpert, "num_experts_per_device": 3, "factor": 2.0}
 FFN = {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 6}
+LLAMA = {"type": "llama_ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 6}
 FORMS = {
     "gate": ({"type": "custom", "module": OwnGate, "top_k": 2}, None, {}),
     "experts": (None, OWN, {}),
@@ -147,6 +195,8 @@ FORMS = {
     ),
     "output_dim": (None, FFN | {"output_dim": 3, "has_fc1_bias": False}, {}),
     "is_postscore": (None, FFN, {"is_postscore": False}),
+    "gated experts": (None, LLAMA | {"activation_fn": torch.sigmoid}, {}),
+    "gated experts, weights before": (None, LLAMA, {"is_postscore": False}),
     "two gates": ([{"type": "top", "k": 1}, {"type": "cosine_top", "k": 2}], FFN, {}),
 }
 
@@ -185,12 +235,19 @@ def test_experts_without_a_row(form, num_tokens, factor):
 
 
 @pytest.mark.parametrize("gshard", [True, False])
-def test_a_form_of_ones_own_computes_what_grouped_experts_compute(gshard):
-    gate = {"type": "top", "k": 2, "gate_noise": 1.0}
-    grouped = layer_of(gate, FFN, is_gshard_loss=gshard).eval()
-    padded = layer_of([gate, gate], FFN, is_gshard_loss=gshard).eval()
+@pytest.mark.parametrize("experts", [FFN, LLAMA])
+@pytest.mark.parametrize("kind", ["top", "cosine_top"])
+@pytest.mark.parametrize(("factor", "overlap"), [(0, 1), (0.7, 1), (0.7, 2), (-0.6, 3)])
+def test_a_form_of_ones_own_computes_what_grouped_experts_compute(
+    gshard, experts, kind, factor, overlap
+):
+    gate = {"type": kind, "k": 2, "gate_noise": 1.0, "capacity_factor": factor}
+    options = {"is_gshard_loss": gshard, "a2a_ffn_overlap_degree": overlap}
+    grouped = layer_of(gate, experts, **options).eval()
+    padded = layer_of([gate, gate], experts, **options).eval()
+    padded.load_state_dict(padded.state_dict() | grouped.state_dict())
     assert type(grouped._layer) is not type(padded._layer)
-    x = torch.randn(8, 8)
+    x = torch.randn(11, 8)
     torch.testing.assert_close(grouped(x), padded(x))
     torch.testing.assert_close(grouped(x).l_aux, padded(x).l_aux)
 

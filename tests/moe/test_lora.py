@@ -216,6 +216,7 @@ def test_what_cannot_work_is_refused_in_one_line():
         ),
         ({"targets": "w_in"}, "targets='w_in': must be a list of names"),
         ({"expert_rank": 0}, "expert_rank=0: must be a whole number of at least 1"),
+        ({"rank": 999}, "rank=999: is above"),
     ):
         with pytest.raises(ConfigError, match=words):
             lora.add(layer, **options)

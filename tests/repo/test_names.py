@@ -11,6 +11,7 @@ FOLDERS_THAT_SAY_WHICH = {
     "models/*": "a model family: its files are called as those of the others, so that they are found without a search",
     "checkpoints/hub/families": "an architecture of the hub: the file is called as transformers calls it",
     "integrations/tutel": "the door of a package: the file is called as the module that it replaces",
+    "integrations/tutel/*": "a package inside: the same",
     "cli": "a verb of the command line: the file is called as the verb, which is that of the work that it calls",
 }
 if (SOURCE / "expertmesh_families").is_dir():

@@ -122,7 +122,7 @@ MODELS = {
 def tiny_model(name, *, num_experts=E, top_k=K, dtype=torch.float32, seed=5, **changes):
     """A whole model of one family with random weights that make well-separated choices."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    given = _COMMON | MODELS[name] | dict.fromkeys(counts, num_experts) | changes
+    given = _COMMON | MODELS.get(name, {}) | dict.fromkeys(counts, num_experts) | changes
     known = CONFIG_MAPPING[name]()
     given = {k: v for k, v in given.items() if hasattr(known, k) or k == "attn_implementation"}
     config = CONFIG_MAPPING[name](**given, num_experts_per_tok=top_k)

@@ -127,6 +127,14 @@ MISTAKES = {
         ["--adapter.targets", "attention", "shared"],
         "shared matches nothing that takes an adapter",
     ),
+    "a rank above the matrices'": (
+        ["--adapter.rank", "25"],
+        "adapter.rank=25: is above 24, the largest rank of layers.0.attention.qkv.weight",
+    ),
+    "a rank above the experts'": (
+        ["--adapter.expert-rank", "17"],
+        "adapter.expert_rank=17: is above 16, the largest rank of layers.0.moe.experts.w_out",
+    ),
     "frozen twice": (
         ["--train.freeze", "router"],
         "has no effect with adapter.kind=lora, where all but adapters rests",
@@ -137,8 +145,9 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_one_line_before_work_starts(mistake, base, words_of):
     more, said = MISTAKES[mistake]
+    lora_words = LORA[:2] if "--adapter.rank" in more else LORA
     with pytest.raises(ConfigError) as error:
-        parse_and_begin([*words_of(base), *LORA, *more])
+        parse_and_begin([*words_of(base), *lora_words, *more])
     assert said in str(error.value) and "\n" not in str(error.value)
 
 

@@ -1,6 +1,8 @@
 """A folder in the place of a recipe: epochs, what learns, and one line for each mistake."""
 
 import json
+import re
+from collections import Counter
 
 import pytest
 from tests.support.hub_text import hub_folder
@@ -17,10 +19,12 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import token_num_bytes
+from expertmesh.training import loop
 from expertmesh.training.ends import more_is_better
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import freeze, learning_rate
-from expertmesh.training.what_learns import counts_of_parts, what_learns
+from expertmesh.training.step import training_step
+from expertmesh.training.what_learns import counts_of_parts, part_of, what_learns
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,53 @@ def test_the_table_has_what_gets_gradients():
     assert sum(learning.values()) == with_gradient and set(resting) == {"routers"}
     assert "the rest" not in learning | resting
     assert f"learns: {with_gradient:,} of " in what_learns(model)
+
+
+OBJECTIVES = {
+    "sft": ({"prompt": "say", "completion": "well {n}"}, []),
+    "dpo": ({"prompt": "say {n}", "chosen": "well {n}", "rejected": "no"}, []),
+    "grpo": (
+        {"prompt": "say {n}"},
+        ["--rl.group", "4", "--rl.max-tokens", "6", "--train.freeze", "none"],
+    ),
+}
+REWARD = "def early(completion_ids, **kwargs):\n    return [sum(ids) / len(ids) for ids in completion_ids]\n"
+
+
+@pytest.mark.parametrize("what", ["all", "adapters", "adapters and routers"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_a_run_says_to_learn_gets_gradients(
+    objective, what, base, tmp_path, capsys, monkeypatch
+):
+    """Part by part, in the second step, as the second factors of adapters are zero in the first."""
+    record, more = OBJECTIVES[objective]
+    found = Counter()
+
+    def recorded(task, model, *given, **named):
+        result = training_step(task, model, *given, **named)
+        found.clear()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and parameter.grad.any():
+                found[part_of(name)] += parameter.numel()
+        return result
+
+    monkeypatch.setattr(loop, "training_step", recorded)
+    records = [{key: text.format(n=n) for key, text in record.items()} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    words = f"""--data.path {tmp_path}/data.jsonl --data.completions text --data.cache-dir {tmp_path}/cache
+        --train.run-dir {tmp_path}/run --train.steps 2 --train.batch-size 8 --train.no-tensorboard --train.device cpu
+        --optim.lr 1e-2 --optim.warmup-steps 0 --objective.name {objective}"""
+    given = [*words.split(), *(more if what == "all" else more[:-2])]
+    if objective == "grpo":
+        given += ["--reward.functions", f"{tmp_path}/rewards.py:early"]
+    if what != "all":
+        given += ["--adapter.kind", "lora", "--adapter.rank", "4"]
+        given += ["--adapter.learn-routers"] * (what == "adapters and routers")
+    assert train_verb([str(base), *given]) == 0
+    said = capsys.readouterr().out.split("learns: ")[1].split("; rests")[0].split(": ", 1)[1]
+    told = dict(part.rsplit(" ", 1) for part in re.findall(r"[a-z_' ]+ [0-9,]*[0-9]", said))
+    assert {k.strip(): int(v.replace(",", "")) for k, v in told.items()} == found
 
 
 MISTAKES = {

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Annotated, ClassVar, NamedTuple
 
 from expertmesh.cli.config_file import read_config_file
+from expertmesh.cli.deepspeed_file import read_deepspeed_file
 from expertmesh.cli.help import help_of, name_of
 from expertmesh.cli.options import options_of
 from expertmesh.cli.parse import (
@@ -17,7 +18,7 @@ from expertmesh.cli.parse import (
     values_in_file,
     wants_help,
 )
-from expertmesh.config.fields import Operation, OptionsFile, Spelling, Word
+from expertmesh.config.fields import InputFile, Operation, OptionsFile, Spelling, Word
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.config.values import shown, some_of
 from expertmesh.errors import ConfigError
@@ -47,6 +48,8 @@ class TrainVerb(Operation):
     """model family by its name, or your own as module:name, see docs/extending.md (default: the recipe's)"""
     config: OptionsFile | None = None
     """YAML or JSON file with option values, such as a run's config.json; options on the command line take precedence"""
+    deepspeed: InputFile | None = None
+    """DeepSpeed's JSON file: batch sizes, optimizer, schedule, dtype, clipping, ZeRO and degrees are read, what has no counterpart is refused by name; --config and options on the command line take precedence"""
 
 
 class ParsedRun(NamedTuple):
@@ -122,7 +125,8 @@ def parse_run_config(
     typed = {one: value_of(option, texts) for one, (option, texts) in split.flags.items()}
     options = made(kind, {one: value for one, value in typed.items() if one in own})
     values = {one: value for one, value in typed.items() if one not in own}
-    in_file = {} if file is None else values_in_file(file, sections, of_run, verb)
+    in_file = {} if options.deepspeed is None else read_deepspeed_file(options.deepspeed)
+    in_file |= {} if file is None else values_in_file(file, sections, of_run, verb)
     family = given or owners.get(words[0]) or find_family(default.family)
     begin = values.get("train.init_from", words[0])
     if words[0] == default.train.init_from and begin != words[0]:

@@ -17,6 +17,7 @@ from expertmesh.cli.prog_name import Flags
 from expertmesh.config.base import EMPTY, expanded, nearest_name, parse_json
 from expertmesh.config.fields import Operation
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.peer_options import how_without
 from expertmesh.config.renamed import current_name
 from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, command
@@ -194,7 +195,7 @@ def _find(spelled: str, options: Mapping[str, Option], verb: str) -> tuple[Optio
     known = [name for name, option in options.items() if _has_flag(option)]
     near = _nearest(spelled, name, ["help", *known])
     hint = f"did you mean {near}?" if near else f"see {command(f'{verb} --help')}"
-    raise ConfigError(f"unknown option {spelled}; {hint}")
+    raise ConfigError(f"unknown option {spelled}; {how_without(name, options) or hint}")
 
 
 def _nearest(spelled: str, name: str, known: list[str]) -> str | None:

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.field_texts import field_texts
+from expertmesh.config.peer_options import PEER_OPTIONS, how_without
 from expertmesh.config.renamed import BOTH_GIVEN, RENAMED, with_current_names
 from expertmesh.config.values import (
     LEAST_INT64,
@@ -297,7 +298,9 @@ def option_names(config_type: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def nearest_name(name: str, names: list[str]) -> str | None:
-    """The known name closest to a mistyped one: by its last part first, so that a wrong section is found too."""
+    """The known name closest to a mistyped one: what others call so, or by its last part, so that a wrong section is found too."""
+    if (ours := PEER_OPTIONS.get(name.rsplit(".", 1)[-1])) in names:
+        return ours
     leaves = {known.rsplit(".", 1)[-1]: known for known in reversed(names)}
     for wanted, known in ((name, {n: n for n in names}), (name.rsplit(".", 1)[-1], leaves)):
         near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
@@ -394,6 +397,8 @@ def _reads_as_another(value: object) -> bool:
 
 
 def _unknown(location: Location, value: object, names: list[str]) -> FieldError:
+    if (fix := how_without(str(location[-1]), names)) is not None:
+        return FieldError(location, value, UNKNOWN, fix)
     near = nearest_name(dotted(location), names)
     return FieldError(location, value, UNKNOWN, f"known here: {some_of(names)}", near)
 

@@ -36,7 +36,7 @@ from expertmesh.text.chat import (
     is_answer,
     is_learned,
 )
-from expertmesh.text.format import extras_of, find_format
+from expertmesh.text.format import files_of_format, find_format
 from expertmesh.text.tokenizer import (
     given_tokenizer,
     load_tokenizer,
@@ -159,6 +159,7 @@ class ConversationData:
                 "leave it out",
             )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
+        form = None
         is_plain = config.completions == "text"
         versions = [*self.version, tokenizers.__version__]
         identity = [*versions, vocab_size, config.seq_len, corpus.digest]
@@ -193,7 +194,7 @@ class ConversationData:
             self._training = self._training.packed(config.seq_len, seed)
         self.num_training = len(self._training)
         self.num_validation = len(self._validation)
-        self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
+        self.files = {"tokenizer.json": folder / "tokenizer.json", **files_of_format(form, given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (

@@ -21,7 +21,7 @@ from expertmesh.data.plain_completions import PlainForm
 from expertmesh.data.records import Row
 from expertmesh.errors import ConfigError, Line, named
 from expertmesh.text.chat import MESSAGES
-from expertmesh.text.format import extras_of, find_format
+from expertmesh.text.format import files_of_format, find_format
 from expertmesh.text.tokenizer import given_tokenizer
 
 FORMAT_VERSION = 1
@@ -98,7 +98,7 @@ class PromptData:
                 told = json.dumps([one.ids, dict(one.columns)], sort_keys=True, default=str)
                 digest.update(told.encode() + b"\n")
         self.key = digest.hexdigest()[:24]
-        self.files: dict[str, Path] = {"tokenizer.json": path, **extras_of(path)}
+        self.files: dict[str, Path] = {"tokenizer.json": path, **files_of_format(form, path)}
         self.description = (
             f"{source}: {self.num_training:,} training and {self.num_validation:,} validation prompts of at most"
             f" {max(len(one.ids) for one in self.prompts):,} tokens"

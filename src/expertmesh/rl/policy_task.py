@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from expertmesh.config.base import expanded
 from expertmesh.data.prompt_data import PromptData, PromptRecord
 from expertmesh.engine.output import RequestOutput
-from expertmesh.errors import ConfigError, named
+from expertmesh.errors import ConfigError, Line, named
 from expertmesh.models.family import REWARD
 from expertmesh.models.gpt.answer_task import AnswerScores, AnswerTask
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -40,6 +41,9 @@ from expertmesh.rl.rewards import Answered, RewardFunction, find_rewards, reward
 from expertmesh.rl.rollouts import roll_out, seed_of_row
 from expertmesh.rl.whole_model import whole_model
 
+SILENT_STEPS = 20
+"""Steps in a row without a difference in rewards, after which a run is warned."""
+_log = logging.getLogger("expertmesh.rl")
 _VALUE = "value_"
 _NAMED = ("log_", _VALUE, "applies_")
 """Beginnings of the names of sums that depend on the user's functions."""
@@ -57,6 +61,7 @@ class PolicyTask(AnswerTask):
     def __init__(self, config: GPTRunConfig) -> None:
         super().__init__(config)
         self.num_updates = config.rl.updates
+        self.silent_steps = 0
 
     def prepare(self) -> PromptData:
         """Prompts of the data, and reward functions, whose digests are part of the data's key."""
@@ -98,6 +103,8 @@ class PolicyTask(AnswerTask):
             old = found[2]["old"] = self._logprobs(model, found, step, ranks)
             gap = (old - found[2]["sampled"]).where(found[2]["counts"], 0.0)
             found[2]["mismatch_max"] = _once(float(gap.abs().max()), len(numbers))
+        if ranks.is_leader:
+            self._tell_silence(found[2]["reward"])
         if self.reference is not None:
             own_choice = {name: x for name, x in found[2].items() if name != "experts"}
             with self.reference.of(model) as other:
@@ -110,6 +117,19 @@ class PolicyTask(AnswerTask):
         for name, values in _merged(logged for _, logged in everything).items():
             found[2][f"log_{name}"] = _once(sum(values) / len(values), len(numbers))
         return found
+
+    def _tell_silence(self, reward_BG: Tensor) -> None:
+        """Warn where steps in a row had nothing to learn from, as the answers to each prompt had equal rewards."""
+        is_silent = bool(policy_gradient.equal_groups(reward_BG).all())
+        self.silent_steps = self.silent_steps + 1 if is_silent else 0
+        if self.silent_steps == SILENT_STEPS:
+            _log.warning(
+                Line(
+                    f"the answers to every prompt had equal rewards in {SILENT_STEPS} steps in a row, which teach nothing: "
+                    f"look at {named('reward.functions')} and at samples ({named('train.sample_every')}), "
+                    f"or raise {named('rl.group')}"
+                )
+            )
 
     def _answers(
         self,

@@ -4,6 +4,7 @@ A parameter of ours may be several modules elsewhere: queries, keys and values, 
 whole, so a target must name all of its parts.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -83,11 +84,41 @@ def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
     """Names of the parameters of a model that a run adapts; none, if its weights learn.
 
     Raises:
-        ConfigError: a target is not in the model.
+        ConfigError: a target is not in the model, or has matrices of a lower rank than the adapters'.
     """
     if not config.rests:
         return []
-    return targeted(adaptable(spec), config.targets, option="adapter.targets")
+    names = targeted(adaptable(spec), config.targets, option="adapter.targets")
+    for name in names:
+        one, rank, option = spec.by_name[name], config.rank, "adapter.rank"
+        if one.is_expert and config.expert_rank:
+            rank, option = config.expert_rank, "adapter.expert_rank"
+        elif one.is_expert:
+            rank = config.expert_rank_of(spec.experts_per_token)
+        check_rank(rank, one.shape, of=name, is_stack=one.is_expert, option=option)
+    return names
+
+
+def check_rank(
+    rank: int, shape: Sequence[int], *, of: str, is_stack: bool, option: str = "rank"
+) -> None:
+    """Refuse adapters of a higher rank than the matrices have.
+
+    Args:
+        rank: r.
+        shape: (*rows, columns) of the matrix, or (E, *rows, columns) of a stack.
+        of: name of the parameter.
+        is_stack: whether the first axis counts matrices.
+        option: name of the option, for errors.
+
+    Raises:
+        ConfigError: it is.
+    """
+    *rows, columns = shape[is_stack:]
+    largest = min(math.prod(rows), columns)
+    if rank > largest:
+        rule = f"is above {largest}, the largest rank of {of}, {math.prod(rows)} by {columns}"
+        raise ConfigError(option, rank, rule, f"use at most {largest}, or other targets")
 
 
 def _wholes(name: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from functools import cached_property, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -53,11 +54,9 @@ MARKS = tuple(f"<|{role}|>" for role in ROLES)
 """Tokens that begin a message in our own format."""
 
 
-OWN_TEMPLATE = (
-    "<|endoftext|>{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-"""Our own format as a chat template, for models that go to the hub."""
+OWN_TEMPLATE_FILE = Path(__file__).with_name("own_format.jinja")
+OWN_TEMPLATE = OWN_TEMPLATE_FILE.read_text(encoding="utf-8")
+"""Our own format as a chat template: for models that go to the hub, and for runs whose tokenizer has no marks."""
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:
@@ -89,6 +88,7 @@ class OwnFormat:
 
     Args:
         tokenizer: has an end of text, and encodes special tokens that occur in a text as plain text.
+        is_told: whether the files beside the tokenizer have the format as their chat template.
 
     Attributes:
         identity: key of everything that the tokens depend on, except the tokenizer.
@@ -98,8 +98,9 @@ class OwnFormat:
 
     identity = "own 1"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_told: bool = False) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
+        self._is_told = is_told
         self._bound = TokenBound(tokenizer)
         self.source = OWN_TEMPLATE
         self.ends: tuple[int, ...] = (self._end,)
@@ -108,6 +109,11 @@ class OwnFormat:
     def has_marks(self) -> bool:
         """Whether the tokenizer has a token for each role, as one that was learned from conversations has."""
         return all(self._tokenizer.token_to_id(mark) is not None for mark in MARKS)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model has learned the format: a file says so, or the tokenizer, which has the marks."""
+        return self._is_told or self.has_marks
 
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as text."""

@@ -12,7 +12,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.text.chat import ChatFormat, OwnFormat, TemplateFormat
+from expertmesh.text.chat import (
+    OWN_TEMPLATE,
+    OWN_TEMPLATE_FILE,
+    ChatFormat,
+    OwnFormat,
+    TemplateFormat,
+)
 from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.tokenizer import (
     EXTRAS,
@@ -25,6 +31,7 @@ from expertmesh.text.tokenizer import (
 )
 from expertmesh.text.tokenizer_files import (
     DEFAULT,
+    TEMPLATE,
     WITH_TOOLS,
     TokenizerFiles,
     files_in,
@@ -64,8 +71,8 @@ class TextFormat:
 
     @property
     def can_chat(self) -> bool:
-        """Whether there is a chat template, or the tokenizer was learned from conversations."""
-        return not isinstance(self.chat, OwnFormat) or self.chat.has_marks
+        """Whether there is a chat template, or the model learned conversations in our own format."""
+        return not isinstance(self.chat, OwnFormat) or self.chat.is_known
 
     @cached_property
     def _bound(self) -> TokenBound:
@@ -165,8 +172,11 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
         ConfigError: the files beside it are damaged.
     """
     files = TokenizerFiles() if path is None else _files(path)
-    if not files.templates:
-        return OwnFormat(tokenizer)
+    is_own = files.templates.get(DEFAULT) == OWN_TEMPLATE
+    own = OwnFormat(tokenizer, is_told=is_own)
+    # marks without tokens of their own are text, which the template would not keep apart from what is said
+    if not files.templates or (is_own and not own.has_marks):
+        return own
     return TemplateFormat(
         tokenizer,
         files.templates.get(DEFAULT) or _NO_DEFAULT.format(", ".join(sorted(files.templates))),
@@ -204,6 +214,22 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
     if told := {name: one for name, one in told.items() if is_told(name)}:  # all from one folder
         found = {name: one for name, one in found.items() if not is_told(name)} | told
     return {f"{EXTRAS}/{name}": one for name, one in found.items()}
+
+
+def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
+    """Files to copy into a run that learns conversations, by their names in the run, so that it is known to converse.
+
+    Args:
+        form: form of the conversations.
+        tokenizer_path: see `extras_of`, whose files they are.
+
+    Raises:
+        ConfigError: the files beside it are damaged.
+    """
+    found = extras_of(tokenizer_path)
+    if isinstance(form, OwnFormat) and not form.is_known:
+        found[f"{EXTRAS}/{TEMPLATE}"] = OWN_TEMPLATE_FILE
+    return found
 
 
 def hub_files(folder: Path) -> dict[str, Path]:

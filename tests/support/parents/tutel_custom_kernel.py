@@ -3,6 +3,26 @@
 import torch
 
 torch.ops.load_library = lambda _: None
+_ops = torch.library.Library("tutel_ops", "DEF")
+_ops.define(
+    "scatter_sample_ids(Tensor experts, Tensor places, Tensor out, int capacity, int tokens, bool top) -> Tensor"
+)
+
+
+def scatter_sample_ids(experts, places, out, capacity, tokens, top):
+    slot = torch.arange(experts.numel())
+    experts, places, out = experts.flatten().long(), places.flatten().long(), out.clone()
+    kept = places < capacity
+    came = slot // tokens if top else slot % tokens
+    out[experts[kept], places[kept]] = came[kept].to(out.dtype)
+    return out
+
+
+_ops.impl("scatter_sample_ids", scatter_sample_ids, "CPU")
+
+
+def put_pg_storage(*_):
+    return None
 
 
 def invoke_cpu_fp32(inputs, extra, kind):

@@ -1,4 +1,4 @@
-"""Replacement for DeepSpeed's `MoE` and the functions of `deepspeed.moe.utils`; other names of `deepspeed.moe` are refused.
+"""Replacement for DeepSpeed's `MoE`, its gating functions and `deepspeed.moe.utils`; other names are refused.
 
 Change `from deepspeed.moe.layer import MoE` and `from deepspeed.moe.utils import ...` to imports from here.
 """
@@ -7,6 +7,16 @@ from typing import NoReturn
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.door import MoE
+from expertmesh.integrations.deepspeed.expert_files import load_expert_files, save_expert_files
+from expertmesh.integrations.deepspeed.gating import (
+    TopKGate,
+    einsum,
+    gumbel_rsample,
+    multiplicative_jitter,
+    top1gating,
+    top2gating,
+    topkgating,
+)
 from expertmesh.integrations.deepspeed.optimizer_groups import (
     configure_moe_param_groups,
     has_moe_layers,
@@ -19,27 +29,28 @@ from expertmesh.integrations.deepspeed.optimizer_groups import (
 
 __all__ = [
     "MoE",
+    "TopKGate",
     "configure_moe_param_groups",
+    "einsum",
+    "gumbel_rsample",
     "has_moe_layers",
     "is_moe_param",
     "is_moe_param_group",
+    "load_expert_files",
+    "multiplicative_jitter",
+    "save_expert_files",
     "split_params_grads_into_shared_and_expert_params",
     "split_params_into_different_moe_groups_for_optimizer",
     "split_params_into_shared_and_expert_params",
+    "top1gating",
+    "top2gating",
+    "topkgating",
 ]
 
-_GATING = "route with expertmesh.MoELayer, or choose with expertmesh.functional.choose_experts"
 _TENSOR = "use tensor parallelism of expertmesh.parallelize"
 REFUSED = {
-    "top1gating": _GATING,
-    "top2gating": _GATING,
-    "topkgating": _GATING,
-    "TopKGate": "give the options to MoE, or a router of your own to expertmesh.MoELayer",
     "MOELayer": "use MoE, or expertmesh.MoELayer",
     "Experts": "give `expert` to MoE, or `experts` to expertmesh.MoELayer",
-    "multiplicative_jitter": "use MoE(noisy_gate_policy='Jitter')",
-    "gumbel_rsample": "use MoE(noisy_gate_policy='RSample')",
-    "einsum": "use torch.einsum",
     "gather_tokens": _TENSOR,
     "drop_tokens": _TENSOR,
 }

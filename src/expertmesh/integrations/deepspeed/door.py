@@ -13,6 +13,7 @@ follows the documentation:
 
 import copy
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,28 @@ from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.owned import refuse_engine
 
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
+
+
+class GateOptions(SimpleNamespace):
+    """Options that a layer routes by, under the names that DeepSpeed's gate has, with the linear map `wg`."""
+
+
+class DeepSpeedLayer(MoELayer):
+    """The layer with router and experts, with what DeepSpeed's `deepspeed_moe` has beside them.
+
+    Attributes:
+        gate: its options and linear map.
+        l_aux: balance loss of the last call.
+        exp_counts: (E,) choices per expert in the last call, before dropping.
+    """
+
+    gate: GateOptions
+    l_aux: Tensor | None = None
+    exp_counts: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for copying and saving, without the last call, whose loss references autograd's graph."""
+        return self.__dict__ | {"l_aux": None, "exp_counts": None}
 
 
 class MoE(nn.Module):
@@ -57,7 +80,8 @@ class MoE(nn.Module):
         use_rts: random token selection for k = 1. Otherwise the first tokens are kept (k = 2), or the tokens with the
             largest weights (k > 2).
         use_tutel: no effect.
-        enable_expert_tensor_parallelism: not supported; slice experts with `expertmesh.parallel` (es_degree).
+        enable_expert_tensor_parallelism: ranks that would hold copies of an expert hold slices of it instead; not under
+            DeepSpeed's engine.
         top2_2nd_expert_sampling: for k = 2 in training, choose the second expert with Gumbel noise.
 
     Raises:
@@ -89,14 +113,15 @@ class MoE(nn.Module):
     ) -> None:
         _join_theirs()
         nn.Module.__init__(self)
-        _check(num_experts, ep_size, noisy_gate_policy, enable_expert_tensor_parallelism)
+        _check(num_experts, ep_size, noisy_gate_policy)
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.num_experts, self.ep_size, self.k = num_experts, ep_size, k
         self.use_residual = use_residual
         self.num_local_experts = num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"
         self._mlp = _recognized(expert, hidden_size)
         weight = next(expert.parameters(), torch.empty(0))
-        self._layer = MoELayer(
+        self.deepspeed_moe = DeepSpeedLayer(
             dim=hidden_size,
             hidden_dim=self._mlp.hidden_dim if self._mlp else hidden_size,
             num_experts=num_experts,
@@ -119,12 +144,37 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2, device=weight.device, dtype=weight.dtype)
+        self._name_modules()
         self._fill(expert)
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
+        self.deepspeed_moe.gate = GateOptions(
+            wg=self._layer.router.proj,
+            k=k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            min_capacity=min_capacity,
+            noisy_gate_policy=noisy_gate_policy,
+            drop_tokens=drop_tokens,
+            use_rts=use_rts,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+        )
         self.register_state_dict_post_hook(_to_theirs)
         self.register_load_state_dict_pre_hook(_to_ours)
         self.register_load_state_dict_pre_hook(keep_where_refused)
+
+    @property
+    def _layer(self) -> "DeepSpeedLayer":
+        """The layer with the experts, under the name that DeepSpeed has for its own."""
+        return self.deepspeed_moe
+
+    def _name_modules(self) -> None:
+        """Give experts that are modules the name that DeepSpeed has for their list."""
+        if self._mlp is None:
+            modules = [
+                wrapper.get_submodule("expert") for wrapper in self._layer.experts.children()
+            ]
+            self._layer.experts.deepspeed_experts = modules  # type: ignore[assignment]
 
     def _fill(self, expert: nn.Module) -> None:
         """Copy the weights of the module to every expert."""
@@ -177,8 +227,12 @@ class MoE(nn.Module):
             )
         device = next(self.parameters()).device.type
         world = World(device_type=device)
-        replicas = world.size // self.ep_size
-        spread_experts(self._layer, world, num_replicas=replicas, plain=has_engine)
+        copies = world.size // self.ep_size
+        if self.enable_expert_tensor_parallelism and self._mlp is not None and copies > 1:
+            spread_experts(self._layer, world, es_degree=copies)
+        else:
+            spread_experts(self._layer, world, num_replicas=copies, plain=has_engine)
+        self._name_modules()
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
             if not has_engine and parameter.requires_grad:
@@ -207,14 +261,16 @@ class MoE(nn.Module):
                     f"used_token has {used_token.numel()} entries for {hidden_states.shape[:-1].numel()} tokens; give one each"
                 )
             mask = used_token.reshape(hidden_states.shape[:-1]) != 0
-        y, stats = self._layer(hidden_states, token_mask=mask)
+        layer = self._layer
+        y, stats = layer(hidden_states, token_mask=mask)
+        layer.l_aux, layer.exp_counts = stats.aux_loss, stats.num_tokens_per_expert_E
         if self.use_residual:
             dense = self.mlp(hidden_states)
             dense = dense[0] if isinstance(dense, tuple) else dense
             mix = self.coefficient(hidden_states)
             mix = torch.softmax(mix, -1, dtype=accumulate_dtype(mix.dtype))
             y = (y * mix[..., :1] + dense * mix[..., 1:]).to(y.dtype)
-        return y, stats.aux_loss, stats.num_tokens_per_expert_E
+        return y, layer.l_aux, layer.exp_counts
 
 
 def _join_theirs() -> None:
@@ -246,6 +302,11 @@ def _share_groups(moe: MoE) -> None:
         raise ConfigError(
             f"mpu: splits the model over ranks, and each of the {ranks} ranks must have tokens of its own; leave it out"
         )
+    if moe.enable_expert_tensor_parallelism and ranks > moe.ep_size:
+        raise ConfigError(
+            f"enable_expert_tensor_parallelism=True: DeepSpeed's engine would average the slices of {ranks // moe.ep_size} ranks; "
+            "leave it out"
+        )
     if groups._get_sequence_parallel_world_size() > 1:
         raise ConfigError(
             "sequence_parallel_size: MoE has no sequence parallelism under DeepSpeed's engine; leave it out"
@@ -260,7 +321,7 @@ def _share_groups(moe: MoE) -> None:
 _FUSED = ("w_in", "w_out", "b_in", "b_out")
 
 
-def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None, slices: bool) -> None:
+def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None) -> None:
     if not isinstance(num_experts, int):
         raise ConfigError(
             f"num_experts={num_experts!r}: must be one number; build one MoE per layer of a pyramid"
@@ -272,10 +333,6 @@ def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None, slices
     if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
         raise ConfigError(
             f"noisy_gate_policy={noisy_gate_policy!r}: must be None, 'Jitter' or 'RSample'; choose one"
-        )
-    if slices:
-        raise ConfigError(
-            "enable_expert_tensor_parallelism=True: experts are sliced by expertmesh.parallel (es_degree); leave it out"
         )
 
 
@@ -326,12 +383,28 @@ def _has_theirs(moe: MoE) -> bool:
 def _to_theirs(moe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     assert isinstance(moe, MoE)
     if _has_theirs(moe):
-        to_foreign(state, _names(moe), prefix=prefix, own_prefix="_layer.")
+        to_foreign(state, _names(moe), prefix=prefix, own_prefix="deepspeed_moe.")
+
+
+def _place_own_experts(moe: MoE, state: dict[str, Any], prefix: str) -> None:
+    """Count the experts of a state dict over all ranks, if it has this rank's alone and the layer still has all."""
+    begin, count = f"{prefix}{_EXPERTS}.", moe.num_local_experts
+    given = {int(n.removeprefix(begin).split(".")[0]): 0 for n in state if n.startswith(begin)}
+    is_whole = getattr(moe._layer.dispatcher, "storage", None) is None
+    if not is_whole or not dist.is_initialized() or count == moe.num_experts or sorted(given) != [*range(count)]:  # fmt: skip
+        return
+    first = dist.get_rank() % moe.ep_size * count
+    own = {n: state.pop(n) for n in list(state) if n.startswith(begin)}
+    state |= {n: v for n, v in moe.state_dict(prefix=prefix).items() if n.startswith(begin)}
+    for name, values in own.items():
+        expert, _, rest = name.removeprefix(begin).partition(".")
+        state[f"{begin}{first + int(expert)}.{rest}"] = values
 
 
 def _to_ours(moe: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     assert isinstance(moe, MoE)
     if _has_theirs(moe):
+        _place_own_experts(moe, state, prefix)
         others[-1].extend(
-            from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="_layer.")
+            from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="deepspeed_moe.")
         )

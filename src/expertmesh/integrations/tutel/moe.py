@@ -8,6 +8,8 @@ from expertmesh.integrations.tutel.padded import (
     fast_decode,
     fast_dispatcher,
     fast_encode,
+    get_reversed_sample_ids,
+    get_topk_selection,
     top_k_routing,
 )
 
@@ -18,6 +20,8 @@ __all__ = [
     "fast_decode",
     "fast_dispatcher",
     "fast_encode",
+    "get_reversed_sample_ids",
+    "get_topk_selection",
     "moe_layer",
     "top_k_routing",
 ]

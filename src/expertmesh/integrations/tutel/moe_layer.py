@@ -26,10 +26,12 @@ from expertmesh.comm.world import World
 from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
-from expertmesh.integrations.tutel.custom_layer import CustomLayer, make_experts, make_gate
-from expertmesh.integrations.tutel.padded import unbiased
+from expertmesh.integrations.tutel.builtin import EXPERTS, make_experts, make_gate
+from expertmesh.integrations.tutel.custom_layer import CustomLayer
+from expertmesh.integrations.tutel.padded import rows_per_expert, unbiased
 from expertmesh.integrations.tutel.refused import refuse_switches
-from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
+from expertmesh.integrations.tutel.state_names import to_ours, to_theirs
+from expertmesh.moe.foreign_names import keep_where_refused
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import match_activation
 from expertmesh.parallel.experts.dispatcher import spread_experts
@@ -130,7 +132,8 @@ class MOELayer(nn.Module):
         }
         seeds = (*(seeds or ()), None, None, None)[:3]
         self.a2a_ffn_overlap_degree, self.use_2dh = a2a_ffn_overlap_degree, use_2dh
-        self.result_func = result_func
+        self.result_func, self._group = result_func, group
+        self._capacity_factor = float(gates[0].get("capacity_factor", 1.0))
         self._l_aux: Tensor | None = None
         self._dispatch_count: Tensor | None = None
         known = (
@@ -158,19 +161,23 @@ class MOELayer(nn.Module):
             for has_bias, bias in zip(self._biased, ("b_in", "b_out"), strict=True):
                 if any(self._biased) and not has_bias:  # stays zero
                     self._layer.experts.get_parameter(bias).requires_grad_(False)
-            self._draw(gates[0], expert, model_dim, count, seeds, group)
             if dist.is_initialized():
                 spread_experts(
                     self._layer,
                     World(group),
                     es_degree=self.sharded_count if count < 0 else None,
                     all_to_all="hierarchical" if use_2dh else "flat",
-                    plain=self.sharded_count == 1,
+                    plain=True,
                 )
         if self._num_ranks > 1:
             self._layer.set_deepspeed_parallelism = partial(  # type: ignore[assignment]
                 refuse_engine, "moe_layer"
             )
+        self.register_state_dict_post_hook(to_theirs)
+        self.register_load_state_dict_pre_hook(to_ours)
+        self.register_load_state_dict_pre_hook(keep_where_refused)
+        if known is not None:
+            self._draw(gates[0], expert, model_dim, count, seeds)
         self.valid_rs = [0, *divisors(self.sharded_count)]
         self.adaptive_degree = self._starting_r(parallel_type)
         for name, parameter in self._layer.experts.named_parameters():
@@ -179,9 +186,6 @@ class MOELayer(nn.Module):
                 scan_expert_func(name, parameter)
         if seeds[2] is not None:
             torch.manual_seed(seeds[2])
-        self.register_state_dict_post_hook(_to_theirs)
-        self.register_load_state_dict_pre_hook(_to_ours)
-        self.register_load_state_dict_pre_hook(keep_where_refused)
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: Any = None) -> int:
@@ -204,7 +208,6 @@ class MOELayer(nn.Module):
             )
         return ranks // -count
 
-    @torch.no_grad()
     def _draw(
         self,
         gate: Mapping[str, Any],
@@ -212,26 +215,19 @@ class MOELayer(nn.Module):
         model_dim: int,
         count: int,
         seeds: tuple[int | None, ...],
-        group: Any,
     ) -> None:
-        """Fill in the weights that Tutel draws from these seeds: this rank's experts, then the gate."""
-        assert isinstance(self._layer, MoELayer)
-        theirs: dict[str, Tensor] = {}
-        if seeds[1] is not None and count > 0 and expert["type"] == "ffn":
-            module = make_experts(expert, model_dim, count, 1, seed=seeds[1])
-            theirs |= {f"experts.{n}": v.detach() for n, v in module.named_parameters()}
+        """Load the weights that Tutel draws from these seeds: this rank's experts, then the gate."""
+        drawn: dict[str, Tensor] = {}
+        if seeds[1] is not None:
+            experts = make_experts(
+                expert, model_dim, max(count, 1), self.sharded_count, seed=seeds[1]
+            )
+            drawn |= {f"experts.{n}": v for n, v in experts.state_dict().items()}
         if seeds[0] is not None:
             made = make_gate(gate, model_dim, self.num_global_experts, seed=seeds[0])
-            theirs |= {f"gates.0.{n}": v.detach() for n, v in made.named_parameters()}
-        first = net.get_world_rank(group) * max(count, 1)
-        ours = self._layer.state_dict()
-        for name in _names(self):
-            if name.theirs in theirs:
-                values = theirs[name.theirs]
-                place = ours[name.ours]
-                if name.theirs.startswith("experts."):
-                    place = place[first : first + count]
-                place[name.part].copy_(values.mT if name.transposed else values)
+            drawn |= {f"gates.0.{n}": v for n, v in made.state_dict().items()}
+        if drawn:
+            self.load_state_dict(self.state_dict() | drawn)
 
     def _starting_r(self, parallel_type: str) -> int:
         named = {"data": 1, "auto": 1, "model": self.sharded_count}
@@ -311,8 +307,10 @@ class MOELayer(nn.Module):
         r = self.adaptive_degree if adaptive_r is None else adaptive_r
         check_choice("adaptive_r", r, self.valid_rs)
         layer = self._layer
-        if self._num_ranks > 1 and self._owns_whole:
+        if self._num_ranks > 1:
             check_left_alone(layer.experts, layer="moe_layer")
+        overlap = a2a_ffn_overlap_degree or self.a2a_ffn_overlap_degree
+        alignment = _alignment(self.sharded_count * overlap, self._block(megablocks_size))
         if isinstance(layer, CustomLayer):
             check_choice("gate_index", gate_index, range(len(layer.gates)))
             y, loss, counts = layer(
@@ -322,12 +320,22 @@ class MOELayer(nn.Module):
                 capacity_factor=capacity_factor,
                 reserve_dims=reserve_dims,
                 inequivalent_tokens=inequivalent_tokens,
+                adaptive_r=r,
+                alignment=alignment,
             )
         else:
             check_choice("gate_index", gate_index, [0])
             check_choice("reserve_dims", reserve_dims, [1])
-            overlap = a2a_ffn_overlap_degree or self.a2a_ffn_overlap_degree
-            y, loss, counts = self._call_grouped(layer, input, top_k, capacity_factor, overlap, r)
+            num_tokens = input.shape[:-1].numel()
+            if inequivalent_tokens:
+                most = torch.tensor(num_tokens, device=input.device)
+                num_tokens = int(net.simple_all_reduce(most, self._group, dist.ReduceOp.MAX))
+            k = min(top_k or layer.options.top_k, self.num_global_experts)
+            factor = self._capacity_factor if capacity_factor is None else capacity_factor
+            rows = rows_per_expert(num_tokens, self.num_global_experts, k, factor, alignment)
+            y, loss, counts = self._call_grouped(
+                layer, input, k, rows if factor else None, overlap, r
+            )
         self._l_aux, self._dispatch_count = loss, counts
         y.l_aux = self._l_aux
         if self.result_func is not None:
@@ -336,36 +344,33 @@ class MOELayer(nn.Module):
         return y
 
     def _call_grouped(
-        self,
-        layer: MoELayer,
-        x: Tensor,
-        top_k: int | None,
-        capacity_factor: float | None,
-        overlap: int,
-        r: int,
+        self, layer: MoELayer, x: Tensor, k: int, rows: int | None, overlap: int, r: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, balance loss and choices per expert of the grouped layer."""
+        """Output, balance loss and choices per expert of the grouped layer; rows: of an expert, None: as many as come."""
         travels = {}
         if self._num_ranks > 1:
             degree = 1 if r == 0 else self._num_ranks // self.sharded_count * r
             travels = {"route_degree": degree, "overlap_degree": overlap}
-        y, stats = layer(
-            x,
-            top_k=None if top_k is None else min(top_k, self.num_global_experts),
-            capacity_factor=None
-            if capacity_factor is None
-            else abs(capacity_factor) or float("inf"),
-            **travels,
-        )
+        factor = float("inf")
+        if rows is not None:  # the layer rounds up
+            even = max(k * x.shape[:-1].numel(), 1) / self.num_global_experts
+            factor = max(rows - 0.5, 0.5) / even
+        y, stats = layer(x, top_k=k, capacity_factor=factor, **travels)
         return y, stats.aux_loss, stats.num_tokens_per_expert_E
 
-    @property
-    def _owns_whole(self) -> bool:
-        """Whether this rank's experts are plain tensors of whole experts, as in Tutel's files."""
-        return self._num_ranks == 1 or self.sharded_count == 1
+    def _block(self, megablocks_size: int) -> int:
+        """Rows of a block of Tutel's block-sparse inference; 1 where it has none."""
+        alone = self._num_ranks == 1 and self.num_global_experts > 1
+        return megablocks_size if alone and megablocks_size and not torch.is_grad_enabled() else 1
 
 
 moe_layer = MOELayer
+
+
+def _alignment(least: int, block: int) -> int:
+    """Number that Tutel makes the rows of an expert a multiple of."""
+    alignment = -(-least // block) * block
+    return alignment if alignment <= 256 else -(-alignment // 128) * 128
 
 
 def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list[dict[str, Any]]:
@@ -412,23 +417,18 @@ def _is_custom(gates: list[dict[str, Any]], expert: Mapping[str, Any], is_postsc
 
 def _check_custom(expert: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the experts can be built in Tutel's form."""
-    if expert.get("type") == "custom":
-        if not callable(expert.get("module")):
-            raise ConfigError(
-                "experts has type 'custom' and no module; give a class, or use expertmesh.MoELayer(experts=...)"
-            )
-    elif expert.get("type") == "ffn":
+    if expert.get("type") != "custom":
         _known_expert(expert, None)
-    else:
+    elif not callable(expert.get("module")):
         raise ConfigError(
-            f"experts has type {expert.get('type')!r}: beside a gate of your own it must be 'ffn' or 'custom'; choose one"
+            "experts has type 'custom' and no module; give a class, or use expertmesh.MoELayer(experts=...)"
         )
 
 
 def _known_expert(expert: Mapping[str, Any], model_dim: int | None) -> dict[str, Any] | None:
     """Arguments of the layer for grouped experts; None: their form is another."""
     kind = expert.get("type")
-    if kind not in ("ffn", "llama_ffn"):
+    if kind not in EXPERTS:
         raise ConfigError(
             f"experts has type {kind!r}: must be 'ffn', 'llama_ffn', or 'custom' with a module; choose one"
         )
@@ -440,9 +440,7 @@ def _known_expert(expert: Mapping[str, Any], model_dim: int | None) -> dict[str,
     name = match_activation(expert.get("activation_fn") or default)
     gated = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
     if kind == "llama_ffn" and name not in gated:
-        raise ConfigError(
-            "experts has an activation_fn that is none of silu, gelu (exact) and relu; use one of these, or type 'custom'"
-        )
+        return None
     other_dim = expert.get("output_dim") not in (None, model_dim)
     if name is None or other_dim or expert.get("activation_fn_with_self") is not None:
         return None
@@ -465,30 +463,21 @@ def _grouped(
 ) -> MoELayer:
     """The layer with grouped experts."""
     k, noise = min(int(gate.get("k", 1)), num_experts), float(gate.get("gate_noise", 0.0))
-    factor = abs(gate["capacity_factor"]) or None
-    cosine = {"cosine_dim": gate.get("proj_dim", 256)} if gate["type"] == "cosine_top" else {}
-    layer = MoELayer(
+    cosine = gate["type"] == "cosine_top"
+    return MoELayer(
         dim=model_dim,
         num_experts=num_experts,
         top_k=k,
-        router="cosine" if cosine else "topk",
+        router=make_gate(gate, model_dim, num_experts, seed=None) if cosine else "topk",
         normalize_weights="topk" if k > 1 and options["normalize_gate"] else "none",
         router_noise="gaussian" if noise > 0 else "none",
         router_noise_std=noise / num_experts if noise > 0 else 1.0,
-        capacity_factor=factor,
-        eval_capacity_factor=factor,
         min_capacity=1,
         drop_policy="priority" if options["batch_prioritized_routing"] else "first",
         balance_loss="gshard" if options["is_gshard_loss"] else "importance_load",
         aux_loss_weight=1.0 if options["is_gshard_loss"] else unbiased(num_experts),
-        **cosine,
         **expert,
     )
-    if cosine and gate.get("init_t", 0.5) != 0.5:
-        with torch.no_grad():
-            scale = layer.router.get_parameter("log_scale")
-            scale.fill_(-torch.tensor(float(gate["init_t"])).log())
-    return layer
 
 
 def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> None:
@@ -496,62 +485,3 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> Non
         raise ConfigError(
             f"{what} has {unknown[0]!r}, which has no counterpart here; known are {', '.join(sorted(known))}"
         )
-
-
-def _names(layer: MOELayer) -> list[ForeignName]:
-    """Tutel's names of all tensors of the layer."""
-    assert isinstance(layer._layer, MoELayer)
-    if layer._layer.options.router_kind == "cosine":
-        found = [
-            ForeignName("gates.0.temperature", "router.log_scale"),
-            ForeignName("gates.0.cosine_projector.weight", "router.proj.weight"),
-            ForeignName("gates.0.sim_matrix", "router.expert_embeddings", transposed=True),
-        ]
-    else:
-        found = [ForeignName("gates.0.wg.weight", "router.proj.weight")]
-    every: slice = slice(None)
-    if str(layer._layer.experts.activation).endswith("glu"):
-        return [
-            *found,
-            ForeignName("experts.W_fc1", "experts.w_in", (every, 0), transposed=True),
-            ForeignName("experts.W_fc2", "experts.w_in", (every, 1), transposed=True),
-            ForeignName("experts.W_fc3", "experts.w_out", transposed=True),
-        ]
-    found.append(ForeignName("experts.batched_fc1_w", "experts.w_in", (every, 0)))
-    found.append(ForeignName("experts.batched_fc2_w", "experts.w_out", transposed=True))
-    if layer._biased[0]:
-        found.append(ForeignName("experts.batched_fc1_bias", "experts.b_in", (every, 0)))
-    if layer._biased[1]:
-        found.append(ForeignName("experts.batched_fc2_bias", "experts.b_out"))
-    return found
-
-
-def _to_theirs(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    assert isinstance(layer, MOELayer)
-    if isinstance(layer._layer, CustomLayer):
-        for name in [n for n in state if n.startswith(f"{prefix}_layer.")]:
-            state[prefix + name.removeprefix(f"{prefix}_layer.")] = state.pop(name)
-        state[f"{prefix}_num_global_experts"] = torch.tensor(layer.num_global_experts)
-    elif layer._owns_whole:
-        to_foreign(state, _names(layer), prefix=prefix, own_prefix="_layer.")
-        state[f"{prefix}_num_global_experts"] = torch.tensor(layer.num_global_experts)
-
-
-def _to_ours(layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    assert isinstance(layer, MOELayer)
-    if isinstance(layer._layer, CustomLayer):
-        state.pop(f"{prefix}_num_global_experts", None)
-        for name in [n for n in state if n.startswith((f"{prefix}gates.", f"{prefix}experts."))]:
-            state[f"{prefix}_layer.{name.removeprefix(prefix)}"] = state.pop(name)
-        return
-    if not layer._owns_whole:
-        return
-    state.pop(f"{prefix}_num_global_experts", None)
-    bias = state.pop(f"{prefix}gates.0.cosine_projector.bias", None)
-    if bias is not None and bool((bias != 0).any()):
-        others[-1].append(
-            f"{prefix}gates.0.cosine_projector.bias is not zero; the cosine router has no such bias"
-        )
-    others[-1].extend(
-        from_foreign(state, _names(layer), layer._layer, prefix=prefix, own_prefix="_layer.")
-    )

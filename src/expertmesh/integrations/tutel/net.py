@@ -43,10 +43,17 @@ def create_standalone_group() -> Group:
     return dist.new_subgroups_by_enumeration([[r] for r in range(dist.get_world_size())])[0]
 
 
+def simple_broadcast(input: Tensor, src: int = 0, group: Group = None) -> Tensor:
+    """Replace the values by the values of one rank, in place; without a backward pass, as all `simple_` functions."""
+    if get_world_size(group) > 1:
+        dist.broadcast(input, src=src, group=group)
+    return input
+
+
 def simple_all_reduce(
     input: Tensor, group: Group = None, op: Any = _SUM, inplace: bool = False
 ) -> Tensor:
-    """Sum over ranks; without a backward pass, as all `simple_` functions."""
+    """Sum over ranks."""
     if get_world_size(group) == 1:
         return input
     output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel.net import Group, simple_all_reduce
 from expertmesh.moe.capacity import count_all_choices, priority_order, queue_positions
@@ -63,6 +64,14 @@ def unbiased(num_experts: int) -> float:
     return num_experts / max(num_experts - 1, 1)
 
 
+def rows_per_expert(
+    num_tokens: int, num_experts: int, top_k: int, factor: float, alignment: int = 1
+) -> int:
+    """Rows of an expert: K times the even share, rounded up, times the factor, rounded down; a multiple of `alignment`."""
+    rows = top_k * int(abs(factor) * -(-num_tokens // num_experts))
+    return rows + -rows % alignment
+
+
 def extract_critical(
     scores: Tensor,
     top_k: int,
@@ -113,12 +122,11 @@ def extract_critical(
     agreed = torch.tensor(num_tokens, device=scores.device)
     if inequivalent_tokens:
         agreed = simple_all_reduce(agreed, group, dist.ReduceOp.MAX)
-    share = -(-int(agreed) // num_experts)
-    capacity = top_k * int(abs(capacity_factor) * share)
+    capacity = rows_per_expert(int(agreed), num_experts, top_k, capacity_factor, alignment)
     if capacity_factor <= 0:
         fullest = int(simple_all_reduce(counts.max(), group, dist.ReduceOp.MAX))
+        fullest += -fullest % alignment
         capacity = min(fullest, capacity) if capacity_factor < 0 else fullest
-    capacity += -capacity % alignment
     return Routed(
         num_experts,
         [i.to(torch.int32) for i in ids.unbind(1)],
@@ -130,6 +138,37 @@ def extract_critical(
 
 
 top_k_routing = extract_critical
+
+
+def get_topk_selection(critial_data: Routed) -> tuple[Tensor, Tensor]:
+    """(T, K) int64 experts of the tokens, best first, and (E,) int32 choices per expert."""
+    return torch.stack(critial_data[1], 1).long(), critial_data[5]
+
+
+def get_reversed_sample_ids(critial_data: Routed, return_id_type: str = "sample_id") -> Tensor:
+    """Origin of each row of an expert, (E, C) int32; -1 for rows without a token.
+
+    Args:
+        critial_data: the choices.
+        return_id_type: "sample_id": the token; "top_id": the rank of the choice, 0 to K - 1.
+
+    Raises:
+        ConfigError: return_id_type has another value.
+
+    Example:
+        >>> routed, _ = extract_critical(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), top_k=1)
+        >>> get_reversed_sample_ids(routed).tolist()
+        [[0], [-1]]
+    """
+    check_choice("return_id_type", return_id_type, ["sample_id", "top_id"])
+    num_experts, ids_s, places_s, _, capacity, _ = critial_data
+    ids = torch.arange(len(ids_s[0]), dtype=torch.int32, device=ids_s[0].device)
+    found = ids.new_full((num_experts, capacity), -1)
+    for choice, (experts, places) in enumerate(zip(ids_s, places_s, strict=True)):
+        kept = places < capacity
+        came = ids[kept] if return_id_type == "sample_id" else choice
+        found[experts[kept].long(), places[kept].long()] = came
+    return found
 
 
 class fast_dispatcher:  # noqa: N801

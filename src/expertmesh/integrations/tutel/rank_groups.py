@@ -1,5 +1,6 @@
 """Groups of ranks in Tutel's grid: neighbouring ranks share a model group, ranks of equal position a data group."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ class RankGroups:
         model_group: neighbouring ranks.
         data_group: ranks of the same position.
         is_distributed: whether torch.distributed is initialised.
+        local_rank: number of this rank on its machine, as torchrun tells.
+        local_size: number of ranks of its machine.
     """
 
     global_size: int
@@ -38,6 +41,8 @@ class RankGroups:
     model_group: Any = None
     data_group: Any = None
     is_distributed: bool = False
+    local_rank: int = 0
+    local_size: int = 1
 
     @property
     def is_cuda(self) -> bool:
@@ -80,7 +85,7 @@ def create_groups_from_world(
         )
     backend = include_init or (dist.get_backend() if is_distributed else None)
     key = (count, dist.group.WORLD if is_distributed else None)
-    if key in _made and include_init is None:
+    if key in _made and include_init is None and _are_there(_made[key]):
         return _made[key]
     inner = size // count
     grid = torch.arange(size).view(count, inner)
@@ -93,9 +98,21 @@ def create_groups_from_world(
         }
     _made[key] = RankGroups(
         size, rank, count, rank // inner, inner, rank % inner, _device(backend),
-        is_distributed=is_distributed, **groups,
+        is_distributed=is_distributed, local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **groups,
     )  # fmt: skip
     return _made[key]
+
+
+def _are_there(made: RankGroups) -> bool:
+    """Whether the groups were not destroyed since they were made."""
+    try:
+        for group in (made.model_group, made.data_group):
+            if group is not None:
+                dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
 
 
 def _own(grid: torch.Tensor) -> Any:

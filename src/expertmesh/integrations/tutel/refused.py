@@ -7,9 +7,9 @@ from typing import NoReturn
 from expertmesh.errors import ConfigError
 
 REFUSED = {
-    "tutel.jit": "kernels of your own are compiled by torch.utils.cpp_extension or triton",
-    "tutel.launcher": "start the script with torchrun --nproc-per-node N",
-    "tutel.checkpoint": "use `expertmesh convert`, or state_dict on one process",
+    "tutel.jit.create_cuda_kernel": "compile kernels of your own with torch.utils.cpp_extension or triton",
+    "tutel.launcher.execl": "start the script with torchrun --nproc-per-node N",
+    "tutel.system_init": "use the names of system",
     "tutel.parted": "use `expertmesh plan`, which chooses degrees of parallelism",
     "tutel.ops": "use expertmesh.functional",
     "tutel.custom": "kernels are built into expertmesh; leave it out",
@@ -17,11 +17,29 @@ REFUSED = {
     "tutel.gates": "give `gate_type` of moe_layer a type, or 'custom' with a module",
     "tutel.impls": "use the names of moe and net",
     "tutel.jit_kernels": "use the names of moe",
-    "tutel.moe.get_topk_selection": "use torch.topk, or expertmesh.functional.choose_experts",
-    "tutel.moe.get_reversed_sample_ids": "use expertmesh.functional.route_metadata",
+    "tutel.system.from_url": "download the file, and read it with system.load",
     "tutel.system.init_affinity_at_program_beginning": "start with torchrun --numa-binding node",
 }
 """Tutel's names, with the way out. Names of modules stand for all that is in them."""
+
+HONOURED = {
+    "CAP_FACTOR": "capacity factor of gates that give none",
+    "BATCH_PRIO": "tokens with the largest weights are served first",
+    "TUTEL_GLOBAL_TIMEOUT_SEC": "seconds until a rank that does not answer is given up",
+    "LOCAL_RANK": "number of this rank on its machine",
+    "LOCAL_WORLD_SIZE": "ranks of a machine, which parts the all-to-all in two steps",
+}
+"""Tutel's variables of the environment that have their effect."""
+
+SPEED = (
+    "FAST_CUMSUM",
+    "LOCAL_SIZE",
+    "NUMA_TYPE",
+    "OP_LOADER",
+    "TUTEL_ALLTOALL_ALGO",
+    "TUTEL_CUDA_SANDBOX",
+)
+"""Tutel's variables for its kernels, processes and messages: they change no value, and are not read."""
 
 ENVIRONMENT = {
     "SKIP_MOE": "leave the layer out of the model",

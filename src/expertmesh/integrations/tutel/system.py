@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,26 @@ def get_local_session() -> RankGroups:
 
 
 def record_time(is_cuda: bool | None = None) -> float:
-    """Seconds since the epoch, after the GPU has finished.
+    """Seconds of a clock for measuring, after the GPU has finished.
 
     Args:
         is_cuda: whether to wait for the GPU; None: as the session has it.
     """
     if get_local_session().is_cuda if is_cuda is None else is_cuda:
         torch.cuda.synchronize()
-    return time.time()
+    return time.perf_counter()
+
+
+def perform(fn: Callable[[], Any], num_runs: int = 100) -> float:
+    """Seconds of a call, the mean of so many after five calls; printed, too."""
+    for _ in range(5):
+        fn()
+    begin = record_time()
+    for _ in range(num_runs):
+        fn()
+    seconds = max((record_time() - begin) / num_runs, 1e-6)
+    print(f"Function Latency = {seconds:.8f} sec\n")  # noqa: T201
+    return seconds
 
 
 def apply_rank_size_from_pattern(

@@ -1,0 +1,5 @@
+"""Stands for `tutel.jit`, whose names are refused."""
+
+from expertmesh.integrations.tutel import refused
+
+__getattr__ = refused.refusing("tutel.jit")

@@ -1,0 +1,337 @@
+"""Every row of the tables of docs/migrate.md is run: the parent's words, and ours beside them, on equal weights.
+
+`test_migrate_table.py` has the numbers in them.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integrations import test_parents
+from tests.oracle.numerics import assert_close_fp64
+from torch import nn
+
+from expertmesh import MoELayer, Routing
+from expertmesh.errors import ConfigError
+from expertmesh.integrations import deepspeed, fairseq, tutel
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
+D, H, E, T = 6, 10, 4, 16
+
+
+def tables():
+    """Left and right sides of the rows, by the head of the table."""
+    found = {}
+    for block in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), re.MULTILINE):
+        head, _, *rows = block.splitlines()
+        found[head.split("|")[1].strip()] = [
+            [cell.strip() for cell in re.split(r" \| ", row.strip("| "))] for row in rows
+        ]
+    return found
+
+
+def rows_of(begin):
+    (found,) = (rows for head, rows in tables().items() if head.startswith(begin))
+    return [row[0] for row in found]
+
+
+def tokens():
+    return torch.randn(T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def same(theirs, inner, options, *, apart=(), **call):
+    """A layer with our words has the door's options, but for those `apart`, and computes what the door computes."""
+    ours = MoELayer(**{"dim": D, "hidden_dim": H, "num_experts": E, "top_k": 2} | options).double()
+    names = {"router": "router_kind"} | dict.fromkeys(("seed", "residual", "experts"))
+    for name in options:
+        name = names.get(name, name)
+        if name and name not in apart and hasattr(ours.options, name):
+            assert getattr(ours.options, name) == getattr(inner.options, name), name
+    state = dict(inner.state_dict())
+    if "router.cosine_projector.weight" in state:
+        state["router.proj.weight"] = state.pop("router.cosine_projector.weight")
+        state["router.expert_embeddings"] = state.pop("router.sim_matrix").T
+        state["router.log_scale"] = state.pop("router.temperature")
+        assert not state.pop("router.cosine_projector.bias").any()
+    if "router.wg.weight" in state:
+        state["router.proj.weight"] = state.pop("router.wg.weight")
+    ours.load_state_dict(state | {n: v for n, v in ours.state_dict().items() if n not in state})
+    y, stats = ours.eval()(tokens(), **call)
+    (expected, aux) = theirs
+    assert_close_fp64(y.detach(), expected.detach(), what="y")
+    assert_close_fp64(stats.aux_loss.detach(), aux.detach(), what="loss")
+
+
+def of_tutel(gate=None, experts=None, ours=None, call=None, **options):
+    gate = {"type": "top", "k": 2, "capacity_factor": 0} | (gate or {})
+    given = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": H} | (
+        experts or {}
+    )
+    layer = tutel.moe_layer(gate, D, given, **options).double().eval()
+    if gate["type"] == "cosine_top":
+        nn.init.zeros_(layer._layer.router.cosine_projector.bias)
+    y = layer(tokens(), **(call or {}))
+    base = {
+        "activation": "relu",
+        "bias": True,
+        "normalize_weights": "topk",
+        "balance_loss": "gshard",
+    }
+    own = base | {"aux_loss_weight": 1.0} | (ours or {})
+    # the door has a gate's module, and gives every call its capacity
+    apart = {"router_kind", "cosine_dim"}
+    apart |= {"capacity_factor", "eval_capacity_factor", "max_capacity_factor"}
+    same((y, y.l_aux), layer._layer, own, apart=apart)
+
+
+def limited(factor):
+    return {"capacity_factor": factor, "eval_capacity_factor": factor, "min_capacity": 1}
+
+
+class Normal(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.5 * x)
+
+
+TUTEL = {
+    "`model_dim`": [{"experts": {"hidden_size_per_expert": 7}, "ours": {"hidden_dim": 7}}],
+    "`num_experts_per_device`": [{"experts": {"num_experts_per_device": 3}, "ours": {"num_experts": 3}}],
+    "`gate_type=": [
+        {"gate": {"k": 3}, "ours": {"top_k": 3}},
+        {"gate": {"type": "cosine_top", "proj_dim": 5}, "ours": {"router": "cosine", "cosine_dim": 5}},
+    ],
+    "`gate_noise`": [
+        {"gate": {"gate_noise": 1.5}, "ours": {"router_noise": "gaussian", "router_noise_std": 1.5 / E}}
+    ],
+    "`capacity_factor` c": [
+        {"gate": {"capacity_factor": 0.5}, "ours": limited(0.5)},
+        {"gate": {"capacity_factor": 0}},
+        {"gate": {"capacity_factor": -0.5}, "ours": {"max_capacity_factor": 0.5, "min_capacity": 1}},
+    ],
+    "`batch_prioritized_routing`": [
+        {"gate": {"capacity_factor": 0.5}, "batch_prioritized_routing": True, "ours": limited(0.5) | {"drop_policy": "priority"}},
+        {"gate": {"capacity_factor": 0.5}, "ours": limited(0.5) | {"drop_policy": "first"}},
+    ],
+    "`normalize_gate`": [
+        {"normalize_gate": False, "ours": {"normalize_weights": "none"}},
+        {"gate": {"k": 1}, "ours": {"top_k": 1, "normalize_weights": "none"}},
+    ],
+    "`w * l_aux`, `is_gshard_loss=True`": [{}],
+    "`w * l_aux`, `is_gshard_loss=False`": [
+        {
+            "gate": {"gate_noise": 1.0},
+            "is_gshard_loss": False,
+            "ours": {"balance_loss": "importance_load", "aux_loss_weight": E / (E - 1)},
+        }
+    ],
+    "`activation_fn`": [
+        {"experts": {"activation_fn": torch.nn.functional.silu}, "ours": {"activation": "silu"}},
+        {"experts": {"has_fc1_bias": False, "has_fc2_bias": False}, "ours": {"bias": False}},
+    ],
+    "`adaptive_r`": [{"call": {"adaptive_r": 1}}],
+    "`seeds`": [{"seeds": (3, 4, 5), "ours": {"seed": 3}}],
+}  # fmt: skip
+
+
+def of_deepspeed(ours=None, used=None, experts=None, **options):
+    torch.manual_seed(0)
+    expert = experts or nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D))
+    k = options.setdefault("k", 2)
+    layer = deepspeed.MoE(D, expert, num_experts=E, **options).double().eval()
+    y, aux, _ = layer(tokens(), used)
+    if options.get("use_residual"):
+        ours = (ours or {}) | {"residual": False}
+        y = layer.deepspeed_moe(tokens())[0]
+    base = {"activation": "relu", "bias": True, "aux_loss_weight": 1.0, "top_k": k}
+    base |= {"normalize_weights": "none" if k == 1 else "kept", "capacity_factor": 1.0}
+    base |= {
+        "eval_capacity_factor": 1.0,
+        "min_capacity": 4,
+        "balance_loss": "gshard" if k == 2 else "switch",
+    }
+    base |= {"drop_policy": {1: "random", 2: "first"}.get(k, "weight")}
+    mask = {} if used is None else {"token_mask": used != 0}
+    same((y, aux), layer.deepspeed_moe, base | (ours or {}), **mask)
+
+
+FREE = {"capacity_factor": None, "eval_capacity_factor": None}
+DEEPSPEED = {
+    "`hidden_size`, `expert`": [{}],
+    "`k`": [{"k": 1}, {"k": 2}, {"k": 3}],
+    "`capacity_factor`, `eval_capacity_factor`, `min_capacity`": [
+        {"capacity_factor": 0.7, "eval_capacity_factor": 0.5, "min_capacity": 2,
+         "ours": {"capacity_factor": 0.7, "eval_capacity_factor": 0.5, "min_capacity": 2}},
+        {},
+    ],
+    "`drop_tokens=False`": [{"drop_tokens": False, "ours": FREE | {"normalize_weights": "topk"}}],
+    "`use_rts` (k = 1)": [
+        {"k": 1, "use_rts": True, "ours": {"drop_policy": "random"}},
+        {"k": 1, "use_rts": False, "ours": {"drop_policy": "first"}},
+        {"k": 2, "ours": {"drop_policy": "first"}},
+        {"k": 3, "ours": {"drop_policy": "weight"}},
+    ],
+    "`w * l_aux`": [{"k": 2}, {"k": 3}],
+    '`noisy_gate_policy="Jitter"`': [
+        {"noisy_gate_policy": "Jitter", "ours": {"input_jitter": 0.01}},
+        {"k": 1, "noisy_gate_policy": "RSample", "ours": {"router_noise": "gumbel"}},
+    ],
+    "`top2_2nd_expert_sampling`": [{"ours": {"router_noise": "gumbel_after_first"}}],
+    "`use_residual`": [{"use_residual": True}],
+    "`used_token`": [{"used": torch.tensor([1.0, 0.0] * (T // 2))}],
+    "`ep_size`": [{"ep_size": 2}],
+}  # fmt: skip
+
+
+def of_fairseq(kind, gate, ours, mask=None):
+    torch.manual_seed(0)
+    k = 1 if kind == "Top1Gate" else 2
+    gate = getattr(fairseq, kind)(D, E, **gate)
+    experts = [nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D)) for _ in range(E)]
+    layer = fairseq.MOELayer(gate, nn.ModuleList(experts), args=None).double().eval()
+    y, aux = layer(tokens()[:, None], input_padding_mask=mask)
+    inner = layer._hidden[0]
+    base = {"top_k": k, "aux_loss_weight": 1.0, "min_capacity": 1, "capacity_factor": 1.0}
+    base |= {"eval_capacity_factor": 0.25 * E / k, "drop_policy": "first"}
+    base |= {"normalize_weights": "none" if k == 1 else "kept", "experts": lambda e: experts[e]}
+    base |= {"balance_loss": "switch" if k == 1 else "gshard"}
+    call = {} if mask is None else {"token_mask": ~mask[:, 0]}
+    options = base | ours
+    layer = (
+        MoELayer(dim=D, hidden_dim=D, num_experts=E, router=Copied(gate.wg), **options)
+        .double()
+        .eval()
+    )
+    for name in options.keys() - {"experts"}:
+        assert getattr(layer.options, name) == getattr(inner.options, name), name
+    found, stats = layer(tokens(), **call)
+    assert_close_fp64(found.detach(), y.detach()[:, 0], what="y")
+    assert_close_fp64(stats.aux_loss.detach(), aux.detach(), what="loss")
+
+
+class Copied(nn.Module):
+    def __init__(self, wg):
+        super().__init__()
+        self.wg = wg
+
+    def forward(self, x):
+        return x @ self.wg.weight.T
+
+
+FAIRSEQ = {
+    "`Top1Gate`, `Top2Gate`": [("Top1Gate", {}, {}), ("Top2Gate", {}, {})],
+    "`capacity_factor` of `Top1Gate`": [
+        ("Top1Gate", {"capacity_factor": 0.5}, {"capacity_factor": 0.5}),
+        ("Top2Gate", {"batch_prioritized_routing": True}, {"drop_policy": "priority"}),
+    ],
+    "`moe_eval_capacity_token_fraction`": [
+        ("Top2Gate", {"moe_eval_capacity_token_fraction": 0.5}, {"eval_capacity_factor": 0.5 * E / 2}),
+        ("Top1Gate", {"moe_eval_capacity_token_fraction": 0.0}, {"eval_capacity_factor": 1.0}),
+    ],
+    "`second_expert_policy=": [("Top2Gate", {"second_expert_policy": "sampling"}, {"router_noise": "gumbel_after_first"})],
+    "`normalize_gate_prob_before_dropping`": [
+        ("Top2Gate", {"normalize_gate_prob_before_dropping": True}, {"normalize_weights": "topk"}),
+        ("Top2Gate", {}, {"normalize_weights": "kept"}),
+    ],
+    "`moe_gate_loss_wt`": [("Top2Gate", {}, {})],
+    "`input_padding_mask`": [("Top2Gate", {}, {}, torch.arange(T)[:, None] > 8)],
+}  # fmt: skip
+RUNS = {
+    "Tutel `moe_layer`": (TUTEL, lambda case: of_tutel(**case)),
+    "DeepSpeed `MoE`": (DEEPSPEED, lambda case: of_deepspeed(**case)),
+    "fairseq": (FAIRSEQ, lambda case: of_fairseq(*case)),
+}
+CASES = [
+    (t, row, n) for t, (rows, _) in RUNS.items() for row in rows for n in range(len(rows[row]))
+]
+
+
+@pytest.mark.parametrize(("table", "row", "number"), CASES)
+def test_a_row_of_a_parent(table, row, number):
+    rows, run = RUNS[table]
+    run(rows[row][number])
+
+
+@pytest.mark.parametrize("table", RUNS)
+def test_every_row_of_a_parent_is_run(table):
+    for left in rows_of(table):
+        assert sum(left.startswith(row) for row in RUNS[table][0]) == 1, left
+
+
+WORDS = {
+    # what our side of a row says, as a layer takes it
+    "MegaBlocks": [
+        {"dim": D, "hidden_dim": H, "num_experts": E, "top_k": 2}, {"activation": "geglu"},
+        {"bias": True}, {"capacity_factor": 0.5, "eval_capacity_factor": 0.5, "min_capacity": 0},
+        {"normalize_weights": "topk"}, {"input_jitter": 0.1}, {"aux_loss_weight": 0.1 / 3},
+        {"z_loss_weight": 0.1 / 3}, {"num_shared_experts": 1, "shared_hidden_dim": 7},
+    ],
+    "ScatterMoE": [{"dim": D, "hidden_dim": H, "num_experts": E, "top_k": 2}, {}],
+    "transformers": [
+        {}, {}, {"normalize_weights": "topk", "top_k": 1}, {"aux_loss_weight": 0.1 * 2 / 3}, {}, {},
+        {"activation": "clamped_swiglu"}, {"router_bias": True, "bias": True, "activation": "clamped_swiglu"},
+    ],
+}  # fmt: skip
+WORD_CASES = [(table, n) for table, given in WORDS.items() for n in range(len(given))]
+
+
+@pytest.mark.parametrize(("table", "number"), WORD_CASES)
+def test_a_row_of_a_system_without_a_door(table, number):
+    """Its words make a layer that computes what the loop over its tokens computes with the layer's own weights."""
+    rows, given = rows_of(table), WORDS[table]
+    assert len(rows) == len(given), rows
+    options = {"dim": D, "hidden_dim": H, "num_experts": E, "top_k": 2} | given[number]
+    layer = MoELayer(**options).double().eval()
+    y, stats = layer(tokens())
+    assert y.shape == (T, D) and y.isfinite().all()
+    if "ScatterMoE" in table:
+        weights, ids = layer.router(tokens()).softmax(-1).topk(2)
+        told, _ = layer(tokens(), routing=Routing(ids, weights / weights.sum(-1, keepdim=True)))
+        assert_close_fp64(told.detach(), y.detach(), what="given choices")
+
+
+def test_imports_of_the_page():
+    for _, right in (row for head, rows in tables().items() if head == "there" for row in rows):
+        line = right.strip("`").replace("...", "has_moe_layers")
+        if line.startswith("from"):
+            exec(line, {})
+        else:
+            assert importlib.util.find_spec(line.removeprefix("python -m "))
+
+
+NAMED = re.compile("`([A-Za-z_0-9]+(?:[.][a-z_]+)?)`")
+
+
+def test_names_of_tutel_are_what_the_page_says():
+    """What is refused is refused when it is asked for; the other names are there."""
+    for left, right in next(rows for head, rows in tables().items() if head == "name of Tutel"):
+        for name in NAMED.findall(left):
+            if name.isupper():
+                kinds = {"honoured": "HONOURED", "refused by name": "ENVIRONMENT"}
+                assert name in getattr(tutel.refused, kinds.get(right, "SPEED"))
+            elif "refused" in right and name != "launcher.run":
+                module, _, last = name.rpartition(".")
+                door = getattr(tutel, module) if module else tutel
+                with pytest.raises(ConfigError, match="has no counterpart"):
+                    getattr(door, last)
+
+
+def test_scripts_of_the_page_are_those_that_are_run():
+    told = {
+        name
+        for row in next(r for h, r in tables().items() if h == "script")
+        for name in NAMED.findall(row[0])
+    }
+    assert {name.split()[0] for name in test_parents.CASES} <= told
+
+
+def test_blocks_of_python_of_the_page_run():
+    """In a process of their own, which has none of the three packages."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = "\n".join(blocks)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
