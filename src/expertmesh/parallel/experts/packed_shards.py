@@ -1,10 +1,12 @@
 """Storage of a layer's packed experts, which rest under adapters: each rank holds the codes and scales of its part."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from expertmesh.comm.collectives import start_all_gather
 from expertmesh.comm.group import wait
@@ -12,17 +14,17 @@ from expertmesh.comm.mesh import ExpertDegrees, divisors, expert_mesh
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
-from expertmesh.ops.experts.weights import FORMATS, TENSORS, ExpertWeights
+from expertmesh.ops.experts.weights import FORMATS, ExpertWeights
 from expertmesh.parallel.experts.adapter_shards import shard_adapters
 from expertmesh.parallel.experts.gather import SLICED_AXIS, Layout
 from expertmesh.parallel.experts.replicated_experts import ReplicatedWeights
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
-from expertmesh.parallel.experts.storage import ExpertShards, placements
+from expertmesh.parallel.experts.storage import ExpertShards, placements, to_local
 
 PACKED_STAY = "packed experts"
 """Value of `ExpertShards.stay` for packed experts."""
 _AXES = {**SLICED_AXIS, "w_in_scale": 2, "w_out_scale": 2}
-"""Axis of each tensor that the f slices cut; one that has a single scale there is on all of them."""
+"""Axis of each tensor that the f slices cut; one that has a single scale there is on all ranks of its experts."""
 
 
 def check_packed(
@@ -52,29 +54,31 @@ class PackedGather:
 
     Args:
         shards: this rank's tensors by name.
+        axes: axis of each tensor that is cut into f slices.
         layout: layout of the split.
         where: name for errors and the byte counter.
     """
 
-    def __init__(self, shards: dict[str, Tensor], layout: Layout, *, where: str) -> None:
-        self._layout, self._dtypes = layout, {name: one.dtype for name, one in shards.items()}
+    def __init__(
+        self, shards: dict[str, Tensor], axes: dict[str, int], layout: Layout, *, where: str
+    ) -> None:
+        self._axes, self._layout = axes, layout
+        self._dtypes = {name: one.dtype for name, one in shards.items()}
         self._started = {
             # collectives do not know all types of codes
-            name: start_all_gather(one.contiguous().view(torch.uint8), layout.group, where=where)
+            name: start_all_gather(one.view(torch.uint8), layout.group, where=where)
             for name, one in shards.items()
         }
 
-    def slices(self) -> dict[str, tuple[Tensor, ...]]:
-        """Slices of every tensor for the operators; waits for the collectives."""
+    def joined(self) -> dict[str, tuple[Tensor]]:
+        """Tensors of one slice for the operators, which the backends of adapters need; waits for the collectives."""
         found = {}
         for name, (shards, pending) in self._started.items():
             wait(pending)
-            dtype = self._dtypes[name]
-            if name == "b_out":  # padded, which bytes cannot be
-                found[name] = self._layout.slices(name, shards.view(dtype))
-            else:
-                parts = self._layout.slices(name, shards)
-                found[name] = tuple(part.view(dtype) for part in parts)
+            first, *others = self._layout.slices(name, shards)
+            if others and name in self._axes:
+                first = torch.cat([first, *others], self._axes[name])
+            found[name] = (first.view(self._dtypes[name]),)
         return found
 
     def late(self, parameters: ExpertParameters) -> ExpertParameters:
@@ -115,25 +119,25 @@ class PackedShards(ExpertShards):
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         check_packed(experts, degrees, offload=False, layer=layer)
-        self.experts = experts
+        self.experts, self._axes = experts, dict[str, int]()
         mesh, (i, j) = expert_mesh(world, degrees), degrees.coordinates(self.rank)
-        shards: dict[str, Tensor] = {}
-        for name in TENSORS:
-            full, axis = getattr(experts, name), _AXES[name]
+        tensors: dict[str, Tensor] = {}
+        for name, axis in _AXES.items():
+            full = getattr(experts, name)
             if full is None:
                 continue
-            is_cut, rows = full.shape[axis] > 1, full.shape[0] // degrees.e
-            part = full.detach().narrow(0, i * rows, rows)
-            if is_cut:
-                columns = full.shape[axis] // degrees.f
-                part = part.narrow(axis, j * columns, columns)
-            shards[name] = DTensor.from_local(
+            part, f = full.detach().chunk(degrees.e)[i], cast(Placement, Replicate())
+            if full.shape[axis] > 1:
+                self._axes[name], f = axis, Shard(axis)
+                part = part.chunk(degrees.f, axis)[j]
+            part, places = (
                 part.clone(memory_format=torch.contiguous_format),
-                mesh,
-                placements(mesh, e=Shard(0), f=Shard(axis) if is_cut else Replicate()),
-                run_check=False,
+                placements(mesh, e=Shard(0), f=f),
             )
-        experts.hold(experts.format, shards)
+            if not plain:
+                part = DTensor.from_local(part, mesh, places, run_check=False)
+            tensors[name] = part
+        experts.hold(experts.format, tensors)
         if experts.adapters is not None:
             split = make_split(degrees, route_degree)
             shard_adapters(experts.adapters, world, split, layer=layer, sums=not plain)
@@ -143,17 +147,14 @@ class PackedShards(ExpertShards):
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> PackedGather:
         """Start to gather codes and scales in their own types."""
-        shards: dict[str, Tensor] = {}
-        for name in TENSORS:
-            own = getattr(self.experts, name)
-            if own is not None:
-                shards[name] = own.to_local() if isinstance(own, DTensor) else own
-        return PackedGather(shards, self.layout(split), where=f"{self.layer}, codes")
+        found = {name: getattr(self.experts, name) for name in _AXES}
+        shards = {name: to_local(one) for name, one in found.items() if one is not None}
+        return PackedGather(shards, self._axes, self.layout(split), where=f"{self.layer}, codes")
 
-    def finish_gather(self, use: PackedGather, *, num_calls: int = 1) -> ExpertParameters:  # type: ignore[override]
+    def finish_gather(self, use: PackedGather, *, num_calls: int = 1) -> ExpertParameters:
         """Wait for a gather; returns the packed experts that this rank computes."""
         own = self.experts
-        return ExpertParameters(ExpertWeights.of_names(use.slices(), own.activation, own.format))
+        return ExpertParameters(ExpertWeights.of_names(use.joined(), own.activation, own.format))
 
     def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
         """Never called: packed experts stay on their ranks."""

@@ -50,7 +50,7 @@ def placements(mesh: DeviceMesh, *, e: Placement, f: Placement) -> list[Placemen
     return [found[name] for name in mesh.mesh_dim_names or ()]
 
 
-def _to_local(parameter: Tensor) -> Tensor:
+def to_local(parameter: Tensor) -> Tensor:
     """Shard of a parameter on this rank, differentiable."""
     if not isinstance(parameter, DTensor):  # plain
         return parameter
@@ -284,7 +284,7 @@ class ExpertStorage(ExpertShards):
 
     def shards(self) -> list[Tensor]:
         """Local shard of each parameter, in the order of `names`; differentiable."""
-        return [_to_local(getattr(self.experts, name)) for name in self.names]
+        return [to_local(getattr(self.experts, name)) for name in self.names]
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None = None) -> GatheredWeights:
         """Start to gather the weights that this rank computes with under a split.
