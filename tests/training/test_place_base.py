@@ -232,8 +232,8 @@ def test_ranks_keep_what_rests_in_fp32(base):
     dense = config.updated({"base.storage": "nf4", "model.moe.num_experts": ()})
     with pytest.raises(ConfigError, match="base.storage=nf4: is of routed experts, and the"):
         GPT.open_task(dense).builder.check(1)
-    with pytest.raises(ConfigError, match="base.storage=int4: weights that rest are FP32 on"):
-        GPT.open_task(config.updated({"base.storage": "int4"})).builder.check(2)
+    with pytest.raises(ConfigError, match="base.storage=bfloat16: .*not packed are FP32 on"):
+        GPT.open_task(config.updated({"base.storage": "bfloat16"})).builder.check(2)
 
 
 def test_the_full_model_never_is_in_memory(tmp_path):
