@@ -173,7 +173,7 @@ def code_of_section(title, kind):
 @pytest.mark.parametrize(
     ("title", "kind", "most"),
     [
-        ("Two commands", "sh", 2),
+        ("Three commands", "sh", 3),
         ("Your own text in three commands", "sh", 3),
         ("The layer in six lines", "python", 6),
         ("An engine in six lines", "python", 6),

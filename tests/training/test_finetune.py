@@ -9,6 +9,8 @@ from tests.support.hub_text import hub_folder
 from tests.support.sentencepiece_vocabulary import sentencepiece_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import Metaspace
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.start_training import parse_and_begin
@@ -19,11 +21,9 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import token_num_bytes
-from expertmesh.training import loop
 from expertmesh.training.ends import more_is_better
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import freeze, learning_rate
-from expertmesh.training.step import training_step
 from expertmesh.training.what_learns import counts_of_parts, part_of, what_learns
 
 
@@ -88,22 +88,17 @@ REWARD = "def early(completion_ids, **kwargs):\n    return [sum(ids) / len(ids) 
 
 @pytest.mark.parametrize("what", ["all", "adapters", "adapters and routers"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_what_a_run_says_to_learn_gets_gradients(
-    objective, what, base, tmp_path, capsys, monkeypatch
-):
+def test_what_a_run_says_to_learn_gets_gradients(objective, what, base, tmp_path, capsys):
     """Part by part, in the second step, as the second factors of adapters are zero in the first."""
     record, more = OBJECTIVES[objective]
-    found = Counter()
+    found, learners = Counter(), []
 
-    def recorded(task, model, *given, **named):
-        result = training_step(task, model, *given, **named)
+    def recorded(optimizer, args, kwargs):
         found.clear()
-        for name, parameter in model.named_parameters():
+        for name, parameter in learners[-1].named_parameters():
             if parameter.grad is not None and parameter.grad.any():
                 found[part_of(name)] += parameter.numel()
-        return result
 
-    monkeypatch.setattr(loop, "training_step", recorded)
     records = [{key: text.format(n=n) for key, text in record.items()} for n in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "rewards.py").write_text(REWARD)
@@ -116,7 +111,11 @@ def test_what_a_run_says_to_learn_gets_gradients(
     if what != "all":
         given += ["--adapter.kind", "lora", "--adapter.rank", "4"]
         given += ["--adapter.learn-routers"] * (what == "adapters and routers")
-    assert train_verb([str(base), *given]) == 0
+    seen = register_module_forward_pre_hook(
+        lambda module, args: learners.append(module) if isinstance(module, GPT) else None
+    )
+    with register_optimizer_step_pre_hook(recorded), seen:
+        assert train_verb([str(base), *given]) == 0
     said = capsys.readouterr().out.split("learns: ")[1].split("; rests")[0].split(": ", 1)[1]
     told = dict(part.rsplit(" ", 1) for part in re.findall(r"[a-z_' ]+ [0-9,]*[0-9]", said))
     assert {k.strip(): int(v.replace(",", "")) for k, v in told.items()} == found

@@ -36,7 +36,7 @@ from expertmesh.objectives.policy_gradient import Drawn
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.rl.batch import DrawnAnswer, batch_of_answers
-from expertmesh.rl.reference import Reference
+from expertmesh.rl.kl_reference import Reference
 from expertmesh.rl.rewards import Answered, RewardFunction, find_rewards, rewarded, total
 from expertmesh.rl.rollouts import roll_out, seed_of_row
 from expertmesh.rl.whole_model import whole_model
