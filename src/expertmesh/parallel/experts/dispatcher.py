@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -442,30 +442,24 @@ def spread_experts(
         dispatch_dtype=dispatch_dtype,
         offload=offload,
     )
-    name = f"layer {layer.layer_index}"
+    name, experts = f"layer {layer.layer_index}", layer.grouped
+    ranks: Any = {"world": world, "degrees": degrees, "layer": name, "plain": plain}
     storage: ExpertShards
-    if layer.grouped is not None and layer.grouped.format != "dense":
-        storage = PackedShards(
-            layer.grouped, world, degrees, layer=name, plain=plain, route_degree=route_degree
-        )
-    elif layer.grouped is not None:
+    if experts is None:
+        storage = ExpertModules(cast(ExpertList, layer.experts), **ranks)
+        layer.experts = storage.modules
+    elif experts.format != "dense":
+        storage = PackedShards(experts, route_degree=route_degree, **ranks)
+    else:
         device = compute_device(world.device_type) if offload else None
         storage = ExpertStorage(
-            layer.grouped,
-            world,
-            degrees,
+            experts,
             keep=keep,
-            layer=name,
             prefetcher=prefetcher,
             device=device,
-            plain=plain,
             route_degree=route_degree,
+            **ranks,
         )
-    else:
-        storage = ExpertModules(
-            cast(ExpertList, layer.experts), world, degrees, layer=name, plain=plain
-        )
-        layer.experts = storage.modules
     if not plain:
         layer.set_deepspeed_parallelism = partial(refuse_engine, name)  # type: ignore[assignment]
     layer.dispatcher = dispatcher = ExpertDispatcher(

@@ -82,7 +82,7 @@ class PackedGather:
         return found
 
     def late(self, parameters: ExpertParameters) -> ExpertParameters:
-        """The parameters: no gradient of theirs can wait."""
+        """The given parameters: packed experts have no gradient that could wait."""
         return parameters
 
     def announce_backward(self, y_TD: Tensor) -> None:
