@@ -7,7 +7,7 @@ import torch
 from tests.oracle.numerics import assert_two_times
 
 from expertmesh.kernels.cpu.library import Loaded, loaded
-from expertmesh.ops.attention import paged_attention, paged_gathered, paged_native
+from expertmesh.ops.attention import paged_attention, paged_gathered, paged_native, paged_triton
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import visible
@@ -139,6 +139,17 @@ def test_long_prompts_beside_others_are_computed_by_either_way(dtype, threshold)
     assert few.num_keys_B.tolist() == [1, 64, 65, 0, 0, 20, 0, 9]
     assert many.num_keys_B.tolist() == [0, 0, 0, 130, 300, 0, 0, 0]
     assert keys.parted(99, 100)[1] is None and keys.parted(0, 0)[0] is None
+
+
+INTERPRETED = [(torch.bfloat16, size) for size in SIZES] + [
+    (torch.float32, size) for size in ("heads of 24", "latent")
+]
+
+
+@pytest.mark.parametrize("rule", ["plain", "window of one", "cap", "all"])
+@pytest.mark.parametrize(("dtype", "size"), INTERPRETED)
+def test_the_triton_kernel_rounds_no_worse_than_plain_products(dtype, size, rule):
+    assert_matrix(paged_triton.attend, size, RULES[rule], dtype)
 
 
 def in_other_pages(k, v, keys, page_size, seed):

@@ -6,12 +6,12 @@ from operator import attrgetter
 from typing import Any
 
 from expertmesh.cli.flags import ParsedRun, TrainVerb, parse_run_config
-from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.prog_name import Flags
 from expertmesh.cli.terminal_progress import loading, told_of_data
 from expertmesh.cli.torchrun import once_per_host
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named, spelling
+from expertmesh.training.heap import keep_freed_memory
 
 
 def parse_and_begin(argv: Sequence[str], kind: type[TrainVerb] = TrainVerb) -> ParsedRun:

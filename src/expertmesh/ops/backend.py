@@ -46,7 +46,7 @@ TRITON_PROBLEM = _find_triton_problem()
 """Reason why the Triton kernels cannot be used in this process, or None."""
 
 
-def _runs_triton(device: torch.device) -> bool:
+def runs_triton(device: torch.device) -> bool:
     """Whether backend "auto" uses Triton for tensors on this device."""
     if device.type != "cuda" or TRITON_PROBLEM is not None:
         return False
@@ -95,7 +95,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     if backend == "triton" and TRITON_PROBLEM is not None:
         raise ConfigError(f"backend is 'triton', but {TRITON_PROBLEM}; use backend='auto'")
     if backend == "auto":
-        return "triton" if _runs_triton(device) else "torch"
+        return "triton" if runs_triton(device) else "torch"
     return backend
 
 
@@ -111,7 +111,7 @@ def cpu_kernels() -> str:
 
 def explain_backends() -> list[BackendReport]:
     """List the backends, whether they work here, and why."""
-    on_gpu = torch.cuda.is_available() and _runs_triton(torch.device("cuda", 0))
+    on_gpu = torch.cuda.is_available() and runs_triton(torch.device("cuda", 0))
     return [
         _explain_triton(on_gpu),
         _explain_native(),

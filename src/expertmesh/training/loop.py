@@ -29,6 +29,7 @@ from expertmesh.training.check_run_memory import check_run_memory
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
+from expertmesh.training.heap import HeapTrim
 from expertmesh.training.init_from import kept_files, load_base, run_of_init_from, with_init_from
 from expertmesh.training.kept_samples import Sampler, check_samples, kept_samples
 from expertmesh.training.lost_rows import told_losses
@@ -227,6 +228,7 @@ class _Trainer:
         self.family, self.task, self.ranks = family, task, ranks
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision, self.threads = data, precision, threads
+        self.heap = HeapTrim()
         self.pace = Pace(has_gpu=precision.device.type != "cpu", num_ranks=ranks.size)
         task.builder.bytes_beside = teacher_bytes(
             config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
@@ -442,6 +444,7 @@ class _Trainer:
             items=progress.items,
         )
         report.step(line)
+        self.heap.after_step()
         if (slow := self.pace.end(seconds)) is not None:
             report.message(f"step {progress.step} {slow}")
         evaluation = None
