@@ -4,8 +4,8 @@
 
 Three digits are sorted. The base is a tiny mixture that has seen the right answers to half of all triples for a short while; GRPO
 begins with it, on other triples, and those held out are in neither. A reward is the share of places with the right digit; an update
-is one step of `expertmesh train`. Arms: all weights (`full`), adapters (`lora`), and as others compute, in BF16 without
-batch-invariant arithmetic, routers free and nothing corrected (`free`). Started again, runs go on where they stopped; the page is
+is one step of `expertmesh train`. Arms: all weights (`full`), adapters (`lora`), and both as others compute, in BF16
+without batch-invariant arithmetic, routers free and nothing corrected (`free`, `lora_free`). Started again, runs go on where they stopped; the page is
 written when all arms are done.
 """
 
@@ -22,7 +22,7 @@ ARMS = {
     "full": ("all weights", 250, "0,1,2", ""),
     "lora": (
         "adapters of rank 16",
-        50,
+        250,
         "0,1,2",
         "--adapter.kind lora --adapter.rank 16 --optim.lr 2e-3",
     ),
@@ -31,6 +31,12 @@ ARMS = {
         25,
         "0",
         "--rl.exact false --rl.replay-routing false --train.dtype bfloat16",
+    ),
+    "lora_free": (
+        "adapters of rank 16, not exact, BF16",
+        25,
+        "0,1,2",
+        "--adapter.kind lora --adapter.rank 16 --optim.lr 2e-3 --rl.exact false --rl.replay-routing false --train.dtype bfloat16",
     ),
 }
 HEAD = """# Exact reinforcement learning
@@ -48,8 +54,8 @@ updates. Accuracy: all three places right, greedy answers to 214 triples in neit
 |---|---|---|---|---|---|
 """
 TAIL = """
-The last row is how others compute: the same model, rounded in BF16, its experts chosen again in training and nothing
-corrected. Its differences, in nats, are what importance weights correct elsewhere; the others have none to correct.
+The rows "not exact" are how others compute: the same model, rounded in BF16, its experts chosen again in training and
+nothing corrected. Their differences, in nats, are what importance weights correct elsewhere; the others have none to correct.
 """
 
 

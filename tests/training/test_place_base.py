@@ -6,13 +6,13 @@ from tests.checkpoints.test_hub_parts import in_mxfp4
 from tests.checkpoints.test_rounded import in_fp8, pack_files
 from tests.support.hub_text import chats_file, hub_folder
 from tests.support.memory import peak_bytes
-from tests.support.runs import lines_of
+from tests.support.runs import assert_same_lines, lines_of
 
 from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.merged_adapters import factor_prefix
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.cli.train import run as train_verb
-from expertmesh.config.frozen_base import QUANTIZED
+from expertmesh.config.frozen_base import GROUPED, QUANTIZED
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained, quantize
 from expertmesh.models.gpt.costs import gpt_costs
@@ -178,6 +178,50 @@ def test_mistakes_are_one_line(mistake, packed, words):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def on_rank(words):
+    """On every rank."""
+    assert train_verb(words) == 0
+
+
+LAYOUTS = {
+    "experts on other ranks": ("nf4", "--parallel.ep-degree 2"),
+    "gathered codes": ("fp8", "--parallel.route-degree 1"),
+    "copies": ("int8", "--parallel.dp-replicate-degree 2"),
+    "slices": ("int4", "--parallel.es-degree 2"),
+    "gathered slices": ("mxfp4", "--parallel.es-degree 2 --parallel.route-degree 1"),
+    "shared sequences": ("int8", "--parallel.tp-degree 2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_on_a_packed_base_over_ranks_learn_what_one_process_does(
+    layout, base, chats, tmp_path, two_ranks
+):
+    storage, degrees = LAYOUTS[layout]
+    more = [*lora(3), "--base.storage", storage, "--base.group-size", "32"]
+    if storage not in GROUPED:
+        more = more[:-2]
+    more += ["--train.micro-batch-size", "2"]
+    one, words = (
+        [
+            "float64" if word == "float32" else word
+            for word in words_of(base, chats, tmp_path, run=run)
+        ]
+        for run in ("run", "two")
+    )
+    assert train_verb([*one, *more]) == 0
+    two_ranks.run(on_rank, [*words, *more, *degrees.split()])
+    found, expected = (lines_of(tmp_path / run) for run in ("two", "run"))
+    assert_same_lines(found, expected, "loss", "grad_norm")
+    assert expected[-1]["loss"] < expected[0]["loss"]
+
+
+def test_slices_that_part_a_group_are_one_line(base, chats, tmp_path, two_ranks):
+    words = [*words_of(base, chats, tmp_path), *lora(1), "--base.storage", "fp8"]
+    with pytest.raises(AssertionError, match="no whole groups of 128; the degrees that fit are 1"):
+        two_ranks.run(on_rank, [*words, "--parallel.es-degree", "2"])
+
+
 def test_ranks_keep_what_rests_in_fp32(base):
     changes = {"train.init_from": str(base), "adapter.kind": "lora"}
     config = gpt_moe_test().updated(changes | {"train.dtype": "bfloat16"})
@@ -188,8 +232,8 @@ def test_ranks_keep_what_rests_in_fp32(base):
     dense = config.updated({"base.storage": "nf4", "model.moe.num_experts": ()})
     with pytest.raises(ConfigError, match="base.storage=nf4: is of routed experts, and the"):
         GPT.open_task(dense).builder.check(1)
-    with pytest.raises(ConfigError, match="base.storage=int4: weights that rest are FP32 on"):
-        GPT.open_task(config.updated({"base.storage": "int4"})).builder.check(2)
+    with pytest.raises(ConfigError, match="base.storage=bfloat16: .*not packed are FP32 on"):
+        GPT.open_task(config.updated({"base.storage": "bfloat16"})).builder.check(2)
 
 
 def test_the_full_model_never_is_in_memory(tmp_path):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from expertmesh.parallel.experts.exchange import (
     Route,
 )
 from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
-from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
 from expertmesh.parallel.experts.load_record import (
     FIRST_TOKENS,
@@ -49,10 +48,11 @@ from expertmesh.parallel.experts.load_record import (
 )
 from expertmesh.parallel.experts.modules import ExpertModules
 from expertmesh.parallel.experts.owned import refuse_engine
+from expertmesh.parallel.experts.packed_shards import PackedShards
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.replicated_experts import LocalTokens, without_hot
 from expertmesh.parallel.experts.route_split import RouteSplit, make_split
-from expertmesh.parallel.experts.storage import ExpertShards, ExpertStorage, Keep
+from expertmesh.parallel.experts.storage import ExpertShards, ExpertStorage, Keep, WeightsInUse
 from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
@@ -80,7 +80,7 @@ class ShardedRoundTrip:
         self,
         dispatch_handles: Sequence[DispatchHandle],
         storage: ExpertShards,
-        gathered: GatheredWeights | None,
+        gathered: WeightsInUse | None,
         staying: LocalTokens | None = None,
         when_over: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
@@ -442,26 +442,24 @@ def spread_experts(
         dispatch_dtype=dispatch_dtype,
         offload=offload,
     )
-    name = f"layer {layer.layer_index}"
+    name, experts = f"layer {layer.layer_index}", layer.grouped
+    ranks: Any = {"world": world, "degrees": degrees, "layer": name, "plain": plain}
     storage: ExpertShards
-    if layer.grouped is not None:
+    if experts is None:
+        storage = ExpertModules(cast(ExpertList, layer.experts), **ranks)
+        layer.experts = storage.modules
+    elif experts.format != "dense":
+        storage = PackedShards(experts, route_degree=route_degree, **ranks)
+    else:
         device = compute_device(world.device_type) if offload else None
         storage = ExpertStorage(
-            layer.grouped,
-            world,
-            degrees,
+            experts,
             keep=keep,
-            layer=name,
             prefetcher=prefetcher,
             device=device,
-            plain=plain,
             route_degree=route_degree,
+            **ranks,
         )
-    else:
-        storage = ExpertModules(
-            cast(ExpertList, layer.experts), world, degrees, layer=name, plain=plain
-        )
-        layer.experts = storage.modules
     if not plain:
         layer.set_deepspeed_parallelism = partial(refuse_engine, name)  # type: ignore[assignment]
     layer.dispatcher = dispatcher = ExpertDispatcher(

@@ -11,6 +11,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertList
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.modules import MODULES_STAY, check_modules, module_degrees
+from expertmesh.parallel.experts.packed_shards import PACKED_STAY, check_packed
 from expertmesh.parallel.experts.route_split import make_split
 from expertmesh.parallel.experts.storage import ADAPTERS_STAY, Keep, check_shards
 
@@ -60,10 +61,10 @@ def check_spread(
     check_choice("keep", keep, get_args(Keep))
     each = num_ranks // num_replicas
     if (experts := layer.grouped) is not None:
-        if experts.format != "dense" or experts.paging is not None:
+        if experts.paging is not None:
             raise ConfigError(
-                f"{name}: its experts are {experts.format if experts.paging is None else 'in slots'}, and only dense ones are spread"
-                " for training; give em.Engine(..., parallel=) the folder, or spread dense experts"
+                f"{name}: its experts are in slots, which are of one process; give em.Engine(..., parallel=) the folder, or spread"
+                " experts without slots"
             )
         degrees = expert_degrees(
             each,
@@ -72,8 +73,12 @@ def check_spread(
             es_degree=es_degree,
             order=order,
         )
-        check_shards(experts, degrees, offload=offload, layer=name)
-        stay = "" if experts.adapters is None else ADAPTERS_STAY
+        if experts.format == "dense":
+            check_shards(experts, degrees, offload=offload, layer=name)
+            stay = "" if experts.adapters is None else ADAPTERS_STAY
+        else:
+            check_packed(experts, degrees, offload=offload, layer=name)
+            stay = PACKED_STAY
     else:
         degrees = module_degrees(
             each,

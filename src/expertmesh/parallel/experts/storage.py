@@ -7,7 +7,7 @@ Gradients return by a reduce-scatter to the shards and an all-reduce over the re
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +44,28 @@ from expertmesh.parallel.offload import HostMemory, host_mesh
 Keep = Literal["until_step", "until_backward", "regather"]
 
 
-def _placements(mesh: DeviceMesh, *, e: Placement, f: Placement) -> list[Placement]:
+def placements(mesh: DeviceMesh, *, e: Placement, f: Placement) -> list[Placement]:
     """Placements of a parameter on the axes of a mesh; replicated along "replica"."""
     found: dict[str, Placement] = {"replica": Replicate(), "e": e, "f": f}
     return [found[name] for name in mesh.mesh_dim_names or ()]
 
 
-def _to_local(parameter: Tensor) -> Tensor:
+def to_local(parameter: Tensor) -> Tensor:
     """Shard of a parameter on this rank, differentiable."""
     if not isinstance(parameter, DTensor):  # plain
         return parameter
     local: Tensor = parameter.to_local()
     return local
+
+
+class WeightsInUse(Protocol):
+    """Weights of one layer in one forward, under one split."""
+
+    def late(self, parameters: ExpertParameters) -> ExpertParameters:
+        """Parameters for one call whose weight gradients are computed after the tokens' gradients are sent."""
+
+    def announce_backward(self, y_TD: Tensor) -> None:
+        """Register a hook on the experts' output that prepares for their backward."""
 
 
 class ExpertShards(ABC):
@@ -86,6 +96,7 @@ class ExpertShards(ABC):
             cells = [[rank] for rank in range(world.size)]
         self.replicas: RankGroup = world.group(cells, name="copies of the experts")
         self.owners = self.group([list(range(W))], "the ranks that hold the experts")
+        self._layouts: dict[RouteSplit, Layout] = {}
 
     def group(self, cells: list[list[int]], name: str) -> RankGroup:
         """Process group of this rank in a partition of the ranks of a replica, applied to all replicas; every rank must call."""
@@ -95,12 +106,33 @@ class ExpertShards(ABC):
         ]
         return self.world.group(all_cells, name=name)
 
+    def layout(self, split: RouteSplit) -> Layout:
+        """Layout of the gathered shards of a split; every rank must call when a split is first used."""
+        if split not in self._layouts:
+            self._layouts[split] = self._new_layout(split)
+        return self._layouts[split]
+
+    def _new_layout(self, split: RouteSplit) -> Layout:
+        cells = split.gather_cells()
+        members = next(cell for cell in cells if self.rank in cell)
+        block_e, block_f = split.block(self.rank)
+        first_e, first_f = block_e * split.gather_e, block_f * split.gather_f
+        order = tuple(
+            tuple(
+                members.index(self.degrees.rank_of(first_e + i, first_f + j))
+                for i in range(split.gather_e)
+            )
+            for j in range(split.gather_f)
+        )
+        group = self.group(cells, "the ranks that share weights")
+        return Layout(group, order, first_f, self.degrees.f)
+
     @abstractmethod
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Invalidate kept weights after each step of an optimizer."""
 
     @abstractmethod
-    def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> GatheredWeights | None:
+    def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> WeightsInUse | None:
         """Start to gather the weights that this rank computes with under a split; None: nothing to gather.
 
         Args:
@@ -109,7 +141,7 @@ class ExpertShards(ABC):
         """
 
     @abstractmethod
-    def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
+    def finish_gather(self, use: Any, *, num_calls: int = 1) -> ExpertParameters:
         """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable.
 
         Args:
@@ -207,7 +239,6 @@ class ExpertStorage(ExpertShards):
         self._prefetcher = prefetcher or Prefetcher()
         self.host = None if device is None else HostMemory(device)
         experts.compute_device = device
-        self._layouts: dict[RouteSplit, Layout] = {}
         self._buffers: dict[RouteSplit, GradientBuffers] = {}
         self._kept: dict[GatherKey, tuple[list[int], GatheredTensors]] = {}
         self.names = [name for name in SLICED_AXIS if getattr(experts, name) is not None]
@@ -241,7 +272,7 @@ class ExpertStorage(ExpertShards):
             shard = DTensor.from_local(
                 self._at_rest(part),
                 mesh,
-                _placements(mesh, e=Shard(0), f=Shard(axis)),
+                placements(mesh, e=Shard(0), f=Shard(axis)),
                 run_check=False,
             )
             setattr(self.experts, name, nn.Parameter(shard, requires_grad=full.requires_grad))
@@ -253,28 +284,7 @@ class ExpertStorage(ExpertShards):
 
     def shards(self) -> list[Tensor]:
         """Local shard of each parameter, in the order of `names`; differentiable."""
-        return [_to_local(getattr(self.experts, name)) for name in self.names]
-
-    def layout(self, split: RouteSplit) -> Layout:
-        """Layout of the gathered shards of a split; every rank must call when a split is first used."""
-        if split not in self._layouts:
-            self._layouts[split] = self._new_layout(split)
-        return self._layouts[split]
-
-    def _new_layout(self, split: RouteSplit) -> Layout:
-        cells = split.gather_cells()
-        members = next(cell for cell in cells if self.rank in cell)
-        block_e, block_f = split.block(self.rank)
-        first_e, first_f = block_e * split.gather_e, block_f * split.gather_f
-        order = tuple(
-            tuple(
-                members.index(self.degrees.rank_of(first_e + i, first_f + j))
-                for i in range(split.gather_e)
-            )
-            for j in range(split.gather_f)
-        )
-        group = self.group(cells, "the ranks that share weights")
-        return Layout(group, order, first_f, self.degrees.f)
+        return [to_local(getattr(self.experts, name)) for name in self.names]
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None = None) -> GatheredWeights:
         """Start to gather the weights that this rank computes with under a split.
