@@ -1,11 +1,11 @@
 /* Attention of the last queries of sequences to all their keys, which lie in pages: y = softmax(rule(q k / sqrt d)) v.
  *
  * Keys are taken in blocks of 64, counted from a sequence's first one. A row (a query of a head) has a running maximum and running
- * sums: of a block it adds first the exponentials, then the weighted values, keys ascending; a hidden key adds exact zeros. So the
+ * sums: of a block it adds first the exponentials, then the weighted values, keys ascending or by tiles; a hidden key adds exact zeros. So the
  * bits of a row depend on its own query and keys alone: neither on other rows, nor on the pages, nor on the number of threads.
  */
 #include "threads.h"
-#include "vectors.h"
+#include "amx.h"
 
 #include <stdlib.h>
 
@@ -44,7 +44,7 @@ typedef struct {
     char *scratch;
     int64_t scratch_bytes; /* of each thread */
     int64_t q_width, y_width;
-    int has_pairs; /* whether BF16 is multiplied as it is */
+    int has_pairs, has_tiles; /* whether BF16 is multiplied as it is, and by tiles */
 } Plan;
 
 /* Rows of a key head in one sequence, and what a thread has of its own. */
@@ -108,10 +108,8 @@ INLINE void scores_of(const Plan *p, Unit *u, int64_t row, const int rows, int n
     }
 }
 
-/* Scores of a row and a block become weights; its sums so far are put on the scale of the new maximum. */
-static void weigh(const Plan *p, Unit *u, int64_t row, int64_t block) {
-    const Call *call = p->call;
-    float *s = u->scores + row * KEYS;
+/* Scores of a row and a block under the rule, -inf for hidden keys. Returns the row's new maximum, 0 if it has seen no key. */
+static float score_row(const Call *call, Unit *u, int64_t row, int64_t block, float *s) {
     int32_t first = (int32_t)(u->first_seen[row] > block ? least(u->first_seen[row] - block, KEYS) : 0);
     int32_t last = (int32_t)(u->last_seen[row] > block ? least(u->last_seen[row] - block, KEYS) : 0);
     char allowed[KEYS] = {0};
@@ -133,15 +131,22 @@ static void weigh(const Plan *p, Unit *u, int64_t row, int64_t block) {
             seen &= __builtin_convertvector(own, Ints) != 0;
         }
         x = choose(seen, x, all(-__builtin_inff()));
-        most = choose(x > most, x, most);
+        most = larger_of(x, most);
         store(s + n, x);
     }
-    float now = largest_of(most), before = u->largest[row];
-    if (now > before) {
+    float now = largest_of(most);
+    if (now > u->largest[row]) u->largest[row] = now;
+    return u->largest[row] == -__builtin_inff() ? 0.0f : u->largest[row];
+}
+
+/* Scores of a row and a block become weights; its sums so far are put on the scale of the new maximum. */
+static void weigh(const Plan *p, Unit *u, int64_t row, int64_t block) {
+    float *s = u->scores + row * KEYS, before = u->largest[row], now = score_row(p->call, u, row, block, s);
+    if (u->largest[row] > before) {
         float factor = exponential(all(before - now))[0];
-        u->largest[row] = now, u->total[row] *= factor;
+        u->total[row] *= factor;
         for (int64_t c = 0; c < p->y_width; c += LANES) store(u->y + row * p->y_width + c, load(u->y + row * p->y_width + c) * all(factor));
-    } else now = before;
+    }
     Floats sum = all(0.0f), hidden = all(-__builtin_inff());
     for (int n = 0; n < KEYS; n += LANES) {
         Floats x = load(s + n), weight = choose(x != hidden, exponential(x - all(now)), all(0.0f));
@@ -273,7 +278,7 @@ static void end_unit(const Plan *p, const Unit *u) {
         char *to = call->y + ((start + query) * call->num_heads + head) * call->value_dim * size_of(call->kind);
         float *y = u->y + r * p->y_width;
         Floats total = all(u->total[r] == 0.0f ? 1.0f : u->total[r]);
-        for (int64_t c = 0; c < p->y_width; c += LANES) {
+        for (int64_t c = 0; c < call->value_dim; c += LANES) {
             Floats own = load(y + c) / total;
             uint16_t narrow[LANES];
             store(y + c, own), store_bf16(narrow, own);
@@ -307,6 +312,8 @@ static void run_unit(const Plan *p, Unit *u) {
     end_unit(p, u);
 }
 
+#include "attention_tiles.h"
+
 static int64_t units_per_head(const Call *call, int64_t sequence) {
     int64_t rows = (call->starts[sequence + 1] - call->starts[sequence]) * (call->num_heads / call->num_key_heads);
     return (rows + ROWS - 1) / ROWS;
@@ -324,14 +331,26 @@ static void run_units(void *plan, int64_t thread, int64_t threads) {
     u->q = at, at += ROWS * p->q_width * sizeof(float);
     u->k_copy = at;
     int64_t sequence = 0, num = p->units[call->num_sequences];
+#if defined(__AMX_BF16__)
+    if (p->has_tiles) configure_tiles();
+#endif
     for (int64_t i = take(&p->taken); i < num; i = take(&p->taken)) {
         while (p->units[sequence + 1] <= i) sequence++;
         int64_t each = units_per_head(call, sequence), own = i - p->units[sequence];
         int64_t rows = (call->starts[sequence + 1] - call->starts[sequence]) * (call->num_heads / call->num_key_heads);
         u->sequence = sequence, u->head = own / each, u->first_row = own % each * ROWS;
         u->num_rows = least(rows - u->first_row, ROWS);
+#if defined(__AMX_BF16__)
+        if (p->has_tiles) {
+            run_unit_by_tiles(p, u);
+            continue;
+        }
+#endif
         run_unit(p, u);
     }
+#if defined(__AMX_BF16__)
+    if (p->has_tiles) _tile_release();
+#endif
 }
 
 /* Computes a call: 0; -2: no memory. */
@@ -347,10 +366,13 @@ int expertmesh_attention(const Call *call) {
         bytes += units * call->num_keys[b] * (call->key_dim + call->value_dim) * size_of(call->kind);
     }
     threads = least(least(call->num_threads, p->units[B]), 1 + bytes / THREAD_BYTES);
-    p->q_width = padded(call->key_dim, COLUMNS), p->y_width = padded(call->value_dim, LANES);
 #if defined(__AVX512BF16__)
     p->has_pairs = call->kind == BF16;
 #endif
+#if defined(__AMX_BF16__)
+    p->has_tiles = p->has_pairs;
+#endif
+    p->q_width = padded(call->key_dim, COLUMNS), p->y_width = padded(call->value_dim, p->has_tiles ? COLUMNS : LANES);
     p->scratch_bytes = (int64_t)sizeof(float) * ((ROWS + KEYS) * (p->q_width + p->y_width) + ROWS * KEYS);
     p->scratch_bytes = padded(p->scratch_bytes, LINE);
     p->scratch = aligned_alloc(LINE, (size_t)(p->scratch_bytes * (threads > 0 ? threads : 1)));

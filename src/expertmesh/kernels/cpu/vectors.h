@@ -55,8 +55,29 @@ static inline Floats choose(Ints where, Floats yes, Floats no) {
     return (Floats)((where & (Ints)yes) | (~where & (Ints)no));
 }
 
-static inline Floats at_most(Floats x, float limit) { return choose(x > all(limit), all(limit), x); }
-static inline Floats at_least(Floats x, float limit) { return choose(x < all(limit), all(limit), x); }
+/* The larger and the smaller of two numbers; b where one is NaN. */
+static inline Floats larger_of(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+static inline Floats smaller_of(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
+
+static inline Floats at_most(Floats x, float limit) { return smaller_of(all(limit), x); }
+static inline Floats at_least(Floats x, float limit) { return larger_of(all(limit), x); }
 
 /* e^x: x = n log 2 + r with |r| <= log 2 / 2, a polynomial for e^r, and 2^n in two factors, as n may be beyond 127. */
 static inline Floats exponential(Floats x) {
