@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh import MoELayer
-from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.comm.world import World
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.training.heap import keep_freed_memory
 
 OURS, DROPLESS, CAPACITY = "expertmesh", "DeepSpeed MoE, dropless", "DeepSpeed MoE, capacity 1.0"
 NUM_BATCHES = 5

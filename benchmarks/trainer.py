@@ -35,11 +35,11 @@ from benchmarks.harness import (
 )
 from torch import Tensor, nn
 
-from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.runs.precision import resolve_precision
+from expertmesh.training.heap import keep_freed_memory
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
 from expertmesh.training.step import training_step
 

@@ -17,7 +17,6 @@ from benchmarks.adaptive.models import steps
 from torch import Tensor
 
 from expertmesh import MoELayer, Routing
-from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.comm.group import RankGroup, wait
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch_options import DispatchOptions
@@ -25,6 +24,7 @@ from expertmesh.costs.communication import Link, Network
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.training.heap import keep_freed_memory
 
 SLOW = 1.3
 """Static plans that took so many times the best one's time are not among the finalists."""

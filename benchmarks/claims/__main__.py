@@ -21,7 +21,7 @@ from benchmarks.claims import inference, languages, pages, text
 from benchmarks.claims.arms import CLAIMS, Arm, Claim
 from benchmarks.claims.runs import Ledger, Runs
 
-from expertmesh.cli.heap import keep_freed_memory
+from expertmesh.training.heap import keep_freed_memory
 
 
 def main() -> None:

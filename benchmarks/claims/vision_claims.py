@@ -27,7 +27,7 @@ import tyro
 from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
-from expertmesh.cli.heap import keep_freed_memory
+from expertmesh.training.heap import keep_freed_memory
 from expertmesh_families.swin.family import SWIN
 from expertmesh.config.moe import MoEConfig
 from expertmesh_families.swin.config import SwinRunConfig

@@ -34,7 +34,7 @@ from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
 import expertmesh as em
-from expertmesh.cli.heap import keep_freed_memory
+from expertmesh.training.heap import keep_freed_memory
 from expertmesh_families.swin.family import SWIN
 from expertmesh.config.moe import MoEConfig
 from expertmesh_families.swin.config import SwinRunConfig

@@ -19,7 +19,7 @@ from benchmarks.harness import Contender, checked, circumstances, interleaved, w
 from benchmarks.peer_parts import through_einsums
 from torch import Tensor, nn
 
-from expertmesh.cli.heap import keep_freed_memory
+from expertmesh.training.heap import keep_freed_memory
 from expertmesh_families.swin.config import SwinRunConfig
 from expertmesh_families.swin.model import Swin
 from expertmesh_families.swin.task import SwinTask
