@@ -436,7 +436,8 @@ def test_names_and_values_for_messages():
     assert shown(np.zeros((2, 1))) == "array([[0.], [0.]])"
     names = option_names(GPTRunConfig)
     assert nearest_name("train.stepz", names) == "train.steps"
-    assert nearest_name("learning_rate", names) is None
+    assert nearest_name("learning_rate", names) == "optim.lr"  # a name of TRL's
+    assert nearest_name("colour_of_sky", names) is None
     assert nearest_name("train.top_k", names) == "model.moe.top_k"
 
 
