@@ -21,7 +21,6 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.moe.warm_up import warm_up
 from expertmesh.ops.quantized import mxfp4
-from expertmesh.parallel.experts.fits import check_spread
 from expertmesh.training.init_from import check_saved
 from expertmesh.training.regroup import checked_layers
 
@@ -278,7 +277,6 @@ def test_adapters_on_a_quantised_base_are_saved_and_read_in_pefts_format(tmp_pat
             "the run they were made of",
         ),
         (lambda model, run: check_saved(model, Tokenizer(BPE()), run.config), "int8 experts"),
-        (lambda model, run: check_spread(model.layers[0].moe, 2, es_degree=1), "only dense ones"),
     ],
 )
 def test_what_needs_dense_experts_says_so_in_one_line(use, text):
