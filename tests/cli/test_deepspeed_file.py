@@ -37,6 +37,8 @@ READ = [
     + ({"parallel.zero_stage": 2},),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, 2)
     + ({"parallel.zero_stage": 3, "parallel.offload": True},),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "cpu_offload": False}}, 1)
+    + ({"parallel.zero_stage": 2, "parallel.offload": True},),
     ({"zero_optimization": {"stage": 0}}, 4, {"parallel.dp_replicate_degree": 4}),
     ({"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}, 2)
     + ({"parallel.ep_degree": (2,)},),

@@ -6,7 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from tests.ops.test_paged_attention import RULES, SINKS, drawn, in_other_pages
+from tests.ops.test_paged_attention import (
+    RULES,
+    SINKS,
+    assert_hidden_keys_are_not_read,
+    drawn,
+    in_other_pages,
+)
 from tests.support.aot import TARGETS
 from tests.support.build_rules import GLOBAL_ATOMIC, MATRIX_INSTRUCTION
 from tests.support.launches import as_on, recorded_launches
@@ -16,7 +22,7 @@ from expertmesh.kernels import attention_over_pages as kernels
 from expertmesh.kernels.tiles import SHARED_BYTES
 from expertmesh.ops.attention import paged_triton
 from expertmesh.ops.attention.pages import PagedKeys
-from expertmesh.ops.attention.scores import PLAIN, ScoreRule
+from expertmesh.ops.attention.scores import PLAIN
 
 SEQUENCES = ((1100, 1), (513, 12), (1, 1), (40, 40), (0, 1), (600, 3))
 
@@ -50,17 +56,7 @@ def test_a_row_has_the_same_bits_in_every_launch(rule):
 
 
 def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
-    q, k, v, keys = drawn(((70, 1), (30, 3)), 3, 16, 16, dtype=torch.float32)
-    rule = ScoreRule(window=5)
-    expected = attend(q, k, v, keys, rule)
-    for t in (k, v):
-        for b, (num, queries) in enumerate(((70, 1), (30, 3))):
-            flat = t.view(-1, *t.shape[2:])
-            places = (keys.table_BN[b][:, None] * 16 + torch.arange(16)).flatten()
-            flat[places[: num - queries - 4]] = flat[places[num:]] = torch.nan
-    table = keys.table_BN.clone()
-    table[0, 5:] = table[1, 2:] = 10**9
-    assert torch.equal(attend(q, k, v, replace(keys, table_BN=table), rule), expected)
+    assert_hidden_keys_are_not_read(attend)
 
 
 def of_model(name, dtype=torch.bfloat16):

@@ -119,7 +119,8 @@ def test_losses_and_gradients_are_those_of_trl(name, dtype):
 
     def ours(leaf):
         loss_R = policy_gradient.policy_losses(leaf, drawn, rl)
-        loss_R = policy_gradient.with_penalties(loss_R, leaf, entropies(leaf), reference_R, rl)
+        kl_R = policy_gradient.kl_estimates(leaf, reference_R)
+        loss_R = policy_gradient.with_penalties(loss_R, entropies(leaf), kl_R, rl)
         count = policy_gradient.num_items(len(leaf), B * G, rl)
         return policy_gradient.summed(loss_R, drawn, rl) / count
 

@@ -232,10 +232,11 @@ def test_the_operator_keeps_the_rules_of_operators(dtype):
         torch.library.opcheck(paged_native._operator, words)
 
 
-def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
-    """Neither their values nor numbers that are no numbers reach a row."""
+def assert_hidden_keys_are_not_read(attend):
+    """Neither keys outside the window nor numbers behind the last page reach a row."""
     q, k, v, keys = drawn(((70, 1), (30, 3)), 3, 16, 16, dtype=torch.float32)
-    expected = native(q, k, v, keys, ScoreRule(window=5))
+    rule = ScoreRule(window=5)
+    expected = attend(q, k, v, keys, rule)
     for t in (k, v):
         for b, (num, queries) in enumerate(((70, 1), (30, 3))):
             flat = t.view(-1, *t.shape[2:])
@@ -243,5 +244,8 @@ def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
             flat[places[: num - queries - 4]] = flat[places[num:]] = torch.nan
     table = keys.table_BN.clone()
     table[0, 5:] = table[1, 2:] = 10**9
-    found = native(q, k, v, replace(keys, table_BN=table), ScoreRule(window=5))
-    assert torch.equal(found, expected)
+    assert torch.equal(attend(q, k, v, replace(keys, table_BN=table), rule), expected)
+
+
+def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
+    assert_hidden_keys_are_not_read(native)

@@ -219,7 +219,8 @@ def _zero(section: Mapping[str, Any], num_ranks: int) -> Iterator[tuple[str, Any
             if device == "cpu":
                 yield "parallel.offload", True
         elif name == "cpu_offload":
-            yield "parallel.offload", bool(value)
+            if value:
+                yield "parallel.offload", True
         elif name not in {"stage"} | ZERO_FOR_SPEED and (
             value is True or value not in (False, 1, -1)
         ):

@@ -114,20 +114,19 @@ def kl_estimates(logprob_R: Tensor, reference_R: Tensor) -> Tensor:
 
 
 def with_penalties(
-    loss_R: Tensor, logprob_R: Tensor, entropies_R: Tensor, reference_R: Tensor | None, rl: RLConfig
+    loss_R: Tensor, entropies_R: Tensor, kl_R: Tensor | None, rl: RLConfig
 ) -> Tensor:
     """Losses of tokens (R,) plus `kl_beta` times the KL divergence, minus `entropy_coef` times the entropy.
 
     Args:
         loss_R: (R,) losses of the tokens.
-        logprob_R: (R,) log-probabilities of the policy, with gradients.
         entropies_R: (R,) entropies in nats, with gradients.
-        reference_R: (R,) log-probabilities of the reference; None: `kl_beta` is 0.
+        kl_R: (R,) of `kl_estimates`, with gradients; None: `kl_beta` is 0.
         rl: options.
     """
     if rl.kl_beta:
-        assert reference_R is not None
-        loss_R = loss_R + rl.kl_beta * kl_estimates(logprob_R, reference_R)
+        assert kl_R is not None
+        loss_R = loss_R + rl.kl_beta * kl_R
     return loss_R - rl.entropy_coef * entropies_R if rl.entropy_coef else loss_R
 
 

@@ -274,29 +274,22 @@ class PolicyTask(AnswerTask):
         loss_R = policy_gradient.policy_losses(logprob_R, drawn, rl)
         if rl.correction != "none":
             loss_R = loss_R * policy_gradient.corrections(old_R, sampled_R, drawn, rl)
-        beside: dict[str, Tensor] = {}
-        reference_R = None
+        kl_R = None
         if "reference" in more:
-            reference_R = more["reference"].flatten()[at_R]
-            estimates_R = policy_gradient.kl_estimates(logprob_R.detach(), reference_R)
-            beside["kl"] = estimates_R.sum()
-        loss_R = policy_gradient.with_penalties(
-            loss_R, logprob_R, found.entropies_R, reference_R, rl
-        )
+            kl_R = policy_gradient.kl_estimates(logprob_R, more["reference"].flatten()[at_R])
+        loss_R = policy_gradient.with_penalties(loss_R, found.entropies_R, kl_R, rl)
         clipped = policy_gradient.is_clipped(logprob_R.detach(), drawn, rl).sum()
         entropy = found.entropies_R.detach().sum()
         total = policy_gradient.summed(loss_R, drawn, rl)
-        sums = (
-            self._sums(more)
-            | beside
-            | {
-                "policy": total.detach(),
-                "learned": float(num_learned),
-                "clipped": clipped,
-                "entropy": entropy,
-                "mismatch_max": mismatch,
-            }
-        )
+        sums = self._sums(more) | {
+            "policy": total.detach(),
+            "learned": float(num_learned),
+            "clipped": clipped,
+            "entropy": entropy,
+            "mismatch_max": mismatch,
+        }
+        if kl_R is not None:
+            sums["kl"] = kl_R.detach().sum()
         return Loss(total, found.stats, sums)
 
     def _checked_gap(

@@ -1,15 +1,13 @@
 """Checkpoints of DeepSpeed's engine: a file of the shared parameters, and one for each expert of each layer."""
 
-import pickle
-import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.door import MoE
+from expertmesh.integrations.torch_file import load_torch_file
 
 _EXPERT = "deepspeed_moe.experts.deepspeed_experts."
 _SHARED = "mp_rank_00_model_states.pt"
@@ -48,9 +46,9 @@ def load_expert_files(folder: str | Path, tag: str | None = None) -> dict[str, T
         raise ConfigError(
             f"{folder / tag}: has no {_SHARED}; give a folder that engine.save_checkpoint wrote"
         )
-    state: dict[str, Tensor] = dict(_loaded(folder / tag / _SHARED)["module"])
+    state: dict[str, Tensor] = dict(load_torch_file(folder / tag / _SHARED)["module"])
     for path in sorted((folder / tag).glob("*expert_*_mp_rank_00_model_states.pt")):
-        state |= _loaded(path)
+        state |= load_torch_file(path)
     return state
 
 
@@ -89,14 +87,3 @@ def save_expert_files(model: nn.Module, folder: str | Path, tag: str) -> None:
     record |= {"global_steps": 0, "global_samples": 0, "skipped_steps": 0, "ds_version": ""}
     torch.save(record, target / _SHARED)
     (Path(folder) / "latest").write_text(tag)
-
-
-def _loaded(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = re.split(r"[.\n]", str(error))[0]
-        raise ConfigError(
-            f"{path}: holds other things than tensors and plain values ({reason}); save it from DeepSpeed without them"
-        ) from error
-    return found

@@ -31,9 +31,8 @@ class LinearGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the tokens."""
         weight = self.wg.weight
-        weight = weight.to(
-            torch.promote_types(weight.dtype, torch.float32 if self.fp32_gate else weight.dtype)
-        )
+        if self.fp32_gate:
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         return F.linear(x.to(weight.dtype), weight)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
+from expertmesh.integrations.torch_file import load_torch_file
 
 State = dict[str, Any]
 
@@ -55,11 +56,11 @@ def read(path: str, namespace: str = "") -> tuple[Any, State]:
     """The contents of a file, and the state dict in it under names joined by "/".
 
     Raises:
-        ConfigError: the file is not there, or has no such name.
+        ConfigError: the file is not there, holds other things than tensors and plain values, or has no such name.
     """
     if not Path(path).is_file():
         raise ConfigError(f"{path}: is no file; give the pattern that the ranks wrote to")
-    whole = state = torch.load(path, map_location="cpu", weights_only=True)
+    whole = state = load_torch_file(path)
     for name in filter(None, namespace.split("/")):
         if not isinstance(state, dict) or name not in state:
             raise ConfigError(
