@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from expertmesh.checkpoints.torch_file import load_torch_file
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.door import MoE
-from expertmesh.integrations.torch_file import load_torch_file
 
 _EXPERT = "deepspeed_moe.experts.deepspeed_experts."
 _SHARED = "mp_rank_00_model_states.pt"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.checkpoints.torch_file import load_torch_file
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.torch_file import load_torch_file
 
 State = dict[str, Any]
 
