@@ -98,6 +98,13 @@ def test_files_are_short():
     assert {name: n for name, n in lengths.items() if n > MOST_FILE_LINES} == {}
 
 
+def test_lines_of_the_kernels_in_c_are_short():
+    files = [*SOURCE.rglob("*.[ch]")]
+    assert files, "no file found: the test looks in the wrong place"
+    lines = ((path, n, line) for path in files for n, line in enumerate(path.open(), 1))
+    assert [f"{relative(path)}:{n}" for path, n, line in lines if len(line.rstrip()) > 120] == []
+
+
 def test_functions_are_short():
     too_long = {}
     for path in python_files():

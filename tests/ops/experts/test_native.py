@@ -137,6 +137,24 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, dim):
         first += 7
 
 
+@pytest.mark.parametrize("format", ["dense", "int8", "int4"])
+def test_a_row_has_the_same_bits_beside_so_many_that_weights_go_in_pieces(format):
+    """Alone, in pieces that are used once, for all places at once, in several rounds of places, in several chunks."""
+    shape = (1500, 544, 288, 2, 1)
+    if format == "dense":
+        call = make_call(shape, kind="hot", bias=True)
+    else:
+        call, _ = quantized_call(format, shape=shape)
+    whole = computed(call)
+    for size in (1, 33, 160, 300, 700):
+        for at in (3, 1500 - size):
+            rows = slice(at, at + size)
+            part = call._replace(
+                x_TD=call.x_TD[rows], ids_TK=call.ids_TK[rows], weights_TK=call.weights_TK[rows]
+            )
+            assert torch.equal(computed(part), whole[rows]), (size, at)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_tokens", [1, 40, 700])
 def test_two_threads_compute_the_bits_of_one(dtype, num_tokens, two_threads):

@@ -9,8 +9,8 @@ enum { SILU, GELU, RELU, RELU2, CLAMPED_SILU };
 #define CLAMP_LIMIT 7.0f
 #define CLAMP_SLOPE 1.702f
 
-/* 1 + erf(x / sqrt 2). With z = |x| / sqrt 2: erf(z) = z P(z^2) up to 1, erfc(z) = exp(-z^2) Q(1 / (1 + z / 2)) from there on;
- * P and Q are least-squares fits of the relative error, below 1e-8.
+/* 1 + erf(x / sqrt 2). With z = |x| / sqrt 2: erf(z) = z P(z^2) up to 1, erfc(z) = exp(-z^2) Q(1 / (1 + z / 2)) from
+ * there on; P and Q are least-squares fits of the relative error, below 1e-8.
  */
 static inline Floats one_plus_erf(Floats x) {
     static const float near[8] = {1.12837923f, -0.376126379f, 0.112837821f, -0.0268654004f,

@@ -9,7 +9,11 @@
 #define TILE_BYTES 1024
 
 static inline void configure_tiles(void) {
-    struct { uint8_t palette, start; uint8_t reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
     _tile_loadconfig(&shape);
 }
@@ -36,8 +40,8 @@ static inline void transpose(__m512i v[16]) {
 
 /* Two vectors of floats become one of pairs, rounded to BF16: (low, high) of each lane. */
 static inline __m512i paired(Floats low, Floats high) {
-    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
-                                           4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 }
 

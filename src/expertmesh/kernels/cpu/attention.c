@@ -1,8 +1,9 @@
 /* Attention of the last queries of sequences to all their keys, which lie in pages: y = softmax(rule(q k / sqrt d)) v.
  *
- * Keys are taken in blocks of 64, counted from a sequence's first one. A row (a query of a head) has a running maximum and running
- * sums: of a block it adds first the exponentials, then the weighted values, keys ascending or by tiles; a hidden key adds exact zeros. So the
- * bits of a row depend on its own query and keys alone: neither on other rows, nor on the pages, nor on the number of threads.
+ * Keys are taken in blocks of 64, counted from a sequence's first one. A row (a query of a head) has a running
+ * maximum and running sums: of a block it adds first the exponentials, then the weighted values, keys ascending or
+ * by tiles; a hidden key adds exact zeros. So the bits of a row depend on its own query and keys alone: neither on
+ * other rows, nor on the pages, nor on the number of threads.
  */
 #include "threads.h"
 #include "amx.h"
@@ -60,7 +61,8 @@ typedef struct {
 
 /* Products of `rows` queries and LANES / rows keys, each with one accumulator, whose lanes are added up by one tree. */
 #define SCORES(NAME, X_SIZE, W_SIZE, AT_ONCE, VECTOR, READ_X, READ_W, ADD)                                             \
-    INLINE void NAME(const char *const *keys, const char *q, int64_t stride, int64_t columns, const int rows, float *to) { \
+    INLINE void NAME(const char *const *keys, const char *q, int64_t stride, int64_t columns, const int rows,          \
+                     float *to) {                                                                                      \
         const int across = LANES / rows;                                                                               \
         Floats sum[LANES];                                                                                             \
         for (int i = 0; i < LANES; i++) sum[i] = all(0.0f);                                                            \
@@ -90,7 +92,8 @@ INLINE void prefetch(const char *from, int64_t bytes) {
 /* Scores of `rows` rows with the block's keys; the rows of the next block are prefetched meanwhile, if there is one. */
 INLINE void scores_of(const Plan *p, Unit *u, int64_t row, const int rows, int now, int64_t ahead) {
     const Call *call = p->call;
-    int64_t size = p->has_pairs ? 2 : 4, stride = p->q_width * size, columns = p->has_pairs ? p->q_width : padded(call->key_dim, LANES);
+    int64_t size = p->has_pairs ? 2 : 4, stride = p->q_width * size;
+    int64_t columns = p->has_pairs ? p->q_width : padded(call->key_dim, LANES);
     int64_t bytes = size_of(call->kind);
     const char *q = u->q + row * stride;
     for (int n = 0; n < KEYS; n += LANES / rows) {
@@ -108,7 +111,8 @@ INLINE void scores_of(const Plan *p, Unit *u, int64_t row, const int rows, int n
     }
 }
 
-/* Scores of a row and a block under the rule, -inf for hidden keys. Returns the row's new maximum, 0 if it has seen no key. */
+/* Scores of a row and a block under the rule, -inf for hidden keys. Returns the row's new maximum, 0 if it has seen
+ * no key. */
 static float score_row(const Call *call, Unit *u, int64_t row, int64_t block, float *s) {
     int32_t first = (int32_t)(u->first_seen[row] > block ? least(u->first_seen[row] - block, KEYS) : 0);
     int32_t last = (int32_t)(u->last_seen[row] > block ? least(u->last_seen[row] - block, KEYS) : 0);
@@ -145,7 +149,8 @@ static void weigh(const Plan *p, Unit *u, int64_t row, int64_t block) {
     if (u->largest[row] > before) {
         float factor = exponential(all(before - now))[0];
         u->total[row] *= factor;
-        for (int64_t c = 0; c < p->y_width; c += LANES) store(u->y + row * p->y_width + c, load(u->y + row * p->y_width + c) * all(factor));
+        float *y = u->y + row * p->y_width;
+        for (int64_t c = 0; c < p->y_width; c += LANES) store(y + c, load(y + c) * all(factor));
     }
     Floats sum = all(0.0f), hidden = all(-__builtin_inff());
     for (int n = 0; n < KEYS; n += LANES) {
@@ -157,8 +162,8 @@ static void weigh(const Plan *p, Unit *u, int64_t row, int64_t block) {
 }
 
 /* Adds the weighted values of keys first ... last - 1 of a block in `vectors` vectors of columns, for `rows` rows. */
-INLINE void add_columns(const char *const *values, int64_t kind, int64_t column, const float *weights, int first, int last, float *y,
-                        int64_t width, const int rows, const int vectors) {
+INLINE void add_columns(const char *const *values, int64_t kind, int64_t column, const float *weights, int first,
+                        int last, float *y, int64_t width, const int rows, const int vectors) {
     Floats sum[MOST_TOGETHER * ACROSS];
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < vectors; i++) sum[r * ACROSS + i] = load(y + r * width + column + i * LANES);
@@ -187,7 +192,8 @@ INLINE void add_values_of(const Plan *p, Unit *u, int64_t row, const int rows, i
     float *y = u->y + row * width;
     for (; c + ACROSS * LANES <= width; c += ACROSS * LANES)
         add_columns(u->values[now], kind, c, weights, (int)first, (int)last, y, width, rows, ACROSS);
-    for (; c < width; c += LANES) add_columns(u->values[now], kind, c, weights, (int)first, (int)last, y, width, rows, 1);
+    for (; c < width; c += LANES)
+        add_columns(u->values[now], kind, c, weights, (int)first, (int)last, y, width, rows, 1);
 }
 
 INLINE void add_values(const Plan *p, Unit *u, int64_t row, const int rows, int now, int64_t block, int64_t kind) {
@@ -195,7 +201,8 @@ INLINE void add_values(const Plan *p, Unit *u, int64_t row, const int rows, int 
     else add_values_of(p, u, row, rows, now, block, FP32);
 }
 
-/* Rows of the keys and values of a block; behind the last key they are the last key's, whose weight is 0. Returns their number. */
+/* Rows of the keys and values of a block; behind the last key they are the last key's, whose weight is 0. Returns
+ * their number. */
 static int64_t find_rows(const Call *call, Unit *u, int64_t block, int which) {
     int64_t count = least(u->high - block, KEYS);
     if (count <= 0) return 0;
@@ -204,8 +211,9 @@ static int64_t find_rows(const Call *call, Unit *u, int64_t block, int which) {
     int64_t page = place / call->page_size, slot = place % call->page_size;
     for (int n = 0; n < KEYS; n++) {
         if (n < count) {
-            u->keys[which][n] = call->k + pages[page] * call->k_of_page + slot * call->k_of_slot + u->head * call->k_of_head;
-            u->values[which][n] = call->v + pages[page] * call->v_of_page + slot * call->v_of_slot + u->head * call->v_of_head;
+            const char *k = call->k + u->head * call->k_of_head, *v = call->v + u->head * call->v_of_head;
+            u->keys[which][n] = k + pages[page] * call->k_of_page + slot * call->k_of_slot;
+            u->values[which][n] = v + pages[page] * call->v_of_page + slot * call->v_of_slot;
             if (++slot == call->page_size) page++, slot = 0;
         } else {
             u->keys[which][n] = u->keys[which][count - 1];
@@ -237,8 +245,9 @@ static void widen_values(const Plan *p, Unit *u, int now, int64_t count) {
             const char *from = u->values[now][n];
             int64_t c = 0;
             for (; c + LANES <= call->value_dim; c += LANES)
-                store(to + c, call->kind == BF16 ? load_bf16((const uint16_t *)from + c) : load((const float *)from + c));
-            for (; c < call->value_dim; c++) to[c] = call->kind == BF16 ? wide(((const uint16_t *)from)[c]) : ((const float *)from)[c];
+                store(to + c, call->kind == BF16 ? READ_BF16(from + 2 * c) : READ_FP32(from + 4 * c));
+            for (; c < call->value_dim; c++)
+                to[c] = call->kind == BF16 ? wide(((const uint16_t *)from)[c]) : ((const float *)from)[c];
             for (; c < p->y_width; c++) to[c] = 0.0f;
         }
         u->values[now][n] = (const char *)to;
@@ -300,12 +309,14 @@ static void run_unit(const Plan *p, Unit *u) {
         if (pads) pad_keys(p, u, now, count);
         if (widens) widen_values(p, u, now, count);
         count = ahead;
-        for (; row + MOST_TOGETHER <= u->num_rows; row += MOST_TOGETHER, ahead = 0) scores_of(p, u, row, MOST_TOGETHER, now, ahead);
+        for (; row + MOST_TOGETHER <= u->num_rows; row += MOST_TOGETHER, ahead = 0)
+            scores_of(p, u, row, MOST_TOGETHER, now, ahead);
         for (; row + 2 <= u->num_rows; row += 2, ahead = 0) scores_of(p, u, row, 2, now, ahead);
         for (; row < u->num_rows; row++, ahead = 0) scores_of(p, u, row, 1, now, ahead);
         for (row = 0; row < u->num_rows; row++) weigh(p, u, row, block);
         int64_t kind = widens ? FP32 : call->kind;
-        for (row = 0; row + MOST_TOGETHER <= u->num_rows; row += MOST_TOGETHER) add_values(p, u, row, MOST_TOGETHER, now, block, kind);
+        for (row = 0; row + MOST_TOGETHER <= u->num_rows; row += MOST_TOGETHER)
+            add_values(p, u, row, MOST_TOGETHER, now, block, kind);
         for (; row + 2 <= u->num_rows; row += 2) add_values(p, u, row, 2, now, block, kind);
         for (; row < u->num_rows; row++) add_values(p, u, row, 1, now, block, kind);
     }

@@ -1,6 +1,6 @@
-/* A unit of the attention by AMX's tiles, for BF16: scores as S^T = K Q^T, so that keys are read as they lie and the 16 lanes of a
- * vector are 16 rows; weights, rounded to BF16, are turned into the left factor of Y += P V. One to 16 rows cost the same, so there
- * is no other way for few rows, and a row has the same bits beside any others.
+/* A unit of the attention by AMX's tiles, for BF16: scores as S^T = K Q^T, so that keys are read as they lie and the
+ * 16 lanes of a vector are 16 rows; weights, rounded to BF16, are turned into the left factor of Y += P V. One to 16
+ * rows cost the same, so there is no other way for few rows, and a row has the same bits beside any others.
  */
 #if defined(__AMX_BF16__)
 
@@ -12,7 +12,9 @@ static void pack_queries(const Plan *p, Unit *u, char *to) {
         for (int64_t c = 0; c < p->q_width; c += COLUMNS, to += TILE_BYTES) {
             __m512i v[HALF];
             for (int r = 0; r < HALF; r++)
-                v[r] = half * HALF + r < u->num_rows ? _mm512_loadu_si512(u->q + ((half * HALF + r) * p->q_width + c) * 2) : _mm512_setzero_si512();
+                v[r] = half * HALF + r < u->num_rows
+                           ? _mm512_loadu_si512(u->q + ((half * HALF + r) * p->q_width + c) * 2)
+                           : _mm512_setzero_si512();
             transpose(v);
             for (int r = 0; r < HALF; r++) _mm512_storeu_si512(to + r * 64, v[r]);
         }
@@ -20,8 +22,8 @@ static void pack_queries(const Plan *p, Unit *u, char *to) {
 
 /* Values of a block in tiles of 32 keys by 16 columns, two keys to a pair; those that no row sees are zeros. */
 static void pack_values(const Plan *p, Unit *u, int now, int64_t block) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,
-                                         34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     int64_t size = p->call->value_dim;
     for (int n = 0; n < KEYS; n += 2)
@@ -54,7 +56,8 @@ INLINE void tile_scores(const Plan *p, Unit *u, const char *q, int now, int n, c
             for (int64_t c = 0; c < p->q_width; c += COLUMNS) {
                 int64_t size = p->call->key_dim - c;
                 uint32_t here = size >= COLUMNS ? 0xffffffff : (1u << size) - 1;
-                _mm512_storeu_si512(u->k_copy + i * stride + c * 2, _mm512_maskz_loadu_epi16(here, u->keys[now][n + i] + c * 2));
+                _mm512_storeu_si512(u->k_copy + i * stride + c * 2,
+                                    _mm512_maskz_loadu_epi16(here, u->keys[now][n + i] + c * 2));
             }
         keys = u->k_copy;
     }
@@ -137,7 +140,8 @@ static void tile_weigh(const Plan *p, Unit *u, int64_t half, int64_t block) {
         memcpy(&from, first, sizeof from), memcpy(&to, last, sizeof to);
         tile_rule(p, u, half, block, from, to);
     }
-    Floats hidden = all(-__builtin_inff()), before = load(u->largest + first_row), scale = all((float)call->scale), most[4];
+    Floats hidden = all(-__builtin_inff()), before = load(u->largest + first_row), scale = all((float)call->scale);
+    Floats most[4];
     for (int i = 0; i < 4; i++) most[i] = hidden;
     for (int n = 0; n < KEYS; n += 4)
         for (int i = 0; i < 4; i++) most[i] = larger_of(load(s + (n + i) * HALF), most[i]);
@@ -170,7 +174,8 @@ static void tile_weigh_row(const Plan *p, Unit *u, int64_t row, int64_t block, c
         sum = n ? sum + weights[n] : weights[n];
     }
     for (int n = 0; n < KEYS / LANES; n += 2)
-        _mm512_storeu_si512(tiles + n / 2 * TILE_BYTES + row * 64, (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[n + 1], (__m512)weights[n]));
+        _mm512_storeu_si512(tiles + n / 2 * TILE_BYTES + row * 64,
+                            (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[n + 1], (__m512)weights[n]));
     u->total[row] = u->total[row] * factor + sum_of(sum);
     float *y = u->y + row * p->y_width;
     if (factor != 1.0f)

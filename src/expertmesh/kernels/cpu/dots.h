@@ -11,8 +11,9 @@
 #define TOGETHER (LANES == 16 ? 4 : 2) /* rows of x at once */
 #define ACROSS (LANES / TOGETHER)      /* rows of w at once, if there are so many of x; else LANES */
 
-/* NAME(w, w_stride, x, x_stride, columns, many, out, ahead, ahead_stride): with `many` TOGETHER rows of x by ACROSS of w, else one
- * by LANES; out has 32 sums per row of x. AT_ONCE columns are read at a time. The next block is prefetched at a rate per step. */
+/* NAME(w, w_stride, x, x_stride, columns, many, out, ahead, ahead_stride): with `many` TOGETHER rows of x by ACROSS
+ * of w, else one by LANES; out has 32 sums per row of x. AT_ONCE columns are read at a time. The next block is
+ * prefetched at a rate per step. */
 #define DOTS(NAME, X_SIZE, W_SIZE, AT_ONCE, VECTOR, READ_X, READ_W, ADD)                                               \
     static inline void NAME##_part(const char *w, int64_t w_stride, const char *x, int64_t x_stride, int64_t columns,  \
                                    const int rows, const int across, float *out, Ahead *next, int64_t rate) {          \
@@ -48,8 +49,8 @@ DOTS(dots_bf16, 2, 2, 32, Pairs, load_pairs, load_pairs, ADD_PAIRS)
 #endif
 
 /* Sums of a block with `rows` (1 or TOGETHER) places of a panel. */
-static inline void dots_of_block(const Work *w, const Block *b, int64_t w_kind, const char *panel, int64_t width, int64_t place,
-                                 int rows, float *out, Ahead *next) {
+static inline void dots_of_block(const Work *w, const Block *b, int64_t w_kind, const char *panel, int64_t width,
+                                 int64_t place, int rows, float *out, Ahead *next) {
     int64_t stride = width * size_of(w->x_kind);
     const char *x = panel + place * stride;
     int64_t at_once = w->x_kind == BF16 ? 32 : LANES, parts = 2 * GROUP / (rows > 1 ? ACROSS : LANES);
@@ -113,20 +114,21 @@ static inline void dots_out(const Work *w, const Span *span, const Block *b, Ahe
     for (int64_t r = 0; r < span->count;) {
         int rows = span->count - r >= TOGETHER ? TOGETHER : 1;
         dots_of_block(w, b, kind, w->a_panel, w->a_width, span->place + r, rows, y, next);
-        for (int i = 0; i < rows; i++)
-            for (int g = 0; g < 2; g++) write_outputs(w, span->place + r + i, b, g, y + (2 * i + g) * GROUP);
+        for (int i = 0; i < rows; i++) {
+            const float *own = y + i * 2 * GROUP;
+            write_outputs(w, span, span->place + r + i, b, own, own + GROUP);
+        }
         r += rows;
     }
 }
 
-/* Rows of x at their places, with zeros behind. */
-static inline void dots_pack(const Work *w, int64_t first, int64_t last) {
+/* Rows of x at `count` places from `place` on, with zeros behind each. */
+static inline void dots_pack(const Work *w, int64_t place, const char *const *rows, int64_t count) {
     int64_t D = w->call->in.columns, size = size_of(w->x_kind);
-    for (int64_t place = first; place < last; place++) {
-        const char *from = w->call->x + w->slot_of[place] / w->call->num_choices * D * size_of(w->call->x_kind);
-        char *to = w->x_panel + place * w->x_width * size;
-        if (w->x_kind == w->call->x_kind) memcpy(to, from, (size_t)(D * size));
-        else for (int64_t c = 0; c < D; c++) ((float *)to)[c] = wide(((const uint16_t *)from)[c]);
+    for (int64_t r = 0; r < count; r++) {
+        char *to = w->x_panel + (place + r) * w->x_width * size;
+        if (w->x_kind == w->call->x_kind) memcpy(to, rows[r], (size_t)(D * size));
+        else for (int64_t c = 0; c < D; c++) ((float *)to)[c] = wide(((const uint16_t *)rows[r])[c]);
         memset(to + D * size, 0, (size_t)((w->x_width - D) * size));
     }
 }

@@ -1,9 +1,10 @@
-/* Experts of a mixture, and dense products, which are the second half of one expert: y_t = sum over its choices of s W_out act(W_in x_t + b_in) + s b_out, the choices in order.
+/* Experts of a mixture, and dense products, which are the second half of one expert: y_t = sum over its choices of s
+ * W_out act(W_in x_t + b_in) + s b_out, the choices in order.
  *
- * Rows are the live choices, ordered by expert. They go through in chunks whose panels stay in the L2 cache; a chunk has three phases
- * with a barrier behind each: rows become a panel; blocks of w_in times all rows of an expert, activated, become another; blocks of
- * w_out times that are the outputs, which are added up at the end. A block belongs to one thread, so an order of sums depends neither on the
- * number of threads nor on the other rows.
+ * Rows are the live choices, ordered by expert. They go through in chunks whose panels stay in the L2 cache; a chunk
+ * has three phases with a barrier behind each: rows become a panel; blocks of w_in times all rows of an expert,
+ * activated, become another; blocks of w_out times that are the outputs, which are added up at the end. A block
+ * belongs to one thread, so an order of sums depends neither on the number of threads nor on the other rows.
  */
 #include "dots.h"
 #include "tiles.h"
@@ -19,7 +20,7 @@
 #define PANEL_BYTES (1 << 20) /* of a chunk, per thread */
 #define ITEM_BYTES (1 << 17)  /* of weights that a thread takes at a time */
 #define ITEMS_PER_THREAD 4    /* at least, if there are so many blocks */
-#define FEW 4                 /* rows of an expert up to which a block that is copied waits for memory, not for its products */
+#define FEW 4                 /* rows of an expert up to which a copied block waits for memory, not for products */
 #define ALIGNMENT 64
 
 typedef struct {
@@ -36,8 +37,9 @@ typedef struct {
     int64_t scratch_bytes; /* of each thread */
 } Plan;
 
-/* Orders the live slots by expert, stably: starts (E + 1), slots (R). Returns -1 if an id is out of range. */
-static int order_slots(Call *call, int64_t *starts, int32_t *slots) {
+/* Orders the live slots by expert, stably: starts (E + 1), slots (R), and the row of each. Returns -1 if an id is out of
+ * range. */
+static int order_slots(Call *call, int64_t *starts, int32_t *slots, int32_t *row_of) {
     int64_t N = call->num_tokens * call->num_choices, E = call->num_experts;
     memset(starts, 0, (size_t)(E + 2) * sizeof *starts);
     call->least_id = call->most_id = N ? call->ids[0] : 0;
@@ -49,15 +51,19 @@ static int order_slots(Call *call, int64_t *starts, int32_t *slots) {
     }
     if (call->least_id < 0 || call->most_id > E) return -1;
     for (int64_t e = 0; e < E; e++) starts[e + 2] += starts[e + 1];
-    for (int64_t i = 0; i < N; i++)
-        if (call->ids[i] < E) slots[starts[call->ids[i] + 1]++] = (int32_t)i;
+    for (int64_t i = 0; i < N; i++) {
+        if (call->ids[i] == E) continue;
+        row_of[i] = (int32_t)starts[call->ids[i] + 1]++;
+        slots[row_of[i]] = (int32_t)i;
+    }
     return 0;
 }
 
 /* More for weights that are copied, once for each chunk: what the copy costs is worth more than the cache. */
 static int64_t panel_bytes(const Matrices *m) { return m->kind < INT8 ? PANEL_BYTES : 2 * PANEL_BYTES; }
 
-/* Rows of experts in chunks. An expert with more rows than a chunk holds is in several, and its weights are read for each. */
+/* Rows of experts in chunks. An expert with more rows than a chunk holds is in several, and its weights are read for
+ * each. */
 static void make_chunks(Plan *p, const int64_t *starts) {
     const Call *call = p->work.call;
     int64_t unit = p->work.has_tiles ? GROUP : 1;
@@ -89,36 +95,34 @@ static int64_t item_size(int64_t num, int64_t bytes, int64_t threads) {
 }
 
 static void fill_panel(const Work *w, int64_t thread, int64_t threads) {
-    int64_t unit = w->has_tiles ? GROUP : 1, turn = 0;
+    int64_t turn = 0, of_row = w->call->in.columns * size_of(w->call->x_kind);
     for (int64_t i = 0; i < w->num_spans; i++) {
         const Span *span = &w->spans[i];
-        for (int64_t r = 0; r < span->count; r += GROUP, turn++) {
+        for (int64_t place = span->place; place < span->place + span->count; place += GROUP, turn++) {
             if (turn % threads != thread) continue;
-            int64_t first = span->place + r, last = first + least(padded(span->count - r, unit), GROUP);
-            for (int64_t place = first; place < last; place++) {
-                int64_t row = r + place - first;
-                int32_t slot = row < span->count ? w->slots[span->first + row] : -1;
-                w->slot_of[place] = slot;
-                w->weight_of[place] = slot < 0 ? 0.0f : w->call->weights[slot];
+            int64_t count = least(span->place + span->count - place, GROUP);
+            const int32_t *slots = w->slots + row_at(span, place);
+            const char *rows[GROUP];
+            for (int64_t r = 0; r < count; r++) {
+                rows[r] = w->call->x + slots[r] / w->call->num_choices * of_row;
+                w->weight_of[place + r] = w->call->weights[slots[r]];
             }
 #if defined(__AMX_BF16__)
             if (w->has_tiles) {
-                tiles_pack(w, first, last);
+                for (int64_t r = count; r < GROUP; r++) w->weight_of[place + r] = 0.0f;
+                tiles_pack(w, place, rows, count);
                 continue;
             }
 #endif
-            dots_pack(w, first, last);
+            dots_pack(w, place, rows, count);
         }
     }
 }
 
-/* Whether a block is multiplied only once, so that its copy may stay in the L1 cache. */
-static inline int is_copied_in_pieces(const Work *w, const Span *span) { return w->has_tiles && span->count <= 2 * GROUP; }
-
-static inline void multiply(const Work *w, const Span *span, const Block *b, Ahead *next, int is_in) {
+static inline void multiply(const Work *w, const Span *span, const Block *b, char *scratch, Ahead *next, int is_in) {
 #if defined(__AMX_BF16__)
     if (w->has_tiles) {
-        tiles_multiply(w, span, b, next, is_in);
+        tiles_multiply(w, span, b, scratch, next, is_in);
         return;
     }
 #endif
@@ -141,10 +145,10 @@ static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char
             ahead.left = 0;
             if (soon < num) look_ahead(&ahead, m, w->spans[soon / blocks].expert, soon % blocks);
             const Span *span = &w->spans[at / blocks];
-            char *copy = is_copied_in_pieces(w, span) ? NULL : scratch;
+            char *copy = w->has_tiles ? NULL : scratch; /* tiles copy in pieces */
             int64_t rate = span->count <= FEW ? rate_of(&ahead, 2 * GROUP) : 0;
             take_block(&block, m, span->expert, at % blocks, w->call->x_kind, copy, &ahead, rate);
-            multiply(w, span, &block, &ahead, is_in);
+            multiply(w, span, &block, scratch, &ahead, is_in);
         }
         item = later;
     }
@@ -153,14 +157,14 @@ static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char
 /* Adds up the outputs of each token, its choices in order. */
 static void add_choices(const Work *w, int64_t first, int64_t last, float *sums) {
     const Call *call = w->call;
-    int64_t D = call->out.rows, K = call->num_choices, width = w->outputs_width;
+    int64_t D = call->out.rows, K = call->num_choices, width = padded(D, 2 * GROUP);
     for (int64_t t = first; t < last; t++) {
         memset(sums, 0, (size_t)width * sizeof(float));
         for (int64_t slot = t * K; slot < t * K + K; slot++) {
             if (call->ids[slot] == call->num_experts) continue;
             for (int64_t d = 0; d < width; d += LANES) {
-                int64_t at = slot * width + d;
-                Floats y = call->x_kind == BF16 ? load_bf16((uint16_t *)w->outputs + at) : load((float *)w->outputs + at);
+                int64_t at = w->row_of[slot] * w->outputs_stride + d;
+                Floats y = call->x_kind == BF16 ? READ_BF16(w->outputs + 2 * at) : READ_FP32(w->outputs + 4 * at);
                 store(sums + d, load(sums + d) + y);
             }
         }
@@ -228,16 +232,16 @@ static void *part(Arena *a, int64_t bytes) {
 static void lay_out(Plan *p, Arena *a) {
     Work *w = &p->work;
     int64_t size = size_of(w->x_kind);
-    w->slot_of = part(a, p->most_places * sizeof *w->slot_of);
     w->weight_of = part(a, (p->most_places + GROUP) * sizeof *w->weight_of);
     w->x_panel = part(a, p->most_places * w->x_width * size);
     w->a_panel = w->call->in.numbers ? part(a, p->most_places * w->a_width * size) : w->x_panel;
-    w->outputs = part(a, w->call->num_tokens * w->call->num_choices * w->outputs_width * size_of(w->call->x_kind));
+    w->outputs = part(a, p->num_rows * w->outputs_stride * size_of(w->call->x_kind));
     p->taken = part(a, (2 * p->num_chunks + 2) * sizeof *p->taken);
     p->scratch = part(a, p->scratch_bytes * w->call->num_threads);
 }
 
-/* Computes a call: 0; -1: an id is out of range; -2: no memory. Tiles must have been granted where they are compiled in. */
+/* Computes a call: 0; -1: an id is out of range; -2: no memory. Tiles must have been granted where they are compiled
+ * in. */
 int expertmesh_experts(Call *call) {
     Plan plan = {.work = {.call = call}}, *p = &plan;
     Work *w = &p->work;
@@ -249,12 +253,13 @@ int expertmesh_experts(Call *call) {
         if (pass && !lists.at) return -2;
         lists.used = 0;
         w->slots = part(&lists, N * sizeof(int32_t));
+        w->row_of = part(&lists, N * sizeof(int32_t));
         p->spans = part(&lists, most_spans * sizeof(Span));
         p->chunks = part(&lists, most_spans * sizeof(Chunk));
         part(&lists, (E + 2) * sizeof(int64_t));
     }
     int64_t *starts = (int64_t *)(lists.at + lists.used - padded((E + 2) * (int64_t)sizeof(int64_t), ALIGNMENT));
-    int problem = order_slots(call, starts, (int32_t *)w->slots);
+    int problem = order_slots(call, starts, (int32_t *)w->slots, (int32_t *)w->row_of);
     if (problem) {
         free(lists.at);
         return problem;
@@ -267,9 +272,13 @@ int expertmesh_experts(Call *call) {
     w->x_kind = FP32;
 #endif
     w->x_width = padded(call->in.columns, STEP), w->a_width = padded(call->out.columns, STEP);
-    w->outputs_width = padded(call->out.rows, 2 * GROUP);
+    int64_t width = padded(call->out.rows, 2 * GROUP);
+    w->outputs_stride = width + 2 * GROUP, p->num_rows = starts[E];
     int64_t stride = larger(copied_stride(&call->in), copied_stride(&call->out));
-    p->scratch_bytes = padded(larger(2 * GROUP * stride, w->outputs_width * 4), ALIGNMENT);
+    p->scratch_bytes = padded(larger(2 * GROUP * stride, width * 4), ALIGNMENT);
+#if defined(__AMX_BF16__)
+    p->scratch_bytes = larger(p->scratch_bytes, tiles_scratch(larger(w->x_width, w->a_width)));
+#endif
     make_chunks(p, starts);
     Arena arena = {0};
     lay_out(p, &arena);

@@ -118,6 +118,10 @@ class Loaded:
 
 
 _lock = threading.Lock()
+# a child whose parent is loading would wait for ever
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 _loaded: list[Loaded] = []
 
 
@@ -151,11 +155,9 @@ def load(best: str = NAMES[0]) -> Loaded:
         try:
             with built(instructions) as path:
                 return Loaded(Kernels(path, instructions), problem)
-        except TilesError as error:
-            problem = str(error)
-        except (BuildError, OSError) as error:
-            problem = str(error).partition("\n")[0]
-            break
+        # no tiles, no compiler, one that is too old for the set, a file that cannot be loaded or lacks our functions
+        except (TilesError, BuildError, OSError, AttributeError) as error:
+            problem = problem or str(error).partition("\n")[0]
     _log.warning("experts on this CPU are computed by PyTorch's own products: %s", problem)
     return Loaded(None, problem)
 

@@ -1,4 +1,5 @@
-/* Threads of the OpenMP runtime that torch has loaded, by its own entry points: nothing is linked, so there is never a second runtime. */
+/* Threads of the OpenMP runtime that torch has loaded, by its own entry points: nothing is linked, so there is never
+ * a second runtime. */
 #ifndef EXPERTMESH_THREADS_H
 #define EXPERTMESH_THREADS_H
 
@@ -25,7 +26,8 @@ static void run_task(void *given) {
     task->body(task->data, expertmesh_runtime.thread(), expertmesh_runtime.threads());
 }
 
-/* Runs a body on up to so many threads, and waits for all. One thread needs no runtime, as in a process that was forked. */
+/* Runs a body on up to so many threads, and waits for all. One thread needs no runtime, as in a process that was
+ * forked. */
 static void together(Body body, void *data, int64_t threads) {
     Task task = {body, data};
     if (threads > 1 && expertmesh_runtime.parallel) expertmesh_runtime.parallel(run_task, &task, (unsigned)threads, 0);

@@ -11,14 +11,15 @@
 typedef struct {
     const char *numbers;
     int64_t of_expert, of_branch, of_row;
-    const char *scales; /* INT8: one per row, applied to its sums; INT4: one per `group` columns, applied to the weights */
+    const char *scales; /* INT8: one per row, applied to its sums; INT4: one per `group` columns, to the weights */
     int64_t scales_of_expert, scales_of_branch, scales_of_row;
     const char *bias; /* or NULL */
     int64_t bias_of_expert, bias_of_branch;
     int64_t kind, scale_kind, bias_kind, group, branches, rows, columns;
 } Matrices;
 
-/* Two groups of 16 rows: the same rows of gate and up, or 32 rows of a matrix with one branch. Rows that do not exist are zeros. */
+/* Two groups of 16 rows: the same rows of gate and up, or 32 rows of a matrix with one branch. Rows that do not
+ * exist are zeros. */
 typedef struct {
     const char *group[2]; /* or NULL: pieces of columns are copied while they are multiplied */
     int64_t stride;
@@ -80,11 +81,13 @@ static inline Floats8 of_nibbles(uint32_t word, float scale, int is_rounded) {
 }
 
 /* One group of columns with its scale; the first of two numbers is in the low half of a byte, offset by 8. */
-static inline void widen_int4(const uint8_t *from, int64_t count, float scale, int64_t scale_kind, int64_t to_kind, char *to) {
+static inline void widen_int4(const uint8_t *from, int64_t count, float scale, int64_t scale_kind, int64_t to_kind,
+                              char *to) {
     int64_t i = 0, size = to_kind == BF16 ? 2 : 4;
 #if defined(__AVX512BF16__)
     if (to_kind == BF16) {
-        /* a word picks by its low five bits, of which the fifth may be of the other number: the table stands there twice */
+        /* a word picks by its low five bits, of which the fifth may be of the other number: the table stands there
+         * twice */
         const __m512 numbers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
         __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(numbers, _mm512_set1_ps(scale)));
         __m512i twice = _mm512_broadcast_i64x4(half);
@@ -105,9 +108,10 @@ static inline void widen_int4(const uint8_t *from, int64_t count, float scale, i
         store_eight(of_nibbles(from[i / 2] >> (i % 2 ? 4 : 0), scale, is_rounded), 1, to_kind, to + i * size);
 }
 
-/* Columns of a row, from an even one on, which is in a group of columns, in the type of the products, with zeros behind the last one. */
-static inline void widen_columns(const Matrices *m, const char *row, const char *scales, int64_t first, int64_t group, int64_t count,
-                                 int64_t kind, char *to) {
+/* Columns of a row, from an even one on, which is in a group of columns, in the type of the products, with zeros
+ * behind the last one. */
+static inline void widen_columns(const Matrices *m, const char *row, const char *scales, int64_t first, int64_t group,
+                                 int64_t count, int64_t kind, char *to) {
     int64_t size = kind == FP32 ? 4 : 2, last = least(first + count, m->columns);
     if (m->kind == INT8) widen_int8((const int8_t *)row + first, last - first, kind, to);
     else if (m->kind == INT4)
@@ -132,8 +136,9 @@ static inline const char *row_of(const Matrices *m, int64_t expert, int64_t bran
     return m->numbers + expert * m->of_expert + branch * m->of_branch + row * m->of_row;
 }
 
-/* What is left to ask for of the block that will be taken next: two groups of rows, each one run of bytes, as memory streams it. Lines
- * are asked for a few at a time, all the while this block is computed: a burst would leave the memory idle behind it. */
+/* What is left to ask for of the block that will be taken next: two groups of rows, each one run of bytes, as memory
+ * streams it. Lines are asked for a few at a time, all the while this block is computed: a burst would leave the
+ * memory idle behind it. */
 typedef struct {
     const char *at[2];
     int64_t left; /* lines of each group */
@@ -150,7 +155,9 @@ static inline void look_ahead(Ahead *next, const Matrices *m, int64_t expert, in
 }
 
 /* Lines of each group to ask for at each of so many points. */
-static inline int64_t rate_of(const Ahead *next, int64_t points) { return points ? (next->left + points - 1) / points : 0; }
+static inline int64_t rate_of(const Ahead *next, int64_t points) {
+    return points ? (next->left + points - 1) / points : 0;
+}
 
 static inline void prefetch(Ahead *next, int64_t lines) {
     if (!lines) return;
@@ -164,20 +171,23 @@ static inline void prefetch(Ahead *next, int64_t lines) {
 }
 
 /* Columns of a block from `first` on, copied to `to`. */
-static inline void copy_columns(const Block *b, const Matrices *m, int64_t first, int64_t count, int64_t kind, char *to, int64_t stride,
-                                Ahead *next, int64_t rate) {
+static inline void copy_columns(const Block *b, const Matrices *m, int64_t first, int64_t count, int64_t kind,
+                                char *to, int64_t stride, Ahead *next, int64_t rate) {
     int64_t group = m->kind == INT4 ? first / m->group : 0;
     for (int g = 0; g < 2; g++)
         for (int64_t n = 0; n < GROUP; n++, to += stride) {
             prefetch(next, rate);
             if (n >= b->valid[g]) memset(to, 0, (size_t)(count * (kind == FP32 ? 4 : 2)));
-            else widen_columns(m, b->rows[g] + n * m->of_row, b->scales[g] + n * m->scales_of_row, first, group, count, kind, to);
+            else {
+                const char *row = b->rows[g] + n * m->of_row, *scales = b->scales[g] + n * m->scales_of_row;
+                widen_columns(m, row, scales, first, group, count, kind, to);
+            }
         }
 }
 
 /* Block i of an expert; copied to `scratch` unless its rows can be read where they lie, or `scratch` is NULL. */
-static inline void take_block(Block *b, const Matrices *m, int64_t expert, int64_t i, int64_t x_kind, char *scratch, Ahead *next,
-                              int64_t rate) {
+static inline void take_block(Block *b, const Matrices *m, int64_t expert, int64_t i, int64_t x_kind, char *scratch,
+                              Ahead *next, int64_t rate) {
     int64_t kind = block_kind(m, x_kind);
     for (int g = 0; g < 2; g++) {
         int64_t branch = m->branches == 2 ? g : 0, first = m->branches == 2 ? i * GROUP : (2 * i + g) * GROUP;
@@ -185,7 +195,8 @@ static inline void take_block(Block *b, const Matrices *m, int64_t expert, int64
         valid = valid < 0 ? 0 : least(valid, GROUP);
         b->first[g] = first, b->valid[g] = valid;
         b->rows[g] = row_of(m, expert, branch, first);
-        b->scales[g] = m->scales + expert * m->scales_of_expert + branch * m->scales_of_branch + first * m->scales_of_row;
+        const char *scales = m->scales + expert * m->scales_of_expert + branch * m->scales_of_branch;
+        b->scales[g] = scales + first * m->scales_of_row;
         for (int n = 0; n < GROUP; n++) {
             int is_int8 = m->kind == INT8 && n < valid;
             b->scale[g][n] = is_int8 ? number(b->scales[g] + n * m->scales_of_row, m->scale_kind, 0) : 1.0f;

@@ -32,31 +32,33 @@ typedef struct {
     int64_t num_spans;
     char *x_panel, *a_panel;  /* rows of x, and of s * act(h), in the order of places */
     int64_t x_width, a_width; /* columns of the panels */
-    int32_t *slot_of;         /* slot of each place, -1 for none */
     float *weight_of;         /* routing weight of each place, 0 for none */
-    char *outputs;            /* (T * K, width) weighted outputs by slot, rounded to x's type as between ranks */
-    int64_t outputs_width;
+    const int32_t *row_of;    /* (T * K,) row of each live slot */
+    char *outputs;            /* (R, stride) weighted outputs, rounded to x's type as between ranks */
+    int64_t outputs_stride;   /* in numbers; off a power of two, at which rows would share cache sets */
 } Work;
 
-/* Writes 16 outputs of a row. */
-static inline void write_outputs(const Work *w, int64_t place, const Block *b, int g, const float *products) {
-    int32_t slot = w->slot_of[place];
-    if (slot < 0) return;
-    int64_t at = slot * w->outputs_width + b->first[g];
+/* Row of a place. */
+static inline int64_t row_at(const Span *span, int64_t place) { return span->first + place - span->place; }
+
+/* Writes 32 outputs of a row. */
+static inline void write_outputs(const Work *w, const Span *span, int64_t place, const Block *b, const float *low,
+                                 const float *high) {
+    int64_t at = row_at(span, place) * w->outputs_stride + b->first[0];
     Floats s = all(w->weight_of[place]);
-    for (int n = 0; n < GROUP; n += LANES) {
-        Floats y = load(products + n) * load(b->scale[g] + n);
-        if (w->call->out.bias) y = multiply_add(s, load(b->bias[g] + n), y);
-        if (w->call->x_kind == BF16) store_bf16((uint16_t *)w->outputs + at + n, y);
-        else store((float *)w->outputs + at + n, y);
-    }
+    for (int g = 0; g < 2; g++)
+        for (int n = 0; n < GROUP; n += LANES) {
+            Floats y = load((g ? high : low) + n) * load(b->scale[g] + n);
+            if (w->call->out.bias) y = multiply_add(s, load(b->bias[g] + n), y);
+            if (w->call->x_kind == BF16) store_bf16((uint16_t *)w->outputs + at + g * GROUP + n, y);
+            else store((float *)w->outputs + at + g * GROUP + n, y);
+        }
 }
 
 /* Writes 16 pre-activations of a row, in the type of x. */
 static inline void keep_hidden(const Work *w, const Span *span, int64_t place, const Block *b, int g, const float *h) {
     const Matrices *m = &w->call->in;
-    int64_t row = span->first + place - span->place, F = m->rows;
-    int64_t at = row * m->branches * F + (m->branches == 2 ? g * F : 0) + b->first[g];
+    int64_t F = m->rows, at = row_at(span, place) * m->branches * F + (m->branches == 2 ? g * F : 0) + b->first[g];
     for (int64_t n = 0; n < b->valid[g]; n++) {
         if (w->call->x_kind == BF16) ((uint16_t *)w->call->hidden)[at + n] = bf16(h[n]);
         else ((float *)w->call->hidden)[at + n] = h[n];
