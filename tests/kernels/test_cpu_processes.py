@@ -1,18 +1,18 @@
 """The kernels in C in processes of every kind: forked while they load or after, with more threads than cores, on systems that refuse a set."""
 
-import contextlib
-import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.kernels.cpu import library
 from expertmesh.kernels.cpu.build import BuildError
-from expertmesh.kernels.cpu.instructions import INSTRUCTION_SETS, TORCH
+from expertmesh.kernels.cpu.instructions import TORCH, flags_of_processor, sets_of
 from expertmesh.kernels.cpu.library import TilesError
 
+SETS = sets_of(flags_of_processor())
 PROCESSES = """
 import os, threading, time
 import torch
@@ -86,28 +86,19 @@ def test_forked_processes_and_more_threads_than_cores_have_the_same_bits():
         (AttributeError("no.so: undefined symbol: f"), "no.so: undefined symbol: f"),
     ],
 )
-@pytest.mark.parametrize("num_failing", range(len(INSTRUCTION_SETS) + 1))
-def test_a_set_that_cannot_be_loaded_leaves_the_next_lower_one(
-    monkeypatch, caplog, error, said, num_failing
-):
-    sets = list(INSTRUCTION_SETS.values())
-    failing = sets[:num_failing]
+@pytest.mark.parametrize("num_failing", [0, 1, len(SETS)])
+def test_a_set_that_cannot_be_loaded_leaves_the_next_lower_one(caplog, error, said, num_failing):
+    failing = SETS[:num_failing]
 
-    class Kernels:
-        def __init__(self, path, instructions):
-            if instructions in failing:
-                raise error
-            self.instructions = instructions
+    def of_set(instructions):
+        if instructions in failing:
+            raise error
+        return SimpleNamespace(instructions=instructions)
 
-    monkeypatch.setattr(library, "allowed_sets", lambda: sets)
-    monkeypatch.setattr(library, "built", contextlib.nullcontext)
-    monkeypatch.setattr(library, "Kernels", Kernels)
-    found = library.load()
-    assert found.name == [*INSTRUCTION_SETS, TORCH][num_failing]
+    found = library.load(of_set=of_set)
+    assert found.name == [*(one.name for one in SETS), TORCH][num_failing]
     assert found.problem == (said if failing else "")
     warnings = [one.getMessage() for one in caplog.records]
-    is_last = num_failing == len(sets)
-    assert (
-        warnings
-        == [f"experts on this CPU are computed by PyTorch's own products: {said}"] * is_last
-    )
+    is_last = num_failing == len(SETS)
+    said = f"experts on this CPU are computed by PyTorch's own products: {said}"
+    assert warnings == [said] * is_last

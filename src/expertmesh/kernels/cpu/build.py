@@ -15,6 +15,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -107,8 +108,27 @@ def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) ->
         BuildError: the compiler fails.
     """
     out = folder / f"{instructions.name}-{os.getpid()}.so"
-    files = sorted(map(str, SOURCES.glob("*.c")))
-    words = [*compiler, *OPTIONS, *instructions.options, *files, "-o", str(out)]
+    words = [*compiler, *OPTIONS, *instructions.options]
+    sources = sorted(SOURCES.glob("*.c"))
+    with tempfile.TemporaryDirectory(dir=folder) as parts, ThreadPoolExecutor() as pool:
+        objects = [f"{parts}/{source.stem}.o" for source in sources]
+        # at once: somebody waits for the first token
+        jobs = [
+            pool.submit(_run, [*words, "-c", str(source), "-o", made])
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+        _run([*words, *objects, "-o", str(out)])
+    return out
+
+
+def _run(words: list[str]) -> None:
+    """Run the compiler, whose last word is the file it makes.
+
+    Raises:
+        BuildError: it fails.
+    """
     try:
         done = subprocess.run(
             words,
@@ -119,16 +139,15 @@ def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) ->
             errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler[0]} does not run: {error}") from error
-    if done.returncode or not out.is_file():
+        raise BuildError(f"{words[0]} does not run: {error}") from error
+    if done.returncode or not Path(words[-1]).is_file():
         errors = [
             line for line in done.stderr.splitlines() if "error" in line
         ] or done.stderr.splitlines()
-        out.unlink(missing_ok=True)
+        Path(words[-1]).unlink(missing_ok=True)
         raise BuildError(
-            f"{compiler[0]} fails: {errors[0].strip() if errors else f'status {done.returncode}'}"
+            f"{words[0]} fails: {errors[0].strip() if errors else f'status {done.returncode}'}"
         )
-    return out
 
 
 def _key(compiler: list[str], instructions: InstructionSet) -> str:

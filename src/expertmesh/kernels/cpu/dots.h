@@ -32,8 +32,8 @@
         store(sums, sums_of(sum));                                                                                     \
         for (int r = 0; r < rows; r++) memcpy(out + r * 2 * GROUP, sums + r * across, sizeof(float) * across);         \
     }                                                                                                                  \
-    static void NAME(const char *w, int64_t w_stride, const char *x, int64_t x_stride, int64_t columns, int many,      \
-                     float *out, Ahead *next, int64_t rate) {                                                          \
+    __attribute__((noinline)) static void NAME(const char *w, int64_t w_stride, const char *x, int64_t x_stride,       \
+                                               int64_t columns, int many, float *out, Ahead *next, int64_t rate) {     \
         int across = many ? ACROSS : LANES;                                                                            \
         for (int n = 0; n < GROUP; n += across) {                                                                      \
             const char *own = w + n * w_stride;                                                                        \

@@ -37,8 +37,8 @@ typedef struct {
     int64_t scratch_bytes; /* of each thread */
 } Plan;
 
-/* Orders the live slots by expert, stably: starts (E + 1), slots (R), and the row of each. Returns -1 if an id is out of
- * range. */
+/* Orders the live slots by expert, stably: starts (E + 1), slots (R), and the row of each. Returns -1 if an id is out
+ * of range. */
 static int order_slots(Call *call, int64_t *starts, int32_t *slots, int32_t *row_of) {
     int64_t N = call->num_tokens * call->num_choices, E = call->num_experts;
     memset(starts, 0, (size_t)(E + 2) * sizeof *starts);
@@ -130,8 +130,10 @@ static inline void multiply(const Work *w, const Span *span, const Block *b, cha
     else dots_out(w, span, b, next);
 }
 
-/* Takes items of blocks, of all spans in a row, until there are none. */
-static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char *scratch, int is_in) {
+/* Takes items of blocks, of all spans in a row, until there are none. Not inlined, as that takes the compiler twice the
+ * time. */
+__attribute__((noinline)) static void multiply_blocks(const Work *w, int64_t *taken, int64_t threads, char *scratch,
+                                                      int is_in) {
     const Matrices *m = is_in ? &w->call->in : &w->call->out;
     int64_t blocks = num_blocks(m), num = blocks * w->num_spans;
     int64_t size = item_size(num, 2 * GROUP * m->of_row, threads);

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,7 +145,13 @@ def lower(name: str) -> None:
         _loaded[:] = [load(best=name)]
 
 
-def load(best: str = NAMES[0]) -> Loaded:
+def opened(instructions: InstructionSet) -> "Kernels":
+    """The kernels of an instruction set, compiled if need be."""
+    with built(instructions) as path:
+        return Kernels(path, instructions)
+
+
+def load(best: str = NAMES[0], *, of_set: Callable[[InstructionSet], "Kernels"] = opened) -> Loaded:
     """Load the kernels for the best instruction set that works, from `best` on, see `loaded`."""
     if best == TORCH:
         return Loaded(None, "another rank of this job has none")
@@ -153,8 +160,7 @@ def load(best: str = NAMES[0]) -> Loaded:
         if NAMES.index(instructions.name) < NAMES.index(best):
             continue
         try:
-            with built(instructions) as path:
-                return Loaded(Kernels(path, instructions), problem)
+            return Loaded(of_set(instructions), problem)
         # no tiles, no compiler, one that is too old for the set, a file that cannot be loaded or lacks our functions
         except (TilesError, BuildError, OSError, AttributeError) as error:
             problem = problem or str(error).partition("\n")[0]

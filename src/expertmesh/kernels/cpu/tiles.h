@@ -16,6 +16,7 @@
 #define TILE_FLOATS (GROUP * GROUP)
 
 #define PIECE 8   /* tiles of each row of a block that are copied at a time, and so stay in the L1 cache */
+#define SHORT 4   /* the same where they are multiplied once */
 #define PIECE_STRIDE (PIECE * 64 + 64)
 #define PIECE_BYTES (2 * GROUP * PIECE_STRIDE)
 #define MANY 128  /* rows of an expert from which it pays to copy weights that tiles can read where they lie */
@@ -152,7 +153,7 @@ static inline void tiles_multiply(const Work *w, const Span *span, const Block *
     int64_t width = is_in ? w->x_width : w->a_width, tiles = width / STEP, stride = b->stride;
     int64_t end = span->place + padded(span->count, GROUP), num = (end - span->place) / GROUP;
     int is_copied = !low || span->count >= MANY, is_alone = num <= 2;
-    int64_t piece = is_copied ? PIECE : tiles;
+    int64_t piece = !is_copied ? tiles : is_alone ? SHORT : PIECE;
     int64_t copied_rate = is_copied && is_alone ? rate_of(next, (tiles + piece - 1) / piece * 2 * GROUP) : 0;
     int64_t rate = copied_rate ? 0 : rate_of(next, (num + 1) / 2 * tiles + num * GROUP);
     float *sums = (float *)scratch;
