@@ -95,7 +95,12 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": PARTS * 10_001}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, 400, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages.0.content.0.type",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "a " * 3000}]}, 400, "prompt"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function"),
     (CHAT, chat(tool_choice="required"), 400, "tool_choice"),

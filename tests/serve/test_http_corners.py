@@ -98,7 +98,13 @@ WRONG_BODIES = {
 def test_a_body_that_is_no_request_says_why(server, name):
     data, said = WRONG_BODIES[name]
     kind = {"content-type": "application/json"}
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+    for path in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    ):
         answer = httpx2.post(server.address + path, content=data, headers=kind)
         error = answer.json()["error"]
         assert answer.status_code == 400 and said in error["message"], error

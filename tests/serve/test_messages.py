@@ -208,9 +208,17 @@ PASSES = [
     {"metadata": {"user_id": "a"}, "service_tier": "auto", "top_k": 5, "top_p": 0.9},
     {"thinking": {"type": "disabled"}, "cache_control": {"type": "ephemeral"}},
     {"thinking": {"type": "adaptive"}, "output_config": {}},
-    {"thinking": {"type": "between_tools"}, "diagnostics": {"previous_message_id": None}, "user_profile_id": "a", "workspace_id": "b"},
+    {
+        "thinking": {"type": "between_tools"},
+        "diagnostics": {"previous_message_id": None},
+        "user_profile_id": "a",
+        "workspace_id": "b",
+    },
     {"messages": [{"role": "system", "content": "a"}, *SAID], "system": "b"},
-    {"tools": [WEATHER | {"defer_loading": False, "allowed_callers": ["direct"]}], "tool_choice": {"type": "none"}},
+    {
+        "tools": [WEATHER | {"defer_loading": False, "allowed_callers": ["direct"]}],
+        "tool_choice": {"type": "none"},
+    },
     {"stop_sequences": [], "tools": [], "context_management": {"edits": []}},
     {"output_config": {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}},
 ]

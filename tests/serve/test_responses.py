@@ -214,8 +214,32 @@ ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 PASSES = [
     {"store": False},
     {"reasoning": {"effort": None, "context": "auto", "mode": "standard"}},
-    {"tools": [WEATHER | {"defer_loading": False, "allowed_callers": ["direct"], "output_schema": {}, "async": False}], "tool_choice": "none"},
-    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}]}]},
+    {
+        "tools": [
+            WEATHER
+            | {
+                "defer_loading": False,
+                "allowed_callers": ["direct"],
+                "output_schema": {},
+                "async": False,
+            }
+        ],
+        "tool_choice": "none",
+    },
+    {
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "input_text",
+                        "text": "a",
+                        "prompt_cache_breakpoint": {"mode": "explicit"},
+                    }
+                ],
+            }
+        ]
+    },
     {"include": ["reasoning.encrypted_content"]},
     {"truncation": "disabled", "background": False, "previous_response_id": None},
     {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "service_tier": "auto"},

@@ -171,7 +171,9 @@ def test_parameters_that_are_null_are_none(readers):
     nulls = {"type": None, "properties": None, "required": None, "description": None}
     told = job_of(reader, tools=[tool("a", nulls)], tool_choice="required")
     plain = job_of(reader, tools=[tool("a", {})], tool_choice="required")
-    assert told.make_parser == plain.make_parser and told.make_parser.tools == {"a": {"type": "object"}}
+    assert told.make_parser == plain.make_parser and told.make_parser.tools == {
+        "a": {"type": "object"}
+    }
     assert reader.with_rules(told).guide is None
 
 

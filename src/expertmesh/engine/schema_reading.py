@@ -35,8 +35,27 @@ _FORMATS: dict[str, list[dict[str, Any]]] = {
 }
 """Rules that the compiler's formats do not know: leap years, 60 seconds of a minute, the length of a host's name."""
 _DEFINED = frozenset(
-    "date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
-    "uuid uri-template json-pointer relative-json-pointer regex".split()
+    [
+        "date-time",
+        "date",
+        "time",
+        "duration",
+        "email",
+        "idn-email",
+        "hostname",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "uri",
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uuid",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    ]
 )
 """Formats of JSON Schema 2020-12; others (`password`, `binary`, `path`) say nothing of values, as annotations."""
 _ONE = ("additionalProperties", "items", "additionalItems")

@@ -25,7 +25,10 @@ _REFUSED: Refused = {
 _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 _MESSAGE: dict[str, Any] = {
     "type": "object",
-    "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": {"type": "string"}},
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"type": "string"},
+    },
     "required": ["role", "content"],
     **NULL_ALONE,
 }

@@ -128,7 +128,9 @@ class Gate:
             if kind.strip().lower() != "application/json":
                 raise RequestError(415, "content-type: must be application/json")
             if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
-                raise RequestError(415, "content-encoding: must be identity; send the body as it is")
+                raise RequestError(
+                    415, "content-encoding: must be identity; send the body as it is"
+                )
         if scope["method"] == "POST" and path in _EMPTY_PATHS and b"origin" in headers:
             raise RequestError(403, "origin: pages may not send this request")
 
