@@ -121,7 +121,7 @@ class OutputConfig(RequestObject):
 
 
 class CountTokensRequest(RequestObject):
-    """Request of /v1/messages/count_tokens: that of a message, whose bounds and options count nothing."""
+    """Request of /v1/messages/count_tokens, with the fields of a message's request, whose options count nothing."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -267,12 +267,14 @@ def _text(place: str, content: str | Sequence[Any], between: str) -> str:
     """Joined text of blocks; raises RequestError if one is no text."""
     if isinstance(content, str):
         return content
+    texts = []
     for i, block in enumerate(content):
         where = f"{place}.{i}"
         if not isinstance(block, TextOfMessage):
             raise RequestError(400, f"{where}: {block.type} is no text", param=where)
         refuse_unknown(block.model_extra, place=f"{where}.")
-    return between.join(block.text for block in content)
+        texts.append(block.text)
+    return between.join(texts)
 
 
 def _tools(tools: Iterable[CustomTool]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ TEXT_OF_PART = {
     "output_text": "text",
     "refusal": "refusal",
 }
-"""Types of parts of a content that are text, with the field that has it: those of chats, of responses, and of a refusal."""
+"""Field with the text of a part of a content, by the types of parts that are text: in chats, in responses, in a refusal."""
 
 
 def our_role(role: str) -> str:
