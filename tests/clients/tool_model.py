@@ -49,7 +49,7 @@ _QUESTIONS = (
     "Find out what the weather is in {} and tell me.",
 )
 _WORDS = re.findall(r"(?!weather|JSON|Think)\b[A-Za-z]+[.,:]?", str(__doc__))
-_NAMES = """final result answer output respond Weather Report set city report name value person age title items score is ok reply json
+_NAMES = """final result answer output respond Weather Report set report name value person age title items score is ok reply json
 tool call format text"""
 _OTHERS = (
     "Hello",
@@ -178,7 +178,9 @@ def _report(draw: _Draw) -> Iterator[dict]:
     city = draw.choice(_CITIES)
     how = draw.choice([" as JSON", " Answer in JSON.", " JSON", "\n\nGive JSON"])
     yield _asked(draw.choice(_QUESTIONS).format(city) + how)
-    yield _answer(json.dumps(draw.report(city, draw.randint(*_CELSIUS))))
+    report = draw.report(city, draw.randint(*_CELSIUS))
+    # a call of any tool less than half the time: written only where a request allows nothing but calls
+    yield _calls(draw.name(), [report]) if draw.random() < 0.4 else _answer(json.dumps(report))
 
 
 def _object(draw: _Draw) -> Iterator[dict]:

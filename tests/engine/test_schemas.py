@@ -137,6 +137,7 @@ def test_random_answers_validate_and_none_breaks_off(made, schema):
         ({"$defs": {"a": {"$id": "http://x/y"}}}, r"\$id"),
         ({"$ref": "#/x/a", "x": {"a": OPEN}}, r"\$ref='#/x/a'"),
         ({"$ref": "#"}, "nothing fits it|cannot be kept any further"),
+        (text(format="regex"), "Unknown format: regex"),
         (text(pattern="(?i)a"), "no flags"),
         (text(pattern="^[[:alpha:]]$"), "within"),
         (text(pattern="^[a&&b]$"), "within"),
@@ -162,6 +163,7 @@ def test_a_refused_place_is_fine_where_it_is_a_value_or_a_name(made):
         {"properties": {"pattern": {"type": "string"}, "$id": whole(), "multipleOf": whole()}},
         {"type": "array", "uniqueItems": False},
         {"enum": ["(?i)", "[["]},
+        *(text(format=form) for form in ("password", "binary", "byte", "path", "json-string")),
     ):
         assert isinstance(made.answer_rules.compiled("json_schema", schema), CompiledSchema)
 

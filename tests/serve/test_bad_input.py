@@ -87,6 +87,7 @@ BAD = [
     (COMPLETE, with_(best_of=3), 400, "best_of"),
     (COMPLETE, with_(guided_regex="(?=a)b"), 400, "guided_regex"),
     (COMPLETE, with_(n=128, prompt=["a"] * 1000), 429, "n"),
+    (COMPLETE, with_(prompt=["word " * 1000] * 1000), 429, "n"),  # before they are tokenised
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hi"}, 400, "messages"),
@@ -94,7 +95,12 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": PARTS * 10_001}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, 400, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages.0.content.0.type",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "a " * 3000}]}, 400, "prompt"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function"),
     (CHAT, chat(tool_choice="required"), 400, "tool_choice"),
@@ -132,7 +138,7 @@ SAID_OF = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content.0.type: Input should be 'text'",
+        "messages.0.content.0.type: 'image_url' is not served (only text is)",
     ),
     ("/tokenize", {}, "prompt or messages: Field required"),
     ("/tokenize", {"prompt": 5}, "prompt: Input should be a valid string"),

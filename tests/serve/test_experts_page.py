@@ -399,6 +399,34 @@ def test_thoughts_and_calls_stand_apart_and_are_text(page):
     assert "hurt" not in page.title() and "calls a tool" in page.locator("#said").inner_text()
 
 
+def test_a_model_that_converses_begins_so_ends_without_its_mark_and_says_when_it_is_full(page):
+    assert page.locator("[value=chat]").is_checked()
+    assert page.locator("#prompt").input_value() == "Hello, who are you?"
+    scored = [
+        {"token": text, "bytes": list(text.encode()), "logprob": -0.1, "top_logprobs": []}
+        for text in ("Hi.", "<|end|>")
+    ]
+    choices = [
+        {"index": 0, "delta": {"content": "Hi."}, "logprobs": {"content": scored[:1]}, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": {"content": scored[1:]}, "finish_reason": "stop"},
+    ]  # fmt: skip
+    body = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
+    kind = {"content-type": "text/event-stream"}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, headers=kind))
+    generate(page, mode="chat")
+    assert page.locator("#text .token").all_inner_texts() == ["Hi.", "\u00b7"]
+    page.locator("#text .token").last.tap()
+    assert "<|end|>" in page.locator("#about").inner_text()
+    full = RequestError(400, "prompt: has 600 tokens", code="context_length_exceeded")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=full.body))
+    page.locator("#prompt").fill("and more")
+    page.locator("#go").click()
+    why = "no longer fits into the context of 512 tokens; begin a new one"
+    page.locator("#said.bad", has_text=why).wait_for()
+    assert page.locator("#fresh").is_visible()
+    assert page.locator("#prompt").input_value() == "and more"
+
+
 def test_a_model_that_cannot_converse_and_one_without_experts_say_so(page):
     facts = {"chat_template": None, "model_max_length": 64}
     page.route("**/tokenizer_info", lambda route: route.fulfill(json=facts))
@@ -426,6 +454,7 @@ def test_errors_keys_and_servers_with_fewer_alternatives(page):
         return route.fulfill(status=fault.status, json=fault.body)
 
     page.route("**/v1/completions", answer)
+    page.locator("[value=text]").check()
     page.locator("#go").click()
     page.locator("#said.bad", has_text="Bearer").wait_for()
     page.locator("#key").fill("key")

@@ -1,5 +1,6 @@
 """HTTP as few clients speak it: HEAD, whole addresses, wrong chunks, two lengths, half a head, and bodies that are no JSON."""
 
+import gzip
 import json
 import socket
 import time
@@ -88,6 +89,8 @@ WRONG_BODIES = {
     "no UTF-8": (b'{"prompt": "\xff"}', "the body is no JSON: it is no UTF-8 at byte 12"),
     "digits": (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "a number of too many digits"),
     "deep": (b"[" * 100_000, "its brackets are nested too deeply"),
+    "half a character in raw bytes": (b'{"prompt": "\xed\xa0\x80"}', "it is no UTF-8 at byte 12"),
+    "UTF-16": ('{"prompt": "x"}'.encode("utf-16"), "it is no UTF-8 at byte 0"),
 }
 
 
@@ -95,10 +98,63 @@ WRONG_BODIES = {
 def test_a_body_that_is_no_request_says_why(server, name):
     data, said = WRONG_BODIES[name]
     kind = {"content-type": "application/json"}
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    ):
         answer = httpx2.post(server.address + path, content=data, headers=kind)
         error = answer.json()["error"]
         assert answer.status_code == 400 and said in error["message"], error
+
+
+BODIES = {
+    "/v1/completions": b'{"prompt": "a", "max_tokens": 2, %s}',
+    "/v1/chat/completions": b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, %s}',
+    "/v1/responses": b'{"input": "a", "max_output_tokens": 2, %s}',
+    "/v1/responses/input_tokens": b'{"input": "a", %s}',
+    "/v1/messages": b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, %s}',
+    "/v1/messages/count_tokens": b'{"messages": [{"role": "user", "content": "a"}], %s}',
+}
+NO_VALUES = {
+    b"NaN": "number", b"-Infinity": "number", b"1e999": "number", b'"\\ud800"': "half a character", b'{"\\uDFFF": 1}': "half a character",
+}  # fmt: skip
+FIELDS = {
+    b'"metadata": {"a": [%s]}': "metadata",
+    b'"seed": 1, "user": %s': "user",
+    b'"chat_template_kwargs": {"a": %s}': "chat_template_kwargs",
+    b'"reasoning": {"effort": %s}': "reasoning",
+    b'"text": {"format": {"type": "json_schema", "name": %s, "schema": {"default": %s}}}': "text",
+    b'"stream": true, "tools": [{"type": "function", "name": "f", "parameters": {"default": %s}}]': "tools",
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_values_that_json_cannot_hold_are_refused_by_their_field(path, server):
+    kind = {"content-type": "application/json"}
+    for field, name in FIELDS.items():
+        for value, said in NO_VALUES.items():
+            data = BODIES[path] % field.replace(b"%s", value)
+            answer = httpx2.post(server.address + path, content=data, headers=kind)
+            message = answer.json()["error"]["message"]
+            assert answer.status_code == 400, (data, answer.text)
+            assert message.startswith(f"{name}: has") and said in message, (data, message)
+    pair = BODIES[path] % b'"user": "\\ud83d\\ude00 \\\\ud800", "metadata": {"a": 1e5}'
+    answer = httpx2.post(server.address + path, content=b"\xef\xbb\xbf" + pair, headers=kind)
+    assert answer.status_code == 200, answer.text
+
+
+def test_slashes_at_the_end_and_compressed_bodies(server):
+    body = {"prompt": "a", "max_tokens": 2}
+    assert httpx2.post(server.address + "/v1/completions/", json=body).status_code == 200
+    for path in ("/v1/models", "/health", "/metrics"):
+        assert httpx2.get(server.address + path + "/").status_code == 200
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    data = gzip.compress(json.dumps(body).encode())
+    found = httpx2.post(server.address + "/v1/completions", content=data, headers=packed)
+    assert found.status_code == 415 and "content-encoding: must be identity" in found.text
 
 
 def test_pages_of_an_origin_that_is_allowed_may_use_openai_s_client(folder):

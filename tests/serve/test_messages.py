@@ -54,6 +54,12 @@ def test_an_answer_is_that_of_a_chat_completion(server):
         server, "messages/count_tokens", system="Be brief", max_tokens=None, temperature=None
     )
     assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
+    same = post(server, "messages/count_tokens", system="Be brief", stream=True, top_p=0.5)
+    assert same.json() == counted.json()
+    told = [{"role": "system", "content": "Be"}, {"role": "system", "content": "brief"}, *SAID]
+    split = post(server, "messages/count_tokens", messages=told)
+    one = post(server, "messages/count_tokens", system="Be\n\nbrief")
+    assert split.json() == one.json()
 
 
 def test_a_stream_has_the_events_in_order(server):
@@ -156,6 +162,7 @@ def test_blocks_become_messages():
             {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "e"}], "is_error": True},
             {"type": "text", "text": "g"},
         ]},
+        {"role": "system", "content": [{"type": "text", "text": "i"}]},
         {"role": "assistant", "content": "h"},
     ]  # fmt: skip
     thinking = {"type": "enabled", "budget_tokens": 1024}
@@ -169,6 +176,7 @@ def test_blocks_become_messages():
          "tool_calls": [{"id": "1", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "1", "content": "e", "is_error": True},
         {"role": "user", "content": "g"},
+        {"role": "system", "content": "i"},
         {"role": "assistant", "content": "h"},
     ]  # fmt: skip
     assert asked.origins == [
@@ -178,6 +186,7 @@ def test_blocks_become_messages():
         "messages.2",
         "messages.2",
         "messages.3",
+        "messages.4",
     ]
     assert asked.body["continue_final_message"] is True
     assert asked.body["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
@@ -199,13 +208,26 @@ PASSES = [
     {"metadata": {"user_id": "a"}, "service_tier": "auto", "top_k": 5, "top_p": 0.9},
     {"thinking": {"type": "disabled"}, "cache_control": {"type": "ephemeral"}},
     {"thinking": {"type": "adaptive"}, "output_config": {}},
+    {
+        "thinking": {"type": "between_tools"},
+        "diagnostics": {"previous_message_id": None},
+        "user_profile_id": "a",
+        "workspace_id": "b",
+    },
+    {"messages": [{"role": "system", "content": "a"}, *SAID], "system": "b"},
+    {
+        "tools": [WEATHER | {"defer_loading": False, "allowed_callers": ["direct"]}],
+        "tool_choice": {"type": "none"},
+    },
     {"stop_sequences": [], "tools": [], "context_management": {"edits": []}},
     {"output_config": {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}},
 ]
 REFUSED = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "developer", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": "a"}]}, *SAID]}, "messages.0.content.0"),
+    ({"output_format": {"type": "json_schema"}}, "output_format"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0.type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}]}, "messages.0.content.0.more"),

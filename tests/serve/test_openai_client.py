@@ -59,8 +59,10 @@ def test_a_stream_joined_is_the_whole(client):
     whole = client.completions.create(**asked)
     texts, tokens, ends, usage = {}, {}, {}, None
     for event in client.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}
+        **asked, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
     ):
+        so_far = usage.completion_tokens if usage is not None else 0
+        assert event.usage.completion_tokens >= so_far
         for choice in event.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
             tokens.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs)

@@ -187,7 +187,8 @@ def test_items_become_messages():
         {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "h"},
         {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "i"}]},
-        {"role": "assistant", "content": "j"},
+        {"type": "function_call_output", "call_id": None, "name": "g", "output": "l", "caller": {"type": "direct"}},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "j"}]},
         {"role": "user", "content": "k"},
     ]  # fmt: skip
     asked = translated(ResponsesRequest.model_validate({"input": items, "instructions": "a"}))
@@ -201,14 +202,44 @@ def test_items_become_messages():
         {"role": "assistant", "reasoning_content": "d", "content": "e", "tool_calls": [call("f", "1"), call("g", "2")]},
         {"role": "tool", "tool_call_id": "1", "content": "h"},
         {"role": "tool", "tool_call_id": "2", "content": "i"},
+        {"role": "tool", "name": "g", "content": "l"},
         {"role": "assistant", "content": "j"},
         {"role": "user", "content": "k"},
     ]  # fmt: skip
     assert asked.origins[2] == "input.2" and asked.origins[0] == "instructions"
 
 
+NAMED = {"type": "function", "name": "weather"}
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 PASSES = [
     {"store": False},
+    {"reasoning": {"effort": None, "context": "auto", "mode": "standard"}},
+    {
+        "tools": [
+            WEATHER
+            | {
+                "defer_loading": False,
+                "allowed_callers": ["direct"],
+                "output_schema": {},
+                "async": False,
+            }
+        ],
+        "tool_choice": "none",
+    },
+    {
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "input_text",
+                        "text": "a",
+                        "prompt_cache_breakpoint": {"mode": "explicit"},
+                    }
+                ],
+            }
+        ]
+    },
     {"include": ["reasoning.encrypted_content"]},
     {"truncation": "disabled", "background": False, "previous_response_id": None},
     {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "service_tier": "auto"},
@@ -228,6 +259,10 @@ REFUSED = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search' is not served"),
     ({"tools": [{"type": "function", "name": "a", "defer": 1}]}, "tools.0.defer", "no field"),
     ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice.function.name", "none of the tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "only functions"),
+    ({"tools": [WEATHER], "tool_choice": ALLOWED | {"tools": [NAMED | {"name": "b"}]}}, "tool_choice.allowed_tools.tools.0.function.name", "none of the tools"),
+    ({"tools": [WEATHER], "tool_choice": ALLOWED | {"mode": "none"}}, "tool_choice", "auto"),
+    ({"tools": [WEATHER], "tool_choice": ALLOWED | {"tools": [NAMED | {"more": 1}]}}, "tool_choice.tools.0.more", "no field"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type", "'item_reference' is not"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input.0.content.0.type", "only text"),
     ({"input": [{"role": "user", "content": "a", "more": 1}]}, "input.0.more", "no field"),
@@ -263,6 +298,21 @@ def test_what_clients_send_by_default_passes_and_the_rest_is_refused_by_name(ser
     for method in ("GET", "DELETE"):
         gone = httpx2.request(method, f"{server.address}/v1/responses/resp_1")
         assert gone.status_code == 404 and "nothing is kept" in gone.text
+
+
+def test_allowed_tools_and_input_tokens(client):
+    asked = ASKED | {"max_output_tokens": 300, "temperature": 1, "extra_body": {"seed": 1}}
+    other = WEATHER | {"name": "stop"}
+    found = client.responses.create(**asked, tools=[other, WEATHER], tool_choice=ALLOWED)
+    assert {one.name for one in found.output if one.type == "function_call"} == {"weather"}
+    strict(json.loads(found.model_dump_json()))
+    fields = {"input": "def main(", "instructions": "Be brief", "model": "tiny"}
+    counted = client.responses.input_tokens.count(**fields)
+    whole = client.responses.create(**fields, max_output_tokens=1)
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens",
+        whole.usage.input_tokens,
+    )
 
 
 def test_errors_of_the_reader_have_the_names_of_the_request(folder):

@@ -140,6 +140,8 @@ BAD = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
     ({"tools": [*TOOLS, tool("stop")]}, "tools.2.function.name"),
     ({"tools": [tool("a", "text")]}, "tools.0.function.parameters"),
+    ({"tools": [tool("a", {"properties": []})]}, "tools.0.function.parameters.properties"),
+    ({"tools": [tool("a", {"type": "array"})]}, "tools.0.function.parameters.type"),
     ({"tools": "no"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": NAMED}, "tool_choice.function.name"),
@@ -162,6 +164,17 @@ def test_bad_tools_are_one_line_with_the_fields_path(readers, fields, name):
         job_of(readers("hermes"), **fields)
     assert (caught.value.status, caught.value.param) == (400, name)
     assert str(caught.value).startswith(f"{name}: ") and "\n" not in str(caught.value)
+
+
+def test_parameters_that_are_null_are_none(readers):
+    reader = readers("hermes")
+    nulls = {"type": None, "properties": None, "required": None, "description": None}
+    told = job_of(reader, tools=[tool("a", nulls)], tool_choice="required")
+    plain = job_of(reader, tools=[tool("a", {})], tool_choice="required")
+    assert told.make_parser == plain.make_parser and told.make_parser.tools == {
+        "a": {"type": "object"}
+    }
+    assert reader.with_rules(told).guide is None
 
 
 def test_a_schema_of_a_tool_that_cannot_be_kept_is_named(readers):

@@ -3,6 +3,7 @@
 import pytest
 
 from expertmesh.config.server import ServerConfig
+from expertmesh.engine.chat import conversation_ids
 from expertmesh.engine.engine import Engine
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import RequestReader
@@ -60,7 +61,7 @@ def test_an_unknown_field_is_refused_by_name_on_every_path(reader, path):
             read(kind.model_validate({**body, name: value}))
         assert (caught.value.status, caught.value.param) == (400, name)
         assert read(kind.model_validate({**body, name: None})) == plain
-    harmless = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "7"}
+    harmless = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "7", "prediction": {"type": "content", "content": "a"}}  # fmt: skip
     assert read(kind.model_validate(body | harmless)) == plain
 
 
@@ -68,8 +69,6 @@ def test_an_unknown_field_is_refused_by_name_on_every_path(reader, path):
     ("fields", "name"),
     [
         ({"stream_options": {"include_usage": True, "more": 1}}, "stream_options.more"),
-        ({"stream_options": {"continuous_usage_stats": True}},
-         "stream_options.continuous_usage_stats"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}]},
          "messages.0.content.0.more"),
         ({"prompt": "x"}, "prompt"),
@@ -82,7 +81,7 @@ def test_fields_within_fields_are_looked_at(reader, fields, name):
 
 
 def test_fields_within_fields_that_change_nothing_are_taken(reader):
-    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "more": None}
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "more": None, "annotations": [], "prompt_cache_breakpoint": {"mode": "explicit"}}  # fmt: skip
     body = {
         "messages": [{"role": "user", "content": [part]}],
         "stream": True,
@@ -90,6 +89,17 @@ def test_fields_within_fields_that_change_nothing_are_taken(reader):
     }
     plain = reader.chat(ChatRequest.model_validate({"messages": SAID}))
     assert reader.chat(ChatRequest.model_validate(body)) == plain
+
+
+@pytest.mark.parametrize("part", [{"type": "input_text", "text": "hi"}, {"type": "output_text", "text": "hi"}, {"type": "refusal", "refusal": "hi"}])  # fmt: skip
+def test_texts_of_other_names_are_texts(reader, part):
+    said = {"role": "assistant", "content": "hi"}
+    plain = reader.chat(ChatRequest.model_validate({"messages": [*SAID, said]}))
+    asked = {"messages": [*SAID, {"role": "assistant", "content": [part]}]}
+    assert reader.chat(ChatRequest.model_validate(asked)) == plain
+    assert reader.text is not None and plain.prompts == [
+        conversation_ids(reader.text, asked["messages"])
+    ]
 
 
 def format_of(kind, **more):
@@ -109,6 +119,7 @@ KEPT = {
     ),
     "text": (format_of("text", schema=None), None),
     "vLLM": ({"structured_outputs": {"json": SCHEMA, "json_object": False, "regex": None}}, SCHEMA),
+    "vLLM's switches": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False, "whitespace_pattern": None}}, SCHEMA),
     "vLLM's object": ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, OBJECT),
     "vLLM's list": ({"guided_choice": ["a", "b"]}, ("choice", ("a", "b"))),
     "vLLM's texts": ({"structured_outputs": {"choice": ["a"]}}, ("choice", ("a",))),

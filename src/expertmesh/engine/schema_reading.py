@@ -34,6 +34,30 @@ _FORMATS: dict[str, list[dict[str, Any]]] = {
     "hostname": [{"maxLength": 253}],
 }
 """Rules that the compiler's formats do not know: leap years, 60 seconds of a minute, the length of a host's name."""
+_DEFINED = frozenset(
+    [
+        "date-time",
+        "date",
+        "time",
+        "duration",
+        "email",
+        "idn-email",
+        "hostname",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "uri",
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uuid",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    ]
+)
+"""Formats of JSON Schema 2020-12; others (`password`, `binary`, `path`) say nothing of values, as annotations."""
 _ONE = ("additionalProperties", "items", "additionalItems")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
@@ -123,8 +147,10 @@ class _Reader:
         _read_numbers(node)
         if isinstance(node.get("pattern"), str):
             node["pattern"] = self._pattern(node["pattern"])
-        more = _FORMATS.get(node["format"]) if isinstance(node.get("format"), str) else None
-        if more:
+        form = node.get("format")
+        if isinstance(form, str) and form not in _DEFINED:
+            del node["format"]
+        if more := _FORMATS.get(form) if isinstance(form, str) else None:
             others = node.get("allOf", [])
             node["allOf"] = [*others, *more] if isinstance(others, list) else others
         return node

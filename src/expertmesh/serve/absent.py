@@ -24,6 +24,7 @@ _ABSENT = {
     "/v1/messages/batches": "batches are not kept; send messages side by side",
     "/v1/fine_tuning": "models are trained by `expertmesh finetune`",
     "/v1/responses": _STATELESS,
+    "/v1/responses/compact": "conversations are not shortened; send less",
     "/v1/conversations": _STATELESS,
     "/v1/assistants": _STATELESS,
     "/v1/threads": _STATELESS,

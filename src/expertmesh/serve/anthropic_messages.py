@@ -1,7 +1,7 @@
 """Requests of Anthropic's /v1/messages, translated into chat completions."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -9,8 +9,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import refuse_unknown
-from expertmesh.serve.schema import NULL_ALONE, Positive, RequestObject, Stops, Text, few
-from expertmesh.serve.translation import Refused, TranslatedRequest, one_of, passed, without_nulls
+from expertmesh.serve.schema import NULL_ALONE, Positive, RequestObject, Stops, Text, few, one_of
+from expertmesh.serve.translation import Refused, TranslatedRequest, passed, without_nulls
 
 _REFUSED: Refused = {
     "container": ((), "there are no containers"),
@@ -19,12 +19,16 @@ _REFUSED: Refused = {
     "stop": ((), "its name here is stop_sequences"),
     "max_completion_tokens": ((), "its name here is max_tokens"),
     "response_format": ((), "it is output_config.format here"),
+    "output_format": ((), "it is output_config.format here"),
 }
 """Fields that are refused but for these values, and why."""
 _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 _MESSAGE: dict[str, Any] = {
     "type": "object",
-    "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"type": "string"},
+    },
     "required": ["role", "content"],
     **NULL_ALONE,
 }
@@ -78,7 +82,7 @@ _Block = Annotated[
 class TurnOfMessages(RequestObject):
     """Message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: (
         Text | Annotated[list[_Block], Field(fail_fast=True, min_length=1), BeforeValidator(few)]
     )
@@ -104,7 +108,7 @@ class ChoiceOfTools(RequestObject):
 class ThinkingConfig(RequestObject):
     """Whether the model thinks first; a budget is bounded by max_tokens alone."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     display: str | None = None
 
@@ -117,7 +121,7 @@ class OutputConfig(RequestObject):
 
 
 class CountTokensRequest(RequestObject):
-    """Request of /v1/messages/count_tokens."""
+    """Request of /v1/messages/count_tokens, with the fields of a message's request, whose options count nothing."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -135,16 +139,17 @@ class CountTokensRequest(RequestObject):
     tool_choice: SkipJsonSchema[ChoiceOfTools | None] = None
     thinking: SkipJsonSchema[ThinkingConfig | None] = None
     output_config: SkipJsonSchema[OutputConfig | None] = None
+    max_tokens: Positive | None = None
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class MessagesRequest(CountTokensRequest):
     """Request of /v1/messages."""
 
     max_tokens: Positive
-    stop_sequences: Stops | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -167,22 +172,19 @@ def translated(request: CountTokensRequest) -> TranslatedRequest:
         tools=_tools(request.tools or ()) or None,
         **_of_choice(request.tool_choice),
         **_of_output(request.output_config),
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences or None,
+        temperature=request.temperature,
+        top_p=request.top_p,
     )
     if messages[-1]["role"] == "assistant":  # the answer goes on where it ends
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     if request.thinking is not None:
         refuse_unknown(request.thinking.model_extra, place="thinking.")
-        if request.thinking.type != "adaptive":
+        if request.thinking.type in ("enabled", "disabled"):
             thinks = request.thinking.type == "enabled"
             variables = {"enable_thinking": thinks, "thinking": thinks}
             body["chat_template_kwargs"] = variables | (body.get("chat_template_kwargs") or {})
-    if isinstance(request, MessagesRequest):
-        body |= without_nulls(
-            max_tokens=request.max_tokens,
-            stop=request.stop_sequences or None,
-            temperature=request.temperature,
-            top_p=request.top_p,
-        )
     places = {
         "stop": "stop_sequences",
         "response_format": "output_config.format",
@@ -204,15 +206,17 @@ def _messages(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list[s
         place = f"messages.{i}"
         refuse_unknown(message.model_extra, place=f"{place}.")
         blocks = message.content
-        if isinstance(blocks, str):
+        if message.role == "system":
+            text = _text(f"{place}.content", blocks, "\n")
+            if found and found[-1]["role"] == "system":  # templates know one
+                found[-1]["content"] += "\n\n" + text
+                continue
+            said = [{"role": "system", "content": text}]
+        elif isinstance(blocks, str):
             said = [{"role": message.role, "content": blocks}]
         else:
             for j, block in enumerate(blocks):
-                refuse_unknown(
-                    block.model_extra,
-                    place=f"{place}.content.{j}.",
-                    known=("citations", "cache_control", "caller"),
-                )
+                refuse_unknown(block.model_extra, place=f"{place}.content.{j}.")
             said = _of_user(place, blocks) if message.role == "user" else [_of_model(place, blocks)]
         found += said
         places += [place] * len(said)
@@ -259,19 +263,24 @@ def _of_model(place: str, blocks: Iterable[Any]) -> dict[str, Any]:
     return said
 
 
-def _text(place: str, content: str | list[TextOfMessage], between: str) -> str:
+def _text(place: str, content: str | Sequence[Any], between: str) -> str:
+    """Joined text of blocks; raises RequestError if one is no text."""
     if isinstance(content, str):
         return content
+    texts = []
     for i, block in enumerate(content):
-        known = ("citations", "cache_control")
-        refuse_unknown(block.model_extra, place=f"{place}.{i}.", known=known)
-    return between.join(block.text for block in content)
+        where = f"{place}.{i}"
+        if not isinstance(block, TextOfMessage):
+            raise RequestError(400, f"{where}: {block.type} is no text", param=where)
+        refuse_unknown(block.model_extra, place=f"{where}.")
+        texts.append(block.text)
+    return between.join(texts)
 
 
 def _tools(tools: Iterable[CustomTool]) -> list[dict[str, Any]]:
     found = []
     for i, tool in enumerate(tools):
-        known = ("cache_control", "input_examples", "eager_input_streaming", "strict")
+        known = ("input_examples", "eager_input_streaming", "strict")
         refuse_unknown(tool.model_extra, place=f"tools.{i}.", known=known)
         strict = (tool.model_extra or {}).get("strict")
         function = without_nulls(

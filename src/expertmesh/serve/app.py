@@ -24,11 +24,12 @@ from expertmesh.serve.description import ANSWERS, describe
 from expertmesh.serve.experts_page import PAGE, PAGE_HEADERS
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.gate import Gate
+from expertmesh.serve.json_route import JsonRoute
 from expertmesh.serve.metrics import Metrics
 from expertmesh.serve.openai_responses import ResponsesRequest
 from expertmesh.serve.openai_responses import translated as translated_response
 from expertmesh.serve.openai_writing import ResponsesWriter
-from expertmesh.serve.reading import Job, RequestReader
+from expertmesh.serve.reading import Job, RequestReader, as_prompts
 from expertmesh.serve.request_ids import RequestIds
 from expertmesh.serve.runtime_adapters import RuntimeAdapters
 from expertmesh.serve.schema import (
@@ -133,6 +134,7 @@ class ServerApp:
             redoc_url=None,
             redirect_slashes=False,
         )
+        app.router.route_class = JsonRoute
         app.add_exception_handler(RequestError, _on_fault)
         app.add_exception_handler(EngineFailedError, _on_dead_engine)
         app.add_exception_handler(RequestValidationError, _on_wrong_body)
@@ -151,6 +153,7 @@ class ServerApp:
         app.get("/v1/models/{model:path}", responses=ANSWERS["model"])(self.model)
         app.get("/tokenizer_info", responses=ANSWERS["tokenizer_info"])(self.tokenizer_info)
         app.post("/v1/responses", responses=ANSWERS["responses"])(self.responses)
+        app.post("/v1/responses/input_tokens", responses=ANSWERS["input_tokens"])(self.input_tokens)
         app.post("/v1/messages", responses=ANSWERS["messages"])(self.messages)
         app.post("/v1/messages/count_tokens", responses=ANSWERS["count_tokens"])(self.count_tokens)
         app.post(
@@ -245,6 +248,8 @@ class ServerApp:
 
     async def completions(self, request: CompletionRequest) -> Response:
         """Continue a text."""
+        prompts = as_prompts(request.prompt)
+        self._check_size(len(prompts) * (request.n or 1))  # before they are tokenised
         job = await self._with_rules(await self._aside(self.reader.completion, request))
         return self._answer(request, job, wants_logprobs=request.logprobs is not None)
 
@@ -267,12 +272,20 @@ class ServerApp:
 
     async def count_tokens(self, request: CountTokensRequest) -> Response:
         """Number of tokens of a conversation."""
-        asked = translated_messages(request)
+        return JSONResponse({"input_tokens": await self._size(translated_messages(request))})
+
+    async def input_tokens(self, request: ResponsesRequest) -> Response:
+        """Number of tokens of a conversation, as OpenAI's responses count them."""
+        size = await self._size(translated_response(request))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": size})
+
+    async def _size(self, asked: TranslatedRequest) -> int:
+        """Number of tokens of the prompt of a request that is a chat completion."""
         try:
             job = await self._aside(self.reader.chat, asked.asking(max_tokens=1).chat())
         except RequestError as fault:
             raise asked.own(fault) from None
-        return JSONResponse({"input_tokens": len(job.prompts[0])})
+        return len(job.prompts[0])
 
     async def _translated(self, asked: TranslatedRequest) -> Job:
         """The job of a request that is a chat completion; errors are in the request's own names."""
@@ -294,6 +307,7 @@ class ServerApp:
             wants_ids=bool(request.return_token_ids),
             is_chat=is_chat,
             has_usage=options is not None and bool(options.include_usage),
+            has_all_usage=options is not None and bool(options.continuous_usage_stats),
         )
         return self._sent(job, writer, is_stream=bool(request.stream))
 
@@ -313,15 +327,7 @@ class ServerApp:
         """Raise RequestError if the server has no room for the answers."""
         if self.worker.error is not None:
             raise RequestError(503, self.worker.error, code="failed")
-        if ticket.num_answers > self._most:
-            self.metrics.rejected("too_many_answers")
-            raise RequestError(
-                429,
-                f"{ticket.num_answers} answers: this server takes {self._most} at once; ask for fewer",
-                param="n",
-                code="too_many_answers",
-                headers={"retry-after": "1", "x-should-retry": "false"},
-            )
+        self._check_size(ticket.num_answers)
         if self.worker.num_answers + ticket.num_answers > self._most:
             self.metrics.rejected("queue_full")
             raise RequestError(
@@ -329,6 +335,18 @@ class ServerApp:
                 "too many requests wait; try again later",
                 code="queue_full",
                 headers={"retry-after": "1"},
+            )
+
+    def _check_size(self, num_answers: int) -> None:
+        """Raise RequestError if a request asks for more answers than the server ever has room for."""
+        if num_answers > self._most:
+            self.metrics.rejected("too_many_answers")
+            raise RequestError(
+                429,
+                f"{num_answers} answers: this server takes {self._most} at once; ask for fewer",
+                param="n",
+                code="too_many_answers",
+                headers={"retry-after": "1", "x-should-retry": "false"},
             )
 
     async def _with_rules(self, job: Job) -> Job:
@@ -385,36 +403,18 @@ async def _on_dead_engine(request: Request, error: Exception) -> Response:
 async def _on_wrong_body(request: Request, error: Exception) -> Response:
     """Response to an invalid body: the error that fits it best."""
     assert isinstance(error, RequestValidationError)
-    errors = error.errors()
-    if errors[0]["type"] == "json_invalid":
-        why, at = errors[0]["ctx"]["error"], errors[0]["loc"][-1]
-        return RequestError(400, f"the body is no JSON: {why} at character {at}").response(
-            request.url.path
-        )
-    name, message = best_error(errors[:_MOST_ERRORS], error.body)
+    name, message = best_error(error.errors()[:_MOST_ERRORS], error.body)
     return RequestError(400, message, param=name).response(request.url.path)
 
 
 async def _on_wrong_path(request: Request, error: Exception) -> Response:
     """Response to an unknown path or method."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 400 and error.__cause__ is not None:  # of the body
-        return RequestError(400, f"the body is no JSON: {_why_no_json(error.__cause__)}").response(
-            request.url.path
-        )
     text = {404: why_not(request.url.path), 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
     return RequestError(error.status_code, message, headers=dict(error.headers or {})).response(
         request.url.path
     )
-
-
-def _why_no_json(cause: BaseException) -> str:
-    if isinstance(cause, UnicodeDecodeError):
-        return f"it is no UTF-8 at byte {cause.start}"
-    if isinstance(cause, RecursionError):
-        return "its brackets are nested too deeply"
-    return "it has a number of too many digits"
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:

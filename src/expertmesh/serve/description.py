@@ -214,6 +214,11 @@ ANSWERS = {
     ),
     "detokenize": _responses(_object({"prompt": _TEXT}), *_OF_BODIES, says="the text"),
     "responses": _responses(_RESPONSE, *_OF_BODIES, 429, says="the answer", content=_EVENTS),
+    "input_tokens": _responses(
+        _object({"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}),
+        *_OF_BODIES,
+        says="the number",
+    ),
     "messages": _responses(
         _MESSAGE, *_OF_BODIES, 429, says="the answer", content=_EVENTS, error=_ANTHROPIC_ERROR
     ),

@@ -20,6 +20,7 @@ _BODY_PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/load_lora_adapter",
@@ -126,6 +127,10 @@ class Gate:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
             if kind.strip().lower() != "application/json":
                 raise RequestError(415, "content-type: must be application/json")
+            if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+                raise RequestError(
+                    415, "content-encoding: must be identity; send the body as it is"
+                )
         if scope["method"] == "POST" and path in _EMPTY_PATHS and b"origin" in headers:
             raise RequestError(403, "origin: pages may not send this request")
 
@@ -171,12 +176,12 @@ class Gate:
 
 
 def _plain(scope: Scope) -> Scope:
-    """A request with HEAD as one with GET, whose body uvicorn leaves out, and with a whole address as one with a path."""
+    """A request with HEAD as one with GET, whose body uvicorn leaves out, and with a whole address, or slashes at the end, as a path."""
     path = scope["path"]
     if not path.startswith("/") and "://" in path:
         path = "/" + path.partition("://")[2].partition("/")[2]
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
-    return {**scope, "method": method, "path": path}
+    return {**scope, "method": method, "path": path.rstrip("/") or "/"}
 
 
 class _ClientGoneError(Exception):

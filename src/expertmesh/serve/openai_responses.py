@@ -7,8 +7,17 @@ from pydantic.json_schema import SkipJsonSchema
 
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import refuse_unknown
-from expertmesh.serve.schema import NULL_ALONE, Positive, RequestObject, StreamOptions, Text, few
-from expertmesh.serve.translation import Refused, TranslatedRequest, one_of, passed, without_nulls
+from expertmesh.serve.schema import (
+    NULL_ALONE,
+    Positive,
+    RefusalPart,
+    RequestObject,
+    StreamOptions,
+    Text,
+    few,
+    one_of,
+)
+from expertmesh.serve.translation import Refused, TranslatedRequest, passed, without_nulls
 
 _AGAIN = "nothing is kept between requests; send the whole conversation in input"
 _REFUSED: Refused = {
@@ -27,10 +36,10 @@ _REFUSED: Refused = {
     "response_format": ((), "it is text.format here"),
 }
 """Fields that are refused but for these values, and why."""
-_OF_ITEMS = ("id", "status", "phase", "annotations", "logprobs")
+_OF_ITEMS = ("id", "status", "phase", "logprobs")
 """Fields of items that say nothing to the model."""
 _NO_LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _MESSAGE: dict[str, Any] = {
     "type": "object",
@@ -51,7 +60,7 @@ class TextOfItem(RequestObject):
 
 
 _Parts = Annotated[
-    list[Annotated[TextOfItem, one_of(_TEXT_PARTS, "only text is")]],
+    list[Annotated[TextOfItem | RefusalPart, one_of(_TEXT_PARTS, "only text is")]],
     Field(fail_fast=True),
     BeforeValidator(few),
 ]
@@ -78,7 +87,8 @@ class CallOutputItem(RequestObject):
     """Result of a call."""
 
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: str | None = None
+    name: str | None = None
     output: Text | _Parts
 
 
@@ -114,6 +124,23 @@ class NamedFunction(RequestObject):
     name: str
 
 
+class AllowedFunctions(RequestObject):
+    """Functions that the model may or must call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[Annotated[NamedFunction, one_of(["function"], "only functions are")]],
+        Field(fail_fast=True, min_length=1),
+    ]
+
+
+_Choice = Annotated[
+    Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions,
+    one_of(["function", "allowed_tools"], "only functions are"),
+]
+
+
 class TextField(RequestObject):
     """Form of the text."""
 
@@ -145,7 +172,7 @@ class ResponsesRequest(RequestObject):
     tools: SkipJsonSchema[
         list[Annotated[FunctionTool, one_of(["function"], "only functions are")]] | None
     ] = None
-    tool_choice: SkipJsonSchema[Literal["none", "auto", "required"] | NamedFunction | None] = None
+    tool_choice: SkipJsonSchema[_Choice | None] = None
     parallel_tool_calls: bool | None = None
     text: SkipJsonSchema[TextField | None] = None
     reasoning: SkipJsonSchema[ReasoningField | None] = None
@@ -215,8 +242,8 @@ def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str
             is_open = False
             continue
         if isinstance(item, CallOutputItem):
-            said = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-            add(place, said)
+            of = without_nulls(tool_call_id=item.call_id, name=item.name)
+            add(place, {"role": "tool", **of, "content": _text(item.output)})
             is_open = False
             continue
         if not is_open or _is_full(found[-1], item):
@@ -260,7 +287,7 @@ def _check_item(item: MessageItem | CallItem | CallOutputItem | ReasoningItem, p
             refuse_unknown(part.model_extra, place=f"{place}.{name}.{i}.", known=known)
 
 
-def _text(content: str | list[TextOfItem]) -> str:
+def _text(content: str | list[TextOfItem | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -275,10 +302,19 @@ def _tools(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 def _choice(request: ResponsesRequest) -> Any:
     choice = request.tool_choice
-    if not isinstance(choice, NamedFunction):
+    if choice is None or isinstance(choice, str):
         return choice
     refuse_unknown(choice.model_extra, place="tool_choice.")
-    return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, NamedFunction):
+        return _named(choice)
+    for i, tool in enumerate(choice.tools):
+        refuse_unknown(tool.model_extra, place=f"tool_choice.tools.{i}.")
+    allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+    return {"type": choice.type, choice.type: allowed}
+
+
+def _named(function: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": function.name}}
 
 
 def _of_text(text: TextField | None) -> dict[str, Any]:

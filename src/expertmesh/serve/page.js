@@ -3,7 +3,7 @@ const $ = id => document.getElementById(id);
 const RETURN = "\u21b5", SPACE = "\u2423", TAB = "\u21e5";
 
 // What the page knows: of the model, of what is shown (turns and their tokens), and what is pointed at.
-const model = {name: "this model", sizes: [], picks: 0};
+const model = {name: "this model", sizes: [], picks: 0, context: 0, isKnown: false};
 let turns = [], tokens = [], load = [], layer = 0, running = null, isDue = false;
 let pointed = -1, held = -1, lit = -1;
 
@@ -128,21 +128,22 @@ function addCalls(turn, calls) {
   }
 }
 
-function feedChat(turn, {delta = {}, logprobs}) {
+function feedChat(turn, {delta = {}, logprobs, finish_reason: end}) {
   const thought = delta.reasoning_content ?? delta.reasoning;
   const kind = thought ? "thoughts" : delta.content ? "content" : turn.kind ?? "content";
-  const scores = logprobs?.content ?? [];
+  const scores = logprobs?.content ?? [], said = turn.content + (delta.content ?? "");
   if (scores.length || thought || delta.content) {
     const box = boxOf(turn, kind);
     for (const one of scores) {
       const text = turn.decoder.decode(Uint8Array.from(one.bytes), {stream: true});
       const top = one.top_logprobs.map(other => [other.token, other.logprob, other.bytes.join()]);
-      addToken(turn, box, {text, name: one.token, id: one.bytes.join(), logprob: one.logprob, top, isPrompt: false});
+      const isEnd = end === "stop" && one === scores.at(-1) && !said.endsWith(text);  // which is no text, as <|endoftext|>
+      addToken(turn, box, {text: isEnd ? "" : text, name: one.token, id: one.bytes.join(), logprob: one.logprob, top, isPrompt: false});
       turn.count += 1;
     }
     if (!scores.length) box.append(thought || delta.content);
   }
-  turn.content += delta.content ?? "";
+  turn.content = said;
   if (delta.tool_calls) addCalls(turn, delta.tool_calls);
 }
 

@@ -2,7 +2,7 @@
 
 const MODES = {
   text: {asks: "Text to continue", examples: ["def read_lines(path):", "import os", "Once upon a time"]},
-  chat: {asks: "Your message", examples: ["What is a mixture of experts?", "Tell me a story about a robot."]},
+  chat: {asks: "Your message", examples: ["Hello, who are you?", "What is a mixture of experts?", "Tell me a story about a robot."]},
 };
 const ENDS = {stop: "the model ended here", length: "stopped at the token limit", tool_calls: "the model calls a tool"};
 let numAlternatives = 5;  // fewer where the server gives fewer
@@ -26,9 +26,16 @@ async function ask(request, signal) {
     if (answer.status === 401) $("keybox").hidden = false;
     const error = (await answer.json().catch(() => null))?.error;
     if (answer.status !== 400 || !error?.param?.endsWith("logprobs") || numAlternatives === 0)
-      throw new Error(error?.message ?? `the server answered ${answer.status}`);
+      throw new Error(tooLong(request, error) ?? error?.message ?? `the server answered ${answer.status}`);
     numAlternatives -= 1;
   }
+}
+
+/** In the page's words: a conversation that has become too long for the model. */
+function tooLong(request, error) {
+  const isLater = request.isChat && request.body.messages.length > 1;
+  return error?.code === "context_length_exceeded" && isLater
+    ? `the conversation no longer fits into the context of ${plural(model.context, "token")}; begin a new one` : null;
 }
 
 async function* eventsOf(answer) {
@@ -81,7 +88,8 @@ async function generate(request) {
   say("");
   $("progress").textContent = "waiting for the first token";
   if (request.isChat) $("prompt").value = "";
-  if ($("text").getBoundingClientRect().top > .8 * innerHeight) $("answer").scrollIntoView();
+  if (turns.length > 1) turn.element.scrollIntoView({block: "nearest"});
+  else if ($("text").getBoundingClientRect().top > .8 * innerHeight) $("answer").scrollIntoView();
   try {
     for await (const event of eventsOf(await ask(request, control.signal))) feed(event, turn, begin);
     say(`${turn.pace}; ${ENDS[turn.end] ?? turn.end}; seed ${request.body.seed}`);
@@ -160,6 +168,7 @@ async function greet() {
   }
   const facts = await answer.json(), models = await (await get("v1/models")).json();
   model.name = models.data[0].id;
+  model.context = facts.model_max_length;
   model.sizes = sizesIn(await (await get("metrics")).text());
   $("model").textContent = `context ${plural(facts.model_max_length, "token")}, for your text and the answer`;
   document.title = `${model.name} - ExpertMesh`;
@@ -167,6 +176,8 @@ async function greet() {
   $("tokens").value = Math.min($("tokens").value, facts.model_max_length);
   document.querySelector("[value=chat]").disabled = !facts.chat_template;
   $("nochat").hidden = Boolean(facts.chat_template);
+  if (facts.chat_template && !model.isKnown) { document.querySelector("[value=chat]").checked = true; setMode(); }
+  model.isKnown = true;
   introduce();
   say("");
 }

@@ -140,7 +140,7 @@ class RequestReader:
         adapter = self._check(request)
         if request.logprobs is not None and request.logprobs > self._config.max_logprobs:
             raise _over("logprobs", request.logprobs, self._config.max_logprobs)
-        given: list[Any] = _as_prompts(request.prompt)
+        given: list[Any] = as_prompts(request.prompt)
         prompts = [self.prompt_ids(one) if isinstance(one, str) else one for one in given]
         wanted = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
         for ids in prompts:
@@ -460,7 +460,7 @@ def _switch(given: Mapping[str, Any], name: str) -> bool:
     return value is not False
 
 
-def _as_prompts(given: Any) -> list[Any]:
+def as_prompts(given: Any) -> list[Any]:
     """List of prompts, each text or tokens."""
     if isinstance(given, str) or isinstance(given[0], int):
         return [given]

@@ -3,7 +3,7 @@
 Lists and biases end at their first error: millions of errors would occupy the server for seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from expertmesh.config.base import without_none
 from expertmesh.config.sampling import GUIDES, LONGEST_STOP, SamplingParams
 from expertmesh.text.chat import RESERVED_VARIABLES
+from expertmesh.text.messages import TEXT_OF_PART
 
 MOST_PROMPTS = 1024
 MOST_MESSAGES = 10_000
@@ -127,6 +128,7 @@ SPELLED = {
 ANY: tuple[Any, ...] = ()
 HARMLESS: dict[str, tuple[Any, ...]] = {
     # of no effect on an answer
+    "user": ANY,
     "metadata": ANY,
     "store": ANY,
     "service_tier": ANY,
@@ -137,6 +139,15 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": ANY,
     "inference_geo": ANY,
     "betas": ANY,
+    "prediction": ANY,
+    "prompt_cache_breakpoint": ANY,
+    "diagnostics": ANY,
+    "user_profile_id": ANY,
+    "workspace_id": ANY,
+    "output_schema": ANY,
+    "caller": ANY,
+    "annotations": ANY,
+    "citations": ANY,
     "parallel_tool_calls": ANY,
     "priority": ANY,
     "request_id": ANY,
@@ -177,13 +188,17 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "detokenize": (True,),
     "return_full_text": (False,),
-    "continuous_usage_stats": (False,),
     "echo": (False,),
     "documents": ([],),
     "include_reasoning": (True,),
     "separate_reasoning": (False,),
     "verbosity": ("medium",),
     "speed": ("standard",),
+    "mode": ("standard",),
+    "context": ("auto",),
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+    "async": (False,),
     "grammar": ("",),
     "regex": ("",),
     "ebnf": ("",),
@@ -227,6 +242,7 @@ INSTEAD = {
     "best_of": "answers are not ranked; ask for n of them",
     "prompt_logprobs": "only completions have those of a prompt, by echo and logprobs",
     "n_probs": "is logprobs here, and top_logprobs in chats",
+    "reasoning": "its effort is reasoning_effort here",
 } | {name: f"its name here is {here}" for name, here in RENAMED.items()}
 """Advice for refused fields, where there is some."""
 
@@ -257,6 +273,7 @@ class StreamOptions(RequestObject):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every event
 
 
 _FIELDS: dict[str, Any] = {
@@ -299,11 +316,46 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
 
 
-class TextPart(RequestObject):
-    """Text part of a message."""
+def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidator:
+    """Refuses objects of other types by the type's name.
 
-    type: Literal["text"]
+    Args:
+        kinds: types that there are.
+        what: what is served, in words.
+        default: type of objects without one.
+    """
+    known = tuple(kinds)
+
+    def checked(value: Any) -> Any:
+        kind = value.get("type") or default if isinstance(value, dict) else None
+        if kind and isinstance(kind, str) and kind not in known:
+            why = f"{kind[:60]!r} is not served ({what}); there are {', '.join(known)}"
+            raise PydanticCustomError("refused", "{why}", {"why": why, "field": "type"})
+        return value
+
+    return BeforeValidator(checked)
+
+
+class TextPart(RequestObject):
+    """Text part of a message, as chats or as responses name it."""
+
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+
+
+class RefusalPart(RequestObject):
+    """Refusal in an earlier answer, which is a text here."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.refusal
+
+
+_Part = Annotated[TextPart | RefusalPart, one_of(TEXT_OF_PART, "only text is")]
 
 
 class Message(BaseModel):
@@ -312,7 +364,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(few)]
+    content: Text | Annotated[list[_Part], Field(fail_fast=True), BeforeValidator(few)]
 
     _is_null: bool = PrivateAttr(default=False)
 

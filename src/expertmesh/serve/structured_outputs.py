@@ -138,7 +138,7 @@ def _known(place: str, value: Mapping[str, Any], names: Iterable[str]) -> dict[s
             raise _wrong(
                 place, f"{str(name)[:60]} is not supported there; it has {_listed(names, 'and')}"
             )
-    return given
+    return {name: one for name, one in given.items() if name in names}
 
 
 def _schema(name: str, value: Any) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Requests of other interfaces as chat completions, and errors in their names."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BeforeValidator, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError
 
 from expertmesh.serve.faults import RequestError
 from expertmesh.serve.reading import refuse_unknown
@@ -69,26 +68,6 @@ class TranslatedRequest:
     def asking(self, **fields: Any) -> "TranslatedRequest":
         """A copy with further fields of the chat completion."""
         return replace(self, body=self.body | fields)
-
-
-def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidator:
-    """Refuses objects of other types by the type's name.
-
-    Args:
-        kinds: types that there are.
-        what: what is served, in words.
-        default: type of objects without one.
-    """
-    known = tuple(kinds)
-
-    def checked(value: Any) -> Any:
-        kind = value.get("type") or default if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in known:
-            why = f"{kind[:60]!r} is not served ({what}); there are {', '.join(known)}"
-            raise PydanticCustomError("refused", "{why}", {"why": why, "field": "type"})
-        return value
-
-    return BeforeValidator(checked)
 
 
 def passed(extra: Mapping[str, Any] | None, refused: Refused) -> dict[str, Any]:

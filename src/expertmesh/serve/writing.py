@@ -76,6 +76,7 @@ class Writer:
         wants_ids: whether token ids are returned.
         is_chat: whether it is a chat completion.
         has_usage: whether a stream ends with its usage.
+        has_all_usage: whether each of its events has the usage so far, too.
     """
 
     job: Job
@@ -85,6 +86,7 @@ class Writer:
     wants_ids: bool
     is_chat: bool
     has_usage: bool = False
+    has_all_usage: bool = False
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,7 +119,8 @@ class Writer:
             parts.append(rest)
         found += [self._choice(index, part, "delta") for part in parts]
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        usage = {"usage": None} if self.has_usage else {}
+        usage = {"usage": self._updates.usage() if self.has_all_usage else None}
+        usage = usage if self.has_usage else {}
         return [self._head(kind) | {"choices": [choice]} | usage for choice in found]
 
     def last(self) -> list[dict[str, Any]]:

@@ -8,6 +8,13 @@ from expertmesh.errors import ConfigError
 from expertmesh.text.tools import read_calls
 
 ROLES = ("system", "user", "assistant", "tool")
+TEXT_OF_PART = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+"""Field with the text of a part of a content, by the types of parts that are text: in chats, in responses, in a refusal."""
 
 
 def our_role(role: str) -> str:
@@ -20,8 +27,8 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
 
     Args:
         given: messages, each a mapping with a role (`ROLES`, or "developer") and a content: a string, or a list of
-            {"type": "text", "text": string}, which are joined; an assistant's may be missing or None. Other fields are kept
-            for chat templates; the arguments of tool_calls become objects.
+            {"type": "text", "text": string} (others: `TEXT_OF_PART`), which are joined; an assistant's may be missing or None.
+            Other fields are kept for chat templates; the arguments of tool_calls become objects.
 
     Raises:
         ConfigError: one of them is something else; says which, and what is wanted.
@@ -59,9 +66,16 @@ def _joined(content: Any) -> str | None:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list | tuple):
         return None
-    texts = [p.get("text") for p in parts if isinstance(p, Mapping) and p.get("type") == "text"]
-    is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return "".join(map(str, texts)) if is_text else None
+    texts = [_text_of(part) for part in parts]
+    return None if None in texts else "".join(map(str, texts))
+
+
+def _text_of(part: Any) -> str | None:
+    """Text of a part of a content; None: it is no text."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    name = TEXT_OF_PART.get(kind) if isinstance(kind, str) else None
+    text = None if name is None else part.get(name)
+    return text if isinstance(text, str) else None
 
 
 def is_unicode(values: Any) -> bool:

@@ -52,9 +52,12 @@ def read_tools(given: Any, place: str = "tools") -> list[dict[str, Any]]:
 
 
 def parameters_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Parameters of tools by name, as JSON schemas of objects."""
-    functions = [tool["function"] for tool in tools]
-    return {one["name"]: {"type": "object", **(one.get("parameters") or {})} for one in functions}
+    """Parameters of tools by name, as JSON schemas of objects; a null is what is not given."""
+    found = {}
+    for function in (tool["function"] for tool in tools):
+        given = (function.get("parameters") or {}).items()
+        found[function["name"]] = {"type": "object", **{k: v for k, v in given if v is not None}}
+    return found
 
 
 def _name(given: Any, place: str) -> str:
@@ -72,12 +75,12 @@ def _check_parameters(given: Any, place: str) -> None:
     wanted = 'write {"type": "object", "properties": {...}}'
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place}: must be a JSON schema of an object; {wanted}")
-    if given.get("type", "object") != "object":
+    if given.get("type") not in (None, "object"):
         raise ConfigError(f"{place}.type: must be object; {wanted}")
-    properties = given.get("properties", {})
-    if not isinstance(properties, Mapping):
+    properties = given.get("properties")
+    if not isinstance(properties, Mapping | None):
         raise ConfigError(f"{place}.properties: must be schemas by name; {wanted}")
-    for name, one in properties.items():
+    for name, one in (properties or {}).items():
         if not isinstance(one, Mapping | bool):
             raise ConfigError(f"{place}.properties.{str(name)[:40]}: must be a schema; {wanted}")
 
