@@ -24,7 +24,8 @@ HEAD = """# A small mixture taught to answer
 **Protocol.** `gpt-moe-demo` after Python's standard library (3.6 million parameters, 2.6 million tokens), then conversations,
 preferences and a reward, as `examples/chat/way.py` has them; the seed is that of tasks, of what is held out, and of the order. One
 thread, BF16 where the processor has it. Loss: nats per token of the right answer. Better: how often the right answer is likelier, per
-token, than a worse one (half is chance). Right: how often the most likely answer to a task is right.
+token, than the same one broken off (half is chance). Right: how often the most likely answer to a task, three digits to be sorted, is
+right. A question is in one file only: what is held out, here and in the evaluations of each stage, no stage has seen.
 
     python -m benchmarks.chat_way FOLDER
 
@@ -34,7 +35,9 @@ token, than a worse one (half is chance). Right: how often the most likely answe
 TAIL = """
 On {chats} conversations and {tasks} tasks that are held out. No claim about conversations is made: the model is far too small.
 
-| seed | stage | measure of its own evaluations | minutes | steps | before | after |
+Minutes are of the processor, of one core, evaluations and start included.
+
+| seed | stage | measure of its own evaluations | CPU minutes | steps | before | after |
 |---|---|---|---|---|---|---|
 """
 FORMS = {"minutes": ".1f", "steps": ",", "before": ".3f", "after": ".3f"}
@@ -51,7 +54,7 @@ def go(folder: Path, seed: int) -> dict:
     own = {}
     for name, (_, measure) in OWN.items():
         before, after, steps = ends_of(place / name, measure)
-        minutes = round(stages[name]["seconds"] / 60, 2)
+        minutes = round(stages[name]["cpu_seconds"] / 60, 2)
         own[name] = {"minutes": minutes, "steps": steps, "before": before, "after": after}
     measured = json.loads((place / "measured.json").read_text())
     for kinds in measured.values():

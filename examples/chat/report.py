@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 SAYS = {
+    "text": "text alone",
     "talk": "conversations",
     "preferred": "preferences",
     "rewarded": "a reward",
@@ -43,15 +44,15 @@ def report(folder: Path, base: Path, stages: dict) -> str:
     Args:
         folder: folder with the runs and measured.json.
         base: run that learned text.
-        stages: `seconds` of each stage.
+        stages: `seconds` and `cpu_seconds` of each stage.
     """
     lines = ["# From text to a model that answers", ""]
-    lines += ["| stage | minutes | steps | measure of its own | before | after |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += ["| stage | minutes | CPU minutes | steps | measure of its own | before | after |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for name, (what, measure) in CURVES.items():
         first, last, steps = ends_of(base if name == "text" else folder / name, measure)
-        minutes = stages[name]["seconds"] / 60
-        lines.append(f"| {name} | {minutes:.1f} | {steps:,} | {what} | {first:.3f} | {last:.3f} |")
+        minutes = " | ".join(f"{stages[name][key] / 60:.1f}" for key in ("seconds", "cpu_seconds"))
+        lines.append(f"| {name} | {minutes} | {steps:,} | {what} | {first:.3f} | {last:.3f} |")
     whole = sum(stage["seconds"] for stage in stages.values()) / 60
     lines += ["", f"All stages, measures and pages included: {whole:.1f} minutes.", ""]
     found = json.loads((folder / "measured.json").read_text())
