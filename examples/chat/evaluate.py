@@ -3,7 +3,7 @@
     python examples/chat/evaluate.py HELDOUT.jsonl MEASURED.json NAME=RUN ...
 
 All are asked in the format of the last one, with the same tokens: a model of text has none of its own. For each run: the loss of the right answers to conversations and to tasks, in nats per token; how often the right answer is likelier,
-per token, than a worse one; how often the most likely answer to a task is the right one; and some of the answers.
+per token, than a worse one; how often the most likely answer to a task is the right one, and how often one that is drawn; and some of the answers.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import expertmesh as em
 
-MOST_TOKENS = 24
+MOST_TOKENS, DRAWN = 24, 4
 SHOWN = 6
 
 
@@ -45,10 +45,10 @@ def measured(run: str, form: em.Engine, records: list[dict]) -> dict:
     better = [
         one[0] / one[1] > other[0] / other[1] for one, other in zip(right, worse, strict=True)
     ]
+    asked = [form.chat_ids(one["messages"]) for one in records]
     greedy = em.SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
-    outputs = engine.generate([form.chat_ids(one["messages"]) for one in records], greedy)
-    said = [output.text.strip() for output in outputs]
-    found = {}
+    said = [output.text.strip() for output in engine.generate(asked, greedy)]
+    found: dict[str, dict] = {}
     for name, kind in (("chats", False), ("tasks", True)):
         rows = [row for row, one in enumerate(is_task) if one == kind]
         found[name] = {
@@ -61,6 +61,14 @@ def measured(run: str, form: em.Engine, records: list[dict]) -> dict:
                 for row in rows[:SHOWN]
             ],
         }
+    tasks = [row for row in range(len(records)) if is_task[row] for _ in range(DRAWN)]
+    chance = [em.SamplingParams(max_tokens=MOST_TOKENS, seed=seed) for seed in range(len(tasks))]
+    outputs = engine.generate([asked[row] for row in tasks], chance)
+    hits = [
+        output.text.strip() == records[row]["answer"]
+        for output, row in zip(outputs, tasks, strict=True)
+    ]
+    found["tasks"]["drawn"] = sum(hits) / len(hits)
     return found
 
 

@@ -22,7 +22,7 @@ CURVES = {
 
 MEASURES = """On {chats:,} conversations and {tasks:,} tasks that no stage has seen. Loss: nats per token of the right answer.
 Better: how often the right answer is likelier, per token, than a worse one; half is chance. Right: how often the most likely answer to
-a task is the right one."""
+a task is the right one. Drawn: how often one that is drawn at temperature 1 is."""
 
 
 def ends_of(run: Path, measure: str) -> tuple[float, float, int]:
@@ -35,7 +35,8 @@ def ends_of(run: Path, measure: str) -> tuple[float, float, int]:
 def row(one: dict) -> str:
     """Cells of the measures of a model."""
     values = [one[kind][key] for key in ("loss", "better") for kind in ("chats", "tasks")]
-    return " | ".join(f"{value:.3f}" for value in [*values, one["tasks"]["right"]])
+    values += [one["tasks"]["right"], one["tasks"]["drawn"]]
+    return " | ".join(f"{value:.3f}" for value in values)
 
 
 def report(folder: Path, base: Path, stages: dict) -> str:
@@ -60,8 +61,8 @@ def report(folder: Path, base: Path, stages: dict) -> str:
     lines += [
         MEASURES.format(chats=chats, tasks=tasks),
         "",
-        "| after | loss, chats | loss, tasks | better, chats | better, tasks | right, tasks |",
-        "|---|---|---|---|---|---|",
+        "| after | loss, chats | loss, tasks | better, chats | better, tasks | right, tasks | drawn, tasks |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, said in SAYS.items():
         lines.append(f"| {said} | {row(found[name])} |")

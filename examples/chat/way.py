@@ -38,9 +38,9 @@ SIZES = {
     "full": {
         "data_size": "",
         "text": "gpt-moe-demo",
-        "talk": "--train.epochs 6 --train.eval-every 20",
-        "preferred": "--train.epochs 2 --train.batch-size 16 --train.eval-every 10 --data.validation-fraction 0.15",
-        "rewarded": "--train.steps 60 --train.batch-size 32 --train.eval-every 20 --data.validation-fraction 0.2",
+        "talk": "--train.epochs 8 --train.eval-every 40",
+        "preferred": "--train.epochs 1 --train.batch-size 16 --train.eval-every 10 --data.validation-fraction 0.15",
+        "rewarded": "--train.steps 40 --train.batch-size 32 --train.eval-every 20 --data.validation-fraction 0.2",
     },
     "tiny": {
         "data_size": "--sample",
