@@ -22,19 +22,30 @@ HEAD = """# A small mixture taught to answer
 **Question.** Does each stage of `make chat` ([the page](../chat.md)) learn, on questions that no stage has seen?
 
 **Protocol.** `gpt-moe-demo` after Python's standard library (3.6 million parameters, 2.6 million tokens), then conversations,
-preferences and a reward, as `examples/chat/way.py` has them; the seed is that of tasks, of what is held out, and of the order. One
-thread, BF16 where the processor has it. Loss: nats per token of the right answer. Better: how often the right answer is likelier, per
-token, than a worse one (half is chance). Right: how often the most likely answer to a task is right.
+preferences and a reward, as `examples/chat/way.py` has them; the seed is that of tasks, of what is held out, and of the order. A
+question is in one file only: what is held out, here and in the evaluations of each stage, no stage has seen. One thread, BF16 where
+the processor has it. The row `text` is the model before any of it, asked in the same format. Settings were found on seed 0; the
+others were run once.
+
+* Loss: nats per token of the right answer.
+* Better: how often the right answer is likelier, per token, than the same one broken off; half is chance. The model of text, which
+  ends no answer, is likely to go on.
+* Right: how often the most likely answer to a task, three digits to be sorted, is right.
+* Drawn: how often an answer that is drawn at temperature 1, as in training, is right.
 
     python -m benchmarks.chat_way FOLDER
 
-| seed | after | loss, chats | loss, tasks | better, chats | better, tasks | right, tasks |
-|---|---|---|---|---|---|---|
+| seed | after | loss, chats | loss, tasks | better, chats | better, tasks | right, tasks | drawn, tasks |
+|---|---|---|---|---|---|---|---|
 """
 TAIL = """
 On {chats} conversations and {tasks} tasks that are held out. No claim about conversations is made: the model is far too small.
+Seeds that are not done: {missing}.
 
-| seed | stage | measure of its own evaluations | minutes | steps | before | after |
+Minutes are of the processor, of one core, evaluations and start included. The accuracy on pairs is that of the margin by which the
+better answer has gained since the stage began: 0 before it, and half is chance.
+
+| seed | stage | measure of its own evaluations | CPU minutes | steps | before | after |
 |---|---|---|---|---|---|---|
 """
 FORMS = {"minutes": ".1f", "steps": ",", "before": ".3f", "after": ".3f"}
@@ -51,7 +62,7 @@ def go(folder: Path, seed: int) -> dict:
     own = {}
     for name, (_, measure) in OWN.items():
         before, after, steps = ends_of(place / name, measure)
-        minutes = round(stages[name]["seconds"] / 60, 2)
+        minutes = round(stages[name]["cpu_seconds"] / 60, 2)
         own[name] = {"minutes": minutes, "steps": steps, "before": before, "after": after}
     measured = json.loads((place / "measured.json").read_text())
     for kinds in measured.values():
@@ -71,6 +82,7 @@ def page(found: dict[str, dict]) -> str:
             own.append(f"| {seed} | {name} | {OWN[name][0]} | {' | '.join(numbers)} |\n")
     first = next(iter(found.values()))["measured"]["talk"]
     counts = {kind: f"{first[kind]['number']:,}" for kind in ("chats", "tasks")}
+    counts["missing"] = ", ".join(str(seed) for seed in SEEDS if str(seed) not in found) or "none"
     return HEAD + "".join(rows) + TAIL.format(**counts) + "".join(own)
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 SAYS = {
+    "text": "text alone",
     "talk": "conversations",
     "preferred": "preferences",
     "rewarded": "a reward",
@@ -21,7 +22,7 @@ CURVES = {
 
 MEASURES = """On {chats:,} conversations and {tasks:,} tasks that no stage has seen. Loss: nats per token of the right answer.
 Better: how often the right answer is likelier, per token, than a worse one; half is chance. Right: how often the most likely answer to
-a task is the right one."""
+a task is the right one. Drawn: how often one that is drawn at temperature 1 is."""
 
 
 def ends_of(run: Path, measure: str) -> tuple[float, float, int]:
@@ -34,7 +35,8 @@ def ends_of(run: Path, measure: str) -> tuple[float, float, int]:
 def row(one: dict) -> str:
     """Cells of the measures of a model."""
     values = [one[kind][key] for key in ("loss", "better") for kind in ("chats", "tasks")]
-    return " | ".join(f"{value:.3f}" for value in [*values, one["tasks"]["right"]])
+    values += [one["tasks"]["right"], one["tasks"]["drawn"]]
+    return " | ".join(f"{value:.3f}" for value in values)
 
 
 def report(folder: Path, base: Path, stages: dict) -> str:
@@ -43,15 +45,15 @@ def report(folder: Path, base: Path, stages: dict) -> str:
     Args:
         folder: folder with the runs and measured.json.
         base: run that learned text.
-        stages: `seconds` of each stage.
+        stages: `seconds` and `cpu_seconds` of each stage.
     """
     lines = ["# From text to a model that answers", ""]
-    lines += ["| stage | minutes | steps | measure of its own | before | after |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += ["| stage | minutes | CPU minutes | steps | measure of its own | before | after |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for name, (what, measure) in CURVES.items():
         first, last, steps = ends_of(base if name == "text" else folder / name, measure)
-        minutes = stages[name]["seconds"] / 60
-        lines.append(f"| {name} | {minutes:.1f} | {steps:,} | {what} | {first:.3f} | {last:.3f} |")
+        minutes = " | ".join(f"{stages[name][key] / 60:.1f}" for key in ("seconds", "cpu_seconds"))
+        lines.append(f"| {name} | {minutes} | {steps:,} | {what} | {first:.3f} | {last:.3f} |")
     whole = sum(stage["seconds"] for stage in stages.values()) / 60
     lines += ["", f"All stages, measures and pages included: {whole:.1f} minutes.", ""]
     found = json.loads((folder / "measured.json").read_text())
@@ -59,8 +61,8 @@ def report(folder: Path, base: Path, stages: dict) -> str:
     lines += [
         MEASURES.format(chats=chats, tasks=tasks),
         "",
-        "| after | loss, chats | loss, tasks | better, chats | better, tasks | right, tasks |",
-        "|---|---|---|---|---|---|",
+        "| after | loss, chats | loss, tasks | better, chats | better, tasks | right, tasks | drawn, tasks |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, said in SAYS.items():
         lines.append(f"| {said} | {row(found[name])} |")

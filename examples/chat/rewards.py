@@ -2,17 +2,18 @@
 
 
 def right(completions, answer, **kwargs):
-    """1 for the right number, else 0."""
+    """1 for the right answer, else 0."""
     said = [one[0]["content"].strip() for one in completions]
     return [float(one == known) for one, known in zip(said, answer, strict=True)]
 
 
-def near(completions, answer, **kwargs):
-    """1 for the right number, half of it for each step away from it, 0 for what is no number."""
-    said = [one[0]["content"].strip() for one in completions]
-    return [_near(one, int(known)) for one, known in zip(said, answer, strict=True)]
+def placed(completions, answer, **kwargs):
+    """The share of numbers that stand where they should, 0 for too few or too many."""
+    said = [one[0]["content"].split() for one in completions]
+    return [_placed(one, known.split()) for one, known in zip(said, answer, strict=True)]
 
 
-def _near(said: str, known: int) -> float:
-    is_number = said.removeprefix("-").isdecimal() and len(said) < 5
-    return 2.0 ** -abs(int(said) - known) if is_number else 0.0
+def _placed(said: list[str], known: list[str]) -> float:
+    if len(said) != len(known):
+        return 0.0
+    return sum(one == other for one, other in zip(said, known, strict=True)) / len(known)

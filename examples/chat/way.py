@@ -14,7 +14,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from report import report
@@ -27,11 +26,11 @@ STAGES = {
     "preferred": "expertmesh train {folder}/talk --objective.name dpo --data.path {data}/pairs.jsonl --optim.lr 1e-4 "
     "--objective.sft-weight 0.2 {preferred} --train.seed {seed} --train.run-dir {folder}/preferred --train.resume auto",
     "rewarded": "expertmesh train {folder}/preferred --objective.name grpo --data.path {data}/prompts.jsonl "
-    "--reward.functions {here}/rewards.py:near,{here}/rewards.py:right:0 --rl.max-tokens 4 --optim.lr 3e-4 {rewarded} "
+    "--reward.functions {here}/rewards.py:placed,{here}/rewards.py:right:0 --rl.max-tokens 6 --optim.lr 2e-4 {rewarded} "
     "--train.seed {seed} --train.run-dir {folder}/rewarded --train.resume auto",
     "int8": "expertmesh quantize {folder}/rewarded --to {folder}/int8 --format int8",
     "measures": "python {here}/evaluate.py {data}/heldout.jsonl {folder}/measured.json "
-    "{folder}/talk {folder}/preferred {folder}/rewarded {folder}/int8",
+    "text={base} talk={folder}/talk preferred={folder}/preferred rewarded={folder}/rewarded int8={folder}/int8",
     "page": "expertmesh report {base} {folder}/talk {folder}/preferred {folder}/rewarded --page {folder}/report.html",
 }
 """Commands of the stages, in their order."""
@@ -39,9 +38,9 @@ SIZES = {
     "full": {
         "data_size": "",
         "text": "gpt-moe-demo",
-        "talk": "--train.epochs 10 --train.eval-every 100",
-        "preferred": "--train.epochs 1 --train.eval-every 50",
-        "rewarded": "--train.steps 80 --train.batch-size 32 --train.eval-every 20 --train.eval-batches 100 --data.validation-fraction 0.1",
+        "talk": "--train.epochs 8 --train.eval-every 40",
+        "preferred": "--train.epochs 1 --train.batch-size 16 --train.eval-every 10 --data.validation-fraction 0.15",
+        "rewarded": "--train.steps 40 --train.batch-size 32 --train.eval-every 20 --data.validation-fraction 0.2",
     },
     "tiny": {
         "data_size": "--sample",
@@ -88,6 +87,12 @@ def run(words: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def clocks() -> dict[str, float]:
+    """Seconds that have passed, and seconds of the processor that commands took."""
+    times = os.times()
+    return {"seconds": times.elapsed, "cpu_seconds": times.children_user + times.children_system}
+
+
 def main() -> int:
     """Run what is not done yet, and write the report; returns the exit code."""
     given = parsed()
@@ -101,10 +106,10 @@ def main() -> int:
             print(f"done: {line}", flush=True)
             continue
         print(f"\n$ {line}", flush=True)
-        begin = time.monotonic()
+        begin = clocks()
         code = run(words)
-        seconds = known.get("seconds", 0.0) + time.monotonic() - begin
-        stages[name] = {"done": line if code == 0 else "", "seconds": round(seconds, 1)}
+        spent = {key: known.get(key, 0.0) + now - begin[key] for key, now in clocks().items()}
+        stages[name] = {"done": line if code == 0 else "", **spent}
         record.write_text(json.dumps(stages, indent=1) + "\n")
         if code:
             print(f"stopped in {name}; started again, it goes on there", file=sys.stderr)

@@ -85,7 +85,7 @@ def test_a_stopped_way_goes_on_and_a_finished_one_does_nothing(way, first, capsy
 def test_the_report_has_every_stage_and_the_measures_of_each_model(way, first, place):
     text = (place / "runs/chat/report.md").read_text()
     found = json.loads((place / "runs/chat/measured.json").read_text())
-    assert set(found) == {"talk", "preferred", "rewarded", "int8"}
+    assert set(found) == {"text", "talk", "preferred", "rewarded", "int8"}
     for name in ("text", "talk", "preferred", "rewarded"):
         assert f"\n| {name} | " in text
     for one in found.values():
@@ -93,18 +93,21 @@ def test_the_report_has_every_stage_and_the_measures_of_each_model(way, first, p
     assert (place / "runs/chat/report.html").stat().st_size > 0
 
 
-def test_nothing_that_is_held_out_is_learned(first, place):
+def test_a_question_is_in_one_file_and_a_worse_answer_is_broken_off(first, place):
     files = {
         path.stem: list(map(json.loads, path.read_text().splitlines()))
         for path in (place / "runs/chat/data").glob("*.jsonl")
     }
-    asked = {one["messages"][0]["content"] for one in files.pop("heldout")}
-    learned = {
+    asked = [
         one.get("messages", one.get("prompt"))[0]["content"]
         for records in files.values()
         for one in records
-    }
-    assert len(files) == 3 and asked and not asked & learned
+    ]
+    assert set(files) == {"chats", "pairs", "prompts", "heldout"} and all(files.values())
+    assert len(asked) == len(set(asked))
+    for one in files["pairs"]:
+        better, worse = (one[key][0]["content"] for key in ("chosen", "rejected"))
+        assert better.startswith(worse) and 0 < len(worse) < len(better)
 
 
 def test_the_model_is_known_to_converse(first, place):
