@@ -3,16 +3,13 @@
 import json
 import math
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.oracle.numerics import relative_error
+from tests.support.killed import kill_after_a_checkpoint
 from tests.support.runs import RELATIVE, assert_same_lines, lines_of, train_quietly
 
 import expertmesh as em
@@ -199,17 +196,7 @@ def test_a_killed_run_goes_on_to_the_bit(form, options):
     folder = Path(f"{options['train.run-dir']}-killed")
     more = f"train.run-dir {folder} train.steps 6 train.resume auto {KILLED[form]}"
     words = words_of(options, more)
-    command = [sys.executable, "-m", "expertmesh", "train", *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while time.monotonic() < end and process.poll() is None:
-        if list(folder.glob("checkpoints/step_*2")):
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
-    assert list(folder.glob("checkpoints/step_*2")), "it has no checkpoint to go on from"
+    kill_after_a_checkpoint(words, folder)
     assert train_verb(words) == 0
     assert lines_of(folder) == straight
 
@@ -220,7 +207,7 @@ MISTAKES = {
     "updates": ("rl.updates 3", "rl.updates=3: must divide train.batch_size, 4"),
     "tensor parallel": (
         "parallel.tp-degree 2",
-        "parallel.tp_degree=2: shares a sequence among ranks",
+        "parallel.tp_degree=2: adds parts of products over ranks",
     ),
     "packs": ("data.pack true", "data.pack=True: has no effect with"),
     "routers of adapters": (
@@ -298,24 +285,43 @@ def on_rank(words):
 
 
 LAYOUTS = {
-    "experts on other ranks": "parallel.ep-degree 2",
-    "gathered weights": "parallel.ep-degree 1 parallel.zero-stage 2",
-    "adapters": "parallel.ep-degree 2 adapter.kind lora adapter.rank 4",
+    "experts on other ranks": ("parallel.ep-degree 2", ""),
+    "gathered weights": ("parallel.ep-degree 1 parallel.zero-stage 2", ""),
+    "adapters": ("parallel.ep-degree 2", "adapter.kind lora adapter.rank 4"),
+    "a reference": ("parallel.ep-degree 2", "rl.kl-beta 0.1 optim.lr 1e-2"),
+    "adapters and their reference": (
+        "parallel.es-degree 2 parallel.route-degree 1",
+        "rl.kl-beta 0.1 adapter.kind lora adapter.rank 4 optim.lr 1e-2",
+    ),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_learn_what_one_does(layout, options, two_ranks):
     """Each samples its own prompts; rollouts and training are compared to the bit there, too."""
-    more = "train.dtype float64 train.steps 2"
-    adapters = LAYOUTS[layout].partition(" adapter")
-    expected = trained(options, more + "".join(adapters[1:]))
+    degrees, learns = LAYOUTS[layout]
+    more = f"train.dtype float64 train.steps 2 {learns}"
+    expected = trained(options, more)
     folder = f"{options['train.run-dir']}-two"
-    words = words_of({**options, "train.run-dir": folder}, f"{more} {LAYOUTS[layout]}")
+    words = words_of({**options, "train.run-dir": folder}, f"{more} {degrees}")
     two_ranks.run(on_rank, words)
     found = lines_of(folder)
-    assert_same_lines(found, expected, *COMPARED, "eval_reward")
+    kl = ("kl",) if "kl-beta" in learns else ()
+    assert_same_lines(found, expected, *COMPARED, *kl, "eval_reward")
+    assert not kl or found[-1]["kl"] > 0
     assert all(line["mismatch_max"] == 0 for line in found)
+
+
+def said_on_rank(words):
+    """The error, on every rank."""
+    with pytest.raises(ConfigError) as error:
+        train_quietly(parse_and_begin(words).config)
+    return str(error.value)
+
+
+def test_slices_of_experts_are_refused_before_a_rollout(options, two_ranks):
+    said, _ = two_ranks.run(said_on_rank, words_of(options, "parallel.es-degree 2"))
+    assert said.startswith("parallel.es_degree=2: adds parts") and "\n" not in said
 
 
 def test_rewards_without_a_difference_are_told_once(options, tmp_path, caplog):
