@@ -234,6 +234,11 @@ def test_a_recipe_is_no_trained_model(options):
 LATER = {
     "no room": ("rl.max-tokens 500", "rl.max_tokens=500: leaves no room for a prompt"),
     "a long prompt": ({"prompt": "x" * 300}, "leaves room for"),
+    "a column of another name": (
+        "reward.functions exact data.path {}/unnamed.jsonl",
+        "exact needs a column 'answer', and the data's are: label; name one so",
+    ),
+    "a column that is hidden": ({"prompt": "x", "completions": 3}, "has a column 'completions'"),
     "no prompt": ({"question": "x"}, "'prompt'"),
     "an answer": (
         {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -245,7 +250,9 @@ LATER = {
 @pytest.mark.parametrize("mistake", LATER)
 def test_mistakes_of_data_are_one_line(mistake, options, tmp_path):
     given, said = LATER[mistake]
-    more = given
+    more = given if isinstance(given, dict) else given.format(tmp_path)
+    lines = [json.dumps({"prompt": f"{n}", "label": n}) for n in range(30)]
+    (tmp_path / "unnamed.jsonl").write_text("\n".join(lines))
     if isinstance(given, dict):
         path = tmp_path / "other.jsonl"
         lines = [{"prompt": f"{n}"} for n in range(30)] + [given]

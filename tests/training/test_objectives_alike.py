@@ -32,7 +32,11 @@ BASE = {
     "train.eval_batches": 1,
     "train.tensorboard": False,
 }
-LORA = {"adapter.kind": "lora", "adapter.rank": 4, "adapter.targets": ("attention", "dense", "experts", "head")}
+LORA = {
+    "adapter.kind": "lora",
+    "adapter.rank": 4,
+    "adapter.targets": ("attention", "dense", "experts", "head"),
+}
 REWARDS = """
 def early(completion_ids, log_metric, **kwargs):
     log_metric("seen", len(completion_ids))
@@ -56,7 +60,16 @@ OBJECTIVES = {
 }
 COMPARED = {
     "sft": ("loss", "grad_norm", "eval_loss", "eval_bits_per_byte"),
-    "dpo": ("loss", "grad_norm", "margin", "logp_chosen", "entropy", "tokens", "eval_loss", "eval_margin"),
+    "dpo": (
+        "loss",
+        "grad_norm",
+        "margin",
+        "logp_chosen",
+        "entropy",
+        "tokens",
+        "eval_loss",
+        "eval_margin",
+    ),
     "grpo": ("grad_norm", "reward", "length", "entropy", "kl", "clipped", "eval_reward", "tokens"),
 }
 
@@ -66,7 +79,11 @@ def records(name, n):
         answer = {"role": "assistant", "content": f"well {n * n}"}
         return {"messages": [{"role": "user", "content": f"say {n}"}, answer]}
     told = {"prompt": f"say {n}" + "." * (n % 5)}
-    return told if name == "grpo" else told | {"chosen": f"well {n * n}", "rejected": "no " * (1 + n % 4)}
+    return (
+        told
+        if name == "grpo"
+        else told | {"chosen": f"well {n * n}", "rejected": "no " * (1 + n % 4)}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +146,12 @@ def test_packing_changes_nothing(objective, folder):
 
 
 LAYOUTS = covering(
-    {"ep_degree": (1, 2, 4), "es_degree": (1, 2), "tp_degree": (1, 2), "dp_replicate_degree": (1, 2)},
+    {
+        "ep_degree": (1, 2, 4),
+        "es_degree": (1, 2),
+        "tp_degree": (1, 2),
+        "dp_replicate_degree": (1, 2),
+    },
     lambda row: row["ep_degree"] * row["es_degree"] * row["dp_replicate_degree"] <= 4,
 )
 

@@ -37,7 +37,14 @@ from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.rl.batch import DrawnAnswer, batch_of_answers
 from expertmesh.rl.kl_reference import Reference
-from expertmesh.rl.rewards import Answered, RewardFunction, find_rewards, rewarded, total
+from expertmesh.rl.rewards import (
+    Answered,
+    RewardFunction,
+    check_columns,
+    find_rewards,
+    rewarded,
+    total,
+)
 from expertmesh.rl.rollouts import roll_out, seed_of_row
 from expertmesh.rl.whole_model import whole_model
 
@@ -79,6 +86,7 @@ class PolicyTask(AnswerTask):
             )
         seed, vocab_size = config.train.seed, config.model.vocab_size
         self.data = PromptData(config.data, vocab_size=vocab_size, seed=seed, room=room)
+        check_columns(self.rewards, {name for one in self.data.prompts for name in one.columns})
         told = [self.data.key, *(f"{one.name} {one.weight} {one.digest}" for one in self.rewards)]
         self.data.key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return self.data
