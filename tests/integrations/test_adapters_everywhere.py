@@ -116,7 +116,14 @@ def served(base, folder):
     return torch.tensor([one.logprob for one in found.prompt_logprobs[1:]])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+ALIKE = ("olmoe", "deepseek_v2", "moonlight", "kimi_k2", "dots1")
+"""Families whose parts others have, which not every run of the tests tries."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n in ALIKE else ()) for n in FAMILIES],
+)
 def test_adapters_give_the_same_logits_wherever_they_go(name, chats, tmp_path):
     base = tmp_path / "base"
     model = base_of(name, base)
