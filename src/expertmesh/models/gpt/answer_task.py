@@ -123,8 +123,10 @@ def _joined(own: AnswerScores, targets_AS: Tensor, counts_AS: Tensor, part: Part
     learned = Learned.of(targets_AS, counts_AS, replace(part, ranks=Ranks()))
     assert learned.rows_R is not None and learned.is_real_R is not None
     scores_R2 = whole_A2[learned.rows_R].where(learned.is_real_R[:, None], 0.0)
-    shape = *own.shape[:2], targets_AS.shape[1]
-    return AnswerScores(*scores_R2.unbind(1), learned.rows_R, shape, own.stats)
+    B, G, _ = own.shape
+    shape = B, G, targets_AS.shape[1]
+    logprobs_R, entropies_R = scores_R2.unbind(1)
+    return AnswerScores(logprobs_R, entropies_R, learned.rows_R, shape, own.stats)
 
 
 def once(sums: Mapping[str, Tensor | float], ranks: Ranks) -> dict[str, Tensor | float]:
