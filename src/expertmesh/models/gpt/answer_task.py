@@ -130,12 +130,12 @@ def _joined(own: AnswerScores, targets_AS: Tensor, counts_AS: Tensor, part: Part
 
 
 def once(sums: Mapping[str, Tensor | float], ranks: Ranks) -> dict[str, Tensor | float]:
-    """Sums over answers, which ranks that share sequences compute alike, so that all ranks' add up to one of each."""
+    """Sums over answers, counted once: ranks that share sequences compute them alike."""
     return {name: value * ranks.counted for name, value in sums.items()}
 
 
 def loss_once(loss: Loss, ranks: Ranks) -> Loss:
-    """A loss of whole answers, so that those of all ranks add up to it, as do their gradients."""
+    """A loss of whole answers, counted once: the losses and gradients of all ranks add up to it."""
     return Loss(loss.total * ranks.counted, loss.stats, once(loss.sums, ranks))
 
 
