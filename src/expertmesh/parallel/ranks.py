@@ -80,7 +80,7 @@ class Ranks:
 
     @property
     def counted(self) -> float:
-        """Weight of what ranks that share rows all compute alike in a sum over all ranks: 1 on the first of them, else 0."""
+        """Weight, in a sum over ranks, of a result that ranks with the same rows share: 1 on the first of them, else 0."""
         return float(self.position % self.tp_degree == 0)
 
     def sum_(self, value: Tensor, *, what: str) -> Tensor:

@@ -73,7 +73,7 @@ class AnswerTask(GPTTask):
         return data
 
     def scores(self, model: nn.Module, batch: Batch, part: Part) -> AnswerScores:
-        """Scores of the learned tokens, on each of the ranks that share a sequence those of all its positions; differentiable.
+        """Scores of the learned tokens, on all positions also where ranks share sequences; differentiable.
 
         Args:
             model: the model, in evaluation mode.
