@@ -90,3 +90,25 @@ def test_states_are_the_bytes_of_the_model_and_its_optimizer(storage):
         learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert memory.weights_bytes == sum(t.nbytes for t in model.state_dict().values())
         assert memory.gradients_bytes == 4 * learned and memory.optimizer_bytes == 8 * learned
+
+
+@pytest.mark.parametrize("storage", [*QUANTIZED, "bfloat16"])
+def test_gathered_experts_travel_as_codes(storage):
+    """Two ranks that gather all experts of a layer: what they have at once is codes and scales, and one expert is widened."""
+    changes = {"adapter.kind": "lora", "base.storage": storage, "train.init_from": "runs/x"}
+    changes |= {"parallel.route_degree": 1, "adapter.targets": ("attention",)}
+    wide = storage == "bfloat16"
+    if wide:
+        changes["base.storage"] = "auto"
+    config = gpt_moe_test().updated(changes)
+    memory = gpt_costs(config, num_ranks=2, dtype="bfloat16").memory
+    model = GPTBuilder(config)._adapted(device=torch.device("meta"), dtype=torch.float32)
+    each, experts = [], None
+    for _, _, experts in grouped_layers(model):
+        kept = [experts.w_in, experts.w_out]
+        if not wide:
+            kept = experts.room(storage, dtype=torch.float32).values()
+        each.append(sum(t.numel() * 2 if wide else t.nbytes for t in kept))
+    assert memory.gathered_experts_bytes == max(map(sum, zip(each, each[1:], strict=False)))
+    E, G, F, D = experts.shape
+    assert memory.copies_bytes == (0 if wide else 2 * G * F * D)

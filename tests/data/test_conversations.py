@@ -351,11 +351,11 @@ def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("messages", "changes", "words"),
     [
-        (talk(1)[:1], {}, "no conversation for (training|validation) has a turn of the assistant"),
+        (talk(1)[:1], {}, "no conversation for (training|validation) has an answer to learn"),
         (
             [talk(1)[0], {"role": "assistant", "content": " "}],
             {},
-            "no conversation for (training|validation) has a turn of the assistant",
+            "no conversation for (training|validation) has an answer to learn",
         ),
         (
             talk(1),

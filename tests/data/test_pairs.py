@@ -228,6 +228,16 @@ def test_mistakes_by_file_and_line(mistake, tmp_path):
     assert "pairs.jsonl" in said and words in said and "\n" not in said
 
 
+@pytest.mark.parametrize(
+    "answers", [("x", "x"), ("y" * 200 + "a", "y" * 200 + "b")], ids=["equal", "cut"]
+)
+def test_pairs_that_are_all_equal_are_said_to_be(answers, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        data_of(tmp_path, [FORMS["standard"](f"q{i}", *answers) for i in NUMBERS])
+    said = str(error.value)
+    assert "have the same chosen and rejected answer" in said and "\n" not in said
+
+
 TALKS = [{"messages": [user(f"{i}"), assistant("x")]} for i in NUMBERS]
 TEXTS = [{"text": f"text {i}"} for i in NUMBERS]
 PAIRS = [FORMS["standard"](f"{i}", "x", "y") for i in NUMBERS]

@@ -3,23 +3,20 @@
 import json
 import math
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.oracle.numerics import relative_error
+from tests.support.killed import kill_after_a_checkpoint
 from tests.support.runs import RELATIVE, assert_same_lines, lines_of, train_quietly
 
 import expertmesh as em
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.start_training import parse_and_begin
 from expertmesh.cli.train import run as train_verb
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, PeerError
 from expertmesh.models.gpt.family import GPT
 from expertmesh.rl.policy_task import PolicyTask
 from expertmesh.rl.rollouts import seed_of_row
@@ -199,17 +196,7 @@ def test_a_killed_run_goes_on_to_the_bit(form, options):
     folder = Path(f"{options['train.run-dir']}-killed")
     more = f"train.run-dir {folder} train.steps 6 train.resume auto {KILLED[form]}"
     words = words_of(options, more)
-    command = [sys.executable, "-m", "expertmesh", "train", *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while time.monotonic() < end and process.poll() is None:
-        if list(folder.glob("checkpoints/step_*2")):
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
-    assert list(folder.glob("checkpoints/step_*2")), "it has no checkpoint to go on from"
+    kill_after_a_checkpoint(words, folder)
     assert train_verb(words) == 0
     assert lines_of(folder) == straight
 
@@ -220,7 +207,7 @@ MISTAKES = {
     "updates": ("rl.updates 3", "rl.updates=3: must divide train.batch_size, 4"),
     "tensor parallel": (
         "parallel.tp-degree 2",
-        "parallel.tp_degree=2: shares a sequence among ranks",
+        "parallel.tp_degree=2: adds parts of products over ranks",
     ),
     "packs": ("data.pack true", "data.pack=True: has no effect with"),
     "routers of adapters": (
@@ -247,6 +234,11 @@ def test_a_recipe_is_no_trained_model(options):
 LATER = {
     "no room": ("rl.max-tokens 500", "rl.max_tokens=500: leaves no room for a prompt"),
     "a long prompt": ({"prompt": "x" * 300}, "leaves room for"),
+    "a column of another name": (
+        "reward.functions exact data.path {}/unnamed.jsonl",
+        "exact needs a column 'answer', and the data's are: label; name one so",
+    ),
+    "a column that is hidden": ({"prompt": "x", "completions": 3}, "has a column 'completions'"),
     "no prompt": ({"question": "x"}, "'prompt'"),
     "an answer": (
         {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -258,7 +250,9 @@ LATER = {
 @pytest.mark.parametrize("mistake", LATER)
 def test_mistakes_of_data_are_one_line(mistake, options, tmp_path):
     given, said = LATER[mistake]
-    more = given
+    more = given if isinstance(given, dict) else given.format(tmp_path)
+    lines = [json.dumps({"prompt": f"{n}", "label": n}) for n in range(30)]
+    (tmp_path / "unnamed.jsonl").write_text("\n".join(lines))
     if isinstance(given, dict):
         path = tmp_path / "other.jsonl"
         lines = [{"prompt": f"{n}"} for n in range(30)] + [given]
@@ -298,24 +292,43 @@ def on_rank(words):
 
 
 LAYOUTS = {
-    "experts on other ranks": "parallel.ep-degree 2",
-    "gathered weights": "parallel.ep-degree 1 parallel.zero-stage 2",
-    "adapters": "parallel.ep-degree 2 adapter.kind lora adapter.rank 4",
+    "experts on other ranks": ("parallel.ep-degree 2", ""),
+    "gathered weights": ("parallel.ep-degree 1 parallel.zero-stage 2", ""),
+    "adapters": ("parallel.ep-degree 2", "adapter.kind lora adapter.rank 4"),
+    "a reference": ("parallel.ep-degree 2", "rl.kl-beta 0.1 optim.lr 1e-2"),
+    "adapters and their reference": (
+        "parallel.es-degree 2 parallel.route-degree 1",
+        "rl.kl-beta 0.1 adapter.kind lora adapter.rank 4 optim.lr 1e-2",
+    ),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_learn_what_one_does(layout, options, two_ranks):
     """Each samples its own prompts; rollouts and training are compared to the bit there, too."""
-    more = "train.dtype float64 train.steps 2"
-    adapters = LAYOUTS[layout].partition(" adapter")
-    expected = trained(options, more + "".join(adapters[1:]))
+    degrees, learns = LAYOUTS[layout]
+    more = f"train.dtype float64 train.steps 2 {learns}"
+    expected = trained(options, more)
     folder = f"{options['train.run-dir']}-two"
-    words = words_of({**options, "train.run-dir": folder}, f"{more} {LAYOUTS[layout]}")
+    words = words_of({**options, "train.run-dir": folder}, f"{more} {degrees}")
     two_ranks.run(on_rank, words)
     found = lines_of(folder)
-    assert_same_lines(found, expected, *COMPARED, "eval_reward")
+    kl = ("kl",) if "kl-beta" in learns else ()
+    assert_same_lines(found, expected, *COMPARED, *kl, "eval_reward")
+    assert not kl or found[-1]["kl"] > 0
     assert all(line["mismatch_max"] == 0 for line in found)
+
+
+def said_on_rank(words):
+    """The error, on every rank."""
+    with pytest.raises((ConfigError, PeerError)) as error:
+        train_quietly(parse_and_begin(words).config)
+    return str(error.value)
+
+
+def test_slices_of_experts_are_refused_before_a_rollout(options, two_ranks):
+    said, _ = two_ranks.run(said_on_rank, words_of(options, "parallel.es-degree 2"))
+    assert said.startswith("parallel.es_degree=2: adds parts") and "\n" not in said
 
 
 def test_rewards_without_a_difference_are_told_once(options, tmp_path, caplog):

@@ -167,6 +167,10 @@ SPECS = {
     "no name": (["{}/rewards.py"], "is neither FILE.py:NAME"),
     "no weight": (["{}/rewards.py:plain:much"], "is neither FILE.py:NAME"),
     "twice": (["exact", "exact:2"], "is given twice"),
+    "no weight but 0": (
+        ["{}/rewards.py:plain:0", "exact:0"],
+        "have weights of 0, and teach nothing",
+    ),
     "no module": (["no.such.module:f"], "cannot be imported"),
     "broken": (["{}/broken.py:f"], "broken.py:2: "),
     "of a model": (["{}/model/r.py:f"], "is in the folder of a model, whose code is never run"),

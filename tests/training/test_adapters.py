@@ -135,6 +135,14 @@ MISTAKES = {
         ["--adapter.expert-rank", "17"],
         "adapter.expert_rank=17: is above 16, the largest rank of layers.0.moe.experts.w_out",
     ),
+    "a rank of experts without them": (
+        ["--adapter.targets", "attention", "--adapter.expert-rank", "2"],
+        "adapter.expert_rank=2: has no effect without adapters of routed experts",
+    ),
+    "one for all experts without them": (
+        ["--adapter.targets", "attention", "--adapter.shared"],
+        "adapter.shared=True: has no effect without adapters of routed experts",
+    ),
     "frozen twice": (
         ["--train.freeze", "router"],
         "has no effect with adapter.kind=lora, where all but adapters rests",

@@ -228,12 +228,12 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     b, stages, other = work.element_bytes, layout.pp_degree, OTHERS.get(work.states)
     if other is not None and not other.shards_weights:
         return _Gathered()
+    widened = max((_widened_bytes(one, b) for one in spec if one.rests), default=0)
     if layout.stage_ranks == 1:  # autocast's copies
         rounds = other is None and b < work.master_bytes
         learn = num_elements(one for one in spec if one.rests is None)
-        widened = max((_widened_bytes(one, b) for one in spec if one.rests), default=0)
         return _Gathered(copies_bytes=learn / stages * b * rounds + widened)
-    outside, dense, experts = _whole(spec, layout.tp_degree)
+    outside, dense, experts = _whole(spec, layout.tp_degree, b, work.master_bytes)
     W, keeps = layout.stage_ranks // layout.dp_replicate_degree, layout.zero_stage < 3
     # FSDP2 copies a layer's weights even where nothing is sharded.
     most = sum(dense) / stages if keeps else _most_at_once(dense, 1 + (layout.shard_degree > 1))
@@ -249,16 +249,18 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     at_once += layout.replicated_experts * sum(
         size / number for size, route, number in layers if route > 1
     )
-    copies = 0.0
+    copies = float(widened)
     if layout.offload:  # copies of two layers' own experts, and the gradient of one
         own = [size / W for size, route, _ in layers if route == W]
-        copies = max(own, default=0.0) * (2 * b + work.master_bytes)
-    return _Gathered(dense_bytes, at_once * b, copies)
+        copies += max(own, default=0.0) * (2 + work.master_bytes / b)
+    return _Gathered(dense_bytes, at_once, copies)
 
 
 @lru_cache(maxsize=64)
-def _whole(spec: ModelSpec, tp: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """(elements of a rank, of all) of parameters outside the layers; a rank's dense elements by layer; experts' by MoE layer."""
+def _whole(
+    spec: ModelSpec, tp: int, element_bytes: int, master_bytes: int
+) -> tuple[list[tuple[int, int]], list[int], list[float]]:
+    """(elements of a rank, of all) of parameters outside the layers; a rank's dense elements by layer; experts' bytes by MoE layer."""
     outside, dense, experts = [], [], []
     for layer, ones in spec.layers.items():
         cut = [
@@ -270,9 +272,19 @@ def _whole(spec: ModelSpec, tp: int) -> tuple[list[tuple[int, int]], list[int], 
             outside = cut  # cut for storage only: their user gathers them
             continue
         dense.append(sum(elements for elements, _ in cut))
-        if routed := num_elements(one for one in ones if one.is_expert):
-            experts.append(routed)
+        if any(one.is_expert for one in ones):
+            each = (_gathered_bytes(one, element_bytes, master_bytes) for one in ones)
+            experts.append(sum(each))
     return outside, dense, experts
+
+
+def _gathered_bytes(one: Parameter, element_bytes: int, master_bytes: int) -> float:
+    """Bytes of a gathered parameter of experts: packed ones travel as codes, with the scales that ranks hold; 0 of others."""
+    if not one.is_expert:
+        return 0.0
+    if one.rests is None or one.rests.format in ("products", "float32"):
+        return float(one.num_elements * element_bytes)
+    return one.rests.num_bytes(one.shape, element_bytes=master_bytes)
 
 
 def _most_at_once(sizes: Sequence[float], number: int) -> float:

@@ -277,9 +277,10 @@ def _fill(
             folder, side, documents, partial(rows_of, form=form, seq_len=seq_len, told=told)
         )
         if not found["sequences"]:
+            reasons = "".join(f"{n:,} {reason}, " for reason, n in told.counts.items())
             raise ConfigError(
-                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has a turn of the assistant in its first "
-                f"{seq_len + 1} tokens; give more, or raise {named('data.seq_len')}"
+                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has an answer to learn in its first "
+                f"{seq_len + 1} tokens: {reasons.removesuffix(', ') or 'all are empty'}; give others, or raise {named('data.seq_len')}"
             )
         if side == "training":
             index |= found

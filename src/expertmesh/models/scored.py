@@ -37,16 +37,21 @@ class Head(Linear):
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, targets_R: Tensor | None = None, **how: Any
+        self,
+        x: Tensor,
+        targets_R: Tensor | None = None,
+        weight: Tensor | None = None,
+        **how: Any,
     ) -> Any:
-        """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options."""
+        """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options; `weight`: see `Linear`."""
         if targets_R is None:
-            return super().forward(x)
+            return super().forward(x, weight)
         linear = self.arithmetic.in_mode(self.training).linear
         more: tuple[Tensor, Tensor] | tuple[()] = ()
         if self.adapters is not None and self.adapters.weight is not None:
             more = low_rank_rows(x, self.adapters.weight(), linear, backend=self.backend)
-        return score_rows(x, self.weight, targets_R, linear=linear, more=more, **how)
+        weight = self.weight if weight is None else weight
+        return score_rows(x, weight, targets_R, linear=linear, more=more, **how)
 
 
 def score_rows(

@@ -44,10 +44,11 @@ class Linear(nn.Linear):
         """Shape of the matrix, which may have an adapter, by name."""
         return {"weight": (self.out_features, self.in_features)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """(..., in_features) -> (..., out_features); `weight` is the whole matrix where ranks store parts of it."""
+        weight = self.weight if weight is None else weight
         linear, how = self.arithmetic.in_mode(self.training).linear, {"backend": self.backend}
-        y = linear(x, self.weight, self.bias, **how)
+        y = linear(x, weight, self.bias, **how)
         if self.adapters is None or self.adapters.weight is None:
             return y
         return with_adapter(y, x, self.adapters.weight(), linear, **how)

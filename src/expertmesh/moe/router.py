@@ -43,7 +43,7 @@ def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 class _Projection(Linear):
     """Linear map of a router in full precision."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         arithmetic = self.arithmetic.in_mode(self.training)
         logits = arithmetic.router_linear(x, self.weight, backend=self.backend)
         return logits if self.bias is None else logits + self.bias

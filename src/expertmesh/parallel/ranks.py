@@ -17,6 +17,7 @@ from expertmesh.comm.start import abort_groups, start_group
 from expertmesh.comm.world import World
 from expertmesh.errors import CollectiveError, ConfigError, PeerError, text_of
 from expertmesh.parallel.clip import clip_grad_norm_
+from expertmesh.parallel.tensor import join_parts, tensor_group
 
 T = TypeVar("T")
 
@@ -69,6 +70,18 @@ class Ranks:
         if self.world is None or self.tp_degree == 1:
             return x_BS
         return x_BS.chunk(self.tp_degree, 1)[self.world.position % self.tp_degree]
+
+    def join_positions(self, x_BS: Tensor) -> Tensor:
+        """Values at all positions from those at each rank's, as `positions` cuts them; differentiable."""
+        if self.world is None or self.tp_degree == 1:
+            return x_BS
+        group = tensor_group(self.world, self.tp_degree)
+        return join_parts(x_BS, group, dim=1, where="scores of answers")
+
+    @property
+    def counted(self) -> float:
+        """Weight, in a sum over ranks, of a result that ranks with the same rows share: 1 on the first of them, else 0."""
+        return float(self.position % self.tp_degree == 0)
 
     def sum_(self, value: Tensor, *, what: str) -> Tensor:
         """Sum a contiguous tensor over ranks, in place."""

@@ -54,7 +54,12 @@ class DrawnAnswer:
 
 
 def batch_of_answers(
-    answers: Sequence[DrawnAnswer], rl: RLConfig, *, num_updates: int, dtype: torch.dtype
+    answers: Sequence[DrawnAnswer],
+    rl: RLConfig,
+    *,
+    num_updates: int,
+    dtype: torch.dtype,
+    multiple: int = 1,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Tensors of the answers of a step, neighbours being the answers to one prompt; B prompts, G answers each.
 
@@ -63,6 +68,7 @@ def batch_of_answers(
         rl: options.
         num_updates: optimizer steps among which the prompts are split.
         dtype: dtype of log-probabilities, FP32 or FP64.
+        multiple: number that divides S, as ranks that share sequences need.
 
     Returns:
         Inputs and next tokens, (B, G, S) int64, and by name: `is_token` (B, G, S) bool, False for padding; `counts`
@@ -72,7 +78,8 @@ def batch_of_answers(
         is none.
     """
     G = rl.group
-    B, S = len(answers) // G, max(len(a.prompt_ids) + len(a.token_ids) for a in answers) - 1
+    longest = max(len(a.prompt_ids) + len(a.token_ids) for a in answers) - 1
+    B, S = len(answers) // G, -(-longest // multiple) * multiple
     ids, targets = (torch.zeros(B * G, S, dtype=torch.int64) for _ in range(2))
     is_token, drawn = (torch.zeros(B * G, S, dtype=torch.bool) for _ in range(2))
     sampled = torch.zeros(B * G, S, dtype=dtype)

@@ -18,7 +18,7 @@ from expertmesh.data.prompt_data import PromptData, PromptRecord
 from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import ConfigError, Line, named
 from expertmesh.models.family import REWARD
-from expertmesh.models.gpt.answer_task import AnswerScores, AnswerTask
+from expertmesh.models.gpt.answer_task import AnswerScores, AnswerTask, loss_once, once
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.replay import replaying
 from expertmesh.models.task import (
@@ -37,7 +37,14 @@ from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.rl.batch import DrawnAnswer, batch_of_answers
 from expertmesh.rl.kl_reference import Reference
-from expertmesh.rl.rewards import Answered, RewardFunction, find_rewards, rewarded, total
+from expertmesh.rl.rewards import (
+    Answered,
+    RewardFunction,
+    check_columns,
+    find_rewards,
+    rewarded,
+    total,
+)
 from expertmesh.rl.rollouts import roll_out, seed_of_row
 from expertmesh.rl.whole_model import whole_model
 
@@ -79,6 +86,7 @@ class PolicyTask(AnswerTask):
             )
         seed, vocab_size = config.train.seed, config.model.vocab_size
         self.data = PromptData(config.data, vocab_size=vocab_size, seed=seed, room=room)
+        check_columns(self.rewards, {name for one in self.data.prompts for name in one.columns})
         told = [self.data.key, *(f"{one.name} {one.weight} {one.digest}" for one in self.rewards)]
         self.data.key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return self.data
@@ -95,10 +103,11 @@ class PolicyTask(AnswerTask):
         logged: dict[str, list[float]] = {}
         with whole_model(model, self.builder, ranks) as own:
             answer = partial(self._answers, own, numbers, rows, step, logged)
-            everything = ranks.gather((ranks.on_all(answer), logged))
+            everything = ranks.gather((ranks.on_all(answer), logged))[:: ranks.tp_degree]
             answers = [one for drawn, _ in everything for one in drawn]
             dtype = accumulate_dtype(next(model.parameters()).dtype)
-            found = batch_of_answers(answers, rl, num_updates=self.num_updates, dtype=dtype)
+            how = {"num_updates": self.num_updates, "multiple": ranks.tp_degree}
+            found = batch_of_answers(answers, rl, dtype=dtype, **how)
         if not rl.exact:
             old = found[2]["old"] = self._logprobs(model, found, step, ranks)
             gap = (old - found[2]["sampled"]).where(found[2]["counts"], 0.0)
@@ -235,6 +244,7 @@ class PolicyTask(AnswerTask):
             found = self._scored(model, there, Part(step, rows, ranks))
             at_BGS = found.at_positions(found.logprobs_R)
             old[rows, :, : at_BGS.shape[2]] = at_BGS.cpu()
+        old = old * ranks.counted
         return ranks.sum_(old.to(ranks.device), what="log-probabilities").to(old.device)
 
     def _scored(self, model: nn.Module, batch: Batch, part: Part) -> AnswerScores:
@@ -242,7 +252,7 @@ class PolicyTask(AnswerTask):
         experts = named_tensors(batch).get("experts")
         replay: Any = nullcontext()
         if experts is not None:
-            flat = experts.flatten(0, 2).long()
+            flat = part.positions(experts.flatten(0, 1)).flatten(0, 1).long()
             nums = [num for num in self.config.model.experts_per_layer() if num]
             each = (flat[:, layer].contiguous() for layer in range(flat.shape[1]))
             replay = replaying(
@@ -290,7 +300,7 @@ class PolicyTask(AnswerTask):
         }
         if kl_R is not None:
             sums["kl"] = kl_R.detach().sum()
-        return Loss(total, found.stats, sums)
+        return loss_once(Loss(total, found.stats, sums), part.ranks)
 
     def _checked_gap(
         self, logprob_R: Tensor, sampled_R: Tensor, found: AnswerScores, batch: Batch
@@ -338,7 +348,8 @@ class PolicyTask(AnswerTask):
             "cut": float(sum(one.finish_reason == "length" for one in outputs)),
         }
         each = [{name: values[name][i] for name in values} for i in range(len(outputs))]
-        return found | {name: sum(column) for name, column in self._each_value(each).items()}
+        found |= {name: sum(column) for name, column in self._each_value(each).items()}
+        return once(found, part.ranks)
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Means per answer, per group and per token; the loss of an evaluation is the negative reward."""

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import expanded
-from expertmesh.errors import ConfigError, text_of
+from expertmesh.errors import ConfigError, named, text_of
 
 OPTION = "reward.functions"
 _SPEC = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)(?::(?P<weight>[-+.\deE]+))?")
@@ -91,6 +91,13 @@ def find_rewards(specs: Sequence[str], *, forbidden: Path | None = None) -> list
     names = [one.name for one in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(OPTION, twice[0], "is given twice", "rename one of the functions")
+    if not any(one.weight for one in found):
+        raise ConfigError(
+            OPTION,
+            " ".join(specs),
+            "have weights of 0, and teach nothing",
+            "give one another weight",
+        )
     return found
 
 
@@ -224,6 +231,42 @@ def rewarded(
     return {one.name: _checked(one, found[one.name], answered) for one in functions}
 
 
+def check_columns(functions: Sequence[RewardFunction], columns: Collection[str]) -> None:
+    """Check, before an answer is written, that functions get what they ask for by name, and data what they name.
+
+    Args:
+        functions: the functions.
+        columns: names of the data's columns.
+
+    Raises:
+        ConfigError: a function needs a column that there is not, or a column has the name of another keyword.
+    """
+    if hidden := sorted(_KEYWORDS & set(columns)):
+        raise ConfigError(
+            f"{named('data.path')}: has a column {hidden[0]!r}, which reward functions know as something else; rename the column"
+        )
+    for one in functions:
+        for name, parameter in _parameters(one).items():
+            is_needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
+            if is_needed and name not in _KEYWORDS and name not in columns:
+                known = ", ".join(sorted(columns)) or "none"
+                raise one.failed(
+                    f"needs a column {name!r}, and the data's are: {known}; name one so"
+                )
+
+
+_KEYWORDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+"""Keywords that reward functions get beside the columns."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Kinds of parameters that are given by their names."""
+
+
+def _parameters(one: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    with suppress(TypeError, ValueError):  # a builtin without a signature
+        return inspect.signature(one.function).parameters
+    return {}
+
+
 def _called(one: RewardFunction, answered: Answered, log: Callable[[str, float], None]) -> Any:
     values = {
         "prompts": list(answered.prompts),
@@ -234,9 +277,7 @@ def _called(one: RewardFunction, answered: Answered, log: Callable[[str, float],
         "log_extra": lambda name, values: None,
     }
     given = {name: list(column) for name, column in answered.columns.items()} | values
-    parameters: Mapping[str, inspect.Parameter] = {}
-    with suppress(TypeError, ValueError):  # a builtin without a signature
-        parameters = inspect.signature(one.function).parameters
+    parameters = _parameters(one)
     kinds = {parameter.kind for parameter in parameters.values()}
     if parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
         given = {name: value for name, value in given.items() if name in parameters}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from expertmesh.config.adapter import AdapterConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.spec.model_spec import ModelSpec, Parameter
 
 _KINDS = {
@@ -89,6 +89,12 @@ def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
     if not config.rests:
         return []
     names = targeted(adaptable(spec), config.targets, option="adapter.targets")
+    if not any(spec.by_name[name].is_expert for name in names):
+        for option in ("expert_rank", "shared"):
+            if value := getattr(config, option):
+                rule = "has no effect without adapters of routed experts"
+                fix = f"leave it out, or name experts in {named('adapter.targets')}"
+                raise ConfigError(f"adapter.{option}", value, rule, fix)
     for name in names:
         one, rank, option = spec.by_name[name], config.rank, "adapter.rank"
         if one.is_expert and config.expert_rank:

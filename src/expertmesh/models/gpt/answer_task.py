@@ -1,15 +1,17 @@
 """Base of the objectives on answers: a sample is a group of G answers to a prompt, and what counts is how probable each is."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.data.data_progress import note
 from expertmesh.errors import named
 from expertmesh.models.gpt.task import GPTTask, Learned, masks_of
-from expertmesh.models.task import Batch, Part, named_tensors
+from expertmesh.models.task import Batch, Loss, Part, named_tensors
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.ranks import Ranks
 
@@ -71,7 +73,7 @@ class AnswerTask(GPTTask):
         return data
 
     def scores(self, model: nn.Module, batch: Batch, part: Part) -> AnswerScores:
-        """Scores of the learned tokens; differentiable.
+        """Scores of the learned tokens, on all positions also where ranks share sequences; differentiable.
 
         Args:
             model: the model, in evaluation mode.
@@ -91,13 +93,14 @@ class AnswerTask(GPTTask):
         )
         B, G, _ = batch[0].shape
         S = part.positions(ids_AS).shape[1]
-        return AnswerScores(
+        own = AnswerScores(
             output.logprobs_R.where(learned.is_real_R, 0.0),
             output.entropies_R.where(learned.is_real_R, 0.0),
             learned.rows_R,
             (B, G, S),
             output.stats,
         )
+        return own if part.ranks.tp_degree == 1 else _joined(own, targets_AS, more["counts"], part)
 
     def progress_items(self, batch: Batch) -> int:
         """Number of learned tokens."""
@@ -111,6 +114,29 @@ class AnswerTask(GPTTask):
         """Number of tokens without padding."""
         ids, more = answers_of(batch)
         return super().num_routed((*ids, more), ranks)
+
+
+def _joined(own: AnswerScores, targets_AS: Tensor, counts_AS: Tensor, part: Part) -> AnswerScores:
+    """Scores of all ranks that share the sequences, whose answers are then whole."""
+    at_AS2 = torch.stack([own.at_positions(x_R).flatten(0, 1) for x_R in own[:2]], -1)
+    whole_A2 = part.ranks.join_positions(at_AS2).flatten(0, 1)
+    learned = Learned.of(targets_AS, counts_AS, replace(part, ranks=Ranks()))
+    assert learned.rows_R is not None and learned.is_real_R is not None
+    scores_R2 = whole_A2[learned.rows_R].where(learned.is_real_R[:, None], 0.0)
+    B, G, _ = own.shape
+    shape = B, G, targets_AS.shape[1]
+    logprobs_R, entropies_R = scores_R2.unbind(1)
+    return AnswerScores(logprobs_R, entropies_R, learned.rows_R, shape, own.stats)
+
+
+def once(sums: Mapping[str, Tensor | float], ranks: Ranks) -> dict[str, Tensor | float]:
+    """Sums over answers, counted once: ranks that share sequences compute them alike."""
+    return {name: value * ranks.counted for name, value in sums.items()}
+
+
+def loss_once(loss: Loss, ranks: Ranks) -> Loss:
+    """A loss of whole answers, counted once: the losses and gradients of all ranks add up to it."""
+    return Loss(loss.total * ranks.counted, loss.stats, once(loss.sums, ranks))
 
 
 def answers_of(batch: Batch) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:

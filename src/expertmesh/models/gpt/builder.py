@@ -5,7 +5,7 @@ from torch import nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.frozen_base import QUANTIZED
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.models.builder import ModelBuilder
 from expertmesh.models.decoder import CausalLM
 from expertmesh.models.gpt.config import GPTRunConfig
@@ -31,17 +31,16 @@ class GPTBuilder(ModelBuilder):
     def check(self, num_ranks: int) -> None:
         """Check degrees, heads, experts and sequence length; see `check_degrees`."""
         config = self.config
-        check_degrees(
+        splits = check_degrees(
             config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
         )
+        es = max((one.storage.f // one.gather_f for one in splits), default=1)
+        if config.objective.name == "grpo" and config.rl.exact and es > 1:
+            rule = f"adds parts of products over ranks, in another order than rollouts do, and {named('rl.exact', True)} compares the bits"
+            fix = f"use {named('parallel.route_degree', 1)}, or {named('rl.exact', False)}"
+            raise ConfigError("parallel.es_degree", es, rule, fix)
         _check_storage(config, num_ranks)
-        adapted, tp = (
-            check_targets(config.adapter, gpt_spec(config.model)),
-            config.parallel.tp_degree,
-        )
-        if tp > 1 and "output.weight" in adapted:
-            rule = "ranks that share sequences gather the head, without its adapter"
-            raise ConfigError("parallel.tp_degree", tp, rule, "leave head out of the targets")
+        check_targets(config.adapter, gpt_spec(config.model))
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Spread a model over ranks, in place; a tp_degree also splits sequences and dense layers."""

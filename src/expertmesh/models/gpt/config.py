@@ -291,10 +291,10 @@ class GPTRunConfig(RunConfig):
             "leave it out",
         )
         self.require(
-            self.objective.name not in LEARNING_RATES or self.parallel.tp_degree == 1,
+            self.objective.name != "grpo" or self.parallel.tp_degree == 1 or not self.rl.exact,
             "parallel.tp_degree",
-            f"shares a sequence among ranks, and {named('objective.name', self.objective.name)} compares whole answers",
-            "use 1",
+            f"adds parts of products over ranks, in another order than rollouts do, and {named('rl.exact', True)} compares the bits",
+            f"use 1, or {named('rl.exact', False)}",
         )
         layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
         self.require(

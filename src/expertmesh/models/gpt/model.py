@@ -565,11 +565,9 @@ class GPT(LanguageModel):
     ) -> Any:
         """Logits (..., V) of hidden states (..., D); with targets, the targets' `Scores` for (R, D)."""
         x = self.final_norm(x)
-        if self.output is not None and self.shared is None:
-            return self.output(x, targets_R, **scoring)
         if self.output is not None:
-            assert self.shared is not None
-            table_VD = self.shared.gather(self.output.weight)
+            whole = None if self.shared is None else self.shared.gather(self.output.weight)
+            return self.output(x, targets_R, whole, **scoring)
         linear = self.arithmetic.in_mode(self.training).linear
         if targets_R is None:
             return linear(x, table_VD)

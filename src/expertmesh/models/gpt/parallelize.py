@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+
+from torch import Tensor, nn
 
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import divisors
@@ -12,8 +15,10 @@ from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
 from expertmesh.models.gpt.sizes import tensor_sizes
+from expertmesh.moe.module_adapters import adapters_in
 from expertmesh.parallel.apply import degrees_of, expert_split, model_device_type, parallelize
 from expertmesh.parallel.experts.coordinated import ServingGroups, StepSizes
+from expertmesh.parallel.experts.route_split import RouteSplit
 from expertmesh.parallel.serving import (
     ServingDegrees,
     bring_rows_home,
@@ -65,8 +70,16 @@ def parallelize_gpt(
         plans=plans,
     )
     if plan is not None:
-        model.share_sequences(SharedSequences(group))
+        shared = SharedSequences(group)
+        model.share_sequences(shared)
+        for _, adapter in () if model.output is None else adapters_in(model.output):
+            adapter.local = partial(_gathered, shared, adapter)
     return world
+
+
+def _gathered(shared: SharedSequences, adapter: nn.Module, factor: str) -> Tensor:
+    """A whole factor of an adapter whose matrix is stored in parts."""
+    return shared.gather(adapter.get_parameter(factor))
 
 
 def spread_gpt_for_engine(
@@ -145,8 +158,8 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
 
 def check_degrees(
     model: ModelConfig, config: ParallelConfig, *, num_ranks: int, seq_len: int | None = None
-) -> None:
-    """Check the degrees of parallelism of a GPT, before anything is built.
+) -> list[RouteSplit]:
+    """Check the degrees of parallelism of a GPT, before anything is built; returns the splits of its MoE layers' experts.
 
     Args:
         model: the model.
@@ -159,7 +172,7 @@ def check_degrees(
     """
     degrees = degrees_of(config, num_ranks=num_ranks)
     moe_layers = [n for n in model.experts_per_layer() if n]
-    for index, num_experts in enumerate(moe_layers):
+    splits = [
         expert_split(
             config,
             degrees=degrees,
@@ -167,10 +180,13 @@ def check_degrees(
             hidden_dim=model.moe.hidden_dim,
             ep_degree=config.ep_degree_of(index, num_moe_layers=len(moe_layers)),
         )
+        for index, num_experts in enumerate(moe_layers)
+    ]
     if degrees.tp > 1:
         _check_slices(model, degrees.tp)
         if seq_len is not None:
             check_sequence(model, seq_len, tp_degree=degrees.tp)
+    return splits
 
 
 def _check_slices(model: ModelConfig, tp: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from expertmesh.data.pair_data import PairData
 from expertmesh.models.family import Metric
-from expertmesh.models.gpt.answer_task import AnswerTask, with_named
+from expertmesh.models.gpt.answer_task import AnswerTask, loss_once, once, with_named
 from expertmesh.models.gpt.reference import places_of, read_scores, score_pairs, write_scores
 from expertmesh.models.gpt.task import bits_per_byte
 from expertmesh.models.task import Batch, Begin, Data, Loss, Part, named_tensors
@@ -68,12 +68,12 @@ class PreferenceTask(AnswerTask):
         if weight := self.config.objective.resolved_sft_weight:
             per_token = named_tensors(batch)["pairs_per_token"][0].to(total.dtype)
             total = total - weight * answers.logprobs_B2[:, 0].sum() * per_token
-        return Loss(total, stats, sums)
+        return loss_once(Loss(total, stats, sums), part.ranks)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Sums of the pairs' measures, and bytes of the chosen answers."""
         _, sums, _, _ = self._judged(model, batch, part)
-        return {**sums, "bytes": batch[2][:, 0].sum()}
+        return once({**sums, "bytes": batch[2][:, 0].sum()}, part.ranks)
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Means over pairs, and in evaluations the bits per byte of the chosen answers."""

@@ -68,7 +68,9 @@ def score_pairs(
                     found_P2 = score(on_device, part).detach().to(scores_N2)
                     scores_N2[place_P[new_P]] = found_P2[new_P]
                 seen_N[places_of(batch)] = True
-        summed = ranks.sum_(scores_N2.to(ranks.device), what="the reference's scores")
+        summed = ranks.sum_(
+            (scores_N2 * ranks.counted).to(ranks.device), what="the reference's scores"
+        )
         found[side] = summed.to(scores_N2.device)
     return found
 
