@@ -111,6 +111,7 @@ class MoE(nn.Module):
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
+        _refuse_parted_at_birth()
         _join_theirs()
         nn.Module.__init__(self)
         _check(num_experts, ep_size, noisy_gate_policy)
@@ -278,6 +279,16 @@ def _join_theirs() -> None:
     theirs = getattr(sys.modules.get("deepspeed.moe.layer"), "MoE", None)
     if theirs is not None and not issubclass(MoE, theirs):
         MoE.__bases__ = (theirs,)
+
+
+def _refuse_parted_at_birth() -> None:
+    """Raise ConfigError within `deepspeed.zero.Init`, which takes the values of a parameter away as soon as it is made."""
+    parts = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if parts is not None and parts.zero_init_context:
+        raise ConfigError(
+            "deepspeed.zero.Init: parts parameters as they are made, for ZeRO 3, which DeepSpeed has not for MoE; build the "
+            "model outside of it and choose ZeRO stage 1 or 2, or shard all of it with expertmesh.parallelize"
+        )
 
 
 def _has_engine() -> bool:
