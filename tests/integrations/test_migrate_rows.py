@@ -292,7 +292,7 @@ def of_formula(options, *, activation, glu=False, normalize=False, shared=0):
     ]
     expected = torch.stack(each)
     if shared:
-        w_in, w_out = (p.squeeze(0) for p in own.values())
+        w_in, w_out = own.values()
         assert w_in.shape[-2] == shared
         expected = expected + mlp(x, w_in, w_out)
     y, _ = layer(x)
@@ -310,7 +310,9 @@ def of_scattermoe(given):
     if given == "layer":
         y = layer(x, routing=Routing(ids, weights))[0]
     else:
-        y = functional.moe_mlp(x, ids, weights, w_in, w_out, activation="gelu")
+        y = functional.moe_mlp(
+            x, w_in, w_out, weights, functional.route_metadata(ids, E), activation="gelu"
+        )
     assert_close_fp64(y.detach(), expected.detach(), what="y")
 
 

@@ -48,7 +48,7 @@ _GATES = {
 }
 
 
-class Gate(NamedTuple):
+class GroupedGate(NamedTuple):
     """Options of the gate beside grouped experts, under Tutel's names; a call has arguments to change them."""
 
     top_k: int
@@ -290,7 +290,7 @@ class MOELayer(nn.Module):
             return self._layer.gates
         gate, router = self._told_gates[0], self._layer.router
         return [
-            Gate(
+            GroupedGate(
                 top_k=self._layer.options.top_k,
                 capacity_factor=self._capacity_factor,
                 gate_noise=float(gate.get("gate_noise", 0.0)),
