@@ -398,7 +398,7 @@ class MOELayer(nn.Module):
         if self.result_func is not None:
             y = self.result_func(y)
             if isinstance(y, Tensor):
-                y.l_aux = self._l_aux
+                y.l_aux = self._l_aux  # type: ignore[attr-defined]
         return y
 
     def _call_grouped(
@@ -486,10 +486,10 @@ def _known_expert(expert: Mapping[str, Any], model_dim: int | None) -> dict[str,
     known = _FFN if kind == "ffn" else _LLAMA
     _refuse_unknown("experts", expert, known | set(_COUNT_NAMES))
     check_numbers(**{name: value for name, value in expert.items() if name != "type"})
-    for name in ("activation_fn", "activation_fn_with_self"):
-        if expert.get(name) is not None and not callable(expert[name]):
+    for option in ("activation_fn", "activation_fn_with_self"):
+        if expert.get(option) is not None and not callable(expert[option]):
             raise ConfigError(
-                f"{name}={expert[name]!r}: must be a function; for example torch.nn.functional.relu"
+                f"{option}={expert[option]!r}: must be a function; for example torch.nn.functional.relu"
             )
     if "hidden_size_per_expert" not in expert:
         raise ConfigError("experts has no hidden_size_per_expert; give the experts' hidden size")
