@@ -157,7 +157,9 @@ def ranks():
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepspeed")
-    return ranks.run(trained_by_the_engine, str(folder)), folder
+    found = ranks.run(trained_by_the_engine, str(folder))
+    ranks.stop()  # between two functions a pool closes its groups, and DeepSpeed keeps them
+    return found, folder
 
 
 def whole_state(states, ep):
@@ -269,6 +271,40 @@ REFUSED = {
     "DeepSpeed's door, modules spread by hand": (lambda: spread_before("modules"), SPREAD),
     "DeepSpeed's door, built before": (built_before, "import deepspeed before"),
 }
+
+
+def in_zero_init():
+    deepspeed = deepspeed_itself()
+    with deepspeed.zero.Init(
+        config_dict_or_path={"train_batch_size": RANKS, "zero_optimization": {"stage": 3}}
+    ):
+        return in_net(MoE(D, grouped(), num_experts=E, ep_size=2))
+
+
+def stage_3():
+    """What this rank's engine says to ZeRO 3, and the door to a context that parts parameters as they are made."""
+    deepspeed_itself()
+    found = {}
+    for name, make in {
+        "engine": lambda: engine_of(Net(2, "grouped"), 3, "float32"),
+        "Init": in_zero_init,
+    }.items():
+        try:
+            make()
+        except (AssertionError, ConfigError) as error:
+            found[name] = str(error)
+    return found
+
+
+@needs_deepspeed
+def test_zero_3_is_refused_with_the_way_out():
+    pool = RankPool(RANKS)
+    try:
+        for found in pool.run(stage_3):
+            assert "choose ZeRO stage 1/2" in found.get("engine", "")
+            assert found.get("Init", "").startswith("deepspeed.zero.Init: parts "), found
+    finally:
+        pool.stop()
 
 
 def refusals():

@@ -54,7 +54,22 @@ REFUSED = {
     "gather_tokens": _TENSOR,
     "drop_tokens": _TENSOR,
 }
-"""Names of `deepspeed.moe.sharded_moe`, `experts` and `mappings` without a counterpart, with the way out."""
+REFUSED |= dict.fromkeys(
+    ["layer", "utils", "sharded_moe", "experts", "mappings"], "import its names from here"
+)
+REFUSED |= dict.fromkeys(
+    [
+        "ep_count",
+        "ep_experts",
+        "ep_kernels",
+        "ep_repack",
+        "ep_router",
+        "ep_tp_dispatch",
+        "fused_expert_layout",
+    ],
+    "spread a model of transformers with DistributedConfig(ep_implementation='expertmesh')",
+)
+"""Names of `deepspeed.moe` and its modules without a counterpart, with the way out. A module stands for all that is in it."""
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.moe_rules import DropPolicy, RouterNoise
+from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
+from expertmesh.integrations.deepspeed.rules import check_arguments, check_used
 from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
@@ -45,9 +47,13 @@ class DeepSpeedLayer(MoELayer):
         gate: its options and linear map.
         l_aux: balance loss of the last call.
         exp_counts: (E,) choices per expert in the last call, before dropping.
+        ep_size: ranks that share one replica of the experts.
+        num_local_experts: experts of a rank.
     """
 
     gate: GateOptions
+    ep_size: int
+    num_local_experts: int
     l_aux: Tensor | None = None
     exp_counts: Tensor | None = None
 
@@ -111,9 +117,34 @@ class MoE(nn.Module):
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
+        _refuse_parted_at_birth()
         _join_theirs()
         nn.Module.__init__(self)
-        _check(num_experts, ep_size, noisy_gate_policy)
+        if isinstance(num_experts, (list, tuple)):
+            raise ConfigError(
+                f"num_experts={num_experts!r}: must be one number; build one MoE per layer of a pyramid"
+            )
+        check_arguments(
+            hidden_size=hidden_size,
+            expert=expert,
+            num_experts=num_experts,
+            ep_size=ep_size,
+            k=k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            min_capacity=min_capacity,
+            use_residual=use_residual,
+            noisy_gate_policy=noisy_gate_policy,
+            drop_tokens=drop_tokens,
+            use_rts=use_rts,
+            use_tutel=use_tutel,
+            enable_expert_tensor_parallelism=enable_expert_tensor_parallelism,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+        )
+        if num_experts % ep_size:
+            raise ConfigError(
+                f"ep_size={ep_size}: must divide num_experts={num_experts}; choose a divisor"
+            )
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.num_experts, self.ep_size, self.k = num_experts, ep_size, k
         self.use_residual = use_residual
@@ -148,6 +179,8 @@ class MoE(nn.Module):
         self._fill(expert)
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
+        self.deepspeed_moe.ep_size = ep_size
+        self.deepspeed_moe.num_local_experts = self.num_local_experts
         self.deepspeed_moe.gate = GateOptions(
             wg=self._layer.router.proj,
             k=k,
@@ -255,11 +288,9 @@ class MoE(nn.Module):
             ConfigError: the input does not fit the layer.
         """
         mask = None
+        check_type("hidden_states", hidden_states, Tensor, "a tensor")
+        check_used(used_token, hidden_states.shape[:-1].numel())
         if used_token is not None:
-            if used_token.numel() != hidden_states.shape[:-1].numel():
-                raise ConfigError(
-                    f"used_token has {used_token.numel()} entries for {hidden_states.shape[:-1].numel()} tokens; give one each"
-                )
             mask = used_token.reshape(hidden_states.shape[:-1]) != 0
         layer = self._layer
         y, stats = layer(hidden_states, token_mask=mask)
@@ -278,6 +309,16 @@ def _join_theirs() -> None:
     theirs = getattr(sys.modules.get("deepspeed.moe.layer"), "MoE", None)
     if theirs is not None and not issubclass(MoE, theirs):
         MoE.__bases__ = (theirs,)
+
+
+def _refuse_parted_at_birth() -> None:
+    """Raise ConfigError within `deepspeed.zero.Init`, which takes the values of a parameter away as soon as it is made."""
+    parts = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if parts is not None and parts.zero_init_context:
+        raise ConfigError(
+            "deepspeed.zero.Init: parts parameters as they are made, for ZeRO 3, which DeepSpeed has not for MoE; build the "
+            "model outside of it and choose ZeRO stage 1 or 2, or shard all of it with expertmesh.parallelize"
+        )
 
 
 def _has_engine() -> bool:
@@ -321,21 +362,6 @@ def _share_groups(moe: MoE) -> None:
 _FUSED = ("w_in", "w_out", "b_in", "b_out")
 
 
-def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None) -> None:
-    if not isinstance(num_experts, int):
-        raise ConfigError(
-            f"num_experts={num_experts!r}: must be one number; build one MoE per layer of a pyramid"
-        )
-    if ep_size < 1 or num_experts % ep_size:
-        raise ConfigError(
-            f"ep_size={ep_size}: must divide num_experts={num_experts}; choose a divisor"
-        )
-    if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
-        raise ConfigError(
-            f"noisy_gate_policy={noisy_gate_policy!r}: must be None, 'Jitter' or 'RSample'; choose one"
-        )
-
-
 def _drop_policy(k: int, use_rts: bool) -> DropPolicy:
     if k == 1:
         return "random" if use_rts else "first"
@@ -351,7 +377,11 @@ def _noise(k: int, noisy_gate_policy: str | None, samples_second: bool) -> Route
 def _recognized(expert: nn.Module, hidden_size: int) -> MatchedMLP | None:
     """Structure of the expert if grouped experts have the same parameters, else None."""
     mlp = match_mlp(expert)
-    if mlp is None or mlp.dim != hidden_size or len(mlp.biased) not in (0, len(mlp.in_names) + 1):
+    if mlp is not None and mlp.dim != hidden_size:
+        raise ConfigError(
+            f"hidden_size={hidden_size}: the expert takes tokens of {mlp.dim} numbers; give that, or another expert"
+        )
+    if mlp is None or len(mlp.biased) not in (0, len(mlp.in_names) + 1):
         return None
     return mlp
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.checkpoints.torch_file import load_torch_file
+from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.door import MoE
 
@@ -63,6 +64,9 @@ def save_expert_files(model: nn.Module, folder: str | Path, tag: str) -> None:
     Raises:
         ConfigError: the experts are spread over ranks.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    if Path(tag).name != tag:
+        raise ConfigError(f"tag={tag!r}: must be the name of a folder; leave out / and ..")
     target = Path(folder) / tag
     state, layers = (
         model.state_dict(),

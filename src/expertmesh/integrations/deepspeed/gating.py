@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expertmesh.config.values import check_choice
+from expertmesh.config.values import check_choice, check_type
 from expertmesh.errors import ConfigError
+from expertmesh.integrations.deepspeed.rules import check_arguments, check_logits
 from expertmesh.moe.capacity import queue_positions
 
 Routes = tuple[Any, ...]
@@ -67,6 +68,12 @@ def top1gating(
         >>> weights.shape, counts.tolist()
         (torch.Size([4, 4, 1]), [1, 1, 1, 1])
     """
+    check_arguments(
+        capacity_factor=capacity_factor,
+        min_capacity=min_capacity,
+        noisy_gate_policy=noisy_gate_policy,
+    )
+    check_logits(logits, 1, used_token)
     gates = F.softmax(logits, dim=1)
     noisy = logits + gumbel_rsample(logits.shape, logits.device) if noisy_gate_policy == "RSample" else gates  # fmt: skip
     ids = noisy.argmax(1)
@@ -102,6 +109,8 @@ def top2gating(
         top2_2nd_expert_sampling: Gumbel noise on the second choice.
         sparse_routes: which result.
     """
+    check_arguments(capacity_factor=capacity_factor, min_capacity=min_capacity)
+    check_logits(logits, 2)
     num_tokens, num_experts = logits.shape
     gates = F.softmax(logits, dim=1)
     first = gates.argmax(1)
@@ -147,9 +156,9 @@ def topkgating(
         ConfigError: drop_policy has another value, or k is above E.
     """
     check_choice("drop_policy", drop_policy, ["probs", "position"])
+    check_arguments(capacity_factor=capacity_factor, min_capacity=min_capacity)
+    check_logits(logits, k)
     num_experts = logits.shape[1]
-    if not 0 < k <= num_experts:
-        raise ConfigError(f"k={k}: a token has 1 to {num_experts} experts; choose a number of them")
     gates = F.softmax(logits, dim=1)
     ids = gates.topk(k, dim=1).indices
     mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, ids, True)
@@ -199,6 +208,18 @@ class TopKGate(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
+        check_arguments(
+            model_dim=model_dim,
+            num_experts=num_experts,
+            k=k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            min_capacity=min_capacity,
+            noisy_gate_policy=noisy_gate_policy,
+            drop_tokens=drop_tokens,
+            use_rts=use_rts,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+        )
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.ep_group, self.k, self.min_capacity = ep_group, k, min_capacity
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
@@ -213,6 +234,11 @@ class TopKGate(nn.Module):
         use_tutel: bool = False,
     ) -> Routes:
         """The result of the gating function for (S, D) tokens."""
+        check_type("input", input, Tensor, "a tensor")
+        if input.dim() != 2 or input.shape[1] != self.wg.in_features:
+            raise ConfigError(
+                f"input of shape {tuple(input.shape)}: must be (tokens, {self.wg.in_features}); reshape it"
+            )
         x = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             x = multiplicative_jitter(x, x.device)

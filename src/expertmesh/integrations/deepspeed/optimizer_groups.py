@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.door import MoE
 
 Group = dict[str, Any]
+_GROUPS = 'a group {"params": ..., "name": ...}, or a list of them'
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a model has layers with experts, and the number of experts of the first."""
+    check_type("m", m, nn.Module, "a torch.nn.Module")
     found = next((module for module in m.modules() if isinstance(module, MoE)), None)
     return found is not None, 0 if found is None else found.num_experts
 
@@ -70,8 +73,10 @@ def split_params_into_different_moe_groups_for_optimizer(
         >>> [group["name"] for group in groups]
         ['all', 'ep_size_1']
     """
+    check_type("param_groups", param_groups, (dict, list, tuple), _GROUPS)
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     for group in groups:
+        check_type("a group", group, dict, _GROUPS)
         if missing := {"params", "name"} - group.keys():
             raise ConfigError(
                 f"a group has no {min(missing)!r}; give every group params and a name"
@@ -107,8 +112,10 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[Group]:
     Raises:
         ConfigError: the list has other things than parameters or groups, or nothing.
     """
-    if not model_parameters or not all(
-        isinstance(p, (torch.Tensor, dict)) for p in model_parameters
+    if (
+        not isinstance(model_parameters, (list, tuple))
+        or not model_parameters
+        or not all(isinstance(p, (torch.Tensor, dict)) for p in model_parameters)
     ):
         raise ConfigError(
             "model_parameters: must be a list of parameters or of groups; give list(model.parameters())"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expertmesh.comm.world import World
+from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.builtin import make_experts, make_gate
 from expertmesh.integrations.tutel.padded import (
@@ -68,6 +69,10 @@ class CustomLayer(nn.Module):
             for name, default in (("gate_noise", 0.0), ("capacity_factor", 1.0)):
                 if not hasattr(module, name):
                     setattr(module, name, gate.get(name, default))
+            if not hasattr(module, "top_k"):
+                raise ConfigError(
+                    f"gate_type: {type(module).__name__} has no top_k; set self.top_k, experts per token, in its __init__"
+                )
             made.append(module)
         self.gates = nn.ModuleList(made)
 
@@ -128,6 +133,11 @@ class CustomLayer(nn.Module):
         alignment: int,
     ) -> Any:
         logits = gate(x)
+        if logits.shape != (len(x), self.num_global_experts):
+            raise ConfigError(
+                f"{type(gate).__name__} gave logits of shape {tuple(logits.shape)}: must be {(len(x), self.num_global_experts)}, "
+                "one per token and expert of all ranks; change its forward"
+            )
         std = gate.gate_noise / self.num_global_experts if self.training else 0.0
         noisy = logits + std * torch.randn_like(logits) if std else logits
 

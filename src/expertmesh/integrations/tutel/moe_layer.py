@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
-from expertmesh.config.values import check_choice
+from expertmesh.config.values import check_choice, check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.builtin import EXPERTS, make_experts, make_gate
 from expertmesh.integrations.tutel.custom_layer import CustomLayer
 from expertmesh.integrations.tutel.padded import rows_per_expert, unbiased
 from expertmesh.integrations.tutel.refused import refuse_switches
+from expertmesh.integrations.tutel.rules import check_count, check_numbers, check_tokens
 from expertmesh.integrations.tutel.state_names import to_ours, to_theirs
 from expertmesh.moe.foreign_names import keep_where_refused
 from expertmesh.moe.layer import MoELayer
@@ -45,6 +46,16 @@ _GATES = {
     "top": {"k", "fp32_gate", "capacity_factor", "gate_noise"},
     "cosine_top": {"k", "fp32_gate", "capacity_factor", "gate_noise", "proj_dim", "init_t"},
 }
+
+
+class GroupedGate(NamedTuple):
+    """Options of the gate beside grouped experts, under Tutel's names; a call has arguments to change them."""
+
+    top_k: int
+    capacity_factor: float
+    gate_noise: float
+    wg: nn.Linear | None
+    """The map from tokens to logits; None: of type "cosine_top"."""
 
 
 class MOELayer(nn.Module):
@@ -114,8 +125,11 @@ class MOELayer(nn.Module):
         _refuse_unknown("moe_layer", deprecated, {"pad_samples"})
         if deprecated:
             logging.getLogger(__name__).warning("pad_samples has no effect; leave it out")
+        check_numbers(model_dim=model_dim, a2a_ffn_overlap_degree=a2a_ffn_overlap_degree)
+        check_type("seeds", seeds or (), (tuple, list), "a tuple of up to three numbers")
         gates, expert = _gates(gate_type), dict(experts or {})
         count = _count(expert)
+        self.model_dim, self.num_local_experts = model_dim, max(count, 1)
         self.num_global_experts = self.global_expert_count(count, group)
         self._num_ranks, self.sharded_count = net.get_world_size(group), max(-count, 1)
         noises = [float(gate.get("gate_noise", 0.0)) for gate in gates]
@@ -133,6 +147,10 @@ class MOELayer(nn.Module):
         seeds = (*(seeds or ()), None, None, None)[:3]
         self.a2a_ffn_overlap_degree, self.use_2dh = a2a_ffn_overlap_degree, use_2dh
         self.result_func, self._group = result_func, group
+        self.is_postscore, self.is_gshard_loss = is_postscore, is_gshard_loss
+        self.normalize_gate = normalize_gate
+        self.batch_prioritized_routing = options["batch_prioritized_routing"]
+        self._told_gates = gates
         self._capacity_factor = float(gates[0].get("capacity_factor", 1.0))
         self._l_aux: Tensor | None = None
         self._dispatch_count: Tensor | None = None
@@ -198,7 +216,7 @@ class MOELayer(nn.Module):
         Raises:
             ConfigError: the number is 0, or does not divide the ranks.
         """
-        count, ranks = _whole(num_local_experts), net.get_world_size(group)
+        count, ranks = check_count(num_local_experts), net.get_world_size(group)
         if count > 0:
             return count * ranks
         if ranks % -count:
@@ -238,7 +256,8 @@ class MOELayer(nn.Module):
             raise ConfigError(
                 f"parallel_type={parallel_type!r}: must be 'adaptive:r', 'data', 'model' or 'auto'; choose one"
             )
-        return min(int(r), self.sharded_count)
+        check_choice("parallel_type's r", degree := min(int(r), self.sharded_count), self.valid_rs)
+        return degree
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copying and saving, without the loss of the last call, which references autograd's graph."""
@@ -248,6 +267,36 @@ class MOELayer(nn.Module):
     def l_aux(self) -> Tensor | None:
         """Balance loss of the last call, or None."""
         return self._l_aux
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the experts."""
+        return self._num_ranks
+
+    @property
+    def group(self) -> Any:
+        """The ranks that share the experts; None: all."""
+        return self._group
+
+    @property
+    def experts(self) -> nn.Module:
+        """The module with this rank's experts."""
+        return self._layer.experts
+
+    @property
+    def gates(self) -> Any:
+        """Modules of the gates; beside grouped experts the one gate's options, read only, and its linear map `wg`."""
+        if isinstance(self._layer, CustomLayer):
+            return self._layer.gates
+        gate, router = self._told_gates[0], self._layer.router
+        return [
+            GroupedGate(
+                top_k=self._layer.options.top_k,
+                capacity_factor=self._capacity_factor,
+                gate_noise=float(gate.get("gate_noise", 0.0)),
+                wg=getattr(router, "proj", None),
+            )
+        ]
 
     @property
     def dispatch_count(self) -> Tensor | None:
@@ -304,6 +353,14 @@ class MOELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
+        check_numbers(
+            capacity_factor=capacity_factor,
+            top_k=top_k,
+            a2a_ffn_overlap_degree=a2a_ffn_overlap_degree,
+            megablocks_size=megablocks_size,
+            reserve_dims=reserve_dims,
+        )
+        check_tokens(input, self.model_dim, reserve_dims)
         r = self.adaptive_degree if adaptive_r is None else adaptive_r
         check_choice("adaptive_r", r, self.valid_rs)
         layer = self._layer
@@ -340,7 +397,8 @@ class MOELayer(nn.Module):
         y.l_aux = self._l_aux
         if self.result_func is not None:
             y = self.result_func(y)
-            y.l_aux = self._l_aux  # type: ignore[attr-defined]
+            if isinstance(y, Tensor):
+                y.l_aux = self._l_aux  # type: ignore[attr-defined]
         return y
 
     def _call_grouped(
@@ -387,22 +445,15 @@ def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list
                 f"gate_type={gate!r}: must be a dictionary with type 'top', 'cosine_top', or 'custom' with a module; give one"
             )
         _refuse_unknown("gate_type", gate, _GATES[kind])
+        check_numbers(**{name: value for name, value in gate.items() if name != "type"})
     default = {"capacity_factor": float(os.environ.get("CAP_FACTOR") or 1.0)}
     return [dict(g) if g["type"] == "custom" else default | dict(g) for g in gates]
-
-
-def _whole(count: float) -> int:
-    """Experts per device; negative: devices per expert."""
-    whole = -round(1 / count) if isinstance(count, float) and 0 < count < 1 else int(count)
-    if whole == 0:
-        raise ConfigError("num_experts_per_device=0: must be positive, or negative; use 1")
-    return 1 if whole == -1 else whole
 
 
 def _count(expert: dict[str, Any]) -> int:
     """Take the number of experts per device out of the dictionary."""
     given = [expert.pop(name) for name in _COUNT_NAMES if name in expert]
-    return _whole(given[0] if given else 1)
+    return check_count(given[0] if given else 1)
 
 
 def _is_custom(gates: list[dict[str, Any]], expert: Mapping[str, Any], is_postscore: bool) -> bool:
@@ -434,6 +485,12 @@ def _known_expert(expert: Mapping[str, Any], model_dim: int | None) -> dict[str,
         )
     known = _FFN if kind == "ffn" else _LLAMA
     _refuse_unknown("experts", expert, known | set(_COUNT_NAMES))
+    check_numbers(**{name: value for name, value in expert.items() if name != "type"})
+    for option in ("activation_fn", "activation_fn_with_self"):
+        if expert.get(option) is not None and not callable(expert[option]):
+            raise ConfigError(
+                f"{option}={expert[option]!r}: must be a function; for example torch.nn.functional.relu"
+            )
     if "hidden_size_per_expert" not in expert:
         raise ConfigError("experts has no hidden_size_per_expert; give the experts' hidden size")
     default = nn.functional.relu if kind == "ffn" else nn.functional.silu

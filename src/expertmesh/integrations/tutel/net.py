@@ -252,6 +252,7 @@ class TutelDistributedOptimizer:
         self.params = [p for p in params if not hasattr(p, "_tutel_expert")]
         self.expert_params = [p for p in params if hasattr(p, "_tutel_expert")]
         self.group, self.average_shared = group, average_shared
+        self.local_optim: Any = None
 
     def warp_local(self, local_optim: Callable[..., Any], *args: Any, **kwargs: Any) -> Self:
         """Build the optimizer of this rank's slices, of a class of torch.optim; returns this object."""
@@ -267,6 +268,10 @@ class TutelDistributedOptimizer:
 
     def step(self) -> None:
         """Reduce gradients, update this rank's slices, and gather the shared parameters."""
+        if self.local_optim is None:
+            raise ConfigError(
+                "TutelDistributedOptimizer has no optimizer yet; call warp_local first"
+            )
         share = get_world_size(self.group) if self.average_shared else 1
         for p, piece in zip(self.params, self.virt_params, strict=True):
             if p.grad is not None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from expertmesh.config.values import check_choice
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel.net import Group, simple_all_reduce
+from expertmesh.integrations.tutel.rules import check_numbers
 from expertmesh.moe.capacity import count_all_choices, priority_order, queue_positions
 from expertmesh.moe.losses import importance_load_loss
 
@@ -107,6 +108,11 @@ def extract_critical(
     """
     if top_k < 1:
         raise ConfigError(f"top_k={top_k}: a token needs an expert; give at least 1")
+    check_numbers(capacity_factor=capacity_factor)
+    if scores.dim() != 2:
+        raise ConfigError(
+            f"scores of shape {tuple(scores.shape)}: must be (tokens, experts); reshape them"
+        )
     num_tokens, num_experts = scores.shape
     top_k = min(top_k, num_experts)
     ids = torch.topk(scores, top_k, dim=1).indices
@@ -225,12 +231,21 @@ class fast_dispatcher:  # noqa: N801
 
 def fast_encode(data: Tensor, critial_data: Routed, is_postscore: bool = True) -> Tensor:
     """Tokens (T, D) to rows (E, C, D) of their experts."""
+    if len(data) != len(critial_data[1][0]):
+        raise ConfigError(
+            f"data of {len(data)} tokens: the choices are of {len(critial_data[1][0])}; give the same tokens"
+        )
     dispatcher = _dispatcher(data, critial_data, is_postscore)
     return dispatcher.encode(data).view(critial_data[0], -1, data.shape[-1])
 
 
 def fast_decode(data: Tensor, critial_data: Routed, is_postscore: bool = True) -> Tensor:
     """Rows (E, C, D) to tokens (T, D), weighted sums over the choices."""
+    rows = critial_data[0] * critial_data[4]
+    if data.shape[:-1].numel() != rows:
+        raise ConfigError(
+            f"data of {data.shape[:-1].numel()} rows: {critial_data[0]} experts have {critial_data[4]} each; give what fast_encode gave"
+        )
     return _dispatcher(data, critial_data, is_postscore).decode(data)
 
 

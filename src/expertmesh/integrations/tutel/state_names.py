@@ -50,7 +50,12 @@ def to_theirs(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
 def to_ours(layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Hook of `load_state_dict` of a `MOELayer`. Where ranks share gated experts, every rank must call."""
     inner: Any = layer._layer
-    state.pop(f"{prefix}_num_global_experts", None)
+    count = int(state.pop(f"{prefix}_num_global_experts", layer.num_global_experts))
+    if count != layer.num_global_experts:
+        others[-1].append(
+            f"{prefix}_num_global_experts: {count} experts do not fit the layer's {layer.num_global_experts}; "
+            "part the files anew with checkpoint.gather and checkpoint.scatter"
+        )
     if isinstance(inner, CustomLayer):
         for name in [n for n in state if n.startswith((f"{prefix}gates.", f"{prefix}experts."))]:
             state[f"{prefix}_layer.{name.removeprefix(prefix)}"] = state.pop(name)
