@@ -191,8 +191,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile now what is otherwise compiled in the background (`compile` in `EngineConfig`), and wait; else do nothing."""
-        if self._runner.compiled is not None:
-            self._runner.compiled.compile_all()
+        if self._runner.faster is not None:
+            self._runner.faster.compile_all()
 
     @property
     def leads(self) -> bool:
@@ -254,7 +254,7 @@ class Engine:
             is_whole = None if self._ranks is None else self._ranks.degrees.is_whole
             check_adapters(self.model, self.config, is_whole=is_whole)
         self._runner.load_adapter(name, folder)
-        self._runner.compiled = None
+        self._runner.faster = None
 
     @one_at_a_time
     def unload_adapter(self, name: str) -> None:
