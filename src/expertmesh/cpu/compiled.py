@@ -123,6 +123,8 @@ class CompiledForward:
         problem: why compilation failed, in one line; empty: it did not.
     """
 
+    pads = False
+
     def __init__(self, model: Any, compile_piece: Callable[..., Any] = compile_graph) -> None:
         self.problem, self._compile_piece = "", compile_piece
         modules = list(model.modules())
@@ -168,7 +170,7 @@ class CompiledForward:
         logits_RV, *ids_of_layers = graph(step.ids_T, step.positions_T, rows_R, *state, context)
         return Computed(logits_RV[:R], ids_of_layers)
 
-    def compile_all(self) -> None:
+    def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
         """Compile every kind of step and wait; on failure `problem` gives the reason."""
         with self._going_on():
             for kind in _KINDS:

@@ -23,6 +23,7 @@ from expertmesh.config.values import check_type
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
+from expertmesh.engine.captured import fastest_forward
 from expertmesh.engine.chat import conversation_ids, prompts_of_conversations
 from expertmesh.engine.checks import (
     check_asked,
@@ -37,7 +38,6 @@ from expertmesh.engine.checks import (
     prompts_of,
     room_for,
 )
-from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.grammar import AnswerRules, Compiled
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
@@ -147,8 +147,10 @@ class Engine:
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
         # keys and values of the last token are never needed
         self.max_len = min(self.max_len, num_blocks * self.config.block_size + 1)
+        faster = fastest_forward(model, self.config, num_blocks=num_blocks, max_len=self.max_len)
         cache = PagedCache(
             model.config,
+            has_spare=faster is not None and faster.pads,
             num_parts=tp,
             num_blocks=num_blocks,
             block_size=self.config.block_size,
@@ -170,9 +172,8 @@ class Engine:
         ]
         self._runner: Runner
         self._scheduler: Scheduler | GroupScheduler
-        compiled = faster_forward(model, self.config)
         if ranks is None:
-            self._runner = Runner(model, cache, compiled)
+            self._runner = Runner(model, cache, faster)
             (self._scheduler,) = schedulers
         else:
             self._runner = RankedRunner(model, cache, ranks, self.config)
@@ -190,9 +191,8 @@ class Engine:
             raise
 
     def warm_up(self) -> None:
-        """Compile now what is otherwise compiled in the background (`compile` in `EngineConfig`), and wait; else do nothing."""
-        if self._runner.faster is not None:
-            self._runner.faster.compile_all()
+        """Compile or capture now what is otherwise prepared meanwhile (`compile` in `EngineConfig`), and wait; else do nothing."""
+        self._runner.warm_up()
 
     @property
     def leads(self) -> bool:

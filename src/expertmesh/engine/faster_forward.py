@@ -40,9 +40,11 @@ class FasterForward(Protocol):
 
     Attributes:
         problem: why it does not serve, in one line; empty: it does.
+        pads: whether it pads steps, so that the cache needs a spare block.
     """
 
     problem: str
+    pads: bool
 
     def padding(self, batch: StepBatch) -> Padding | None:
         """Sizes to which a step is padded; None: it is not."""
@@ -52,7 +54,7 @@ class FasterForward(Protocol):
     ) -> Computed | None:
         """Results of a step; None: `forward`, the model, computes this step."""
 
-    def compile_all(self) -> None:
+    def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
         """Prepare every kind of step, and wait."""
 
 

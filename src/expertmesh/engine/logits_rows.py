@@ -183,7 +183,7 @@ class RowNumbers:
                 assert batch is not None
                 own_RV = logits_RV if self._all_drawn else logits_RV[rows_R]
                 changed_RV = self._changed(own_RV, changes) if self._has_changes else None
-                drawn_3R = drawn_of(own_RV, batch, changed_RV)
+                drawn_3R = drawn_of(own_RV, batch.first(len(own_RV)), changed_RV)
             drawn_3R = agreed(drawn_3R)
             wanted.append(drawn_3R)
         if self.scored:

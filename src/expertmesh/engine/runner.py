@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,16 @@ class Runner:
         sizes = [num + 1 for num in model.config.experts_per_layer() if num]
         self._loads = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
         self.expert_load = list(self._loads.split(sizes))
-        firsts = torch.tensor([0, *sizes[:-1]] if sizes else [], dtype=torch.int64).cumsum(0)
-        self._first_loads = firsts.to(self.device)
+        self._offsets: tuple[list[int], Tensor] = ([], self._loads)
         self._ones = self._loads.new_ones(())
 
     @torch.no_grad()
     def run(self, step: Step) -> RunnerOutput:
         """Compute a step. Synchronizes with the device once."""
         batch, rows = batch_of(step)
-        padding = None if self.faster is None else self.faster.padding(batch)
+        padding = None
+        if self.faster is not None and all(row.is_drawn for row in rows):
+            padding = self.faster.padding(batch)
         numbers = RowNumbers(rows, None if padding is None else padding.num)
         found, tensors = self.compute(batch, numbers, padding)
         return numbers.results(
@@ -103,6 +105,11 @@ class Runner:
         self._count(found.ids_of_layers)
         return found, step
 
+    def warm_up(self) -> None:
+        """See `Engine.warm_up`."""
+        if self.faster is not None:
+            self.faster.compile_all(self._forward)
+
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """See `Engine.load_adapter`."""
         self._room_for_adapters().load(name, folder)
@@ -125,16 +132,17 @@ class Runner:
 
     def _forward(self, step: StepTensors) -> Computed:
         """Logits, expert ids and, of a padded step, drawn tokens; does not synchronize."""
+        mask_T = step.token_mask
         output = self.model(
             step.ids_T,
             context=self._context(step),
-            **({} if step.is_token_T is None else {"token_mask_BS": step.is_token_T}),
+            **({} if mask_T is None else {"token_mask_BS": mask_T}),
             logit_rows_R=step.rows_R,
             capacity_factor=self.model.config.moe.dropless_factor,
             losses=False,
         )
         found = Computed(output.logits_BSV, [one.topk_expert_ids_TK for one in output.stats])
-        if step.is_token_T is None or step.sampling is None:
+        if mask_T is None or step.sampling is None:
             return found
         return found._replace(drawn_3R=drawn_of(found.logits_RV, step.sampling))
 
@@ -143,9 +151,17 @@ class Runner:
 
     def _count(self, ids_of_layers: Sequence[Tensor]) -> None:
         """Add a step's choices to `expert_load`, without synchronizing."""
-        if ids_of_layers:
-            ids = torch.cat([ids_TK + first for ids_TK, first in zip(ids_of_layers, self._first_loads, strict=True)], 1).flatten()  # fmt: skip
-            self._loads.scatter_add_(0, ids, self._ones.expand_as(ids))
+        if not ids_of_layers:
+            return
+        widths = [ids_TK.shape[1] for ids_TK in ids_of_layers]
+        if widths != self._offsets[0]:
+            firsts = accumulate(map(len, self.expert_load), initial=0)
+            each = [
+                first for first, width in zip(firsts, widths, strict=False) for _ in range(width)
+            ]
+            self._offsets = widths, torch.tensor(each, device=self.device)
+        ids = (torch.cat(list(ids_of_layers), 1) + self._offsets[1]).flatten()
+        self._loads.scatter_add_(0, ids, self._ones.expand_as(ids))
 
     def loads(self) -> list[list[int]]:
         """`expert_load` on the host."""

@@ -71,7 +71,6 @@ class StepTensors:
         slots_T: (T,) cache slot of each token.
         keys: rows, numbers of keys and block table of the sequences.
         rows_R: (R,) indices of tokens whose logits are needed.
-        is_token_T: (T,) bool, False for padding; None: there is none.
         sampling: sampling parameters of the rows that are drawn; None: none were given.
         more: further numbers of the host.
         words: buffer of the others.
@@ -83,12 +82,16 @@ class StepTensors:
     slots_T: Tensor
     keys: PagedKeys
     rows_R: Tensor
-    is_token_T: Tensor | None
     sampling: SamplingBatch | None
     more: Sequence[Tensor]
     words: Tensor
     padding: Padding | None
     _layout: "_Layout"
+
+    @property
+    def token_mask(self) -> Tensor | None:
+        """(T,) bool, False for padding; None: there is none."""
+        return None if self.padding is None else self.keys.num_keys_B > 0
 
     def on(self, words: Tensor) -> "StepTensors":
         """The same step in a buffer of the same size."""
@@ -115,7 +118,6 @@ class _Layout(NamedTuple):
             slots_T,
             keys,
             rows_R,
-            None if self.padding is None else stops_B > 0,
             None if self.drawing is None else self.drawing.batch(sampling),
             more,
             words,
@@ -141,7 +143,7 @@ def step_tensors(
         device: device of the model.
         drawing: sampling parameters; padded, if the step is.
         more: further numbers, for `StepTensors.more`.
-        padding: sizes to which the step is padded; every chunk has one token, which is a row.
+        padding: sizes to which the step is padded; every chunk has one token, which is a row; there may be none.
     """
     chunks = batch.chunks
     stops = [one.start + len(one.ids) for one in chunks]
@@ -173,7 +175,7 @@ def step_tensors(
     layout = _Layout(
         [(part.typecode, len(part)) for part in own_parts],
         len(stops),
-        max(len(one.ids) for one in chunks),
+        max((len(one.ids) for one in chunks), default=1),
         drawing,
         padding,
     )
