@@ -3,8 +3,8 @@
 MOST_CAPTURED = 512
 """Largest number of tokens of a step that is captured."""
 _EVERY = 8
-LOGIT_BYTES = 56
-"""Bytes of a logit while a token is drawn from sorted probabilities in FP64, beside the logit itself: seven tensors at once."""
+LOGIT_BYTES = 60
+"""Bytes of a logit while a token is drawn from sorted probabilities: seven tensors in FP64 or int64, and the logit itself."""
 PARTS_BYTES = 1 << 26
 """Most bytes of attention's partial results."""
 GRAPH_BYTES = 1 << 16
@@ -42,22 +42,19 @@ def captured_widths(most: int) -> tuple[int, ...]:
 
 
 def captured_bytes(
-    most: int,
-    *,
-    num_layers: int,
-    vocab_size: int,
-    token_bytes: float,
-    num_graphs: int,
+    most: int, *, num_layers: int, vocab_size: int, num_blocks: int, num_kinds: int = NUM_KINDS
 ) -> int:
-    """Bytes of a device's memory that captured steps take: one pool, which all graphs share, and the graphs.
+    """Bytes of a device's memory that captured steps take: the pool that all graphs share, which is logits above all, and the graphs.
 
     Args:
         most: maximum number of tokens of a decode step.
         num_layers: layers of the model.
         vocab_size: tokens of the vocabulary.
-        token_bytes: bytes of a token's activations in its widest layer.
-        num_graphs: graphs that are captured.
+        num_blocks: blocks of the longest sequence.
+        num_kinds: kinds of sampling that come.
     """
-    rows = captured_sizes(most)[-1]
-    each = vocab_size * (LOGIT_BYTES + 4) + token_bytes
-    return int(rows * each) + PARTS_BYTES + num_graphs * num_layers * GRAPH_BYTES
+    sizes, widths = captured_sizes(most), captured_widths(num_blocks)
+    num_graphs = len(sizes) * len(widths) * num_kinds
+    return (
+        sizes[-1] * vocab_size * LOGIT_BYTES + PARTS_BYTES + num_graphs * num_layers * GRAPH_BYTES
+    )

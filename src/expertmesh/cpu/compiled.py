@@ -123,7 +123,7 @@ class CompiledForward:
         problem: why compilation failed, in one line; empty: it did not.
     """
 
-    pads = False
+    pads, description = False, ""
 
     def __init__(self, model: Any, compile_piece: Callable[..., Any] = compile_graph) -> None:
         self.problem, self._compile_piece = "", compile_piece

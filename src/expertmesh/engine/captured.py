@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.costs.captured import captured_sizes, captured_widths
+from expertmesh.costs.captured import captured_bytes, captured_sizes, captured_widths
 from expertmesh.engine.drawing import SamplingNumbers
 from expertmesh.engine.faster_forward import Computed, FasterForward, faster_forward
 from expertmesh.engine.step_tensors import Padding, StepBatch, StepTensors, step_tensors
@@ -100,9 +100,12 @@ class CapturedSteps:
         most_tokens: maximum number of tokens of a decode step.
         device: device of the model.
         graphs: makes empty graphs.
+        num_layers: layers of the model.
+        vocab_size: tokens of the vocabulary.
 
     Attributes:
         problem: empty: every kind of step can be captured.
+        planned_bytes: bytes that they take once all are captured, as the planner counts them.
         num_bytes: bytes that the captured steps take of the device, as PyTorch counts them.
     """
 
@@ -118,6 +121,8 @@ class CapturedSteps:
         most_tokens: int,
         device: torch.device,
         graphs: Any,
+        num_layers: int = 1,
+        vocab_size: int = 0,
     ) -> None:
         self._block_size, self._device, self._graphs = block_size, device, graphs
         self._spare_slot = num_blocks * block_size
@@ -125,6 +130,14 @@ class CapturedSteps:
         self._widths = captured_widths(-(-max_len // block_size))
         self._captured: dict[_Kind, _Captured] = {}
         self.num_bytes = 0
+        sizes = {"num_layers": num_layers, "vocab_size": vocab_size, "num_blocks": self._widths[-1]}
+        self.planned_bytes = captured_bytes(most_tokens, **sizes)
+
+    @property
+    def description(self) -> str:
+        """What is captured and the memory for it, in words."""
+        most, gib = self._sizes[-1], self.planned_bytes / 2**30
+        return f"decode steps of up to {most} tokens are captured as graphs, about {gib:,.2f} GiB"
 
     def padding(self, batch: StepBatch) -> Padding | None:
         """See `FasterForward`; None: the step is none of decoding, or too large."""
@@ -234,6 +247,8 @@ def captured_steps(
         most_tokens=min(config.max_sequences * (1 + config.num_draft_tokens), config.token_budget),
         device=model.device,
         graphs=CudaGraphs(model.device),
+        num_layers=model.config.num_layers,
+        vocab_size=model.vocab_size,
     )
 
 

@@ -143,7 +143,7 @@ class Engine:
             tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids
         )
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
-        tp = 1 if ranks is None else ranks.degrees.tp
+        tp, groups = (1, 1) if ranks is None else (ranks.degrees.tp, ranks.degrees.num_groups)
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
         # keys and values of the last token are never needed
         self.max_len = min(self.max_len, num_blocks * self.config.block_size + 1)
@@ -158,7 +158,6 @@ class Engine:
             dtype=dtype,
         )
         self._answers = Answers(tokenizer)
-        groups = 1 if ranks is None else ranks.degrees.num_groups
         schedulers = [
             Scheduler(
                 BlockPool(num_blocks, block_size=self.config.block_size),
@@ -170,12 +169,9 @@ class Engine:
             )
             for _ in range(groups)
         ]
-        self._runner: Runner
-        self._scheduler: Scheduler | GroupScheduler
-        if ranks is None:
-            self._runner = Runner(model, cache, faster)
-            (self._scheduler,) = schedulers
-        else:
+        self._runner = Runner(model, cache, faster)
+        self._scheduler: Scheduler | GroupScheduler = schedulers[0]
+        if ranks is not None:
             self._runner = RankedRunner(model, cache, ranks, self.config)
             self._scheduler = GroupScheduler(schedulers)
             atexit.register(self.close)
@@ -193,6 +189,11 @@ class Engine:
     def warm_up(self) -> None:
         """Compile or capture now what is otherwise prepared meanwhile (`compile` in `EngineConfig`), and wait; else do nothing."""
         self._runner.warm_up()
+
+    @property
+    def captured(self) -> str:
+        """Decode steps that are captured on a GPU, with their memory, in words; empty: none are."""
+        return "" if self._runner.faster is None else self._runner.faster.description
 
     @property
     def leads(self) -> bool:
@@ -574,8 +575,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Statistics for logs and metrics."""
-        new_tokens = self._answers.num_tokens
-        return stats_of(self._scheduler, steps=self._steps, new_tokens=new_tokens)
+        return stats_of(self._scheduler, steps=self._steps, new_tokens=self._answers.num_tokens)
 
     def expert_load(self) -> list[list[int]]:
         """Number of tokens that each expert has served so far, per MoE layer."""

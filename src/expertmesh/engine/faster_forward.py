@@ -41,10 +41,15 @@ class FasterForward(Protocol):
     Attributes:
         problem: why it does not serve, in one line; empty: it does.
         pads: whether it pads steps, so that the cache needs a spare block.
+        description: what it keeps in memory, in words; empty: nothing of note.
     """
 
     problem: str
     pads: bool
+
+    @property
+    def description(self) -> str:
+        """See the class."""
 
     def padding(self, batch: StepBatch) -> Padding | None:
         """Sizes to which a step is padded; None: it is not."""
