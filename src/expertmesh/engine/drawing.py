@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class SamplingNumbers:
             num_rows: number of rows; None: as many as there are.
         """
         temperatures = [0.0 if one.is_greedy else one.temperature for one in params]
-        values = {"temperature": temperatures}
+        values: dict[str, Sequence[Any]] = {"temperature": temperatures}
         none_filters = True
         for name, default in FILTERS.items():
             own = [getattr(one, name) for one in params]

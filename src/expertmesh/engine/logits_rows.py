@@ -319,7 +319,7 @@ def _changes(sequences: Sequence[Answer]) -> _Changes:
         if is_short and sequence.rule is None:
             banned += [(row, t) for t in sequence.request.end_ids]
     each = [sequence.request.params for sequence in sequences] if pairs else []
-    return _Changes(
+    parts = (
         *(array(WHOLE, [pair[i] for pair in pairs]) for i in range(3)),
         array(REAL, [params.repetition_penalty for params in each]),
         array(REAL, [params.presence_penalty for params in each]),
@@ -328,6 +328,7 @@ def _changes(sequences: Sequence[Answer]) -> _Changes:
         array(REAL, [bias for *_, bias in biases]),
         *(array(WHOLE, [ban[i] for ban in banned]) for i in range(2)),
     )
+    return _Changes._make(parts)
 
 
 def _allowed(sequences: Sequence[Answer], vocab_size: int) -> Any:

@@ -1,6 +1,7 @@
 """Attention over pages on NVIDIA by PyTorch's FlashAttention (`varlen_attn`), for prompts; the rest is the Triton kernel's."""
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,10 +11,9 @@ from expertmesh.ops.attention import paged_triton
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import ScoreRule
 
-try:
+varlen_attn: Any = None
+with suppress(ImportError):  # of an older PyTorch
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # older PyTorch
-    varlen_attn = None
 
 FEWEST_QUERIES = 128
 """Queries of a sequence from which a step is one of prompts."""
