@@ -6,7 +6,7 @@ from tests.engine.test_engine import PROMPTS, gpt
 from tests.support.graphs import RecordedGraph, RecordedGraphs
 from tests.support.operators import Operators
 
-from expertmesh.costs.captured import captured_sizes, captured_widths
+from expertmesh.costs.graph_memory import captured_sizes, captured_widths
 from expertmesh.engine import engine as engines
 from expertmesh.engine.captured import CapturedSteps
 from expertmesh.engine.engine import Engine

@@ -150,7 +150,7 @@ class CompiledForward:
         self._worker: threading.Thread | None = None
 
     def padding(self, batch: StepBatch) -> None:
-        """None: pieces take any number of tokens."""
+        """No padding: pieces take any number of tokens."""
 
     def __call__(
         self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.costs.captured import captured_bytes, captured_sizes, captured_widths
+from expertmesh.costs.graph_memory import captured_bytes, captured_sizes, captured_widths
 from expertmesh.engine.drawing import SamplingNumbers
 from expertmesh.engine.faster_forward import Computed, FasterForward, faster_forward
 from expertmesh.engine.step_tensors import Padding, StepBatch, StepTensors, step_tensors
@@ -135,7 +135,7 @@ class CapturedSteps:
 
     @property
     def description(self) -> str:
-        """What is captured and the memory for it, in words."""
+        """Captured steps and the memory for them, in words."""
         most, gib = self._sizes[-1], self.planned_bytes / 2**30
         return f"decode steps of up to {most} tokens are captured as graphs, about {gib:,.2f} GiB"
 

@@ -89,7 +89,7 @@ class _Changes(NamedTuple):
     ban_ids_L: Any
 
 
-class _Scores(NamedTuple):
+class _ScoredTokens(NamedTuple):
     """Tokens whose logprobs are requested, as numbers or as tensors.
 
     Attributes:
@@ -142,7 +142,7 @@ class RowNumbers:
         self._has_changes = self._has_rules or any(map(len, changes))
         self.scored = [(i, row) for i, row in enumerate(rows) if row.num_best is not None]
         place = {i: number for number, i in enumerate(drawn)}
-        scores = _Scores(
+        scores = _ScoredTokens(
             array(WHOLE, [i for i, _ in self.scored]),
             array(
                 WHOLE,
@@ -187,7 +187,7 @@ class RowNumbers:
             drawn_3R = agreed(drawn_3R)
             wanted.append(drawn_3R)
         if self.scored:
-            wanted += self._scores(logits_RV, _Scores(*scores), drawn_3R)
+            wanted += self._scores(logits_RV, _ScoredTokens(*scores), drawn_3R)
         found = on_host([*wanted, *experts.tensors])
         tokens: dict[Answer, int] = {}
         broken: dict[Answer, str] = {}
@@ -204,7 +204,7 @@ class RowNumbers:
         )
 
     def _scores(
-        self, logits_RV: Tensor, scores: _Scores, drawn_3R: Tensor | None
+        self, logits_RV: Tensor, scores: _ScoredTokens, drawn_3R: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Ids and logprobs (W,), and the most likely tokens' logprobs and ids."""
         ids_W = scores.known_W

@@ -94,12 +94,12 @@ class StepTensors:
         return None if self.padding is None else self.keys.num_keys_B > 0
 
     def on(self, words: Tensor) -> "StepTensors":
-        """The same step in a buffer of the same size."""
+        """This step in a buffer of the same size."""
         return self._layout.tensors(words, views(words, self._layout.sizes))
 
 
 class _Layout(NamedTuple):
-    """Where the parts of a step are in its buffer, and what the host knows of them."""
+    """Places of the parts of a step in its buffer, and numbers that the host keeps."""
 
     sizes: list[tuple[str, int]]
     num_sequences: int

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from expertmesh.config.cluster import Cluster
-from expertmesh.costs.captured import captured_bytes
 from expertmesh.costs.communication import Network, TokenLoad, travel_time
+from expertmesh.costs.graph_memory import captured_bytes
 from expertmesh.costs.hardware import network_of
 from expertmesh.costs.memory import GIB
 from expertmesh.costs.rank_layout import RankLayout

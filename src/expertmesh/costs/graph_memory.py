@@ -6,7 +6,7 @@ _EVERY = 8
 LOGIT_BYTES = 60
 """Bytes of a logit while a token is drawn from sorted probabilities: seven tensors in FP64 or int64, and the logit itself."""
 PARTS_BYTES = 1 << 26
-"""Most bytes of attention's partial results."""
+"""Bytes of attention's partial results, at most."""
 GRAPH_BYTES = 1 << 16
 """Bytes of a layer in the device's copy of a graph, a guess: some tens of kernels with their arguments."""
 NUM_KINDS = 3
