@@ -94,7 +94,7 @@ class StepTensors:
         return None if self.padding is None else self.keys.num_keys_B > 0
 
     def on(self, words: Tensor) -> "StepTensors":
-        """This step in a buffer of the same size."""
+        """Tensors of this step in another buffer of the same size."""
         return self._layout.tensors(words, views(words, self._layout.sizes))
 
 

@@ -33,6 +33,8 @@ class PagedKeys:
     ) -> tuple["PagedKeys | None", "PagedKeys | None"]:
         """Sequences with fewer queries or keys, and the others, or None; to each the rows of the other are padding."""
         name = fewest_queries, fewest_keys
+        if self.most_queries is not None and self.most_queries < fewest_queries:
+            return self, None
         if name not in self.memo:
             is_long_B = (self.starts.diff() >= fewest_queries) & (self.num_keys_B >= fewest_keys)
             num_long = int(is_long_B.sum())
