@@ -60,16 +60,14 @@ class Contender:
     scores: Callable[[list[int]], list[float]]
 
 
-def write_model(path: Path) -> None:
-    """Write a random Qwen3-MoE with 8 layers, D = 512, F = 512, 32 experts and K = 4, wide enough that routing is not flat."""
+def write_model(path: Path, **sizes: int) -> None:
+    """Write a random Qwen3-MoE with 8 layers, D = 512, F = 512, 32 experts and K = 4, or other sizes, wide enough that routing is not flat."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
+    usual = {"num_hidden_layers": 8, "hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32}  # fmt: skip
     config = Qwen3MoeConfig(
-        num_hidden_layers=8,
-        hidden_size=512,
-        moe_intermediate_size=512,
-        num_experts=32,
+        **(usual | sizes),
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
@@ -94,10 +92,11 @@ def write_model(path: Path) -> None:
     Tokenizer(WordLevel(words, unk_token="<eos>")).save(str(path / "tokenizer.json"))
 
 
-def _ours(path: str, deterministic: bool) -> Contender:
+def ours(path: str, *, device: str = "cpu", **options: Any) -> Contender:
+    """Our engine with some options, warmed up."""
     import expertmesh as em
 
-    engine = em.Engine(path, deterministic=deterministic, dtype="bfloat16", device="cpu")
+    engine = em.Engine(path, dtype="bfloat16", device=device, **options)
     engine.warm_up()
 
     def run(prompts: list[list[int]], new: list[int]) -> tuple[list[list[int]], list[float]]:
@@ -204,8 +203,8 @@ def _continuous(path: str) -> Contender:
 
 
 CONTENDERS: dict[str, Callable[[str], Contender]] = {
-    "engine": lambda path: _ours(path, False),
-    "engine, deterministic": lambda path: _ours(path, True),
+    "engine": ours,
+    "engine, deterministic": lambda path: ours(path, deterministic=True),
     "transformers generate": _transformers,
     "transformers continuous": _continuous,
 }
@@ -222,10 +221,10 @@ def _work(pipe: Connection, name: str, path: str, threads: int, clock: Clock) ->
         kind, load, seed = pipe.recv()
         if kind == "stop":
             return
-        pipe.send(contender.scores(load) if kind == "scores" else _sample(contender, load, seed))
+        pipe.send(contender.scores(load) if kind == "scores" else sample(contender, load, seed))
 
 
-def _sample(contender: Contender, load: str, seed: int) -> Sample:
+def sample(contender: Contender, load: str, seed: int) -> Sample:
     rng = random.Random(
         f"{load} {seed}"
     )  # whose prompts no other load begins with, as caches keep prefixes

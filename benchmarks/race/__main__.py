@@ -1,8 +1,9 @@
-"""The race on one GPU, in three calls of at most ten minutes that cannot outlast their time, 25 minutes in all.
+"""The race on one GPU, in four calls of at most ten minutes that cannot outlast their time, 34 minutes in all.
 
     python -m benchmarks.race kernels OUT            # ceilings, the tests that matter, every kernel of four shapes: 8 minutes
     python -m benchmarks.race sweep OUT              # tiles: each GEMM alone, best and worst as OUT/tiles.json: 7.5 minutes
     python -m benchmarks.race peers OUT              # against the best there are: 9.5 minutes
+    python -m benchmarks.race engine OUT             # steps of the engine beside vLLM's, and two shapes of the layer: 9 minutes
     python -m benchmarks.race report OUT [OUT2 ...]  # the tables and the plot, from what came back
     python -m benchmarks.race kernels OUT --dry-run  # everything in tiny on a CPU, with stand-ins for GPU packages
 

@@ -1,4 +1,4 @@
-"""What the three calls consist of, in the order in which the parts say most, with the most seconds that each may take."""
+"""What the four calls consist of, in the order in which the parts say most, with the most seconds that each may take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,6 +123,23 @@ def peers(s: Setting) -> list[Part]:
     ]
 
 
+def engine(s: Setting) -> list[Part]:
+    """Call (d): steps of the engine beside vLLM's, after the tests of what they are made of, and the layer race of the goals."""
+    shapes = s.among(GOAL_SHAPES[:2])
+    tests = ["tests/engine/test_captured_gpu.py", "tests/kernels/test_paged_attention_kernels.py"]
+    if s.dry:
+        tests = ["tests/kernels/test_tiles.py"]
+    return [
+        s.part("machine", "measures:machine", 40, rounds=5),
+        s.part("tests of the engine", "tests:run", 150, paths=tests, marks=None if s.dry else "not exhaustive"),
+        s.part("engine steps", "engine_steps:steps", 240, rounds=3),
+        *(
+            s.part(f"layers {n}", "layers:race_shape", 75, attempts=2, shape=n, rounds=7, peers=list(s.peers))
+            for n in shapes
+        ),
+    ]  # fmt: skip
+
+
 def plan(call: str, s: Setting) -> tuple[list[Part], float]:
     """The parts of a call and the seconds that all may take together.
 
@@ -137,5 +154,6 @@ CALLS: dict[str, tuple[Callable[[Setting], list[Part]], float]] = {
     "kernels": (kernels, 480.0),
     "sweep": (sweep, 450.0),
     "peers": (peers, 570.0),
+    "engine": (engine, 540.0),
 }
-"""By name: the parts, and the seconds of the whole call; 25 minutes in all."""
+"""By name: the parts, and the seconds of the whole call; 34 minutes in all."""

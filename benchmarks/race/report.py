@@ -41,7 +41,7 @@ those of the default table; padding costs 0.28 of a tile per expert (tails have 
 one tile per multiprocessor (132). A kernel takes waves x (operations of a tile at the inner loop's rate + what nothing
 overlaps), or its bytes at 4.1 TB/s and 5 us per launch. `make gpu` writes this page, its last columns filled in, to
 `OUT/predictions.md`."""
-_WHOLE = ("machine", "metadata", "skew", "decode", "properties", "training")
+_WHOLE = ("machine", "metadata", "skew", "decode", "properties", "training", "engine steps")
 _BY_NAME = {"layers": "layers ", "kernels": "kernels ", "sweep": "sweep ", "tests": "tests of "}
 
 
@@ -115,6 +115,9 @@ def markdown(record: Record, *, plot: str) -> str:
             text += ["Experts alone, the choice given:", markdown_table(alone)] if alone else []
     text += _kernels(record)
     text += _section("What must hold beside speed", record.get("properties") or ())
+    of_engine = record.get("engine steps") or {}
+    text += _section("Steps of the engine", of_engine.get("rows") or ())
+    text += _section("What its captured steps must keep", of_engine.get("checks") or ())
     text += _section("Tests", _tests(record))
     text += _section("Maps", record.get("metadata") or ())
     text += _section("Skewed routing", record.get("skew") or ())

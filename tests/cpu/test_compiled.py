@@ -72,7 +72,7 @@ def test_compiled_steps_are_the_models_own_and_see_new_weights(dtype, kind):
     model = gpt(dtype, **{"dim": 32, "head_dim": 8, **kind})
     engine = Engine(model, compile=True, token_budget=9)
     engine.warm_up()
-    assert not engine._runner.compiled.problem
+    assert not engine._runner.faster.problem
     draws = [log_probabilities(model, engine)]
     # Of one draw's few numbers, how far off they are is luck: four sets of weights, all taken together.
     for seed in (2, 3, 4):
@@ -90,9 +90,9 @@ def test_compiled_steps_know_quantised_experts():
         layer.moe.experts.convert(next(forms), group_size=16)
     engine, plain = Engine(model, compile=True), Engine(model, compile=False)
     # how pieces are cut is tested here, not their compiler
-    engine._runner.compiled = CompiledForward(model, compile_piece=lambda piece, given: piece)
+    engine._runner.faster = CompiledForward(model, compile_piece=lambda piece, given: piece)
     engine.warm_up()
-    assert not engine._runner.compiled.problem
+    assert not engine._runner.faster.problem
     own, engine._runner.model = engine._runner.model, None  # nothing else computes
     found = answers(engine)
     engine._runner.model = own
@@ -105,14 +105,14 @@ def test_compiled_steps_know_quantised_experts():
 def test_a_step_goes_on_where_nothing_can_be_compiled():
     model = gpt(torch.float32, moe={"top_k": 2})
     engine, plain = Engine(model, compile=True), Engine(model, compile=False)
-    engine._runner.compiled._copy.layers = None  # what is traced fails
+    engine._runner.faster._copy.layers = None  # what is traced fails
     for _ in range(4):
         assert [o.token_ids for o in answers(engine)] == [o.token_ids for o in answers(plain)]
-    engine._runner.compiled._worker.join()
-    assert "layers" in engine._runner.compiled.problem
-    engine._runner.compiled.problem = ""
+    engine._runner.faster._worker.join()
+    assert "layers" in engine._runner.faster.problem
+    engine._runner.faster.problem = ""
     engine.warm_up()
-    assert "layers" in engine._runner.compiled.problem
+    assert "layers" in engine._runner.faster.problem
 
 
 def test_what_cannot_be_compiled_is_refused():
@@ -130,7 +130,7 @@ def test_what_cannot_be_compiled_is_refused():
     adapted.layers[1].moe.experts.adapters = object()
     with pytest.raises(ConfigError, match="without adapters"):
         Engine(adapted, compile=True)
-    assert Engine(gpt(torch.float32))._runner.compiled is None, "small models gain too little"
+    assert Engine(gpt(torch.float32))._runner.faster is None, "small models gain too little"
 
 
 def test_without_the_optional_package_the_model_computes():

@@ -87,7 +87,7 @@ def walked(rule, tokens, ends, draw, most=90):
     """Text of a random answer, and why it ended: "stop", "length", or the rule's problem."""
     ids = []
     while len(ids) < most:
-        allowed = rule.allowed(ids).nonzero().flatten().tolist()
+        allowed = rule.allowed(ids).nonzero()[0].tolist()
         others = [i for i in allowed if i not in ends]
         if len(others) < len(allowed) and (not others or draw.random() < 0.3):
             return b"".join(tokens[i] for i in ids).decode(), "stop"

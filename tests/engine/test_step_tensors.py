@@ -1,8 +1,9 @@
 """A step is tensors: what they hold, and a number of operators that does not depend on the number of sequences."""
 
+import numpy as np
 import pytest
 import torch
-from tests.engine.test_engine import gpt
+from tests.engine.test_engine import VOCAB, gpt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.engine.engine import Engine
@@ -45,30 +46,58 @@ MODELS = {
 }
 
 
-def operators_of_decoding(model, batch):
+EVERYTHING = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "logprobs": 3,
+    "return_routed_experts": True,
+    "presence_penalty": 0.5,
+    "logit_bias": {3: 1.0},
+    "min_tokens": 4,
+}
+PARAMS = {"greedy": {"temperature": 0}, "everything": EVERYTHING}
+
+
+class _Ruled:
+    """Rule that lets half of the tokens through."""
+
+    end_ids = frozenset()
+
+    def allowed(self, ids, *, may_end=True):
+        return np.arange(VOCAB) % 2 == len(ids) % 2
+
+    def problem(self, ids):
+        return None
+
+
+def operators_of_decoding(model, batch, params, *, rule=None):
     """Numbers of operators of the steps in which each of `batch` sequences computes one token."""
     engine, found = Engine(model, max_sequences=64, token_budget=512, block_size=4), []
-    compute = engine._runner.compute
+    run = engine._runner.run
 
     def counted(step):
         with Operators() as operators:
-            result = compute(step)
-        if len(step.chunks) == batch and all(len(one.ids) == 1 for one in step.chunks):
+            result = run(step)
+        if len(step.chunks) == batch and all(one.count == 1 for one in step.chunks):
             found.append(operators.count)
         return result
 
-    engine._runner.compute = counted
-    prompts = [[i, *range(1, 2 + i % 5)] for i in range(batch)]
-    engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4))
+    engine._runner.run = counted
+    for i in range(batch):
+        engine.add([i, *range(1, 2 + i % 5)], SamplingParams(max_tokens=4, **params))
+    for request in engine._requests.values():
+        request.sequences[0].rule = rule
+    while engine.has_work:
+        engine.step()
     assert len(found) >= 2
     return set(found)
 
 
 @pytest.mark.skipif(loaded().kernels is None, reason="no C compiler")
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_a_step_of_decoding_has_as_many_operators_for_any_number_of_sequences(options):
-    model = gpt(**options)
-    with torch.no_grad():
-        one, some, many = (operators_of_decoding(model, batch) for batch in (1, 16, 64))
+def test_a_step_of_decoding_has_as_many_operators_for_any_number_of_sequences(options, params):
+    model, rule = gpt(**options), _Ruled() if params is EVERYTHING else None
+    one, some, many = (operators_of_decoding(model, n, params, rule=rule) for n in (1, 16, 64))
     assert len(one) == 1
     assert one == some == many

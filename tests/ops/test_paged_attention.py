@@ -7,7 +7,13 @@ import torch
 from tests.oracle.numerics import assert_two_times
 
 from expertmesh.kernels.cpu.library import Loaded, loaded
-from expertmesh.ops.attention import paged_attention, paged_gathered, paged_native, paged_triton
+from expertmesh.ops.attention import (
+    paged_attention,
+    paged_gathered,
+    paged_native,
+    paged_triton,
+    paged_varlen,
+)
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import visible
@@ -249,3 +255,70 @@ def assert_hidden_keys_are_not_read(attend):
 
 def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
     assert_hidden_keys_are_not_read(native)
+
+
+PROMPTS = ((300, 140), (256, 256), (513, 1), (20, 20))
+
+
+def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how):
+    """`varlen_attn` as its documentation has it."""
+    window, table, lengths = how["window_size"], how["block_table"], how["seqused_k"]
+    assert {t.dtype for t in (cu_seq_q, table, lengths)} == {torch.int32}
+    assert cu_seq_k is None and how["enable_gqa"] and window[1] == 0
+    assert max_q == int(cu_seq_q.diff().max()) and max_k >= int(lengths.max())
+    rule = ScoreRule(window=None if window[0] < 0 else window[0] + 1)
+    keys = PagedKeys(cu_seq_q.long(), lengths.long(), table.long())
+    return by_products(query, key, value, keys, rule, torch.float32).to(query.dtype)
+
+
+@pytest.mark.parametrize(
+    ("rule", "most", "is_invariant", "by"),
+    [
+        ("plain", 256, False, "varlen"),
+        ("window", 256, False, "varlen"),
+        ("window of one", 256, False, "varlen"),
+        ("plain", 256, True, "triton"),
+        ("plain", 127, False, "triton"),
+        ("plain", None, False, "triton"),
+        ("chunk", 256, False, "triton"),
+        ("cap", 256, False, "triton"),
+        ("sinks", 256, False, "triton"),
+    ],
+)
+def test_prompts_by_pytorchs_kernel(monkeypatch, rule, most, is_invariant, by):
+    """Calls of `varlen_attn` against a stand-in, as it runs on GPUs only; what it does not know is left to Triton."""
+    q, k, v, keys = drawn(PROMPTS, 3, 32, 32, page_size=256, dtype=torch.bfloat16)
+    called, rule = [], RULES[rule]
+
+    def varlen(*call, **how):
+        called.append("varlen")
+        return stand_in(*call, **how)
+
+    def triton(*call, **how):
+        called.append("triton")
+        return by_products(*call, torch.float32).bfloat16()
+
+    monkeypatch.setattr(paged_varlen, "varlen_attn", varlen)
+    monkeypatch.setattr(paged_triton, "attend", triton)
+    keys = replace(keys, most_queries=most)
+    y = paged_varlen.attend(q, k, v, keys, rule, is_invariant=is_invariant, attention=None)
+    assert called == [by]
+    assert torch.equal(y, by_products(q, k, v, keys, rule, torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("page_size", "d", "n", "dtype", "fits"),
+    [
+        (256, 64, 64, torch.bfloat16, True),
+        (512, 256, 256, torch.float16, True),
+        (32, 64, 64, torch.bfloat16, False),
+        (256, 64, 64, torch.float32, False),
+        (256, 72, 64, torch.bfloat16, False),
+        (256, 576, 576, torch.bfloat16, False),
+    ],
+)
+def test_what_pytorchs_kernel_takes(page_size, d, n, dtype, fits):
+    q, k, v, _ = drawn(((9, 1),), 3, d, n, page_size=page_size, dtype=dtype)
+    assert paged_varlen.fits(q, k, v) == fits
+    assert not paged_varlen.serves(q, k, v), "on a CPU"
+    assert paged_varlen._HAS_PAGES

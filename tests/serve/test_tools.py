@@ -341,7 +341,7 @@ def drawn(reader, calls, wish):
         assert rule.allowed(ids)[one], wish
         ids.append(one)
     for _ in range(400):
-        allowed = rule.allowed(ids).nonzero().flatten().tolist()
+        allowed = rule.allowed(ids).nonzero()[0].tolist()
         if set(allowed) & rule.end_ids:
             break
         ids.append(closing if closing in allowed else allowed[0])

@@ -41,9 +41,9 @@ def place_of(options: OnDevice) -> dict[str, Any]:
     return {"device": options.device, "dtype": dtype}
 
 
-def say_precision(precision: "Precision") -> None:
-    """Write to standard error in which type a model computes, and why; once nothing can be refused, before its first result."""
-    tell(f"computing in {precision.description}")
+def say_precision(precision: "Precision", *more: str) -> None:
+    """Write to standard error in which type a model computes, and why, and more; once nothing can be refused, before its first result."""
+    tell("; ".join((f"computing in {precision.description}", *filter(None, more))))
 
 
 def check_several(given: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ class PlanVerb(Operation):
     cache: Literal["bfloat16", "fp8", "float32"] | None = None
     """key-value cache format (default: bfloat16)"""
     graphs: bool = False
-    """decoding from CUDA graphs, as other software does; serve launches each operation"""
+    """decoding from CUDA graphs, as serve does on one GPU, with their memory"""
     expert_slots: int | None = None
     """number of experts of a layer on a device; others lie in host memory or on disk (default: all)"""
     num_redundant_experts: int | None = None

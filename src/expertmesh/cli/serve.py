@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int:
             for adapter, folder in server.adapters.items():
                 load_adapter(engine, adapter, folder, typed=f"{adapter}={folder}")
             num_threads = None if parallel is not None else num_threads_of(engine)
-            say_precision(precision_of(engine, options.run))
+            say_precision(precision_of(engine, options.run), engine.captured)
         except BaseException:
             stack.close()
             place.close()

@@ -75,7 +75,7 @@ class EngineConfig(DecodingConfig):
     A model given as a module needs batch_invariant in its config.
     """
     compile: bool | None = None
-    """Whether CPU decoding is compiled, in the background; none: for large models, if there is a C++ compiler and deterministic is off."""
+    """Whether decoding is compiled on a CPU, in the background, or captured as CUDA graphs on a GPU; none: on a CPU for large models, if there is a C++ compiler and deterministic is off, on a GPU where it can be."""
     expert_fetch_ahead: bool | None = None
     """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except on a CPU."""
 

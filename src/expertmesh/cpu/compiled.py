@@ -18,7 +18,9 @@ from torch import Tensor, fx
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.cpu.pieces import Rewrite, in_pieces, traced
+from expertmesh.engine.faster_forward import Computed
 from expertmesh.engine.request_adapters import detach_collected
+from expertmesh.engine.step_tensors import StepBatch, StepTensors
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
@@ -121,6 +123,8 @@ class CompiledForward:
         problem: why compilation failed, in one line; empty: it did not.
     """
 
+    pads, description = False, ""
+
     def __init__(self, model: Any, compile_piece: Callable[..., Any] = compile_graph) -> None:
         self.problem, self._compile_piece = "", compile_piece
         modules = list(model.modules())
@@ -145,18 +149,15 @@ class CompiledForward:
         self._steps: Counter[str] = Counter()
         self._worker: threading.Thread | None = None
 
-    def __call__(
-        self, ids_T: Tensor, context: Any, rows_R: Tensor
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """Logits (R, V), and (T, K) expert ids of each layer that has experts; None: this kind of step is not compiled
-        yet.
+    def padding(self, batch: StepBatch) -> None:
+        """No padding: pieces take any number of tokens."""
 
-        Args:
-            ids_T: (T,) token ids.
-            context: an `AttentionContext`.
-            rows_R: (R,) indices of the tokens that get logits.
-        """
-        T, R = len(ids_T), len(rows_R)
+    def __call__(
+        self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]
+    ) -> Computed | None:
+        """See `FasterForward`; None: this kind of step is not compiled yet."""
+        rows_R = step.rows_R
+        T, R = len(step.ids_T), len(rows_R)
         kind = "one" if T == 1 else "many"
         graph = self._graphs.get(kind)
         if graph is None:
@@ -166,10 +167,10 @@ class CompiledForward:
         if least > R:  # the compiled code needs at least so many rows
             rows_R = F.pad(rows_R, (0, least - R))
         state = [tensors[name] for tensors, name in self._state]
-        logits_RV, *ids_of_layers = graph(ids_T, context.positions, rows_R, *state, context)
-        return logits_RV[:R], ids_of_layers
+        logits_RV, *ids_of_layers = graph(step.ids_T, step.positions_T, rows_R, *state, context)
+        return Computed(logits_RV[:R], ids_of_layers)
 
-    def compile_all(self) -> None:
+    def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
         """Compile every kind of step and wait; on failure `problem` gives the reason."""
         with self._going_on():
             for kind in _KINDS:

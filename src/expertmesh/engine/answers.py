@@ -3,15 +3,16 @@
 import time
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from expertmesh.engine.drafts import PromptLookup
 from expertmesh.engine.groups import GroupScheduler
+from expertmesh.engine.logits_rows import RunnerOutput
 from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.engine.request import Request, Sequence, State
-from expertmesh.engine.runner import RunnerOutput
 from expertmesh.engine.scheduler import Chunk, Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.engine.timing import Timing
@@ -24,7 +25,7 @@ class _Answer:
     text: AnswerText
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: dict[int, Logprob] = field(default_factory=dict)
-    experts: dict[int, Tensor] = field(default_factory=dict)
+    experts: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     error: str | None = None
     lookup: PromptLookup = field(default_factory=PromptLookup)
     timing: Timing = field(default_factory=Timing)
@@ -79,7 +80,7 @@ class Answers:
             self._accept(sequence, step, result, scheduler)
         return [self._output(sequence) for sequence in touched]
 
-    def _keep_experts(self, chunk: Chunk, ids_of_tokens: Tensor) -> None:
+    def _keep_experts(self, chunk: Chunk, ids_of_tokens: NDArray[np.int64]) -> None:
         """Keep the experts of tokens that are computed for the first time, which gave the logprob of the next token."""
         own = self.known[chunk.sequence].experts
         for place, ids in enumerate(ids_of_tokens, chunk.start):
@@ -153,7 +154,7 @@ class Answers:
         if params.return_routed_experts:
             places = range(len(sequence.token_ids) - 1)
             rows = [answer.experts[i] for i in places if i in answer.experts]
-            experts = torch.stack(rows) if rows else None
+            experts = torch.from_numpy(np.stack(rows)) if rows else None
         return RequestOutput(
             request.request_id,
             sequence.index,

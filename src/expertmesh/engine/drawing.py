@@ -1,59 +1,87 @@
-"""Conversion of sampling parameters of several requests to one `SamplingBatch`."""
+"""Sampling parameters of several rows of logits: as numbers on the host, and as one `SamplingBatch`."""
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from expertmesh.config.sampling import SamplingParams
+from expertmesh.engine.packed import REAL, WHOLE, packed
 from expertmesh.ops.sampling import KEEPS_ALL, SamplingBatch
 
+_KINDS = {
+    "temperature": REAL,
+    "top_k": WHOLE,
+    "top_p": REAL,
+    "min_p": REAL,
+    "seed": WHOLE,
+    "answer": WHOLE,
+    "position": WHOLE,
+}
+"""Kinds of the tensors of a `SamplingBatch`, in its order, by their names without the axis."""
+_OF_PLACE = ("seed", "answer", "position")
 FILTERS = {
     name: SamplingParams.model_fields[name].default
-    for name in (field.name.removesuffix("_R") for field in fields(SamplingBatch))
-    if name in SamplingParams.model_fields and name not in ("temperature", "seed")
+    for name in _KINDS
+    if name not in ("temperature", *_OF_PLACE)
 }
 """Defaults of the options of a request that remove tokens before one is drawn."""
+_PADDING = {name: 0.0 if kind == REAL else 0 for name, kind in _KINDS.items()} | KEEPS_ALL
 
 
-def sampling_batch(
-    params: Sequence[SamplingParams],
-    *,
-    seeds: Sequence[int],
-    answers: Sequence[int],
-    positions: Sequence[int],
-    device: torch.device,
-) -> SamplingBatch:
-    """Sampling parameters of the next token of each row.
+@dataclass(frozen=True)
+class SamplingNumbers:
+    """Sampling parameters of the next token of each of R rows, on the host.
 
-    Args:
-        params: sampling parameters of each row.
-        seeds: seed of each row.
-        answers: index of each row's answer within its request.
-        positions: position of each sampled token.
-        device: device of the logits.
+    Attributes:
+        parts: R numbers of each kind, in the order of the tensors of `SamplingBatch`.
+        all_greedy: see `SamplingBatch`.
+        none_filters: see `SamplingBatch`.
     """
 
-    def tensor(values: Sequence[float]) -> Tensor:
-        is_real = len(values) > 0 and isinstance(values[0], float)
-        dtype = torch.float64 if is_real else torch.int64
-        return torch.tensor(values, dtype=dtype, device=device)
+    parts: tuple[array, ...]
+    all_greedy: bool
+    none_filters: bool
 
-    temperatures = [0.0 if one.is_greedy else one.temperature for one in params]
-    filters: dict[str, Any] = {}
-    none_filters = True
-    for name, default in FILTERS.items():
-        values = [getattr(one, name) for one in params]
-        none_filters &= values.count(default) == len(values)
-        filters[f"{name}_R"] = tensor([KEEPS_ALL[name] if v is None else v for v in values])
-    return SamplingBatch(
-        temperature_R=tensor(temperatures),
-        **filters,
-        seed_R=tensor(seeds),
-        answer_R=tensor(answers),
-        position_R=tensor(positions),
-        all_greedy=not any(temperatures),
-        none_filters=none_filters,
-    )
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        *,
+        seeds: Sequence[int],
+        answers: Sequence[int],
+        positions: Sequence[int],
+        num_rows: int | None = None,
+    ) -> Self:
+        """Parameters of rows, and of greedy ones behind them up to num_rows.
+
+        Args:
+            params: sampling parameters of each row.
+            seeds: seed of each row.
+            answers: index of each row's answer within its request.
+            positions: position of each sampled token.
+            num_rows: number of rows; None: as many as there are.
+        """
+        temperatures = [0.0 if one.is_greedy else one.temperature for one in params]
+        values: dict[str, Sequence[Any]] = {"temperature": temperatures}
+        none_filters = True
+        for name, default in FILTERS.items():
+            own = [getattr(one, name) for one in params]
+            none_filters &= own.count(default) == len(own)
+            values[name] = [KEEPS_ALL[name] if v is None else v for v in own]
+        values |= zip(_OF_PLACE, (seeds, answers, positions), strict=True)
+        more = 0 if num_rows is None else num_rows - len(params)
+        parts = (array(kind, [*values[n], *[_PADDING[n]] * more]) for n, kind in _KINDS.items())
+        return cls(tuple(parts), not any(temperatures), none_filters)
+
+    def batch(self, tensors: Sequence[Tensor]) -> SamplingBatch:
+        """The tensors of the parts with what the host knows."""
+        named = dict(zip((f"{name}_R" for name in _KINDS), tensors, strict=True))
+        return SamplingBatch(**named, all_greedy=self.all_greedy, none_filters=self.none_filters)
+
+    def on(self, device: torch.device) -> SamplingBatch:
+        """The parameters on a device."""
+        return self.batch(packed(self.parts, device)[1])

@@ -23,6 +23,7 @@ from expertmesh.config.values import check_type
 from expertmesh.engine.answers import Answers
 from expertmesh.engine.awaited import AnswerIterator, Awaited, one_at_a_time
 from expertmesh.engine.block_pool import ROOT, BlockPool
+from expertmesh.engine.captured import fastest_forward
 from expertmesh.engine.chat import conversation_ids, prompts_of_conversations
 from expertmesh.engine.checks import (
     check_asked,
@@ -37,7 +38,6 @@ from expertmesh.engine.checks import (
     prompts_of,
     room_for,
 )
-from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.grammar import AnswerRules, Compiled
 from expertmesh.engine.groups import GroupScheduler
 from expertmesh.engine.kv_cache import PagedCache, num_blocks_of
@@ -143,12 +143,14 @@ class Engine:
             tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids
         )
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
-        tp = 1 if ranks is None else ranks.degrees.tp
+        tp, groups = (1, 1) if ranks is None else (ranks.degrees.tp, ranks.degrees.num_groups)
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
         # keys and values of the last token are never needed
         self.max_len = min(self.max_len, num_blocks * self.config.block_size + 1)
+        faster = fastest_forward(model, self.config, num_blocks=num_blocks, max_len=self.max_len)
         cache = PagedCache(
             model.config,
+            has_spare=faster is not None and faster.pads,
             num_parts=tp,
             num_blocks=num_blocks,
             block_size=self.config.block_size,
@@ -156,7 +158,6 @@ class Engine:
             dtype=dtype,
         )
         self._answers = Answers(tokenizer)
-        groups = 1 if ranks is None else ranks.degrees.num_groups
         schedulers = [
             Scheduler(
                 BlockPool(num_blocks, block_size=self.config.block_size),
@@ -168,13 +169,9 @@ class Engine:
             )
             for _ in range(groups)
         ]
-        self._runner: Runner
-        self._scheduler: Scheduler | GroupScheduler
-        compiled = faster_forward(model, self.config)
-        if ranks is None:
-            self._runner = Runner(model, cache, compiled)
-            (self._scheduler,) = schedulers
-        else:
+        self._runner = Runner(model, cache, faster)
+        self._scheduler: Scheduler | GroupScheduler = schedulers[0]
+        if ranks is not None:
             self._runner = RankedRunner(model, cache, ranks, self.config)
             self._scheduler = GroupScheduler(schedulers)
             atexit.register(self.close)
@@ -190,9 +187,13 @@ class Engine:
             raise
 
     def warm_up(self) -> None:
-        """Compile now what is otherwise compiled in the background (`compile` in `EngineConfig`), and wait; else do nothing."""
-        if self._runner.compiled is not None:
-            self._runner.compiled.compile_all()
+        """Compile or capture now what is otherwise prepared meanwhile (`compile` in `EngineConfig`), and wait; else do nothing."""
+        self._runner.warm_up()
+
+    @property
+    def captured(self) -> str:
+        """Decode steps that are captured on a GPU, with their memory, in words; empty: none are."""
+        return "" if self._runner.faster is None else self._runner.faster.description
 
     @property
     def leads(self) -> bool:
@@ -254,7 +255,7 @@ class Engine:
             is_whole = None if self._ranks is None else self._ranks.degrees.is_whole
             check_adapters(self.model, self.config, is_whole=is_whole)
         self._runner.load_adapter(name, folder)
-        self._runner.compiled = None
+        self._runner.faster = None
 
     @one_at_a_time
     def unload_adapter(self, name: str) -> None:
@@ -574,8 +575,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Statistics for logs and metrics."""
-        new_tokens = self._answers.num_tokens
-        return stats_of(self._scheduler, steps=self._steps, new_tokens=new_tokens)
+        return stats_of(self._scheduler, steps=self._steps, new_tokens=self._answers.num_tokens)
 
     def expert_load(self) -> list[list[int]]:
         """Number of tokens that each expert has served so far, per MoE layer."""

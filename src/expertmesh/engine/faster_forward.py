@@ -3,15 +3,36 @@
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
+from expertmesh.engine.step_tensors import Padding, StepBatch, StepTensors
 from expertmesh.errors import ConfigError
 
 OPTIONAL = "expertmesh.cpu"
 """Package that may be missing; everything is computed without it, more slowly."""
+
+
+class Computed(NamedTuple):
+    """Results of a step on the device.
+
+    Attributes:
+        logits_RV: (R, V) logits of the rows.
+        ids_of_layers: (T, K) expert ids of each layer that has experts.
+        drawn_3R: tokens drawn by the step's sampling parameters alone, see `drawn_of`; None: none are drawn yet.
+    """
+
+    logits_RV: Tensor
+    ids_of_layers: list[Tensor]
+    drawn_3R: Tensor | None = None
+
+    def first(self, num: int) -> Self:
+        """Results without padding, which is behind the first tokens."""
+        drawn = None if self.drawn_3R is None else self.drawn_3R[:, :num]
+        ids = [ids_TK[:num] for ids_TK in self.ids_of_layers]
+        return self._replace(logits_RV=self.logits_RV[:num], ids_of_layers=ids, drawn_3R=drawn)
 
 
 class FasterForward(Protocol):
@@ -19,16 +40,26 @@ class FasterForward(Protocol):
 
     Attributes:
         problem: why it does not serve, in one line; empty: it does.
+        pads: whether it pads steps, so that the cache needs a spare block.
+        description: what it keeps in memory, in words; empty: nothing of note.
     """
 
     problem: str
+    pads: bool
+
+    @property
+    def description(self) -> str:
+        """See the class."""
+
+    def padding(self, batch: StepBatch) -> Padding | None:
+        """Sizes to which a step is padded; None: it is not."""
 
     def __call__(
-        self, ids_T: Tensor, context: Any, rows_R: Tensor
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """Logits (R, V), and (T, K) expert ids of each layer that has experts; None: the model computes this step."""
+        self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]
+    ) -> Computed | None:
+        """Results of a step; None: `forward`, the model, computes this step."""
 
-    def compile_all(self) -> None:
+    def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
         """Prepare every kind of step, and wait."""
 
 

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import Any, NamedTuple, Self
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from expertmesh.config.sampling import GUIDES, SamplingParams
 from expertmesh.engine.checks import params_of
@@ -65,9 +65,9 @@ class AnswerRule:
         self.end_ids = frozenset(end_ids)
         self._wrong: str | None = None  # reason why an answer may not end after `_seen`
         self._seen: list[int] = []
-        self._found_V: Tensor | None = None  # allowed tokens after `_seen`
+        self._found_V: NDArray[np.bool_] | None = None  # allowed tokens after `_seen`
 
-    def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Tensor | None:
+    def allowed(self, ids: Seq[int], *, may_end: bool = True) -> NDArray[np.bool_] | None:
         """Tokens that may follow.
 
         Args:
@@ -80,13 +80,13 @@ class AnswerRule:
         if not self._follow(ids):
             return None
         if self._found_V is None:
-            data = bytearray(self._matcher.compute_bitmask())
-            bits = torch.frombuffer(data, dtype=torch.uint8)[:, None] >> torch.arange(8)
-            self._found_V = (bits & 1).bool().flatten()[: len(self._tokens)]
+            data = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(data, bitorder="little", count=len(self._tokens))
+            self._found_V = bits.view(np.bool_)
             self._forbid_wrong_end(self._found_V)
         found_V = self._found_V
         if not may_end:
-            others_V = found_V.clone()
+            others_V = found_V.copy()
             others_V[list(self.end_ids)] = False
             found_V = others_V if others_V.any() else found_V
         return found_V if found_V.any() else None
@@ -99,7 +99,7 @@ class AnswerRule:
         reason = TOO_LARGE if is_given_up(self._matcher) else reason
         return f"{self._guide}: cannot be kept any further ({reason}); give another {_READ[self._guide].what}"
 
-    def _forbid_wrong_end(self, found_V: Tensor) -> None:
+    def _forbid_wrong_end(self, found_V: NDArray[np.bool_]) -> None:
         """Forbid end tokens where the answer is whole and does not validate, whatever the compiler says."""
         ends = list(self.end_ids)
         self._wrong = None

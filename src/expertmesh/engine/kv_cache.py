@@ -57,6 +57,10 @@ class PagedCache:
         device: device of the cache.
         dtype: dtype of keys and values, the model's compute dtype.
         num_parts: ranks that share the heads; latent attention has one, which each rank keeps.
+        has_spare: whether there is a block more, behind the others, that padding writes to.
+
+    Attributes:
+        num_pages: number of blocks, with the spare one.
 
     Raises:
         ConfigError: the device has no memory for as many blocks.
@@ -67,6 +71,7 @@ class PagedCache:
         config: Any,
         *,
         num_parts: int = 1,
+        has_spare: bool = False,
         num_blocks: int,
         block_size: int,
         device: torch.device,
@@ -74,7 +79,8 @@ class PagedCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         heads = config.cache_heads if config.is_latent else config.cache_heads // num_parts
-        shape = (config.num_layers, num_blocks * block_size, heads, config.cache_size)
+        self.num_pages = num_blocks + has_spare
+        shape = (config.num_layers, self.num_pages * block_size, heads, config.cache_size)
         try:
             self.k = torch.zeros(shape, device=device, dtype=dtype)
             # latent attention caches one vector per token, as key and value
@@ -143,7 +149,7 @@ class PagedContext:
         k_all.index_copy_(0, self.slots_T, k_Thd.to(k_all.dtype))
         if self.cache.v is not self.cache.k:
             v_all.index_copy_(0, self.slots_T, v_Thd.to(v_all.dtype))
-        pages = self.cache.num_blocks, self.cache.block_size
+        pages = self.cache.num_pages, self.cache.block_size
         y_THd = paged_attention(
             q_THd,
             k_all.unflatten(0, pages),

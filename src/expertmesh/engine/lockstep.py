@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.values import WHOLE, Number, type_of
 from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
-from expertmesh.engine.drawing import FILTERS, sampling_batch
+from expertmesh.engine.drawing import FILTERS, SamplingNumbers
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
@@ -204,13 +204,12 @@ class Lockstep:
         model, device = self.model, self.model.device
         ids_BS, token_mask_BS = pad_left(prompts, device=device)
         cache: Any = None
-        batch = sampling_batch(
+        batch = SamplingNumbers.of(
             params,
             seeds=[draw_seed() if one.seed is None else one.seed for one in params],
             answers=[0] * len(params),
             positions=[0] * len(params),
-            device=device,
-        )
+        ).on(device)
         from_rank0 = broadcast_from_rank0(model)
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         for number in range(num_steps):

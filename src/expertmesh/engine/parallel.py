@@ -29,8 +29,10 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.config.values import check_type
 from expertmesh.engine.groups import JointStep
 from expertmesh.engine.kv_cache import PagedCache
+from expertmesh.engine.logits_rows import RowNumbers, RunnerOutput, WantedExperts
+from expertmesh.engine.packed import packed
 from expertmesh.engine.request import Sequence, State
-from expertmesh.engine.runner import Runner, RunnerOutput, batch_of, runs_of, wanted_experts
+from expertmesh.engine.runner import Runner, batch_of, runs_of
 from expertmesh.engine.scheduler import Step
 from expertmesh.engine.step_tensors import BatchChunk, StepBatch
 from expertmesh.errors import CollectiveError, ConfigError, text_of
@@ -378,7 +380,17 @@ class RankedRunner(Runner):
             self._steps += 1
             self._wire.send(self._writer.words(step.parts, batches, experts=wants))
             logits_RV, all_ids = self._part(batches, wants_experts=wants)
-        return self._result(logits_RV, rows, wanted_experts(step, all_ids))
+        numbers = RowNumbers(rows)
+        parts = [*numbers.sampling.parts, *numbers.parts]
+        tensors = packed(parts, self.device)[1]
+        size = len(numbers.sampling.parts)
+        return numbers.results(
+            logits_RV,
+            numbers.sampling.batch(tensors[:size]),
+            tensors[size:],
+            WantedExperts(step.chunks, all_ids),
+            agreed=self._from_rank0,
+        )
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -484,8 +496,7 @@ class RankedRunner(Runner):
         sizes.most_tokens, sizes.rows = max(1, *counts), [len(batch.rows) for batch in batches]
         self._batches = batches
         if own.chunks:
-            logits_RV, ids_of_layers = self.compute(own)
-            self._count(ids_of_layers)
+            logits_RV, ids_of_layers, _ = self.compute(own)[0]
         else:
             logits_RV, ids_of_layers = self._idle(own)
         if not wants_experts or groups.row.rank or not ids_of_layers:
@@ -497,7 +508,7 @@ class RankedRunner(Runner):
     def _idle(self, batch: StepBatch) -> tuple[Tensor, list[Tensor]]:
         """Join the collectives of a step without tokens."""
         self.cache.copy(batch.copies)
-        one = self._tensor([0])
+        one = torch.zeros(1, dtype=torch.int64, device=self.device)
         with self._adapted(batch):
             output = self.model(
                 one,

@@ -66,7 +66,7 @@ class Rule(Protocol):
         ...
 
     def allowed(self, ids: Seq[int], *, may_end: bool = True) -> Any:
-        """(V,) bool: tokens that may follow; None: unknown."""
+        """(V,) bool array: tokens that may follow; None: unknown."""
         ...
 
     def problem(self, ids: Seq[int]) -> str | None:

@@ -3,12 +3,16 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from expertmesh.engine.block_pool import ROOT
+from expertmesh.engine.drawing import SamplingNumbers
+from expertmesh.engine.packed import WHOLE, packed, views
 from expertmesh.ops.attention.pages import PagedKeys
+from expertmesh.ops.sampling import SamplingBatch
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,23 @@ class StepBatch:
     copies: tuple[tuple[int, int], ...] = ()
 
 
+class Padding(NamedTuple):
+    """Sizes to which a step of one token of each sequence is padded, so that equal shapes are replayed.
+
+    Attributes:
+        num: sequences, which is also the number of tokens and rows.
+        width: blocks in the block table of a sequence.
+        spare_slot: cache slot that the padding's keys and values are written to.
+    """
+
+    num: int
+    width: int
+    spare_slot: int
+
+
 @dataclass(frozen=True)
 class StepTensors:
-    """Inputs of a step on the device of the model.
+    """Inputs of a step on the device of the model; all but `more` are views of `words`.
 
     Attributes:
         ids_T: (T,) token ids.
@@ -53,6 +71,10 @@ class StepTensors:
         slots_T: (T,) cache slot of each token.
         keys: rows, numbers of keys and block table of the sequences.
         rows_R: (R,) indices of tokens whose logits are needed.
+        sampling: sampling parameters of the rows that are drawn; None: none were given.
+        more: further numbers of the host.
+        words: buffer of the others.
+        padding: sizes to which the step is padded; None: it is not.
     """
 
     ids_T: Tensor
@@ -60,21 +82,74 @@ class StepTensors:
     slots_T: Tensor
     keys: PagedKeys
     rows_R: Tensor
+    sampling: SamplingBatch | None
+    more: Sequence[Tensor]
+    words: Tensor
+    padding: Padding | None
+    _layout: "_Layout"
+
+    @property
+    def token_mask(self) -> Tensor | None:
+        """(T,) bool, False for padding; None: there is none."""
+        return None if self.padding is None else self.keys.num_keys_B > 0
+
+    def on(self, words: Tensor) -> "StepTensors":
+        """Tensors of this step in another buffer of the same size."""
+        return self._layout.tensors(words, views(words, self._layout.sizes))
 
 
-def step_tensors(batch: StepBatch, block_size: int, device: torch.device) -> StepTensors:
+class _Layout(NamedTuple):
+    """Places of the parts of a step in its buffer, and numbers that the host keeps."""
+
+    sizes: list[tuple[str, int]]
+    num_sequences: int
+    most_queries: int
+    drawing: SamplingNumbers | None
+    padding: Padding | None
+
+    def tensors(
+        self, words: Tensor, parts: Sequence[Tensor], more: Sequence[Tensor] = ()
+    ) -> StepTensors:
+        ids_T, positions_T, slots_T, starts_S, stops_B, table_N, rows_R, *sampling = parts
+        keys = PagedKeys(starts_S, stops_B, table_N.view(self.num_sequences, -1), self.most_queries)
+        return StepTensors(
+            ids_T,
+            positions_T,
+            slots_T,
+            keys,
+            rows_R,
+            None if self.drawing is None else self.drawing.batch(sampling),
+            more,
+            words,
+            self.padding,
+            self,
+        )
+
+
+def step_tensors(
+    batch: StepBatch,
+    block_size: int,
+    device: torch.device,
+    *,
+    drawing: SamplingNumbers | None = None,
+    more: Sequence[array] = (),
+    padding: Padding | None = None,
+) -> StepTensors:
     """Tensors of a step, copied to the device at once.
 
     Args:
         batch: the step.
         block_size: tokens of a block.
         device: device of the model.
+        drawing: sampling parameters; padded, if the step is.
+        more: further numbers, for `StepTensors.more`.
+        padding: sizes to which the step is padded; every chunk has one token, which is a row; there may be none.
     """
     chunks = batch.chunks
     stops = [one.start + len(one.ids) for one in chunks]
-    width = max(-(-stop // block_size) for stop in stops)
-    ids, positions, slots, table = (array("q") for _ in range(4))
-    starts = array("q", [0])
+    width = max(-(-stop // block_size) for stop in stops) if padding is None else padding.width
+    ids, positions, slots, table = (array(WHOLE) for _ in range(4))
+    starts, rows = array(WHOLE, [0]), array(WHOLE, batch.rows)
     for one, stop in zip(chunks, stops, strict=True):
         ids.extend(one.ids)
         own = range(one.start, stop)
@@ -84,12 +159,26 @@ def step_tensors(batch: StepBatch, block_size: int, device: torch.device) -> Ste
         pages = one.blocks[:width]
         table.extend(pages)
         table.extend([0] * (width - len(pages)))
-    parts = (ids, positions, slots, starts, array("q", stops), table, array("q", batch.rows))
-    words = array("q")
-    for part in parts:
-        words.extend(part)
-    whole = torch.frombuffer(words, dtype=torch.int64).to(device)
-    sizes = [len(one) for one in parts]
-    ids_T, positions_T, slots_T, starts_S, stops_B, table_N, rows_R = whole.split(sizes)
-    keys = PagedKeys(starts_S, stops_B, table_N.view(len(chunks), width))
-    return StepTensors(ids_T, positions_T, slots_T, keys, rows_R)
+    if padding is not None:
+        num = padding.num - len(chunks)
+        zeros = array(WHOLE, bytes(8 * num))
+        for part in (ids, positions, stops):
+            part.extend(zeros)
+        slots.extend([padding.spare_slot] * num)
+        table.extend(array(WHOLE, bytes(8 * num * width)))
+        starts.extend(range(len(chunks) + 1, padding.num + 1))
+        rows.extend(range(len(chunks), padding.num))
+    own_parts = (ids, positions, slots, starts, array(WHOLE, stops), table, rows)
+    if drawing is not None:
+        own_parts += drawing.parts
+    words, tensors = packed([*own_parts, *more], device)
+    layout = _Layout(
+        [(part.typecode, len(part)) for part in own_parts],
+        len(stops),
+        max((len(one.ids) for one in chunks), default=1),
+        drawing,
+        padding,
+    )
+    size = sum(size for _, size in layout.sizes)
+    first = len(own_parts)
+    return layout.tensors(words[:size], tensors[:first], tensors[first:])

@@ -1,6 +1,7 @@
 """Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ class SamplingBatch:
     position_R: Tensor
     all_greedy: bool
     none_filters: bool
+
+    def first(self, num: int) -> Self:
+        """Parameters of the first rows."""
+        tensors: dict[str, Any] = {
+            name: t[:num] for name, t in vars(self).items() if isinstance(t, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 KEEPS_ALL = {"top_k": 2**63 - 1, "top_p": 1.0}

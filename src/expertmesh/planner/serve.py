@@ -113,7 +113,7 @@ def serve_plan(
         token_ms: most milliseconds per token, the prompts in between included; the plan then has most requests per second.
         weights: formats, as "fp8" or "experts=mxfp4,attention=bfloat16"; None: as the model's files have them, or BF16.
         cache: format of keys and values; None: BF16, on slow devices FP32.
-        fused: whether steps are replayed from CUDA graphs; this project's engine launches each operation.
+        fused: whether steps are replayed from CUDA graphs, as this project's engine does on one GPU.
         expert_slots: experts of a layer that a device holds, the others in the host's memory or on its disk; None: all.
         num_redundant_experts: copies of experts in each layer, so that devices may share experts that they do not divide.
 

@@ -117,6 +117,7 @@ def _memory_lines(best: Serving) -> list[tuple[str, str]]:
         ("memory, GiB", ""),
         ("weights", f"{best.weights_held_bytes / GIB:,.2f}"),
         ("keys and values", f"{best.cache_held_bytes / GIB:,.2f}"),
+        *[("captured steps", f"{best.captured_bytes / GIB:,.2f}")] * best.fused,
         ("in all", f"{best.device_bytes / GIB:,.2f}"),
     ]
 

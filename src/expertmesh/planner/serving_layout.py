@@ -5,6 +5,7 @@ from functools import cached_property
 
 from expertmesh.config.cluster import Cluster
 from expertmesh.costs.communication import Network, TokenLoad, travel_time
+from expertmesh.costs.graph_memory import captured_bytes
 from expertmesh.costs.hardware import network_of
 from expertmesh.costs.memory import GIB
 from expertmesh.costs.rank_layout import RankLayout
@@ -18,6 +19,9 @@ REDUCE_S = 1.6e-5
 """Seconds of a small all-reduce over the devices of a node (ai-dynamo/aiconfigurator: 15.7 us on 8 H100)."""
 WORKSPACE_BYTES = 3.5 * GIB
 """Bytes of a server beside weights and cache: context, buffers, graphs (ai-dynamo/aiconfigurator)."""
+
+_BLOCK = 32
+"""Tokens of a block of the cache."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +198,20 @@ class Serving:
         return block.cache_width * self.cache_bytes / max(min(self.tp_degree, block.cache_heads), 1)
 
     @cached_property
+    def captured_bytes(self) -> float:
+        """Bytes of one device's captured steps; 0: each operation is launched."""
+        if not self.fused:
+            return 0.0
+        blocks = -(-self.context // _BLOCK)
+        sizes = {"num_layers": self.sizes.num_layers, "vocab_size": self.sizes.vocab_size}
+        return captured_bytes(round(self.local_batch), **sizes, num_blocks=blocks)
+
+    @cached_property
     def device_bytes(self) -> float:
         """Bytes that one device must have in all."""
         workspace = min(WORKSPACE_BYTES, 0.1 * self.cluster.device.memory_gib * GIB)
-        return self.weights_held_bytes + self.cache_held_bytes + workspace
+        held = self.weights_held_bytes + self.cache_held_bytes
+        return held + max(workspace, self.captured_bytes)
 
     @property
     def filled(self) -> float:

@@ -4,11 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from expertmesh.ops.attention import paged_gathered, paged_native, paged_triton
+from expertmesh.ops.attention import paged_gathered, paged_native, paged_triton, paged_varlen
 from expertmesh.ops.attention.pages import Attention, PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 
-IMPLEMENTATIONS = {"native": paged_native, "triton": paged_triton, "gathered": paged_gathered}
+IMPLEMENTATIONS = {
+    "native": paged_native,
+    "varlen": paged_varlen,
+    "triton": paged_triton,
+    "gathered": paged_gathered,
+}
 """Modules with `serves` and `attend`, the best first."""
 FEWEST_QUERIES, FEWEST_KEYS = 128, 320
 """Queries and keys of a prompt from which PyTorch's attention may be faster than the kernels (docs/log.md)."""

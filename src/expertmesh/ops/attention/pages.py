@@ -18,12 +18,14 @@ class PagedKeys:
         starts: (B + 1,) int64 first row of each sequence, and the number of all rows.
         num_keys_B: (B,) int64 keys of each sequence, of which the last are its queries' own; 0: its rows are padding.
         table_BN: (B, N) int64 pages of each sequence; entries behind its last page are not read.
+        most_queries: maximum number of queries of a sequence, if the host knows it.
         memo: what an implementation keeps for the step's other layers.
     """
 
     starts: Tensor
     num_keys_B: Tensor
     table_BN: Tensor
+    most_queries: int | None = None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def parted(
@@ -31,6 +33,8 @@ class PagedKeys:
     ) -> tuple["PagedKeys | None", "PagedKeys | None"]:
         """Sequences with fewer queries or keys, and the others, or None; to each the rows of the other are padding."""
         name = fewest_queries, fewest_keys
+        if self.most_queries is not None and self.most_queries < fewest_queries:
+            return self, None
         if name not in self.memo:
             is_long_B = (self.starts.diff() >= fewest_queries) & (self.num_keys_B >= fewest_keys)
             num_long = int(is_long_B.sum())
