@@ -75,18 +75,12 @@ class EngineConfig(DecodingConfig):
     A model given as a module needs batch_invariant in its config.
     """
     compile: bool | None = None
-    """Whether CPU decoding is compiled, in the background; none: for large models, if there is a C++ compiler and deterministic is off."""
+    """Whether CPU steps are compiled, in the background, to the same bits; none: for large models."""
     expert_fetch_ahead: bool | None = None
     """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except on a CPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.require(
-            not (self.deterministic and self.compile),
-            "compile",
-            f"changes bits, which {named('deterministic', True)} promises",
-            "leave one of them out",
-        )
         self.require(
             not (self.deterministic and self.implementation == "transformers"),
             "deterministic",
