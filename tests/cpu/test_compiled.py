@@ -1,11 +1,13 @@
 """Compiled steps against the model as it is: the same bits for every router, every number of tokens, and what goes wrong."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 from tests.oracle.numerics import assert_two_times_rms
+from torch._subclasses import FakeTensorMode
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.engine import Engine
@@ -14,6 +16,8 @@ from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.ops import native_linear
+from expertmesh.ops.cpu.compiled_loops import while_tracing
+from expertmesh.ops.plain_call import runs_plainly
 
 KINDS = {
     "softmax": {"moe": {"top_k": 2}},
@@ -138,3 +142,26 @@ def test_without_the_optional_package_the_model_computes():
     assert faster_forward(model, EngineConfig(), **without) is None
     with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
         faster_forward(model, EngineConfig(compile=True), **without)
+
+
+def test_a_trace_in_another_thread_leaves_calls_plain():
+    """Else a step's bits would depend on what is compiled meanwhile."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def trace():
+        with while_tracing(), FakeTensorMode():
+            began.set()
+            may_end.wait(60)
+
+    worker = threading.Thread(target=trace)
+    worker.start()
+    try:
+        assert began.wait(60)
+        with torch.no_grad():
+            assert runs_plainly(torch.zeros(2))
+    finally:
+        may_end.set()
+        worker.join()
+    given = torch.zeros(2)
+    with FakeTensorMode():
+        assert not runs_plainly(given)

@@ -7,7 +7,7 @@ import torch
 from tests.oracle.numerics import assert_two_times
 
 from expertmesh.kernels.cpu.library import Loaded, loaded
-from expertmesh.ops.attention import paged_attention, paged_gathered, paged_native, paged_triton
+from expertmesh.ops.attention import paged_gathered, paged_native, paged_triton
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import visible
@@ -122,23 +122,6 @@ WAYS = {"ordinary": gathered(DEFAULT_OPS), "invariant": gathered(BATCH_INVARIANT
 def test_padded_batches_round_no_worse_than_plain_products(attend, rule, dtype):
     for size in ("heads of 24", "one head each", "latent"):
         assert_matrix(attend, size, rule, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_long_prompts_beside_others_are_computed_by_either_way(dtype, threshold):
-    """By the faster one, each row once."""
-    threshold(paged_attention, "FEWEST_QUERIES", 20)
-    threshold(paged_attention, "FEWEST_KEYS", 100)
-
-    def mixed(*call):
-        return paged_attention.paged_attention(*call, attention=DEFAULT_OPS.attention)
-
-    assert_matrix(mixed, "heads of 16", PLAIN, dtype)
-    *_, keys = drawn(MIXED, 3, 16, 16)
-    few, many = keys.parted(20, 100)
-    assert few.num_keys_B.tolist() == [1, 64, 65, 0, 0, 20, 0, 9]
-    assert many.num_keys_B.tolist() == [0, 0, 0, 130, 300, 0, 0, 0]
-    assert keys.parted(99, 100)[1] is None and keys.parted(0, 0)[0] is None
 
 
 INTERPRETED = [(torch.bfloat16, size) for size in SIZES] + [

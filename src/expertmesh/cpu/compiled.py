@@ -23,8 +23,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer, grouped_layers
-from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops import native_linear, native_rows
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.cpu.compiled_loops import while_tracing
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts import native
@@ -158,7 +158,9 @@ class CompiledForward:
             self._arithmetic = BATCH_INVARIANT_OPS
         for module in self._copy.modules():
             if isinstance(getattr(module, "arithmetic", None), OpSet):
-                module.arithmetic = STEP_OPS if self._arithmetic is DEFAULT_OPS else self._arithmetic
+                module.arithmetic = (
+                    STEP_OPS if self._arithmetic is DEFAULT_OPS else self._arithmetic
+                )
         self._graphs: dict[str, fx.GraphModule] = {}
         self._steps: Counter[str] = Counter()
         self._worker: threading.Thread | None = None

@@ -41,13 +41,23 @@ def linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
     return kernels.linear(x_RK.contiguous(), w_NK[None], None if b_N is None else b_N[None])
 
 
-def serves_heads(x_THn: Tensor, w_Hmn: Tensor) -> bool:
-    """Whether `head_linear` takes these tensors."""
+def serves_each(x: Tensor, w_ENK: Tensor, b_EN: Tensor | None = None) -> bool:
+    """Whether `head_linear` and `linear_of_each` take these tensors."""
+    given = (x, w_ENK) if b_EN is None else (x, w_ENK, b_EN)
     return (
-        all(t.is_cpu and t.dtype == x_THn.dtype for t in (x_THn, w_Hmn))
-        and x_THn.dtype in _DTYPES
+        all(t.is_cpu and t.dtype == x.dtype for t in given)
+        and x.dtype in _DTYPES
         and loaded().kernels is not None
     )
+
+
+def linear_of_each(x_RK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_R: Tensor) -> Tensor:
+    """Compute x W^T + b, (R, N), each row with its own of E matrices, with the bits of `linear`; not seen by autograd."""
+    kernels = loaded().kernels
+    assert kernels is not None
+    w_ENK = w_ENK if w_ENK.stride(-1) == 1 else w_ENK.contiguous()
+    b_EN = None if b_EN is None else b_EN.contiguous()
+    return kernels.linear(x_RK.contiguous(), w_ENK, b_EN, ids_R[:, None].contiguous())
 
 
 def head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
@@ -58,12 +68,10 @@ def head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
 
 
 def _head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
-    kernels = loaded().kernels
-    assert kernels is not None
     (T, H, n), m = x_THn.shape, w_Hmn.shape[1]
-    w_Hmn = w_Hmn if w_Hmn.stride(-1) == 1 else w_Hmn.contiguous()
-    ids_N1 = torch.arange(H).repeat(T)[:, None]
-    return kernels.linear(x_THn.reshape(-1, n).contiguous(), w_Hmn, None, ids_N1).view(T, H, m)
+    return linear_of_each(x_THn.reshape(-1, n), w_Hmn, None, torch.arange(H).repeat(T)).view(
+        T, H, m
+    )
 
 
 _head_linear_operator = cpu_operator(

@@ -20,6 +20,8 @@ from expertmesh.ops import native_linear, native_rows
 from expertmesh.ops.activation import activate
 from expertmesh.ops.attention import dense as dense_attention
 from expertmesh.ops.attention import fixed_blocks as invariant_attention
+from expertmesh.ops.attention.scores import ScoreRule
+from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.cpu import norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
@@ -74,6 +76,11 @@ class OpSet:
     def in_mode(self, training: bool) -> "OpSet":
         """Op set of a module in training (True) or in evaluation (False)."""
         return TRAINING_OPS if training else self
+
+    def is_invariant_for(self, x: Tensor) -> bool:
+        """Whether experts with adapters compute a row of x the same in every batch: here always, or as the only way."""
+        is_inference = self is not TRAINING_OPS and runs_plainly(x)
+        return self.batch_invariant or (is_inference and native_linear.is_only_way(x))
 
 
 def select_op_set(batch_invariant: bool) -> OpSet:
@@ -202,11 +209,10 @@ def _faster(
 ) -> Callable[..., Any]:
     """Function that computes by `own` what it serves without gradients and autocast, else by `other`."""
 
-    def run(*tensors: Tensor | None, **how: Any) -> Any:
-        given = tensors[0]
-        assert given is not None
-        is_plain = runs_plainly(*tensors) and autocast_dtype(given.device) is None
-        return (own if is_plain and serves(*tensors) else other)(*tensors, **how)
+    def run(x: Tensor, *given: Any, **how: Any) -> Any:
+        tensors = (x, *(t for t in given if isinstance(t, Tensor)))
+        is_plain = runs_plainly(*tensors) and autocast_dtype(x.device) is None
+        return (own if is_plain and serves(x, *given) else other)(x, *given, **how)
 
     return run
 
@@ -246,29 +252,35 @@ BATCH_INVARIANT_OPS = OpSet(
 """Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`, section 6."""
 
 
+def _attends_in_one_way(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, rule: ScoreRule | None = None
+) -> bool:
+    """Whether a call has one way, see `native_linear.is_only_way`: attention to no later key."""
+    return visible.is_causal and native_linear.is_only_way(q, k, v)
+
+
 def _any(*tensors: Tensor | None) -> bool:
     """Whether an operation is as fast in pieces of one length."""
     return True
 
 
-_PRODUCTS = ("linear", "router_linear", "head_linear", "mlp")
-_FASTER: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(_PRODUCTS, native_linear.is_only_way),
+_PRODUCTS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("linear", "router_linear", "head_linear", "mlp"), native_linear.is_only_way),
+    "attention": _attends_in_one_way,
+}
+_ROWS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("rms_norm", "norm_and_rope"), native_rows.serves),
     **dict.fromkeys(("softmax", "row_sum"), native_rows.sums),
     **dict.fromkeys(("sigmoid", "unit_rows", "cos_and_sin"), _any),
 }
-"""Operations whose batch-invariant implementation is the fastest for what a function of the tensors accepts."""
+"""Operations whose batch-invariant implementation is the fastest for the tensors that a function accepts."""
 DEFAULT_OPS = replace(
     TRAINING_OPS,
     **{  # type: ignore[arg-type]
         name: _faster(getattr(BATCH_INVARIANT_OPS, name), getattr(TRAINING_OPS, name), serves)
-        for name, serves in _FASTER.items()
+        for name, serves in (_PRODUCTS | _ROWS).items()
     },
 )
 """Fastest implementations in evaluation; results of a row may depend on the batch."""
-STEP_OPS = replace(
-    DEFAULT_OPS,
-    **{name: getattr(BATCH_INVARIANT_OPS, name) for name in _FASTER if name not in _PRODUCTS},
-)
+STEP_OPS = replace(DEFAULT_OPS, **{name: getattr(BATCH_INVARIANT_OPS, name) for name in _ROWS})
 """The operators of `DEFAULT_OPS` as a trace sees them, which has no numbers; products are told apart when it runs."""

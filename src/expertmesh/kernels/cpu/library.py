@@ -267,9 +267,7 @@ class Kernels:
         y_TN = x_TK.new_empty(T, N)
         w_out = ExpertMatrices(w_ENK[:, None], None, None if b_EN is None else b_EN[:, None])
         ids_T1 = torch.zeros(T, 1, dtype=torch.int64) if ids_T1 is None else ids_T1
-        self._run(
-            _of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, torch.ones(T, 1), E, "relu"
-        )
+        self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, torch.ones(T, 1), E, "relu")
         return y_TN
 
     def attention(self, call: AttentionCall) -> None:

@@ -361,7 +361,7 @@ def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str =
 def head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
     """Product of each head with its own matrix, (T, H, n) -> (T, H, m), with the bits of `linear`; differentiable."""
     needs = torch.is_grad_enabled() and (x_THn.requires_grad or w_Hmn.requires_grad)
-    if not needs and native_linear.serves_heads(x_THn, w_Hmn):
+    if not needs and native_linear.serves_each(x_THn, w_Hmn):
         return native_linear.head_linear(x_THn, w_Hmn)
     heads = zip(x_THn.unbind(1), w_Hmn.unbind(0), strict=True)
     return torch.stack([linear(x.contiguous(), w.contiguous()) for x, w in heads], 1)
