@@ -204,17 +204,18 @@ def _invariant_norm_and_rope(
     return y_THd.unflatten(0, x_BSXYd.shape[:2])
 
 
-def _faster(
-    own: Callable[..., Any], other: Callable[..., Any], serves: Callable[..., bool]
-) -> Callable[..., Any]:
-    """Function that computes by `own` what it serves without gradients and autocast, else by `other`."""
-
-    def run(x: Tensor, *given: Any, **how: Any) -> Any:
-        tensors = (x, *(t for t in given if isinstance(t, Tensor)))
-        is_plain = runs_plainly(*tensors) and autocast_dtype(x.device) is None
-        return (own if is_plain and serves(x, *given) else other)(x, *given, **how)
-
-    return run
+def _by_the_faster(
+    own: Callable[..., Any],
+    other: Callable[..., Any],
+    serves: Callable[..., bool],
+    x: Tensor,
+    *given: Any,
+    **how: Any,
+) -> Any:
+    """Compute by `own` what it serves without gradients and autocast, else by `other`."""
+    tensors = (x, *(t for t in given if isinstance(t, Tensor)))
+    is_plain = runs_plainly(*tensors) and autocast_dtype(x.device) is None
+    return (own if is_plain and serves(x, *given) else other)(x, *given, **how)
 
 
 TRAINING_OPS = OpSet(
@@ -277,7 +278,10 @@ _ROWS: dict[str, Callable[..., bool]] = {
 DEFAULT_OPS = replace(
     TRAINING_OPS,
     **{  # type: ignore[arg-type]
-        name: _faster(getattr(BATCH_INVARIANT_OPS, name), getattr(TRAINING_OPS, name), serves)
+        # no function of a function, which a model could not be pickled with
+        name: partial(
+            _by_the_faster, getattr(BATCH_INVARIANT_OPS, name), getattr(TRAINING_OPS, name), serves
+        )
         for name, serves in (_PRODUCTS | _ROWS).items()
     },
 )
