@@ -57,7 +57,7 @@ def norm_and_rope(
         x_TXYd: (T, X, Y, d) heads in two axes, any strides.
         weight: (d,), or None: no norm.
         eps: the epsilon of the norm.
-        cos: (..., d / 2) float32 of P positions; token t has that of t mod P.
+        cos: (..., d / 2) float32 of P positions; token t has row t mod P.
         sin: the sines, of the shape of cos.
 
     Returns:
