@@ -130,23 +130,6 @@ def test_padded_batches_round_no_worse_than_plain_products(attend, rule, dtype):
         assert_matrix(attend, size, rule, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_long_prompts_beside_others_are_computed_by_either_way(dtype, threshold):
-    """By the faster one, each row once."""
-    threshold(paged_attention, "FEWEST_QUERIES", 20)
-    threshold(paged_attention, "FEWEST_KEYS", 100)
-
-    def mixed(*call):
-        return paged_attention.paged_attention(*call, attention=DEFAULT_OPS.attention)
-
-    assert_matrix(mixed, "heads of 16", PLAIN, dtype)
-    *_, keys = drawn(MIXED, 3, 16, 16)
-    few, many = keys.parted(20, 100)
-    assert few.num_keys_B.tolist() == [1, 64, 65, 0, 0, 20, 0, 9]
-    assert many.num_keys_B.tolist() == [0, 0, 0, 130, 300, 0, 0, 0]
-    assert keys.parted(99, 100)[1] is None and keys.parted(0, 0)[0] is None
-
-
 INTERPRETED = [(torch.bfloat16, size) for size in SIZES] + [
     (torch.float32, size) for size in ("heads of 24", "latent")
 ]

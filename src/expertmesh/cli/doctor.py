@@ -405,7 +405,7 @@ def _gather_bindings() -> list[Binding]:
 
 
 def compiler() -> list[Finding]:
-    """Whether torch.compile works on the CPU, as compiled steps need; the test takes some seconds."""
+    """Whether torch.compile works on the CPU, as the loops of large layers in training need; the test takes some seconds."""
     import torch
 
     from expertmesh.ops.cpu.compiled_loops import NO_COMPILER, example_values, make_loop
@@ -417,16 +417,11 @@ def compiler() -> list[Finding]:
     finally:
         log.disabled = False
     if not problem:
-        why = (
-            "torch.compile works; large models on the CPU use loops that it makes in the background"
-        )
+        why = "torch.compile works; large experts on the CPU train by loops that it makes"
         return [Finding("C++ compiler", "yes", why)]
     if problem.startswith(NO_COMPILER):
         problem = f"{problem.removesuffix('.')}; install g++, or name a compiler in CXX"
-    cost = (
-        "All works without torch.compile on the CPU, but with large experts training takes about a tenth longer "
-        "and generating text up to twice as long"
-    )
+    cost = "All works without torch.compile on the CPU, but with large experts training takes about a tenth longer"
     return [Finding("C++ compiler", "no", f"{problem.removesuffix('.')}. {cost}")]
 
 

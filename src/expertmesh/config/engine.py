@@ -75,18 +75,12 @@ class EngineConfig(DecodingConfig):
     A model given as a module needs batch_invariant in its config.
     """
     compile: bool | None = None
-    """Whether decoding is compiled on a CPU, in the background, or captured as CUDA graphs on a GPU; none: on a CPU for large models, if there is a C++ compiler and deterministic is off, on a GPU where it can be."""
+    """Whether decoding is compiled on a CPU, in the background and to the same bits, or captured as CUDA graphs on a GPU; none: on a CPU for large models, on a GPU where it can be."""
     expert_fetch_ahead: bool | None = None
     """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except on a CPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.require(
-            not (self.deterministic and self.compile),
-            "compile",
-            f"changes bits, which {named('deterministic', True)} promises",
-            "leave one of them out",
-        )
         self.require(
             not (self.deterministic and self.implementation == "transformers"),
             "deterministic",

@@ -1,14 +1,15 @@
-"""Compiled forward pass of a step, in pieces: makes decoding fast on a CPU.
+"""Compiled forward pass of a step: makes decoding fast on a CPU.
 
-The pass is traced through the model's own modules, so all routers, layers and options are included. Matmuls with
-weights, attention over block tables and experts are called between the compiled pieces (`cpu/pieces.py`).
+The pass is traced through the model's own modules, so all routers, layers and options are included. What is left is
+one Python function that calls the model's operators one after the other, the same that the modules call: a step has
+the same bits, compiled or not.
 """
 
 import copy
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from expertmesh.config.engine import EngineConfig
-from expertmesh.cpu.pieces import Rewrite, in_pieces, traced
 from expertmesh.engine.faster_forward import Computed
 from expertmesh.engine.request_adapters import detach_collected
 from expertmesh.engine.step_tensors import StepBatch, StepTensors
@@ -25,17 +25,23 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer, grouped_layers
+from expertmesh.ops import native_linear, native_rows
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
-from expertmesh.ops.cpu.compiled_loops import DTYPES, compile_graph
+from expertmesh.ops.cpu.compiled_loops import while_tracing
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.experts import native
 from expertmesh.ops.experts.call import make_experts_call
 from expertmesh.ops.experts.moe_mlp import compute
-from expertmesh.ops.op_set import DEFAULT_OPS
+from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS, STEP_OPS, OpSet
 
 FEWEST_WEIGHTS = 1 << 25
-"""Parameters from which a token takes a third of the time (docs/log.md); smaller models are not worth the compile time."""
+"""Parameters from which a step is worth the seconds of its trace (docs/log.md)."""
 STEPS_BEFORE = 8
 """Number of steps of a kind before it is compiled, so that short answers do not trigger unused compilation."""
+
+Rewrite = Callable[[fx.Graph, fx.Node], fx.Node]
+"""Function that replaces an operator's node by a call of its own, and returns the new node."""
 
 _log = logging.getLogger("expertmesh.engine")
 _aten = torch.ops.aten
@@ -85,20 +91,27 @@ class _TracedContext:
         return y
 
 
-def _attend_now(
-    context: Any,
-    q_THd: Tensor,
-    k_Thd: Tensor,
-    v_Thd: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    chunk: int | None,
-    layer_index: int,
-) -> Tensor:
-    rule = ScoreRule(window, softcap, sinks_H, chunk)
-    y: Tensor = context.attend(layer_index, q_THd, k_Thd, v_Thd, arithmetic=DEFAULT_OPS, rule=rule)
-    return y
+def _attend_by(arithmetic: OpSet) -> Callable[..., Tensor]:
+    """Attention of a context by an op set, with the arguments of `_attend` behind the context."""
+
+    def attend_now(
+        context: Any,
+        q_THd: Tensor,
+        k_Thd: Tensor,
+        v_Thd: Tensor,
+        sinks_H: Tensor | None,
+        window: int | None,
+        softcap: float | None,
+        chunk: int | None,
+        layer_index: int,
+    ) -> Tensor:
+        rule = ScoreRule(window, softcap, sinks_H, chunk)
+        y: Tensor = context.attend(
+            layer_index, q_THd, k_Thd, v_Thd, arithmetic=arithmetic, rule=rule
+        )
+        return y
+
+    return attend_now
 
 
 def _experts_now(ids_TK: Tensor, *fields: Any) -> tuple[Tensor]:
@@ -113,11 +126,10 @@ _KINDS = {"one": 1, "many": 7}
 
 
 class CompiledForward:
-    """`model(ids, context=..., logit_rows_R=...)` in pieces, compiled in the background while the engine runs uncompiled.
+    """`model(ids, context=..., logit_rows_R=...)` without its modules, traced in the background while the engine runs them.
 
     Args:
         model: model in evaluation mode, on a CPU.
-        compile_piece: compiler of the pieces (`in_pieces`).
 
     Attributes:
         problem: why compilation failed, in one line; empty: it did not.
@@ -125,8 +137,8 @@ class CompiledForward:
 
     pads, description = False, ""
 
-    def __init__(self, model: Any, compile_piece: Callable[..., Any] = compile_graph) -> None:
-        self.problem, self._compile_piece = "", compile_piece
+    def __init__(self, model: Any) -> None:
+        self.problem = ""
         modules = list(model.modules())
         self._state = [
             (tensors, name)
@@ -144,13 +156,21 @@ class CompiledForward:
         # tracing replaces tensors in modules for a while, and the model's own modules may be in use
         shared = {id(tensors[name]): tensors[name] for tensors, name in self._state}
         self._copy = copy.deepcopy(model, shared)
-        self._loops: dict[Any, Callable[..., Any]] = {}
+        is_one = native_linear.is_only_way(*model.parameters())
+        self._arithmetic = DEFAULT_OPS
+        if model.config.batch_invariant or is_one:
+            self._arithmetic = BATCH_INVARIANT_OPS
+        for module in self._copy.modules():
+            if isinstance(getattr(module, "arithmetic", None), OpSet):
+                module.arithmetic = (
+                    STEP_OPS if self._arithmetic is DEFAULT_OPS else self._arithmetic
+                )
         self._graphs: dict[str, fx.GraphModule] = {}
         self._steps: Counter[str] = Counter()
         self._worker: threading.Thread | None = None
 
     def padding(self, batch: StepBatch) -> None:
-        """No padding: pieces take any number of tokens."""
+        """No padding: the trace takes any number of tokens."""
 
     def __call__(
         self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]
@@ -164,7 +184,7 @@ class CompiledForward:
             self._ask_for(kind)
             return None
         least = min(T, 2)
-        if least > R:  # the compiled code needs at least so many rows
+        if least > R:  # the trace knows other numbers of rows only
             rows_R = F.pad(rows_R, (0, least - R))
         state = [tensors[name] for tensors, name in self._state]
         logits_RV, *ids_of_layers = graph(step.ids_T, step.positions_T, rows_R, *state, context)
@@ -199,7 +219,7 @@ class CompiledForward:
             yield
         except Exception as error:
             self.problem = str(error).strip().partition("\n")[0] or type(error).__name__
-            _log.warning("the engine computes without compiled pieces: %s", self.problem)
+            _log.warning("the engine's steps are not compiled: %s", self.problem)
 
     def _compiled(self, kind: str) -> fx.GraphModule:
         """Compiled function of (ids, positions, rows, *state, context)."""
@@ -224,13 +244,14 @@ class CompiledForward:
         last = [node for node in module.graph.nodes if node.op == "placeholder"][-1]
         with module.graph.inserting_after(last):
             context = module.graph.placeholder("context")
-        return in_pieces(module, self._own_ways(context), self._loops, self._compile_piece)
+        return rewritten(module, self._own_ways(context))
 
     def _own_ways(self, context: fx.Node) -> dict[Any, Rewrite]:
-        """Rewrites of operations that are called between the pieces."""
+        """Rewrites of operations that are called without PyTorch's dispatcher."""
+        ops, attend_now = self._arithmetic, _attend_by(self._arithmetic)
 
         def attend(graph: fx.Graph, node: fx.Node) -> fx.Node:
-            return graph.call_function(_attend_now, (context, *node.args))
+            return graph.call_function(attend_now, (context, *node.args))
 
         def experts(graph: fx.Graph, node: fx.Node) -> fx.Node:
             given: Any = node.args
@@ -244,14 +265,10 @@ class CompiledForward:
             *bias, x, w = given
             if w.target is not _aten.t.default or w.args[0].op != "placeholder":
                 return node
-            return graph.call_function(DEFAULT_OPS.linear, (x, w.args[0], *bias))
+            return graph.call_function(ops.linear, (x, w.args[0], *bias))
 
         def router(graph: fx.Graph, node: fx.Node) -> fx.Node:
-            given: Any = node.args
-            x, w = given
-            wide = graph.call_function(_aten._to_copy.default, (x,), {"dtype": torch.float32})
-            wide.meta["val"] = x.meta["val"].float()
-            return graph.call_function(DEFAULT_OPS.linear, (wide, w))
+            return graph.call_function(ops.router_linear, node.args)
 
         return {
             torch.ops.expertmesh.attend.default: attend,
@@ -259,7 +276,61 @@ class CompiledForward:
             torch.ops.expertmesh.router_linear.default: router,
             _aten.mm.default: product,
             _aten.addmm.default: product,
+            **{operator: _directly(run) for operator, run in _DIRECT.items()},
         }
+
+
+_DIRECT = {**native_rows.DIRECT, **native_linear.DIRECT, **native.DIRECT, **invariant.DIRECT}
+
+
+def _directly(run: Callable[..., Any]) -> Rewrite:
+    return lambda graph, node: graph.call_function(run, node.args, node.kwargs)
+
+
+def traced(
+    function: Callable[..., Any],
+    example: Iterable[Tensor],
+    weights: Iterable[Tensor],
+) -> fx.GraphModule:
+    """Trace a function of tensors with symbolic sizes (0 and 1 excepted) and of weights with fixed sizes.
+
+    Args:
+        function: takes the example's tensors, then the weights; returns a tuple of tensors.
+        example: tensors of symbolic sizes; equal sizes are traced as always equal.
+        weights: tensors of fixed sizes.
+
+    Raises:
+        ValueError: the function's control flow depends on the sizes.
+    """
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    sizes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=sizes)
+    given = [mode.from_tensor(t) for t in example]
+    given += [mode.from_tensor(t, static_shapes=True) for t in weights]
+    with while_tracing(), torch.no_grad(), mode:
+        module: fx.GraphModule = make_fx(function)(*given)
+    if sizes.guards:
+        raise ValueError(f"the function goes another way for other sizes: {sizes.guards[0].expr}")
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def rewritten(module: fx.GraphModule, own_ways: Mapping[Any, Rewrite]) -> fx.GraphModule:
+    """A result of `traced`, changed in place: operators are replaced by their own ways."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in own_ways:
+            with graph.inserting_before(node):
+                new = own_ways[node.target](graph, node)
+            if new is not node:
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
 
 
 def is_large(model: Any) -> bool:
@@ -275,8 +346,8 @@ def why_not_compiled(model: Any) -> str:
     parameters = list(model.parameters())
     if not all(p.is_cpu for p in parameters):
         return "is for models on a CPU"
-    if not all(p.dtype in DTYPES for p in parameters) or autocast_dtype(torch.device("cpu")):
-        return "is for models in float32, bfloat16 or float16, without autocast"
+    if autocast_dtype(torch.device("cpu")):
+        return "is for models without autocast"
     if any(type(p) is not torch.nn.Parameter for p in parameters) or any(
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     ):
@@ -298,7 +369,7 @@ def compiled_forward(model: Any, config: EngineConfig) -> CompiledForward | None
     Raises:
         ConfigError: compile=True, but the model cannot be compiled.
     """
-    if config.compile is False or model.config.batch_invariant:
+    if config.compile is False:
         return None
     detach_collected(model)
     problem = why_not_compiled(model)

@@ -292,60 +292,39 @@ class Attention(nn.Module):
         B, S, _ = x_BSD.shape
         group = self.num_heads // self.num_kv_heads
         qkv = self.qkv(x_BSD).view(B * S, self.num_kv_heads, group + 2, self.head_dim)
-        arithmetic = self.arithmetic.in_mode(self.training)
-        if arithmetic.batch_invariant and self.norms_heads and not self._norms_are_away:
-            qk, v_Thd = self._both_turned(qkv[:, :, :-1], cos, sin, rows=(B, S)), qkv[:, :, -1]
-            q_THd, k_Thd = qk[:, :, :-1].flatten(1, 2), qk[:, :, -1]
-        else:
-            q_THd, k_Thd, v_Thd = (t.flatten(1, 2) for t in qkv.split([group, 1, 1], dim=2))
-            q_THd, k_Thd = (
-                self._norm_and_rope(t, norm, cos, sin, rows=(B, S))
-                for t, norm in ((q_THd, self.q_norm), (k_Thd, self.k_norm))
-            )
+        q, k, v = qkv.split([group, 1, 1], dim=2)
+        q_THd, k_Thd = (
+            self._norm_and_rope(t, norm, cos, sin, rows=(B, S))
+            for t, norm in ((q, self.q_norm), (k, self.k_norm))
+        )
+        v_Thd, arithmetic = v.flatten(1, 2), self.arithmetic.in_mode(self.training)
         call: dict[str, Any] = {"arithmetic": arithmetic}
         if self.sinks is not None or self.window is not None:
             call["rule"] = ScoreRule(window=self.window, sinks_H=self.sinks)
         y = context.attend(self.layer_index, q_THd, k_Thd, v_Thd, **call)
         return self.out(y).view(x_BSD.shape)
 
-    @property
-    def _norms_are_away(self) -> bool:
-        """Whether the weights of the norms are offloaded to disk until the norms are called."""
-        return any(norm is not None and norm.weight.is_meta for norm in (self.q_norm, self.k_norm))
-
-    def _both_turned(
-        self, qk: Tensor, cos: Tensor, sin: Tensor, *, rows: tuple[int, int]
-    ) -> Tensor:
-        """Queries and the key of each key head (T, heads, group + 1, d), normalised and rotated together in one call each."""
-        if self.q_norm is not None and self.k_norm is not None:
-            group = qk.shape[2] - 1
-            weight = torch.cat((self.q_norm.weight.expand(group, -1), self.k_norm.weight[None]))
-            qk = self.q_norm.arithmetic.rms_norm(qk, weight, eps=self.q_norm.eps)
-        half = cos.shape[-1]
-        cos, sin = (t.expand(rows[0], -1, half).reshape(-1, 1, 1, half) for t in (cos, sin))
-        return apply_rope(qk, cos, sin)
-
     def _norm_and_rope(
         self,
-        x_THd: Tensor,
+        x: Tensor,
         norm: RMSNorm | None,
         cos: Tensor,
         sin: Tensor,
         *,
         rows: tuple[int, int],
     ) -> Tensor:
-        """Queries or keys (T, H, head_dim), normalised and rotated; T = B * S with rows = (B, S)."""
+        """Queries or keys (T, heads, group, head_dim), normalised and rotated: (T, H, head_dim); T = B * S with rows = (B, S)."""
         if norm is not None and not self.norms_heads:
-            x_THd, norm = norm(x_THd.flatten(1)).view(x_THd.shape), None
+            x, norm = norm(x.flatten(1)).view(x.shape), None
         elif norm is not None and norm.weight.is_meta:  # offloaded to disk until it is called
-            x_THd, norm = norm(x_THd), None
+            x, norm = norm(x), None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         turned = self.arithmetic.in_mode(self.training).norm_and_rope(
-            x_THd.unflatten(0, rows), weight, eps=eps, cos=cos, sin=sin
+            x.unflatten(0, rows), weight, eps=eps, cos=cos, sin=sin
         )
         if turned is not None:
             return turned.flatten(0, 1)
-        x_THd = x_THd if norm is None else norm(x_THd)
+        x_THd = (x if norm is None else norm(x)).flatten(1, 2)
         half = cos.shape[-1]
         cos, sin = (t.expand(rows[0], -1, half).reshape(-1, 1, half) for t in (cos, sin))
         return apply_rope(x_THd, cos, sin)

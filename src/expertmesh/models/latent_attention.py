@@ -142,7 +142,7 @@ class LatentAttention(nn.Module):
         """Attention output (T, H, v_head_dim), computed with one key for all heads, which is also the value."""
         nope = self.latent.qk_nope_head_dim
         weight = self._up_weight().view(self.num_heads, -1, self.rank)
-        q_absorbed = _per_head(q_plain, weight[:, :nope].transpose(1, 2), arithmetic)
+        q_absorbed = arithmetic.head_linear(q_plain, weight[:, :nope].transpose(1, 2))
         size = self.rank + self.latent.qk_rope_head_dim
         # attention divides by sqrt(size), but the scores need 1 / sqrt(qk_head_dim)
         factor = self.score_factor * (size / self.latent.qk_head_dim) ** 0.5
@@ -150,7 +150,7 @@ class LatentAttention(nn.Module):
         k_T1d = torch.cat((c_T1d, k_turned), -1)
         y = context.attend(self.layer_index, q_THd, k_T1d, k_T1d, arithmetic=arithmetic)
         y_small = y.view(len(q_plain), self.num_heads, size)[..., : self.rank]
-        return _per_head(y_small, weight[:, nope:], arithmetic)
+        return arithmetic.head_linear(y_small, weight[:, nope:])
 
     def _up_weight(self) -> Tensor:
         """Weight of `kv_up`, (H * (nope + v), R), with the update of an adapter around it."""
@@ -161,11 +161,3 @@ class LatentAttention(nn.Module):
         )
         product: Tensor = self.kv_up(eye)
         return product.t()
-
-
-def _per_head(x_THd: Tensor, w_per_head: Tensor, arithmetic: OpSet) -> Tensor:
-    """Product of each head with its own matrix, (T, H, n) -> (T, H, m)."""
-    if arithmetic.batch_invariant:
-        heads = zip(x_THd.unbind(1), w_per_head.unbind(0), strict=True)
-        return torch.stack([arithmetic.linear(x.contiguous(), w.contiguous()) for x, w in heads], 1)
-    return torch.einsum("thn,hmn->thm", x_THd, w_per_head)

@@ -360,18 +360,21 @@ class GroupedExperts(nn.Module):
             own = ExpertParameters(weights, torch.no_grad)  # the next call changes them
         else:
             own = ExpertParameters(self.weights(), main_grads=self.main_grads)
+        arithmetic = self.arithmetic.in_mode(self.training)
         call = ExpertsCall(
             x_TD,
             weights_TK,
             own.weights,
             self.backend,
             expert_ids_TK,
-            batch_invariant=self.arithmetic.in_mode(self.training).batch_invariant,
+            batch_invariant=arithmetic.batch_invariant,
         )
         if self.adapters is not None:
             call = call._replace(adapters=self.adapters())
         if self.of_rows:
             call = call._replace(runs=_runs(self.of_rows))
+        if call.has_adapters:
+            call = call._replace(batch_invariant=arithmetic.is_invariant_for(x_TD))
         if self.main_grads is not None and torch.is_grad_enabled():
             self._check_main_grads(call.batch_invariant)
         with own.context():

@@ -1,11 +1,14 @@
 """Op sets: the implementations of a model's operations, fastest or batch-invariant.
 
 A model selects one by `select_op_set(batch_invariant)` and passes it to its modules. They compute by
-`arithmetic.in_mode(self.training)`, because training always uses the default op set.
+`arithmetic.in_mode(self.training)`, because training always uses `TRAINING_OPS`.
+
+Where the kernels in C are the fastest way, their order of sums is the only one: inference in BF16 on a CPU that
+multiplies BF16 (`native_linear.is_only_way`) computes the same bits with both op sets.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops import native_linear
+from expertmesh.ops import native_linear, native_rows
 from expertmesh.ops.activation import activate
 from expertmesh.ops.attention import dense as dense_attention
 from expertmesh.ops.attention import fixed_blocks as invariant_attention
+from expertmesh.ops.attention.scores import ScoreRule
+from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.cpu import norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
 from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
@@ -47,7 +52,9 @@ class OpSet:
         unit_rows: (x, *, eps) -> x / max(|x|, eps) along the last axis.
         cos_and_sin: cosine and sine of FP32 or FP64 angles.
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), returned in x's dtype.
-        norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; returns None if it does not support the call.
+        norm_and_rope: (x_BSXYd, weight, *, eps, cos, sin) -> (B, S, X * Y, d) heads in two axes, normalised if there is a weight,
+            and rotated; None if it does not support the call.
+        head_linear: (x_THn, w_Hmn) -> (T, H, m), each head times its own matrix.
         attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`.
         mlp: dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or the adapters of `runs`.
     """
@@ -62,12 +69,18 @@ class OpSet:
     cos_and_sin: Callable[[Tensor], tuple[Tensor, Tensor]]
     rms_norm: Callable[..., Tensor]
     norm_and_rope: Callable[..., Tensor | None]
+    head_linear: Callable[[Tensor, Tensor], Tensor]
     attention: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
 
     def in_mode(self, training: bool) -> "OpSet":
         """Op set of a module in training (True) or in evaluation (False)."""
-        return DEFAULT_OPS if training else self
+        return TRAINING_OPS if training else self
+
+    def is_invariant_for(self, x: Tensor) -> bool:
+        """Whether experts with adapters compute a row of x the same in every batch: here always, or as the only way."""
+        is_inference = self is not TRAINING_OPS and runs_plainly(x)
+        return self.batch_invariant or (is_inference and native_linear.is_only_way(x))
 
 
 def select_op_set(batch_invariant: bool) -> OpSet:
@@ -75,15 +88,7 @@ def select_op_set(batch_invariant: bool) -> OpSet:
     return BATCH_INVARIANT_OPS if batch_invariant else DEFAULT_OPS
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    """Stand in for an operation that this op set does not fuse: return None, and the caller uses the plain version."""
-
-
 def _linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    is_plain = runs_plainly(x, w_NK, b_N) and autocast_dtype(x.device) is None
-    if is_plain and native_linear.is_faster(x, w_NK, b_N):
-        y_RN = native_linear.linear(x.reshape(-1, x.shape[-1]), w_NK, b_N)
-        return y_RN.view(*x.shape[:-1], w_NK.shape[0])
     return products.linear(x, w_NK) if b_N is None else F.linear(x, w_NK, b_N)
 
 
@@ -100,11 +105,15 @@ def _rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
 
 def _norm_and_rope(
-    x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
+    x_BSXYd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor | None:
-    if not norms.serves(x_BSHd) or cos.ndim != 2:
+    if not norms.serves(x_BSXYd) or cos.ndim != 2:
         return None
-    return norms.norm_and_rope(x_BSHd, weight, eps=eps, cos=cos, sin=sin)
+    return norms.norm_and_rope(x_BSXYd.flatten(2, 3), weight, eps=eps, cos=cos, sin=sin)
+
+
+def _head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
+    return torch.einsum("thn,hmn->thm", x_THn, w_Hmn)
 
 
 def _mlp(
@@ -186,7 +195,30 @@ def _invariant_cos_and_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     return invariant.pointwise(angle, "cos"), invariant.pointwise(angle, "sin")
 
 
-DEFAULT_OPS = OpSet(
+def _invariant_norm_and_rope(
+    x_BSXYd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor | None:
+    if not native_rows.serves(x_BSXYd, weight) or cos.dtype != torch.float32:
+        return None
+    y_THd = native_rows.norm_and_rope(x_BSXYd.flatten(0, 1), weight, eps=eps, cos=cos, sin=sin)
+    return y_THd.unflatten(0, x_BSXYd.shape[:2])
+
+
+def _by_the_faster(
+    own: Callable[..., Any],
+    other: Callable[..., Any],
+    serves: Callable[..., bool],
+    x: Tensor,
+    *given: Any,
+    **how: Any,
+) -> Any:
+    """Compute by `own` what it serves without gradients and autocast, else by `other`."""
+    tensors = (x, *(t for t in given if isinstance(t, Tensor)))
+    is_plain = runs_plainly(*tensors) and autocast_dtype(x.device) is None
+    return (own if is_plain and serves(x, *given) else other)(x, *given, **how)
+
+
+TRAINING_OPS = OpSet(
     batch_invariant=False,
     linear=_linear,
     router_linear=router_linear,
@@ -197,10 +229,11 @@ DEFAULT_OPS = OpSet(
     cos_and_sin=_cos_and_sin,
     rms_norm=_rms_norm,
     norm_and_rope=_norm_and_rope,
+    head_linear=_head_linear,
     attention=dense_attention.attention,
     mlp=_mlp,
 )
-"""Fastest implementations; results of a row may depend on the batch."""
+"""PyTorch's operations; results of a row may depend on the batch."""
 
 BATCH_INVARIANT_OPS = OpSet(
     batch_invariant=True,
@@ -212,8 +245,46 @@ BATCH_INVARIANT_OPS = OpSet(
     unit_rows=invariant.unit_rows,
     cos_and_sin=_invariant_cos_and_sin,
     rms_norm=invariant.rms_norm,
-    norm_and_rope=_nothing,
+    norm_and_rope=_invariant_norm_and_rope,
+    head_linear=invariant.head_linear,
     attention=invariant_attention.attention,
     mlp=partial(_of_one_expert, batch_invariant=True),
 )
 """Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`, section 6."""
+
+
+def _attends_in_one_way(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, rule: ScoreRule | None = None
+) -> bool:
+    """Whether a call has one way, see `native_linear.is_only_way`: attention to no later key."""
+    return visible.is_causal and native_linear.is_only_way(q, k, v)
+
+
+def _any(*tensors: Tensor | None) -> bool:
+    """Whether an operation is as fast in pieces of one length."""
+    return True
+
+
+_PRODUCTS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("linear", "router_linear", "head_linear", "mlp"), native_linear.is_only_way),
+    "attention": _attends_in_one_way,
+}
+_ROWS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("rms_norm", "norm_and_rope"), native_rows.serves),
+    **dict.fromkeys(("softmax", "row_sum"), native_rows.sums),
+    **dict.fromkeys(("sigmoid", "unit_rows", "cos_and_sin"), _any),
+}
+"""Operations whose batch-invariant implementation is the fastest for the tensors that a function accepts."""
+DEFAULT_OPS = replace(
+    TRAINING_OPS,
+    **{  # type: ignore[arg-type]
+        # no function of a function, which a model could not be pickled with
+        name: partial(
+            _by_the_faster, getattr(BATCH_INVARIANT_OPS, name), getattr(TRAINING_OPS, name), serves
+        )
+        for name, serves in (_PRODUCTS | _ROWS).items()
+    },
+)
+"""Fastest implementations in evaluation; results of a row may depend on the batch."""
+STEP_OPS = replace(DEFAULT_OPS, **{name: getattr(BATCH_INVARIANT_OPS, name) for name in _ROWS})
+"""The operators of `DEFAULT_OPS` as a trace sees them, which has no numbers; products are told apart when it runs."""

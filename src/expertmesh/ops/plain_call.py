@@ -7,30 +7,44 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
 
 
-def cpu_operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register a function of CPU tensors as an operator, not seen by autograd; a call costs a tenth of `custom_op`'s.
+def cpu_operator(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+) -> Any:
+    """Register a function of CPU tensors as an operator; without gradients a call costs a tenth of `custom_op`'s.
 
     Args:
         schema: name, arguments and results, as `torch.library.Library.define` reads them.
         run: the function.
         fake: function that returns results without values.
+        backward: gradients, see `torch.library.register_autograd`; None: not seen by autograd.
+        save: what saves tensors for `backward`.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CPU")
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"expertmesh::{name}", fake, lib=_LIBRARY)
+    if backward is None:
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    else:
+        torch.library.register_autograd(
+            f"expertmesh::{name}", backward, setup_context=save, lib=_LIBRARY
+        )
     return getattr(torch.ops.expertmesh, name).default
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether a call with these tensors is plain Python on CPU tensors: no compiler, no tracing, no subclass."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    # `is_compiling` is one flag for all threads, and a step may be traced while this thread computes
+    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
         return False
     for t in tensors:
         if t is not None and (type(t) not in (Tensor, nn.Parameter) or not t.is_cpu):
@@ -40,7 +54,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 def _is_direct(*tensors: Tensor | None) -> bool:
     """Whether nothing stands between a call with these tensors and their memory: plain, no dispatch mode, no transform."""
-    return is_plain(*tensors) and not is_in_torch_dispatch_mode() and not get_interpreter_stack()
+    # the length of this thread's stack: what `torch.utils._python_dispatch` says is of all threads
+    num_modes = torch._C._len_torch_dispatch_stack()
+    return is_plain(*tensors) and not num_modes and not get_interpreter_stack()
 
 
 def can_look_at(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from expertmesh.kernels.cpu.attention_call import AttentionCall
 from expertmesh.kernels.cpu.build import BuildError, built
 from expertmesh.kernels.cpu.instructions import NAMES, TORCH, InstructionSet, allowed_sets
+from expertmesh.kernels.cpu.rows_call import RowsCall
 
 _log = logging.getLogger("expertmesh.ops")
 
@@ -207,6 +208,9 @@ class Kernels:
         self._attention = loaded.expertmesh_attention
         self._attention.argtypes = [ctypes.c_void_p]
         self._attention.restype = ctypes.c_int
+        self._rows = loaded.expertmesh_rows
+        self._rows.argtypes = [ctypes.c_void_p]
+        self._rows.restype = None
         if instructions.has_tiles and not loaded.expertmesh_grants_tiles():
             raise TilesError("the system does not let this process use tiles")
         entries = _entries_of_runtime()
@@ -252,17 +256,26 @@ class Kernels:
         )
         return y_TD, least, most
 
-    def linear(self, x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
+    def linear(
+        self, x_TK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_T1: Tensor | None = None
+    ) -> Tensor:
         """Compute x W^T + b, (T, N) in x's dtype, of contiguous rows (T, K) float32 or bfloat16.
+
+        Args:
+            x_TK: rows.
+            w_ENK: E matrices, numbers of a row adjacent.
+            b_EN: biases, or None.
+            ids_T1: contiguous int64 matrix of each row; None: the first.
 
         Raises:
             MemoryError: there is no memory for the panels.
         """
         T, K = x_TK.shape
-        y_TN = x_TK.new_empty(T, w_NK.shape[0])
-        w_out = ExpertMatrices(w_NK[None, None], None, None if b_N is None else b_N[None, None])
-        ids_T1, ones_T1 = torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
-        self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, ones_T1, 1, "relu")
+        E, N, _ = w_ENK.shape
+        y_TN = x_TK.new_empty(T, N)
+        w_out = ExpertMatrices(w_ENK[:, None], None, None if b_EN is None else b_EN[:, None])
+        ids_T1 = torch.zeros(T, 1, dtype=torch.int64) if ids_T1 is None else ids_T1
+        self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, torch.ones(T, 1), E, "relu")
         return y_TN
 
     def attention(self, call: AttentionCall) -> None:
@@ -274,6 +287,11 @@ class Kernels:
         call.num_threads = num_threads()
         if self._attention(ctypes.addressof(call)) == -2:
             raise MemoryError("no memory for a block of keys")
+
+    def rows(self, call: RowsCall) -> None:
+        """Compute a call."""
+        call.num_threads = num_threads()
+        self._rows(ctypes.addressof(call))
 
     def _run(
         self,

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.attention import masked, paged_native, query_blocks, short
+from expertmesh.ops.attention import masked, query_blocks, short
 from expertmesh.ops.attention.scores import ScoreRule, in_window
 from expertmesh.ops.attention.visible import Visible
 
@@ -34,8 +34,6 @@ def attention(
     causal = False
     if mask is None and visible.is_causal and q_BHSd.shape[2] > 1:
         causal = True
-    if causal and paged_native.is_faster(q_BHSd, k_BHLd, v_BHLd):
-        return paged_native.of_sequences(q_BHSd, k_BHLd, v_BHLd)
     if causal and short.serves(q_BHSd, k_BHLd):
         return short.causal_attention(q_BHSd, k_BHLd, v_BHLd)
     if mask is not None and masked.serves(q_BHSd, k_BHLd):

@@ -48,10 +48,13 @@ def attention(
     B, _, S, _ = q_BHSd.shape
     L, device = k_BHLd.shape[2], q_BHSd.device
     rule = PLAIN if rule is None else rule
+    is_plain = runs_plainly(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H)
+    is_bare = is_plain and visible.mask is None and visible.is_causal
+    if is_bare and paged_native.serves(q_BHSd, k_BHLd, v_BHLd):
+        return paged_native.of_sequences(q_BHSd, k_BHLd, v_BHLd, rule=rule)
     visible = in_window(visible, rule, num_keys=L, device=device)
     mask = as_mask(visible, num_keys=L, device=device)[:, 0].expand(B, S, L)
     first_B = None if visible.first_B is None else visible.first_B.expand(B)
-    is_plain = runs_plainly(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H)
     run = _plain_attention if is_plain else _attention
     y: Tensor = run(q_BHSd, k_BHLd, v_BHLd, rule.sinks_H, mask, first_B, rule.softcap)
     return y
@@ -74,8 +77,8 @@ def _plain_attention(
     if q_BHSd.numel() == 0:
         return y_BHSd
     if paged_native.serves(q_BHSd, k_BHLd, v_BHLd):
-        more: dict[str, Any] = {"sinks_H": sinks_H, "softcap": softcap}
-        return paged_native.of_sequences(q_BHSd, k_BHLd, v_BHLd, first_B, mask_BSL, **more)
+        rule = ScoreRule(softcap=softcap, sinks_H=sinks_H)
+        return paged_native.of_sequences(q_BHSd, k_BHLd, v_BHLd, first_B, mask_BSL, rule=rule)
     num_blocks = -(-L // BLOCK_KEYS)
     # rows in the order of their queries, so that a block of keys concerns a tail of the rows
     q_BhRd = q_BHSd.unflatten(1, (heads, group)).transpose(2, 3).flatten(2, 3)

@@ -1,7 +1,5 @@
 """Attention of a step's tokens over keys and values in pages: one operator, computed by the first of `IMPLEMENTATIONS` that serves."""
 
-from typing import Any
-
 from torch import Tensor
 
 from expertmesh.ops.attention import paged_gathered, paged_native, paged_triton, paged_varlen
@@ -15,8 +13,6 @@ IMPLEMENTATIONS = {
     "gathered": paged_gathered,
 }
 """Modules with `serves` and `attend`, the best first."""
-FEWEST_QUERIES, FEWEST_KEYS = 128, 320
-"""Queries and keys of a prompt from which PyTorch's attention may be faster than the kernels (docs/log.md)."""
 
 
 def paged_attention(
@@ -50,22 +46,8 @@ def paged_attention(
         >>> paged_attention(torch.randn(1, 8, 64), pages, pages, where, attention=attention).shape
         torch.Size([1, 8, 64])
     """
-    name = next(name for name, one in IMPLEMENTATIONS.items() if one.serves(q_THd, k_NShd, v_NShd))
-    how: dict[str, Any] = {"attention": attention, "is_invariant": is_invariant}
-    few: PagedKeys | None = keys
-    long: PagedKeys | None = None
-    if name == "native" and not is_invariant and _is_faster_in_products(q_THd, rule):
-        few, long = keys.parted(FEWEST_QUERIES, FEWEST_KEYS)
-    y_THd = None
-    if few is not None:
-        y_THd = IMPLEMENTATIONS[name].attend(q_THd, k_NShd, v_NShd, few, rule, **how)
-    if long is not None:
-        y_THd = paged_gathered.attend(q_THd, k_NShd, v_NShd, long, rule, **how, y_THd=y_THd)
-    assert y_THd is not None
+    one = next(one for one in IMPLEMENTATIONS.values() if one.serves(q_THd, k_NShd, v_NShd))
+    y_THd: Tensor = one.attend(
+        q_THd, k_NShd, v_NShd, keys, rule, attention=attention, is_invariant=is_invariant
+    )
     return y_THd
-
-
-def _is_faster_in_products(q_THd: Tensor, rule: ScoreRule) -> bool:
-    """Whether padded batches are faster for prompts that are long."""
-    is_plain = rule.is_plain and rule.window is None and rule.chunk is None
-    return is_plain and paged_native.products_are_faster(q_THd.dtype)

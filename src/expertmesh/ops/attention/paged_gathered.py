@@ -32,16 +32,14 @@ def attend(
     *,
     attention: Attention,
     is_invariant: bool,
-    y_THd: Tensor | None = None,
 ) -> Tensor:
-    """See `expertmesh.ops.attention.paged_attention.paged_attention`; rows of y_THd are replaced, if it is given."""
+    """See `expertmesh.ops.attention.paged_attention.paged_attention`."""
     if "batches" not in keys.memo:
         keys.memo["batches"] = tuple(_batches(keys))
     batches: tuple[_Batch, ...] = keys.memo["batches"]
-    if y_THd is None:
-        if len(batches) == 1 and batches[0].rows == slice(0, len(q_THd)):
-            return _of_batch(q_THd, k_NShd, v_NShd, batches[0], rule, attention, is_invariant)
-        y_THd = q_THd.new_zeros(*q_THd.shape[:2], v_NShd.shape[3])
+    if len(batches) == 1 and batches[0].rows == slice(0, len(q_THd)):
+        return _of_batch(q_THd, k_NShd, v_NShd, batches[0], rule, attention, is_invariant)
+    y_THd = q_THd.new_zeros(*q_THd.shape[:2], v_NShd.shape[3])
     for batch in batches:
         y_THd[batch.rows] = _of_batch(q_THd, k_NShd, v_NShd, batch, rule, attention, is_invariant)
     return y_THd

@@ -9,7 +9,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.kernels.cpu.attention_call import KINDS_OF_KEYS, AttentionCall
 from expertmesh.kernels.cpu.library import loaded
 from expertmesh.ops.attention.pages import PagedKeys
-from expertmesh.ops.attention.scores import ScoreRule
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.plain_call import cpu_operator, runs_plainly
 
 
@@ -20,25 +20,6 @@ def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
         and all(t.is_cpu and t.dtype == q_THd.dtype and t.stride(-1) == 1 for t in (k_NShd, v_NShd))
         and q_THd.is_cpu
         and loaded().kernels is not None
-    )
-
-
-def products_are_faster(dtype: torch.dtype, *, has_amx: bool | None = None) -> bool:
-    """Whether PyTorch's attention of many queries is faster here: by MKL in FP32, and by AMX in BF16 (docs/log.md)."""
-    return dtype != torch.bfloat16 or (
-        torch.cpu._is_amx_tile_supported() if has_amx is None else has_amx
-    )
-
-
-def is_faster(
-    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, *, has_amx: bool | None = None
-) -> bool:
-    """Whether `of_sequences` is the fastest causal attention of this sequence, without gradients."""
-    return (
-        q_BHSd.shape[0] == 1
-        and not products_are_faster(q_BHSd.dtype, has_amx=has_amx)
-        and runs_plainly(q_BHSd, k_BHLd, v_BHLd)
-        and serves(q_BHSd, k_BHLd, v_BHLd)
     )
 
 
@@ -135,8 +116,7 @@ def of_sequences(
     first_B: Tensor | None = None,
     mask_BSL: Tensor | None = None,
     *,
-    sinks_H: Tensor | None = None,
-    softcap: float | None = None,
+    rule: ScoreRule = PLAIN,
 ) -> Tensor:
     """Causal attention of the last S of L tokens of B sequences, (B, H, S, n); a sequence is one page."""
     B, H, S, _ = q_BHSd.shape
@@ -145,7 +125,8 @@ def of_sequences(
     k_BLHd, v_BLHd = k_BHLd.transpose(1, 2), v_BHLd.transpose(1, 2)
     lengths_B = torch.full((B,), L) if first_B is None else L - first_B
     where = (sequences_B * S, lengths_B, sequences_B[:B, None], first_B, mask_BSL)
-    y_THd = attention(q_THd, k_BLHd, v_BLHd, *where, sinks_H, None, None, softcap)
+    how = rule.sinks_H, rule.window, rule.chunk, rule.softcap
+    y_THd = attention(q_THd, k_BLHd, v_BLHd, *where, *how)
     return y_THd.view(B, S, H, -1).transpose(1, 2).contiguous()
 
 

@@ -4,17 +4,18 @@ Made for inference, but differentiable once, by the backward of the other backen
 concatenated by a copy. Without Triton it synchronises with a GPU to read the offsets.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from expertmesh.ops import native_linear
 from expertmesh.ops.activation import inner_name
 from expertmesh.ops.dtypes import gemm_dtype
 from expertmesh.ops.experts import triton_backend
 from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.torch_forward import row_weights
+from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.permute import sum_rows_in_order
 
@@ -37,7 +38,7 @@ def forward_triton(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
 
 
 def forward(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
-    """Compute y (T, D) expert by expert, by batch-invariant products; H has no rows."""
+    """Compute y (T, D) by batch-invariant products; H has no rows."""
     return forward_of_runs(call), _without_rows(call)
 
 
@@ -50,25 +51,58 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
     w = call.experts
     experts = w.slices()[0] if w.is_whole else w.joined(dtype)
     _, G, F, D = experts.shape
-    bounds = maps.offsets_E.tolist()
-    s_R1 = row_weights(call.weights_TK, maps, bounds[-1], x_TD.dtype)[:, None]
-    y_RD = x_TD.new_empty(bounds[-1], D, dtype=dtype)
+    num_rows = int(maps.offsets_E[-1])
+    id_R = torch.repeat_interleave(maps.offsets_E.diff().to(torch.int64), output_size=num_rows)
+    s_R1 = row_weights(call.weights_TK, maps, num_rows, x_TD.dtype)[:, None]
+    y_RD = x_TD.new_empty(num_rows, D, dtype=dtype)
     run_of_T = _run_of_tokens(call)
-    for e, rows in _chunks(bounds):
-        token_n, s_n1 = maps.token_of_row_N[rows], s_R1[rows]
+    for start in range(0, num_rows, _CHUNK_ROWS):
+        rows = slice(start, min(start + _CHUNK_ROWS, num_rows))
+        token_n, s_n1, id_n = maps.token_of_row_N[rows], s_R1[rows], id_R[rows]
         run_of_n = None if run_of_T is None else run_of_T[token_n]
-        b_EGF, b_ED = experts.b_in_EGF, experts.b_out_ED
-        b_H = None if b_EGF is None else b_EGF[e].flatten().to(dtype)
         x_nD = x_TD.index_select(0, token_n).to(dtype)
-        h_nH = invariant.plain_linear(x_nD, experts.w_in(e, dtype, x_TD.dtype), b_H, "torch")
-        _add_adapters([run.on_in for run in call.runs], run_of_n, e, x_nD, h_nH)
+        h_nH = _products(x_nD, experts, id_n, x_TD.dtype, is_in=True)
+        _add_adapters([run.on_in for run in call.runs], run_of_n, id_n, x_nD, h_nH)
         h_nGF = h_nH.to(s_n1.dtype).unflatten(1, (G, F))
         a_nF = (invariant.activate(h_nGF, inner_name(experts.activation)) * s_n1).to(dtype)
-        y_nD = invariant.plain_linear(a_nF, experts.w_out(e, dtype, x_TD.dtype), None, "torch")
-        _add_adapters([run.on_out for run in call.runs], run_of_n, e, a_nF, y_nD)
-        y_RD[rows] = y_nD if b_ED is None else y_nD + s_n1 * b_ED[e]
+        y_nD = _products(a_nF, experts, id_n, x_TD.dtype, is_in=False)
+        _add_adapters([run.on_out for run in call.runs], run_of_n, id_n, a_nF, y_nD)
+        b_ED = experts.b_out_ED
+        y_RD[rows] = y_nD if b_ED is None else y_nD + s_n1 * b_ED.index_select(0, id_n)
     top_k = call.weights_TK.shape[1]
     return sum_rows_in_order(y_RD, maps.offsets_E, maps.row_of_slot_N, top_k).to(x_TD.dtype)
+
+
+def _products(
+    x_nK: Tensor, experts: ExpertSlice, id_n: Tensor, dtype: torch.dtype, *, is_in: bool
+) -> Tensor:
+    """Products (n, N) of rows with the matrices of their experts, with the biases of w_in."""
+    w, b_EGF = (experts.w_in if is_in else experts.w_out), experts.b_in_EGF if is_in else None
+    b_EN = None if b_EGF is None else b_EGF.flatten(1).to(x_nK.dtype)
+    w_ENK = experts.w_in_EGFD.flatten(1, 2) if is_in else experts.w_out_EDF
+
+    def weight(e: int) -> Tensor:
+        return w(e, x_nK.dtype, dtype)
+
+    return _of_each(x_nK, id_n, w_ENK, b_EN, weight)
+
+
+def _of_each(
+    x_nK: Tensor,
+    id_n: Tensor,
+    w_ENK: Tensor,
+    b_EN: Tensor | None = None,
+    weight: Callable[[int], Tensor] | None = None,
+) -> Tensor:
+    """Products (n, N) of rows with their own of E matrices: in one call, or matrix by matrix, as `weight` gives it."""
+    if native_linear.serves_each(x_nK, w_ENK, b_EN):
+        return native_linear.linear_of_each(x_nK, w_ENK, b_EN, id_n)
+    y_nN = x_nK.new_empty(len(x_nK), w_ENK.shape[1])
+    for e in id_n.unique().tolist():
+        at, w_NK = (id_n == e).nonzero()[:, 0], w_ENK[e] if weight is None else weight(e)
+        b_N = None if b_EN is None else b_EN[e]
+        y_nN[at] = invariant.plain_linear(x_nK.index_select(0, at), w_NK, b_N, "torch")
+    return y_nN
 
 
 def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
@@ -84,28 +118,21 @@ def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
 def _add_adapters(
     of_runs: Sequence[LowRank | None],
     run_of_n: Tensor | None,
-    expert: int,
+    id_n: Tensor,
     x_nK: Tensor,
     y_nN: Tensor,
 ) -> None:
-    """Add each run's adapter, thin products of its rows alone, to the products of an expert's rows."""
+    """Add each run's adapter, thin products of its rows alone, to the products of the rows."""
     numbers = [] if run_of_n is None else run_of_n.unique().tolist()
     for number in numbers:
         adapter = None if number < 0 else of_runs[number]
         if adapter is None:
             continue
         at = (run_of_n == number).nonzero()[:, 0]
-        e = 0 if adapter.is_shared else expert
-        a_rK, b_Nr = (factor[e].to(y_nN.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-        low_nr = invariant.plain_linear(x_nK.index_select(0, at), a_rK, None, "torch")
-        y_nN[at] += invariant.plain_linear(low_nr * adapter.scaling, b_Nr, None, "torch")
-
-
-def _chunks(bounds: list[int]) -> Iterator[tuple[int, slice]]:
-    """Rows of each expert, at most `_CHUNK_ROWS` at a time."""
-    for e, (first, stop) in enumerate(pairwise(bounds)):
-        for start in range(first, stop, _CHUNK_ROWS):
-            yield e, slice(start, min(start + _CHUNK_ROWS, stop))
+        own_n = id_n.new_zeros(len(at)) if adapter.is_shared else id_n.index_select(0, at)
+        a_ErK, b_ENr = (factor.to(y_nN.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+        low_nr = _of_each(x_nK.index_select(0, at), own_n, a_ErK)
+        y_nN[at] += _of_each(low_nr * adapter.scaling, own_n, b_ENr)
 
 
 def _without_rows(call: ExpertsCall) -> list[Tensor]:

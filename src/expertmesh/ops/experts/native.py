@@ -84,10 +84,12 @@ def serves_rows(c: ExpertsCall) -> bool:
 
 def _sees(*tensors: Tensor | None) -> bool:
     """Whether the operator takes these tensors: on a CPU, of PyTorch's own types, without gradients; in a graph as well."""
-    if not torch.compiler.is_compiling():
-        return runs_plainly(*tensors)
+    if runs_plainly(*tensors):
+        return True
     wants = torch.is_grad_enabled()
-    return all(t is None or (t.is_cpu and not (wants and t.requires_grad)) for t in tensors)
+    return torch.compiler.is_compiling() and all(
+        t is None or (t.is_cpu and not (wants and t.requires_grad)) for t in tensors
+    )
 
 
 def _dtype_of(c: ExpertsCall) -> torch.dtype:
@@ -150,7 +152,7 @@ def _is_fast(c: ExpertsCall, dtype: torch.dtype) -> bool:
     assert c.ids_TK is not None
     if dtype == torch.bfloat16 and _has_bf16():
         return True
-    if torch.compiler.is_compiling():
+    if not runs_plainly(c.x_TD):
         return False
     return c.ids_TK.numel() <= MOST_ROWS * min(c.experts.num_experts, max(c.ids_TK.numel(), 1))
 
@@ -168,7 +170,7 @@ def forward_of_ids(c: ExpertsCall) -> Tensor:
     one = (c.experts if dtype == c.x_TD.dtype else c.experts.to(dtype)).slices()[0]
     matrices = (one.w_in_EGFD, one.w_out_EDF, one.scales_in, one.scales_out)
     biases, x_TD = (one.b_in_EGF, one.b_out_ED), c.x_TD.to(dtype)
-    compute = _operator if torch.compiler.is_compiling() else _of_tensors
+    compute = _of_tensors if runs_plainly(x_TD, c.ids_TK) else _operator
     y_TD: Tensor = compute(x_TD, c.ids_TK, c.weights_TK, *matrices, *biases, one.activation, E)
     return y_TD
 
@@ -258,3 +260,5 @@ _operator = cpu_operator(
     _of_tensors,
     lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
 )
+DIRECT = {_operator: _of_tensors}
+"""Functions of the operators, whose calls cost less."""

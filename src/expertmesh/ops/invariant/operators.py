@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
-from expertmesh.ops import native_linear, triton_linear
+from expertmesh.ops import native_linear, native_rows, triton_linear
 from expertmesh.ops.activation import second_branch
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.check import wrong_shape
@@ -358,6 +358,15 @@ def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str =
     return y_RN.view(*x.shape[:-1], w_NK.shape[0])
 
 
+def head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
+    """Product of each head with its own matrix, (T, H, n) -> (T, H, m), with the bits of `linear`; differentiable."""
+    needs = torch.is_grad_enabled() and (x_THn.requires_grad or w_Hmn.requires_grad)
+    if not needs and native_linear.serves_each(x_THn, w_Hmn):
+        return native_linear.head_linear(x_THn, w_Hmn)
+    heads = zip(x_THn.unbind(1), w_Hmn.unbind(0), strict=True)
+    return torch.stack([linear(x.contiguous(), w.contiguous()) for x, w in heads], 1)
+
+
 def _plain_pointwise(x: Tensor, name: str) -> Tensor:
     function = _FUNCTIONS[name]
     length = x.numel()
@@ -463,6 +472,8 @@ _row_sum.register_autograd(lambda ctx, grad: grad.expand(ctx.shape), setup_conte
 
 def row_sum(x: Tensor) -> Tensor:
     """Sum along the last axis, (..., n) -> (..., 1), in an order that depends on n only; differentiable."""
+    if native_rows.sums(x):
+        return native_rows.row_sum(x)
     y: Tensor = (_plain_row_sum if runs_plainly(x) else _row_sum)(x)
     return y
 
@@ -475,6 +486,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def softmax(x: Tensor) -> Tensor:
     """Softmax along the last axis, FP32 or FP64; a row of -inf only gives 0."""
+    if native_rows.sums(x):
+        return native_rows.softmax(x)
     largest = x.detach().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     e = pointwise(x - largest, "exp")
@@ -488,6 +501,8 @@ def unit_rows(x: Tensor, *, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """RMSNorm x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's dtype once."""
+    if native_rows.serves(x, weight):
+        return native_rows.rms_norm(x, weight, eps=eps)
     dtype = accumulate_dtype(x.dtype)
     wide = x.to(dtype)
     mean = row_sum(wide * wide) / x.shape[-1]
@@ -508,3 +523,14 @@ def activate(h_RGF: Tensor, inner: str) -> Tensor:
         act = gate.clamp_min(0)
         act = act * act if inner == "relu2" else act
     return act if h_RGF.shape[1] == 1 else act * second_branch(h_RGF[:, 1], inner)
+
+
+DIRECT = {
+    operator._opoverload: run
+    for operator, run in (
+        (_linear, plain_linear),
+        (_pointwise, _plain_pointwise),
+        (_row_sum, _plain_row_sum),
+    )
+}
+"""Functions of the operators, whose calls cost less."""
