@@ -121,7 +121,8 @@ def parse_run_config(
     if len(words) > 1:
         fix = "options look like --section.field value"
         raise ConfigError(f"unexpected word {shown(words[1])!r}; {fix}")
-    default = _recipe(words[0], recipes)()
+    if words[0] != named:
+        default = _recipe(words[0], recipes)()
     typed = {one: value_of(option, texts) for one, (option, texts) in split.flags.items()}
     options = made(kind, {one: value for one, value in typed.items() if one in own})
     values = {one: value for one, value in typed.items() if one not in own}

@@ -445,9 +445,10 @@ class RunConfig(Config):
         Raises:
             ConfigError: A name is unknown or a value breaks a rule.
         """
-        with saved_run():
+        with saved_run() as reset:
             fitting = super().updated(changes)
-        return super(RunConfig, fitting).updated(changes)
+        # options that are changed and have no effect are refused
+        return super(RunConfig, fitting).updated(changes) if reset else fitting
 
     @property
     def routers_rest(self) -> bool:
@@ -582,12 +583,14 @@ def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[
     Raises:
         ConfigError: a name is unknown or a value breaks a rule.
     """
-    given = with_usual(changes, begins_with=default.train.init_from)
-    changes = {**_without_the_other(default, changes), **with_learning_rate(given)}
+    usual = with_usual(changes, begins_with=default.train.init_from)
+    changes = {**_without_the_other(default, changes), **with_learning_rate(usual)}
     warmup = default.optim.warmup_steps
     own = {"optim", "optim.warmup_steps", "optim.warmup_ratio"}
-    if own & changes.keys() or default.optim.warmup_ratio is not None:
-        return dict(changes)
+    lengths = {"train", "train.steps", "optim.schedule_steps"}
+    given = changes.keys()
+    if own & given or default.optim.warmup_ratio is not None or not lengths & given:
+        return changes
     steps = default.updated({**changes, "optim.warmup_steps": 0}).total_schedule_steps
     if warmup > steps:
         warmup = warmup * steps // default.total_schedule_steps
