@@ -8,7 +8,7 @@
 
 A profile hook (`sys.setprofile`) sees every call of a Python function whose file is below `src/expertmesh`. Calls in a row into
 one module count once. Modules are already imported: statements at their top level are not counted. Each line has two counts: of
-the calls that are given the configuration, itself or as `config` of another argument, and of all calls.
+the calls that are given the configuration, itself or inside another argument, and of all calls.
 """
 
 import argparse
@@ -35,9 +35,12 @@ DRY_RUN = ["train", "gpt-moe-demo", "--dry-run", "--train.device", "cpu"]
 
 
 def holds_config(argument: object) -> bool:
-    """Whether an argument is a configuration of a run, or has one as `config`."""
-    own = getattr(argument, "__dict__", {}).get("config")
-    return isinstance(argument, RunConfig) or isinstance(own, RunConfig)
+    """Whether an argument is a configuration of a run, or has one as `config`, `task.config` or `run.config`."""
+    held = [argument]
+    for name in ("task", "run"):
+        held += [getattr(one, "__dict__", {}).get(name) for one in held]
+    held += [getattr(one, "__dict__", {}).get("config") for one in held]
+    return any(isinstance(one, RunConfig) for one in held)
 
 
 def in_a_row(modules: Iterable[str]) -> list[str]:
