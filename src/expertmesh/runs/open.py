@@ -119,7 +119,7 @@ def open_model(
         CheckpointError: there are no usable weights, or no tokenizer.
         PeerError: another rank failed.
     """
-    plan = _Plan(
+    plan = _OpenPlan(
         Ranks() if ranks is None else ranks,
         dtype=dtype,
         es_degree=es_degree,
@@ -142,7 +142,7 @@ class Slots:
 
 
 @dataclass
-class _Plan:
+class _OpenPlan:
     """Arguments of a call of `open_model`, and what its steps find."""
 
     ranks: Ranks
@@ -163,7 +163,10 @@ class _Plan:
 
 
 def _resolve(
-    plan: _Plan, source: str | Path | Run, family: Family | None, device: str | torch.device | None
+    plan: _OpenPlan,
+    source: str | Path | Run,
+    family: Family | None,
+    device: str | torch.device | None,
 ) -> None:
     """Find the folder, its tokenizer and the device."""
     run = source if isinstance(source, Run) else find_model(source, family)
@@ -173,7 +176,7 @@ def _resolve(
     plan.tokenizer = run.load_tokenizer() if has_text and not plan.is_placed else None
 
 
-def _check(plan: _Plan) -> None:
+def _check(plan: _OpenPlan) -> None:
     """Choose the newest undamaged checkpoint, and read how it was trained."""
     plan.run = run = plan.run.with_weights(plan.ranks)
 
@@ -185,7 +188,7 @@ def _check(plan: _Plan) -> None:
     plan.trained = plan.ranks.on_rank0(trained)
 
 
-def _open(plan: _Plan) -> _Plan:
+def _open(plan: _OpenPlan) -> _OpenPlan:
     """Open the weights, whose types give the precision, and check that their model fits the machine and the ranks."""
     run, ranks = plan.run, plan.ranks
     plan.weights = run.open_weights(plan.dtype)
@@ -204,7 +207,7 @@ def _open(plan: _Plan) -> _Plan:
     return plan
 
 
-def _build(plan: _Plan) -> LoadedModel:
+def _build(plan: _OpenPlan) -> LoadedModel:
     """The model with its weights."""
     builder, used, ranks = plan.task.builder, plan.precision, plan.ranks
     if plan.is_placed:
@@ -223,7 +226,7 @@ def _build(plan: _Plan) -> LoadedModel:
     return LoadedModel(plan.run, plan.task, model.eval(), plan.tokenizer, used, ranks)
 
 
-def _prepare(model: nn.Module, plan: _Plan) -> None:
+def _prepare(model: nn.Module, plan: _OpenPlan) -> None:
     """Give a model without memory its formats, and cut it for the ranks."""
     if plan.for_autocast:  # experts in the type that autocast casts them to
         for _, _, experts in grouped_layers(model):

@@ -32,8 +32,8 @@ from expertmesh.training.optim import (
 )
 from expertmesh.training.pace import Pace
 from expertmesh.training.param_groups import summary
-from expertmesh.training.plan import Plan, check, open_run, resolve
 from expertmesh.training.progress import ProgressReport
+from expertmesh.training.run_plan import RunPlan, check, open_run, resolve
 from expertmesh.training.state import (
     check_same_data,
     check_same_run,
@@ -128,7 +128,7 @@ def train(
 
 
 def _run(
-    plan: Plan, stack: ExitStack, console: Console | None, trackers: Sequence[Tracker]
+    plan: RunPlan, stack: ExitStack, console: Console | None, trackers: Sequence[Tracker]
 ) -> TrainResult:
     """Resume, run all remaining steps, and sum up."""
     trainer = plan.ranks.on_all(lambda: _Trainer(plan))
@@ -142,7 +142,7 @@ def _run(
 class _Trainer:
     """State of one call of `train`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
         self.family, self.task, self.ranks = plan.family, plan.task, plan.ranks
         self.config, self.run_dir = plan.config, plan.run_dir

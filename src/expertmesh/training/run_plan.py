@@ -35,7 +35,7 @@ from expertmesh.training.threads import Threads, computing_with, settle_threads
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """State of a call of `train`: fields of `resolve`, then of `check`, then of `open_run`."""
 
     family: Family
@@ -68,12 +68,12 @@ class Plan:
 
 def resolve(
     config: RunConfig, *, recipe: str, family: Family | None, sampler: Sampler | None
-) -> Plan:
+) -> RunPlan:
     """The plan of a configuration: whole paths, the model of `train.init_from`, task and device."""
     family = find_family(config.family) if family is None else family
     config = with_whole_paths(config.model_copy(update={"family": family.name}))
     config = with_init_from(config, family)
-    return Plan(
+    return RunPlan(
         family=family,
         recipe=recipe,
         task=family.open_task(config),
@@ -84,7 +84,7 @@ def resolve(
     )
 
 
-def check(plan: Plan, stack: ExitStack) -> None:
+def check(plan: RunPlan, stack: ExitStack) -> None:
     """Open the ranks and the run folder, and refuse what does not fit them, the machine, or the run that is there."""
     config, family, task, run_dir = plan.config, plan.family, plan.task, plan.run_dir
     if plan.device.index is not None:  # random state and memory are read from the current GPU
@@ -122,7 +122,7 @@ def check(plan: Plan, stack: ExitStack) -> None:
     plan.begin = None if plan.trunk else run_of_init_from(config, family, run_dir, ranks)
 
 
-def open_run(plan: Plan, stack: ExitStack) -> None:
+def open_run(plan: RunPlan, stack: ExitStack) -> None:
     """Prepare data, precision, threads, model and optimizer."""
     seed, ranks = plan.config.train.seed, plan.ranks
     has_gpu = plan.device.type == "cuda"
@@ -163,7 +163,7 @@ def _prepared(task: Task, ranks: Ranks) -> Data:
     return data
 
 
-def _settle(plan: Plan) -> tuple[Precision, Threads | None]:
+def _settle(plan: RunPlan) -> tuple[Precision, Threads | None]:
     """Precision and number of threads, chosen once and saved with the run."""
     config, family, ranks = plan.config, plan.family, plan.ranks
     record, given = plan.run_dir.arithmetic, config.parallel.num_threads
@@ -186,7 +186,7 @@ def _settle(plan: Plan) -> tuple[Precision, Threads | None]:
     return precision, threads
 
 
-def _build(plan: Plan) -> TrainState:
+def _build(plan: RunPlan) -> TrainState:
     """Model, teacher and optimizer, before any checkpoint is read."""
     config, task, precision, ranks = plan.config, plan.task, plan.precision, plan.ranks
     compute_dtype = precision.compute_dtype
