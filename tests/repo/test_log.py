@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from tests.support.pages import links_of
 
 LOG = Path(__file__).parents[2] / "docs" / "log.md"
