@@ -15,7 +15,7 @@ from typing import Any
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _LARGEST_INT = 2**31 - 1
-GROWTH = 1.25
+GROWTH = 1.15
 """Factor by which resident memory has to grow, since the first step after a trim, for another trim."""
 
 
@@ -46,7 +46,7 @@ def anonymous_bytes() -> int:
 
 
 class HeapTrim:
-    """Gives the freed pages of the heap back after a step that left the process 1.25 times as large as it needs to be."""
+    """Gives the freed pages of the heap back after a step that left the process 1.15 times as large as it needs to be."""
 
     def __init__(
         self,
@@ -55,6 +55,12 @@ class HeapTrim:
     ) -> None:
         self.size, self.trim = size, trim or _of_glibc("malloc_trim")
         self.needed: int | None = None
+
+    def before_steps(self) -> None:
+        """Give back what other work, as scoring or an evaluation, left behind: its blocks are not those of a step."""
+        if self.trim is not None:
+            self.trim(0)
+            self.needed = None
 
     def after_step(self) -> None:
         """Look at the process's size; the first step after a trim says what is needed."""

@@ -241,6 +241,7 @@ class _Trainer:
         extra: dict[str, float] = {}
         if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
+        self.heap.before_steps()
         while progress.step < config.train.steps and not self._must_end(stop):
             self._one_step(report, extra, stop)
             extra = {}
@@ -352,6 +353,7 @@ class _Trainer:
         if self._is_due(config.eval_every):
             evaluation = self._evaluate(stop, report)
             extra |= {f"eval_{name}": value for name, value in (evaluation or {}).items()}
+            self.heap.before_steps()
         if self._is_due(config.sample_every):
             assert self.plan.sampler is not None
             found = self.plan.sampler(self.task, self.state.model, self.data, self.precision)

@@ -92,16 +92,16 @@ def test_mkl_holds_back_on_processors_of_others(vendor, capability, expected):
     assert cpu_products.runs_avx2_code(f"vendor_id\t: {vendor}\n", capability) == expected
 
 
-@pytest.mark.parametrize(("is_narrow", "parts"), [(False, 32), (True, 8)])
-def test_row_counts_of_bf16_products_are_few(is_narrow, parts):
+@pytest.mark.parametrize(("is_coarse", "parts"), [(False, 32), (True, 8)])
+def test_row_counts_of_bf16_products_are_few(is_coarse, parts):
     cpu = torch.device("cpu")
     rows = {
-        n: cpu_products.gemm_rows(n, cpu, torch.bfloat16, is_narrow=is_narrow) for n in range(2048)
+        n: cpu_products.gemm_rows(n, cpu, torch.bfloat16, is_coarse=is_coarse) for n in range(2048)
     }
     assert all(n <= m <= n + n // parts for n, m in rows.items())
     assert len({rows[n] for n in range(1024, 2048)}) <= parts + 1
-    assert cpu_products.gemm_rows(1025, cpu, torch.float64, is_narrow=is_narrow) == 1025
+    assert cpu_products.gemm_rows(1025, cpu, torch.float64, is_coarse=is_coarse) == 1025
     for library in ("blas", "onednn"):
         with cpu_products.multiplying_by(library):
-            found = cpu_products.gemm_rows(1025, cpu, torch.float32, is_narrow=is_narrow)
+            found = cpu_products.gemm_rows(1025, cpu, torch.float32, is_coarse=is_coarse)
         assert found == (rows[1025] if library == "onednn" else 1025)

@@ -30,7 +30,7 @@ def test_runs_hold_every_row_once_and_repeat_the_last_in_the_padding(dtype, most
         for e, start, places, weighed in zip(run.experts, run.starts, taken, kept, strict=True):
             n = COUNTS[e]
             assert start == bounds_of(COUNTS)[e]
-            assert len(places) == gemm_rows(n, CPU, dtype, is_narrow=True)
+            assert len(places) == gemm_rows(n, CPU, dtype, is_coarse=True)
             assert places.tolist() == [start + min(i, n - 1) for i in range(len(places))]
             assert (weighed[:n] == places[:n] + 1).all()
             assert not weighed[n:].any()
@@ -50,7 +50,7 @@ def test_experts_go_together_up_to_the_limit():
 
     assert experts(0) == [[1], [2], [4], [5], [7]]
     assert experts(10_000) == [[1, 2, 4, 5, 7]]
-    assert experts(gemm_rows(70, CPU, torch.bfloat16, is_narrow=True) + 3) == [
+    assert experts(gemm_rows(70, CPU, torch.bfloat16, is_coarse=True) + 3) == [
         [1, 2],
         [4],
         [5],

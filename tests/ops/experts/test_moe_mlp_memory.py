@@ -59,7 +59,7 @@ def padded_rows(case, dtype):
     """Rows of every expert, and the same with their padding."""
     counts = case.metadata.offsets_E.diff().tolist()
     # all shapes are narrow ones (`Experts.are_narrow`)
-    return counts, [gemm_rows(n, torch.device("cpu"), dtype, is_narrow=True) for n in counts]
+    return counts, [gemm_rows(n, torch.device("cpu"), dtype, is_coarse=True) for n in counts]
 
 
 def rows_of_largest(case, dtype):

@@ -87,7 +87,7 @@ class Panel(NamedTuple):
 def panels(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, most_rows: int) -> Iterator[Panel]:
     """Panels of all experts that have rows, in order; a panel of several experts has at most `most_rows` rows."""
     gathered: list[ExpertRows] = []
-    for block in rows_by_expert(bounds, w_ENK, dtype):
+    for block in rows_by_expert(bounds, w_ENK, dtype, is_coarse=True):
         if gathered and (
             len(gathered) == MOST_EXPERTS or block.stop - gathered[0].start > most_rows
         ):
@@ -102,7 +102,7 @@ def _panel(gathered: list[ExpertRows], w_ENK: Tensor, dtype: torch.dtype) -> Pan
     if len(gathered) == 1:
         return Panel(gathered, gathered[0])
     (first, start, *_), (_, _, stop, _) = gathered[0], gathered[-1]
-    size = gemm_rows(stop - start, w_ENK.device, dtype)
+    size = gemm_rows(stop - start, w_ENK.device, dtype, is_coarse=True)
     return Panel(gathered, ExpertRows(first, start, stop, size))
 
 

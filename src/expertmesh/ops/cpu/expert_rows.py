@@ -1,4 +1,4 @@
-"""Rows of one expert among all sorted rows, padded for the CPU's products by up to 1/32 (`gemm_rows`), so that few shapes occur.
+"""Rows of one expert among all sorted rows, padded for the CPU's products by up to 1/32 or 1/8 (`gemm_rows`), so that few shapes occur.
 
 Padding rows must not affect the expert's own rows, even if they are not finite.
 """
@@ -59,16 +59,19 @@ class ExpertRows(NamedTuple):
             values[self.start : self.stop] = found[: self.stop - self.start]
 
 
-def rows_by_expert(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype) -> Iterator[ExpertRows]:
+def rows_by_expert(
+    bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, *, is_coarse: bool = False
+) -> Iterator[ExpertRows]:
     """Rows of each expert that has rows, in order.
 
     Args:
         bounds: first row of each expert, and the end of the last one's rows.
         w_ENK: the matrices of all experts.
         dtype: the dtype of the products.
+        is_coarse: as of `gemm_rows`; small matrices always are.
     """
-    is_narrow = w_ENK.shape[1] * w_ENK.shape[2] <= _NARROW
+    is_coarse = is_coarse or w_ENK.shape[1] * w_ENK.shape[2] <= _NARROW
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
-            size = gemm_rows(stop - start, w_ENK.device, dtype, is_narrow=is_narrow)
+            size = gemm_rows(stop - start, w_ENK.device, dtype, is_coarse=is_coarse)
             yield ExpertRows(e, start, stop, size)

@@ -79,7 +79,7 @@ def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def gemm_rows(
-    num_rows: int, device: torch.device, dtype: torch.dtype, *, is_narrow: bool = False
+    num_rows: int, device: torch.device, dtype: torch.dtype, *, is_coarse: bool = False
 ) -> int:
     """Round a number of rows up for a product, by up to 1/32, so that few shapes occur.
 
@@ -90,13 +90,13 @@ def gemm_rows(
         num_rows: rows of one expert.
         device: the device of the product.
         dtype: the dtype of the product.
-        is_narrow: whether the weights are so small that generating code takes as long as ten products; rounds by up to
-            1/8.
+        is_coarse: round by up to 1/8: where generating code takes as long as ten products, or where so many kinds of
+            products are called that oneDNN's cache, of 1,024 codes of half a megabyte, would not hold all of them.
     """
     is_half = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     if not is_half and not goes_to_onednn(dtype, device):
         return num_rows
-    step = max(1, (1 << max(num_rows, 1).bit_length() - 1) // (8 if is_narrow else 32))
+    step = max(1, (1 << max(num_rows, 1).bit_length() - 1) // (8 if is_coarse else 32))
     return -(-num_rows // step) * step
 
 

@@ -122,7 +122,7 @@ def make_runs(
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue
-        size = gemm_rows(stop - start, device, dtype, is_narrow=is_narrow)
+        size = gemm_rows(stop - start, device, dtype, is_coarse=is_narrow)
         if not runs or runs[-1].num_places + size > most_places:
             runs.append(ExpertSpan([], [], [], [], device))
         columns = (runs[-1].experts, runs[-1].starts, runs[-1].counts, runs[-1].sizes)
