@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-engine gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-versions test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-engine gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -23,12 +23,13 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
+	@echo "make test-versions  run the tests that concern them beside the oldest and the newest of what the package needs"
 	@echo "make test-parents  run Tutel's and DeepSpeed's own examples through our doors (PARENTS=folder with their checkouts)"
 	@echo "make test-trl  run the tests of fine-tuning beside TRL and peft, installed into .venv-trl"
 	@echo "make finetune-peers  time and memory of fine-tuning beside TRL and peft (FOLDER=runs/finetune-peers)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make kernels-sanitized  run the tests of the kernels in C with the compiler's checks of memory and of undefined behaviour"
-	@echo "make release build the sdist and the wheels into dist/: for any platform, and for Linux on x86-64 with the kernels in C compiled"
+	@echo "make release build the sdist and the wheels into dist/ (any platform; Linux on x86-64 with the kernels in C), and try each in an empty environment"
 	@echo "make gpu     on a machine with a GPU: ceilings, the GPU tests, the time of every kernel, engine steps beside vLLM's; gpu-sweep, gpu-peers: the rest"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make docs    build the site of docs/ into site/, with the reference of the Python API and of the command line"
@@ -119,6 +120,11 @@ test-all: $(STAMP)
 # AVX2, AVX-512 without BF16, all instructions; one, two and four threads: one after the other, a table at the end.
 test-machines: $(STAMP)
 	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
+
+# VERSIONS="transformers==5.0.0": that row alone; needs the network of PyPI.
+VERSIONS ?=
+test-versions: $(STAMP)
+	@$(BIN)/python tools/test_versions.py $(VERSIONS)
 
 # PARENTS: a folder with checkouts `tutel` and `DeepSpeedExamples`; tests/integrations/test_parents.py has their commits.
 PARENTS ?=

@@ -2,6 +2,8 @@
 
     python tools/release.py dist
 
+Each of the three is then installed into an empty environment, and trains `gpt-moe-test` there in an empty folder.
+
 The wheels differ in `expertmesh/kernels/cpu/objects`: one object per instruction set, of which a process loads the best.
 An object needs the C library alone, no newer than `GLIBC`; the OpenMP runtime is torch's, found at run time. The wheel
 for any platform compiles its kernels at first use where there is a C compiler.
@@ -16,7 +18,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -83,8 +87,48 @@ def _hash(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
+def try_out(archive: Path, folder: Path) -> None:
+    """Install a wheel or an sdist into an empty environment, and train with it in an empty folder.
+
+    Dependencies are those of the interpreter that runs this: only the archive is installed.
+
+    Raises:
+        SystemExit: it does not install, is not what is imported, or does not train.
+    """
+    place, work = folder / "environment", folder / "work"
+    work.mkdir(parents=True)
+    venv.create(place, with_pip=True)
+    python = place / "bin" / "python"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(
+        subprocess.run(
+            [python, "-c", purelib], check=True, capture_output=True, text=True, env=env
+        ).stdout.strip()
+    )
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    where = "import expertmesh; print(expertmesh.__file__)"
+    train = [
+        "-m",
+        "expertmesh",
+        "train",
+        "gpt-moe-test",
+        "--train.run-dir",
+        "run",
+        "--train.device",
+        "cpu",
+    ]
+    for words in ([*install, str(archive)], ["-c", where], train):
+        done = subprocess.run([python, *words], cwd=work, env=env, capture_output=True, text=True)
+        is_foreign = words[-1] == where and not done.stdout.startswith(str(own))
+        if done.returncode or is_foreign:
+            raise SystemExit(f"{archive.name}: {words}: {done.stdout[-500:]}{done.stderr[-1500:]}")
+    print(f"{archive.name}: installed, and trained: {done.stdout.splitlines()[0]}", flush=True)
+
+
 def main(words: list[str]) -> None:
-    """Build everything into the folder that is named."""
+    """Build everything into the folder that is named, and try it out."""
     (name,) = words
     out = Path(name).absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -101,8 +145,10 @@ def main(words: list[str]) -> None:
             code = f"import setuptools.build_meta as b; b.build_{kind}({str(out)!r})"
             subprocess.run([sys.executable, "-c", code], cwd=tree, check=True, stdout=-3)
         wheel = max(out.glob("*-py3-none-any.whl"), key=os.path.getmtime)
-        with_objects(wheel, objects(Path(place)), out)
-    print(*sorted(path.name for path in out.iterdir()), sep="\n")
+        sdist = max(out.glob("*.tar.gz"), key=os.path.getmtime)
+        both = wheel, with_objects(wheel, objects(Path(place)), out)
+        for number, archive in enumerate((sdist, *both)):
+            try_out(archive, Path(place) / f"trial{number}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from expertmesh.planner.plan import plan as plan
     from expertmesh.reporting.page import report as report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # No submodule of the package has one of these names; `functional` and `lora` are submodules themselves.
 _HOME = {

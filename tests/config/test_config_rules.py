@@ -3,10 +3,11 @@
 import pickle
 from operator import attrgetter
 from pathlib import Path
-from typing import get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 import pytest
+from pydantic import model_validator
 
 import expertmesh as em
 from expertmesh import MoELayer
@@ -24,7 +25,7 @@ from expertmesh.config.base import (
 )
 from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import NOT_READ_BY, LayerOptions, RouterKind
-from expertmesh.config.run import OptimConfig, TrainConfig
+from expertmesh.config.run import OptimConfig, RunConfig, TrainConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 
@@ -458,3 +459,33 @@ def test_options_take_what_python_writes():
     assert em.recipe("gpt-moe-test", {"model.moe.num_experts": None}).model.moe.num_experts == ()
     with pytest.raises(ConfigError, match=r"^data\.path=12: input"):
         em.recipe("gpt-moe-test", {"data.path": 12})
+
+
+class _Counted(Config):
+    width: int = 1
+    checked: ClassVar[list[int]] = []
+
+    @model_validator(mode="after")
+    def _check(self):
+        self.checked.append(self.width)
+        return self
+
+
+class _WithSection(RunConfig):
+    model: _Counted = _Counted()
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda: _WithSection(model={"width": 2}),
+        lambda: _WithSection.model_validate({"model": {"width": 2}}),
+        lambda: _WithSection.model_validate_json('{"model": {"width": 2}}'),
+        lambda: _WithSection().updated({"model.width": 2}),
+    ],
+    ids=("constructor", "validate", "json", "updated"),
+)
+def test_a_section_is_checked_once(door):
+    _Counted.checked.clear()
+    assert door().model.width == 2
+    assert _Counted.checked == [2]

@@ -1,51 +1,45 @@
-"""The log of experiments keeps its form: contents by theme; each entry has a question, a result and a decision, in short lines."""
+"""The log of experiments keeps its form: a page per theme; each entry has a question, a result and a decision, in few short lines."""
 
 import re
 from pathlib import Path
 
-from tests.support.pages import anchor_of
+import pytest
+from tests.support.pages import links_of
 
 LOG = Path(__file__).parents[2] / "docs" / "log.md"
+PAGES = sorted((LOG.parent / "log").glob("*.md"))
 PARTS = ["**Question.**", "**Result.**", "**Decision.**"]
 LONGEST_LINE = 120
+MOST_LINES = 25
 
 
-def entries():
-    _, *texts = re.split(r"^## ", LOG.read_text(), flags=re.MULTILINE)
-    return {text.splitlines()[0]: text for text in texts}
+def entries(page):
+    _, *texts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    return [(text.splitlines()[0], text) for text in texts]
 
 
-def test_entries_have_the_three_parts_once_and_in_order():
-    found = entries()
-    assert len(found) > 10
-    wrong = {
-        title
-        for title, text in found.items()
-        if re.findall(r"^\*\*\w+\.\*\*", text, re.MULTILINE) != PARTS
-    }
-    assert wrong == set()
-
-
-def test_entries_have_a_date_and_the_newest_are_first():
-    dates = [re.match(r"\d{4}-\d{2}-\d{2} \S", title) for title in entries()]
-    assert all(dates)
-    assert [d.group() for d in dates] == sorted(
-        (d.group() for d in dates), key=lambda d: d[:10], reverse=True
-    )
+def test_every_page_is_named_once():
+    assert sorted(target for target, _ in links_of(LOG)) == [f"log/{page.name}" for page in PAGES]
+    assert "\n## " not in LOG.read_text()
 
 
 def test_no_entry_stands_there_twice():
-    assert LOG.read_text().count("\n## ") == len(entries())
+    titles = [title for page in PAGES for title, _ in entries(page)]
+    assert len(titles) > 100
+    assert len(titles) == len({*titles})
 
 
-def test_lines_are_short():
-    assert [line for line in LOG.read_text().splitlines() if len(line) > LONGEST_LINE] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_entries_have_their_form(page):
+    for title, text in entries(page):
+        assert re.match(r"\d{4}-\d{2}-\d{2} \S", title), title
+        assert re.findall(r"^\*\*\w+\.\*\*", text, re.MULTILINE) == PARTS, title
+        lines = [line for line in text.splitlines()[1:] if line.strip()]
+        assert len(lines) <= MOST_LINES, f"{title}: {len(lines)} lines"
+        assert [line for line in lines if len(line) > LONGEST_LINE] == [], title
 
 
-def test_contents_name_every_entry_once():
-    """A new entry gets a line under its theme: `* [Title](#anchor)`, the anchor behind a line break where both are long."""
-    contents = LOG.read_text().partition("\n## ")[0]
-    named = re.findall(r"^\* \[([^\]]+)\]\(#([^)]+)\)", contents, re.MULTILINE)
-    assert sorted(anchor for _, anchor in named) == sorted(map(anchor_of, entries()))
-    titles = {anchor_of(title): title[len("2026-11-25 ") :] for title in entries()}
-    assert all(titles[anchor] == " ".join(text.split()) for text, anchor in named)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_newest_are_first(page):
+    dates = [title[:10] for title, _ in entries(page)]
+    assert dates == sorted(dates, reverse=True)

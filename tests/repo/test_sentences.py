@@ -74,7 +74,8 @@ def test_words_are_found(text, words):
 
 HOUSE = re.compile(
     r"\b(told|theirs|(?<!-)ahead|silent|at most (?=[;.,(]|$)|of the draws|way of|ways to say|travels?|says? not|says of|"
-    r"begins? with no|as the hub has|folder of the hub|let it lie|whoever|so many|neighbouring ranks|what is given)\b|"
+    r"begins? with no|as the hub has|folder of the hub|let it lie|whoever|so many|neighbouring ranks|what is given|"
+    r"rests? under|resting|left aside|is said of|(are|is) asked|what else is in)\b|"
     r", at most\b",
     re.I,
 )
@@ -100,6 +101,25 @@ def texts_of_errors(tree: ast.AST) -> Iterator[tuple[int, str]]:
             for one in ast.walk(call):
                 if isinstance(one, ast.Constant) and isinstance(one.value, str):
                     yield one.lineno, one.value
+
+
+OF_PAGES = re.compile(rf"(?!travel|at most|, at most|ahead|silent)(?:{HOUSE.pattern})", re.I)
+"""Words that pages do not have either; tokens travel, and a page may say at most how many."""
+
+
+def test_pages_are_in_the_terms_of_the_field():
+    pages = [*(SOURCE.parent / "docs").glob("*.md"), *SOURCE.parent.glob("*.md")]
+    found, count = [], 0
+    for path in sorted(pages):
+        if path.name in ("log.md", "CHANGELOG.md"):  # as they were written
+            continue
+        text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        count += 1
+        for line in text.splitlines():
+            if words := OF_PAGES.search(line):
+                found.append(f"{path.name}: {words[0]!r} in {line.strip()[:100]!r}")
+    assert count > 30
+    assert not found, "\n".join(found)
 
 
 def test_errors_are_in_the_terms_of_the_field():
@@ -153,6 +173,7 @@ def test_help_fits_the_terminal(monkeypatch, columns):
     [
         ("bytes of a request, at most", True),
         ("the teacher falls silent", True),
+        ("is for weights that rest under adapters", True),
         ("number of answers per prompt", False),
         ("must be at most 1", False),
     ],

@@ -21,7 +21,7 @@ SEED = 7
 # No life gets further than this, so that a fast machine cannot finish before the last of them.
 STEPS_PER_LIFE = 2
 # Where a save can be cut: before and after every function that changes the disk.
-STAGES = ("write_tensors", "_write_manifest", "_sync", "_sha256", "_delete", "prune")
+STAGES = ("write_tensors", "_write_manifest", "_sync", "_flushed", "_delete", "prune")
 
 
 @pytest.mark.slow

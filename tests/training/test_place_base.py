@@ -151,7 +151,7 @@ def test_experts_of_the_hub_stay_in_the_format_of_their_files(
 MISTAKES = {
     "no adapter": (
         ["ALL", "--base.storage", "int4"],
-        "base.storage=int4: is for weights that rest under adapters; leave it out, or give adapter.kind=lora",
+        "base.storage=int4: is for frozen weights under adapters; leave it out, or give adapter.kind=lora",
     ),
     "no groups": (
         ["--base.storage", "int8", "--base.group-size", "32"],

@@ -13,8 +13,10 @@ import pytest
 from rich.console import Console
 from tests.training.conftest import spoil_gradients
 
+from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.cli.main import main
 from expertmesh.models.gpt.family import GPT
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training import loop
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import Load, StepMetrics
@@ -78,8 +80,8 @@ def test_the_exit_code_names_the_signal(
         before_steps(lambda model, step: step == 2 and os.kill(os.getpid(), number))
     with stack:
         assert main(run_words(config)) == code
-    folder = loop.RunDir(config.train.run_dir).checkpoints
-    assert len(loop.list_checkpoints(folder)) == 1
+    folder = RunDir(config.train.run_dir).checkpoints
+    assert len(list_checkpoints(folder)) == 1
     out, errors = capfd.readouterr()
     assert "Traceback" not in errors and "error:" not in errors
     is_heard = number in (signal.SIGINT, signal.SIGTERM)  # else there is nobody to tell

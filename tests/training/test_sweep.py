@@ -77,7 +77,7 @@ def test_a_rate_in_a_file_is_said_to_be_left_aside(tmp_path, capsys):
         file.write_text(f"{text}\ntrain: {{resume: required, run_dir: {tmp_path / 'sweep'}}}\n")
         assert main(["sweep", "gpt-moe-test", "--rates", "1", "--config", str(file)]) == 2
         said.append(capsys.readouterr().err)
-    note = "note: --optim.lr 0.5 of --config is left aside: --rates gives the rates\n"
+    note = "note: --optim.lr 0.5 of --config is ignored: --rates sets the learning rates\n"
     assert said[0] == note + said[1] and said[1].startswith("error: --train.resume required")
 
 

@@ -114,4 +114,5 @@ def _start_of_data(mapped: _Map, num_bytes: int) -> int:
     start = at + _LOCAL_HEADER.size + name_length + extra_length
     if magic != _MAGIC or start + num_bytes > len(mapped):
         raise ValueError("an archive is cut short")
-    return start
+    result: int = start
+    return result

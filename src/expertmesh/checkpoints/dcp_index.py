@@ -84,4 +84,5 @@ def read_index(folder: Path) -> Metadata:
             raise CheckpointError(
                 f"{path}: is unreadable (it is no index of files of this folder); choose another checkpoint"
             )
-    return found
+    result: Metadata = found
+    return result

@@ -67,7 +67,8 @@ class AdapterFiles:
 
     def rank_of(self, module: str) -> int:
         """Rank r of the adapter on a module or a module's parameter."""
-        return self._by_pattern("rank_pattern", module, self.values["r"])
+        result: int = self._by_pattern("rank_pattern", module, self.values["r"])
+        return result
 
     def scaling_of(self, module: str) -> float:
         """Scaling s of the adapter on a module or a module's parameter."""

@@ -27,11 +27,11 @@ class ConvertVerb(Operation):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights (default: as they are)"""
     adapter_only: bool = False
-    """write the adapters of a run as peft's folder, in place of a model with the adapters merged into it"""
+    """write a run's adapters as a peft folder, instead of merging them into the model"""
     expert_layout: Literal["fused", "per-expert"] = "fused"
-    """with --adapter-only: adapters of experts on all experts' tensors, as peft has them (fused), or on each expert's, for vLLM (per-expert)"""
+    """layout of expert adapters, with --adapter-only: one tensor for all experts as in peft (fused), or one per expert for vLLM (per-expert)"""
     check: bool = True
-    """compare the logits of adapters, merged weights and served adapters before a run with adapters is done"""
+    """for a run with adapters: check that the converted model has the same logits"""
 
 
 def run(argv: list[str]) -> int:

@@ -43,13 +43,13 @@ class TrainVerb(Operation):
     dry_run: bool = False
     """print the resolved configuration, parameter counts and memory, without training"""
     verbose: bool = False
-    """name each skipped text, instead of counts by reason"""
+    """list each skipped document, instead of counts by reason"""
     family: Annotated[str | None, Spelling("NAME")] = None
-    """model family by its name, or your own as module:name, see docs/extending.md (default: the recipe's)"""
+    """model family, or your own as module:name (docs/extending.md) (default: the recipe's)"""
     config: OptionsFile | None = None
     """YAML or JSON file with option values, such as a run's config.json; options on the command line take precedence"""
     deepspeed: InputFile | None = None
-    """DeepSpeed's JSON file: batch sizes, optimizer, schedule, dtype, clipping, ZeRO and degrees are read, what has no counterpart is refused by name; --config and options on the command line take precedence"""
+    """DeepSpeed JSON config; keys without a counterpart are errors; --config and options on the command line take precedence"""
 
 
 class ParsedRun(NamedTuple):
@@ -121,7 +121,8 @@ def parse_run_config(
     if len(words) > 1:
         fix = "options look like --section.field value"
         raise ConfigError(f"unexpected word {shown(words[1])!r}; {fix}")
-    default = _recipe(words[0], recipes)()
+    if words[0] != named:
+        default = _recipe(words[0], recipes)()
     typed = {one: value_of(option, texts) for one, (option, texts) in split.flags.items()}
     options = made(kind, {one: value for one, value in typed.items() if one in own})
     values = {one: value for one, value in typed.items() if one not in own}

@@ -74,7 +74,7 @@ class GenerateVerb(OnDevice):
     chat_template_kwargs: Annotated[str | None, Spelling("JSON")] = None
     """variables of the chat template, for example '{"enable_thinking": false}' for Qwen3"""
     no_start: bool = False
-    """prepend no BOS token (default: as the tokenizer does; its end-of-text token for runs trained here)"""
+    """do not prepend a BOS token (default: as the tokenizer; for runs trained by ExpertMesh: its end-of-text token)"""
     greedy: bool = False
     """greedy decoding: always the most likely token"""
     sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(

@@ -51,9 +51,9 @@ class PlanVerb(Operation):
     tokens: Annotated[Amount | None, Spelling("NUMBER")] = None
     """number of training tokens, also as 2B or 1T (default: the recipe's)"""
     imbalance: float | None = None
-    """load imbalance: tokens of the fullest rank over the mean; 1: balanced (default: 1.15)"""
+    """load imbalance: most tokens on a rank / mean (default: 1.15)"""
     states: Annotated[str | None, Spelling("KIND")] = None
-    """optimizer states of train (ours, in float32; bf16_moments, int8_moments, fp16_scaled_moments, torchao_int8_moments, torchao_int4_moments) or of fsdp2, megatron, deepspeed or fairseq (default: the recipe's, or ours)"""
+    """format of optimizer states: ours (FP32), bf16_moments, int8_moments, fp16_scaled_moments, torchao_int8_moments or torchao_int4_moments; or the states of fsdp2, megatron, deepspeed or fairseq (default: the recipe's, or ours)"""
     pp: int | None = None
     """number of pipeline stages, to model published runs; train has no pipeline (default: 1)"""
     vpp: int | None = None
@@ -61,17 +61,17 @@ class PlanVerb(Operation):
     tp: int | None = None
     """tensor-parallel degree (default: searched)"""
     ep: int | None = None
-    """expert-parallel degree, times the slices of an expert (default: searched)"""
+    """expert-parallel degree times expert tensor-parallel degree (default: searched)"""
     zero: int | None = None
     """ZeRO stage: 1, 2 or 3 (default: searched)"""
     micro_batch: int | None = None
     """micro-batch size in sequences of a data-parallel rank (default: searched)"""
     precision: Literal["bfloat16", "float16", "float32", "float8"] | None = None
-    """precision of products; float8 models other software (default: the recipe's)"""
+    """precision of matrix products; float8 models published runs, train does not have it (default: the recipe's)"""
     stack: Literal["2021", "eager", "graphs", "fused", "whole_graph"] | None = None
-    """kind of software: of 2021; launch by launch, as train; with CUDA graphs of parts, fused operators, or one graph of all passes (default: eager)"""
+    """software stack: frameworks of 2021, eager kernels as in train, partial CUDA graphs (graphs), fused operators (fused), or one CUDA graph per step (whole_graph) (default: eager)"""
     finetune: Literal["lora", "full"] | None = None
-    """fine-tuning as train FOLDER does it: all weights (full), or low-rank adapters on a resting base (lora)"""
+    """plan fine-tuning of a model folder: all weights (full), or low-rank adapters on frozen weights (lora)"""
     rank: int | None = None
     """rank of the adapters (default: as in training)"""
     expert_rank: int | None = None
@@ -79,9 +79,9 @@ class PlanVerb(Operation):
     targets: Annotated[tuple[str, ...] | None, Spelling("NAME")] = None
     """matrices with adapters: attention, dense, shared, experts, head (default: as in training)"""
     base: str | None = None
-    """storage of the resting weights: float32, bfloat16, int8, int4, nf4, fp8 or mxfp4 (default: as in training)"""
+    """storage of the frozen weights: float32, bfloat16, int8, int4, nf4, fp8 or mxfp4 (default: as in training)"""
     filled: float | None = None
-    """share of the sequences' tokens that is text, 1 with packing (default: 1)"""
+    """fraction of tokens that are not padding; 1 with packing (default: 1)"""
     page: NewFile | None = None
     """HTML report: Pareto front, time and memory breakdown, scaling"""
     measured: InputFile | None = None
@@ -95,21 +95,21 @@ class PlanVerb(Operation):
     context: Annotated[Length | None, Spelling("NUMBER")] = None
     """sequence length in tokens (default: of prompt and answer together)"""
     prompt: Annotated[Length | None, Spelling("NUMBER")] = None
-    """prompt length in tokens, for time to first token, requests per second and price of prompts"""
+    """prompt length in tokens, needed for time to first token and requests per second"""
     answer: Annotated[Length | None, Spelling("NUMBER")] = None
     """answer length in tokens (default: the rest of the context)"""
     token_ms: float | None = None
-    """largest time per token in milliseconds; the plan has the most requests per second at it"""
+    """maximum time per output token in milliseconds; the batch size with the highest throughput within it is chosen"""
     weights: Annotated[str | None, Spelling("FORMATS")] = None
     """weight formats: float32, bfloat16, fp8, int8, int4, mxfp4 or nvfp4, also by part (experts=mxfp4,attention=fp8,dense=fp8,embedding=bfloat16) (default: as in the files)"""
     cache: Literal["bfloat16", "fp8", "float32"] | None = None
     """key-value cache format (default: bfloat16)"""
     graphs: bool = False
-    """decoding from CUDA graphs, as serve does on one GPU, with their memory"""
+    """plan decoding with CUDA graphs, as serve does on one GPU, with their memory, instead of eager kernels"""
     expert_slots: int | None = None
-    """number of experts of a layer on a device; others lie in host memory or on disk (default: all)"""
+    """number of experts per layer kept on each device; others are loaded from host memory or disk on demand (default: all)"""
     num_redundant_experts: int | None = None
-    """number of expert copies in each layer, so that devices that do not divide the experts can share them (default: 0)"""
+    """number of redundant expert copies per layer (EPLB), for example if devices do not divide the experts evenly (default: 0)"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
         "optim.lr" in parsed.from_file
     ):  # a run's config.json has all options, so this is not an error
         tell(
-            f"note: --optim.lr {parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates"
+            f"note: --optim.lr {parsed.config.optim.lr!r} of --config is ignored: --rates sets the learning rates"
         )
     with ready_to_train(parsed.config, verbose=parsed.options.verbose):
         from expertmesh.training.stop import NOBODY_READS

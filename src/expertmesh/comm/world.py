@@ -194,7 +194,8 @@ class World:
         )
         if self.position in cell:
             self._made.append(group)
-        return group
+        result: dist.ProcessGroup = group
+        return result
 
     def close(self) -> None:
         """Destroy the groups that this world made; its layers can no longer be used."""

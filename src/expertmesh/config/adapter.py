@@ -16,29 +16,29 @@ LEARNING_RATE = 2e-4
 
 
 class AdapterConfig(Config):
-    """Low-rank adapters, which learn in the place of the model's weights."""
+    """Low-rank adapters (LoRA), trained on frozen weights."""
 
     kind: Kind = "none"
-    """Part that learns: all weights (none), or low-rank adapters while the weights rest (lora: Hu et al. 2022)."""
+    """Trained part: all weights (none), or low-rank adapters on frozen weights (lora: Hu et al. 2022)."""
     rank: int = Field(default=16, gt=0)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
-    """Numerator of the adapters' scale alpha / rank."""
+    """LoRA alpha: adapters are scaled by alpha / rank."""
     rslora: bool = False
-    """Whether the scale is alpha / sqrt(rank)."""
+    """Whether adapters are scaled by alpha / sqrt(rank) (rsLoRA)."""
     expert_rank: int | None = Field(default=None, gt=0)
-    """Rank of the adapters of routed experts; none: rank / top_k, at least 1, so that a token meets as many numbers as elsewhere."""
+    """Rank of the adapters of routed experts; none: rank / top_k, at least 1, which gives a token the same active rank as in dense layers."""
     targets: Annotated[tuple[str, ...], Spelling("NAME")] = (
         "attention",
         "dense",
         "shared",
         "experts",
     )
-    """Matrices with adapters: attention, dense, shared, experts, head; or names of ours or peft's, such as o_proj or mlp.experts.down_proj."""
+    """Matrices with adapters: attention, dense, shared, experts, head; or module names, such as o_proj or mlp.experts.down_proj."""
     shared: bool = False
     """Whether all experts of a layer share one adapter."""
     learn_routers: bool = False
-    """Whether the routers learn too, whole, with their balance loss."""
+    """Whether the routers are trained too, in full, with the balance loss."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -93,17 +93,19 @@ class Fix(NamedTuple):
     text: str
 
 
-_is_saved: ContextVar[bool] = ContextVar("_is_saved", default=False)
+_reset: ContextVar[list[str] | None] = ContextVar("_reset", default=None)
+"""Names of options that got their defaults; None: options without effect are refused."""
 
 
 @contextmanager
-def saved_run() -> Iterator[None]:
-    """Context for validating the configuration of an existing run: options without effect get their defaults."""
-    token = _is_saved.set(True)
+def saved_run() -> Iterator[list[str]]:
+    """Context for validating the configuration of an existing run: options without effect get their defaults, and are listed."""
+    names: list[str] = []
+    token = _reset.set(names)
     try:
-        yield
+        yield names
     finally:
-        _is_saved.reset(token)
+        _reset.reset(token)
 
 
 class Config(BaseModel):
@@ -132,6 +134,9 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise first_error(error, type(self)) from None
+
+    # pydantic would call it for each section, and then all validators of the section again
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod
@@ -245,8 +250,9 @@ class Config(BaseModel):
         default, value = type(self).model_fields[name].default, getattr(self, name)
         if value == default:
             return
-        if not _is_saved.get():
+        if (reset := _reset.get()) is None:
             raise FieldError(name, value, rule, fix)
+        reset.append(name)
         object.__setattr__(self, name, default)  # frozen, and not out of its validation yet
 
     def updated(self, changes: Mapping[str, Any]) -> Self:

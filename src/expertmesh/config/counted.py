@@ -34,7 +34,8 @@ def counted(text: str, *, base: int) -> float:
             rule = "must be a number, or one with k, M, G or T such as 8k or 1.5T"
             raise FieldError((), text, rule, "write one") from None
     place = _UNITS.lower().index(found[2].lower().replace("b", "g")) + 1
-    return float(found[1]) * base**place
+    result: float = float(found[1]) * base**place
+    return result
 
 
 def _whole(value: Any) -> Any:

@@ -15,7 +15,7 @@ class DecodingConfig(Config):
     """Speculative decoding and placement of experts: options of `serve` and of `generate`."""
 
     num_draft_tokens: int = Field(default=0, ge=0, le=64)
-    """Number of draft tokens per step, from earlier text of the sequence (n-gram speculative decoding); answers stay the same; 0: no drafts."""
+    """Number of draft tokens per step for n-gram speculative decoding, which does not change the output; 0: off."""
     expert_slots: int | None = Field(default=None, gt=0)
     """Number of experts per layer kept on the device; others are loaded from disk on demand; none: all experts.
 

@@ -1,4 +1,4 @@
-"""Options of the weights that rest under adapters: how they are stored."""
+"""Options of the frozen weights under adapters: how they are stored."""
 
 from typing import Literal, Self
 
@@ -13,19 +13,19 @@ QUANTIZED = ("int8", "int4", "nf4", "fp8", "mxfp4")
 GROUPED = ("int4", "nf4")
 """Storages with a scale per group of columns."""
 IDLE_BASE = (
-    "is for weights that rest under adapters",
+    "is for frozen weights under adapters",
     f"leave it out, or give {named('adapter.kind', 'lora')}",
 )
 """Rule and fix of a storage where all weights learn."""
 
 
 class FrozenBaseConfig(Config):
-    """Storage of the weights that rest under adapters."""
+    """Storage of the frozen weights under adapters (QLoRA)."""
 
     storage: Storage = "auto"
-    """Format of resting weights: float32; bfloat16; or of the routed experts' matrices, rounded expert by expert while they are read: int8, int4, nf4, fp8, mxfp4, the others in the type of the products; auto: as the folder has them packed, else the type of the products."""
+    """Storage format of the frozen weights: float32, bfloat16, or a quantized format for routed experts (all others then have the compute dtype); auto: the folder's quantized format, else the compute dtype."""
     group_size: Literal[32, 64, 128] = 64
-    """Input columns per scale of int4 and nf4."""
+    """Group size of int4 and nf4: number of weights per scale."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

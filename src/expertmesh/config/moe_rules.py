@@ -68,13 +68,13 @@ class LayerChoices(Config):
     num_expert_groups: int = Field(default=1, gt=0)
     """Number of expert groups for group-limited (node-limited) routing; 1: no limit."""
     num_limited_groups: int = Field(default=1, gt=0)
-    """Number of groups that a token may use, with several num_expert_groups."""
+    """Number of expert groups that a token may be routed to (DeepSeek's topk_group)."""
     group_score: GroupScore = "top2_sum"
     """Score of a group: the sum of its two best scores (top2_sum, DeepSeek-V3), or the best one (max, DeepSeek-V2)."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Update rate of the bias for loss-free balancing (DeepSeek-V3); 0: no bias."""
     cosine_dim: int = Field(default=256, gt=0)
-    """Number of dimensions in which the cosine router compares tokens with experts."""
+    """Projection size of the cosine router."""
     capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """Capacity factor in training: maximum rows per expert, as a ratio of the even share; none: dropless."""
     eval_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
@@ -82,7 +82,7 @@ class LayerChoices(Config):
     min_capacity: int = Field(default=4, ge=0, lt=2**31)
     """Minimum capacity in rows per expert and routing group."""
     max_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """Upper bound on the capacity factor of training, evaluation and single calls, dropless ones among them; none: no bound."""
+    """Upper bound on the capacity factor, in training and evaluation, also if these are dropless; none: no bound."""
     drop_policy: DropPolicy = "random"
     """Tokens that an expert keeps over capacity: the first, the ones with the highest score (priority) or routing weight, or random ones."""
     routing_group_size: int | None = Field(default=None, gt=0)

@@ -61,22 +61,22 @@ LOSS_OPTIONS: dict[LossName, LossOptions] = {
 
 
 class ObjectiveConfig(Config):
-    """Objective of the run: the lesson that it takes from its data."""
+    """Training objective: language modelling, SFT, DPO or GRPO."""
 
     name: ObjectiveName = "auto"
-    """Objective: lm, the next tokens of text; sft, the tokens of the assistant's answers; dpo, preferences between pairs of answers; grpo, rewards of answers that the model writes to prompts; auto: lm or sft, as the data are."""
+    """Objective: lm, next-token prediction on text; sft, loss on assistant tokens only; dpo, preference pairs; grpo, rewards of sampled answers; auto: sft for conversations, else lm."""
     loss: LossName = "sigmoid"
-    """Loss of preferences: sigmoid (DPO), robust, ipo, hinge, apo_zero, apo_down, sigmoid_norm, or, without a reference, simpo, orpo, cpo."""
+    """Preference loss by TRL's names, sigmoid (DPO) first; simpo, orpo and cpo need no reference model."""
     beta: float | None = Field(default=None, gt=0)
-    """Factor of the rewards in preference losses; none: the loss's usual one, 0.1, or 2 for simpo."""
+    """Beta of the preference loss; none: 0.1, or 2 for simpo."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed fraction of pairs whose preference is wrong, for sigmoid (cDPO) and robust."""
+    """Label smoothing: assumed fraction of mislabelled pairs, for sigmoid (cDPO) and robust."""
     gamma: float | None = Field(default=None, ge=0)
-    """Margin of simpo between the rewards of both answers; none: 1."""
+    """Target reward margin of simpo; none: 1."""
     sft_weight: float | None = Field(default=None, ge=0)
-    """Weight of the chosen answers' cross-entropy per token beside the preference loss; none: 1 for orpo and cpo, else 0."""
+    """Weight of an additional SFT loss on the chosen answers; none: 1 for orpo and cpo, else 0."""
     reference: Reference = "start"
-    """Reference of the rewards: start, the model as the run begins, which scores all pairs once; none, no reference."""
+    """Reference model: start, the initial model, whose logprobs are computed once; none, no reference."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

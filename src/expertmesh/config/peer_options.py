@@ -73,7 +73,7 @@ _WORD = "write the folder as the first word, in the place of a recipe"
 ABSENT = {
     "assistant_only_loss": _ALWAYS_ANSWERS,
     "base_model": _WORD,
-    "bias": "leave it out: biases rest under adapters",
+    "bias": "leave it out: biases are frozen under adapters",
     "chat_template": "leave it out: the template is the folder's",
     "completion_only_loss": "give prompt and completion, whose completion alone is learned",
     "f_divergence_type": "leave it out: the divergence is the reverse KL",

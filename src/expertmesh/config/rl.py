@@ -10,48 +10,48 @@ from expertmesh.errors import named
 
 
 class RLConfig(Config):
-    """Rollouts and the policy's loss: GRPO, Dr. GRPO, DAPO, GSPO, CISPO and RLOO by their options."""
+    """Rollouts and policy loss; the options select GRPO, Dr. GRPO, DAPO, GSPO, CISPO or RLOO."""
 
     group: int = Field(default=8, ge=2, le=1024)
-    """Number of answers to each prompt, which are compared with one another."""
+    """Group size: number of answers per prompt."""
     max_tokens: int = Field(default=256, gt=0)
-    """Maximum number of tokens of an answer."""
+    """Maximum number of tokens to generate per answer."""
     updates: int = Field(default=1, gt=0)
-    """Number of optimizer steps per step of the run, each on an equal part of its prompts."""
+    """Number of optimizer steps per batch of rollouts, each on an equal share of its prompts."""
     advantage: Literal["group", "loo"] = "group"
-    """Baseline of a reward: mean of its group (group), or mean of the group's other answers (loo, RLOO)."""
+    """Baseline of the advantage: the group's mean reward (group), or the mean of the group's other answers (loo, RLOO)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """Divisor of advantages: standard deviation of the group's rewards, or of all rewards of the step; none: no divisor (Dr. GRPO)."""
+    """Normalization of advantages by the standard deviation of rewards in the group or in the batch; none: not normalized (Dr. GRPO)."""
     ratio: Literal["token", "sequence"] = "token"
-    """Importance ratio: per token, or the geometric mean over an answer (sequence, GSPO)."""
+    """Importance ratio: per token, or per sequence as the geometric mean of its tokens' ratios (GSPO)."""
     loss: Literal["clip", "cispo", "reinforce"] = "clip"
-    """Loss of a token: clipped surrogate (clip), log-probability weighted by the capped ratio (cispo), or without a ratio (reinforce)."""
+    """Policy loss: PPO's clipped surrogate (clip), log-probability times the capped ratio (cispo), or without a ratio (reinforce)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Lower clip range: ratios below 1 - clip_low give no gradient for negative advantages."""
+    """Lower clip epsilon of the importance ratio."""
     clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip range: ratios above 1 + clip_high give no gradient for positive advantages."""
+    """Upper clip epsilon of the importance ratio."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Upper bound of ratios for negative advantages (dual-clip PPO); none: no bound."""
     cispo_cap: float = Field(default=5.0, gt=0)
     """Upper bound of ratios, with loss cispo."""
     average: Literal["token", "sequence", "constant"] = "token"
-    """Average of token losses: over the step's tokens, over answers of their means (sequence), or over answers x max_tokens (constant, Dr. GRPO)."""
+    """Loss aggregation: mean over all tokens (token), mean over answers of each answer's mean (sequence), or sum divided by answers x max_tokens (constant, Dr. GRPO)."""
     kl_beta: float = Field(default=0.0, ge=0)
-    """Weight, beside the loss of a token, of the KL divergence to the model as the run begins; 0: no reference."""
+    """Coefficient of the KL penalty to the initial model; 0: no reference model."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy in nats that is subtracted from the loss of a token."""
+    """Coefficient of the entropy bonus."""
     mask_cut: bool = False
-    """Whether answers that max_tokens cut off are not learned."""
+    """Whether answers truncated at max_tokens are masked out of the loss."""
     soft_length: int | None = Field(default=None, gt=0)
-    """Number of last tokens before max_tokens over which a penalty rises from 0 to 1; none: no penalty (DAPO's soft overlong punishment)."""
+    """Number of tokens before max_tokens over which DAPO's soft overlong penalty rises from 0 to 1; none: no penalty."""
     exact: bool = True
-    """Whether rollouts and training compute the same bits, which is checked in every step; needs batch-invariant arithmetic."""
+    """Whether rollouts and training have bitwise equal logprobs, which every step checks; needs batch-invariant arithmetic."""
     replay_routing: bool = True
     """Whether training replays the experts that rollouts chose, with exact off."""
     correction: Literal["none", "token_truncate", "sequence_mask"] = "none"
-    """Correction of the mismatch of rollouts and training, with exact off: importance weights of tokens, capped, or a mask of answers."""
+    """Correction of the mismatch between rollouts and training, with exact off: truncated importance weights per token (token_truncate), or a mask of whole answers (sequence_mask)."""
     correction_cap: float = Field(default=2.0, gt=1)
-    """Bound C of the correction: weights are at most C (token_truncate), or answers outside 1/C ... C are not learned (sequence_mask)."""
+    """Bound C of the correction: weights are at most C (token_truncate), or answers with a ratio outside 1/C ... C are masked (sequence_mask)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -85,9 +85,9 @@ class RewardConfig(Config):
     """Reward functions of reinforcement learning."""
 
     functions: Annotated[tuple[str, ...], Spelling("FILE:NAME")] = ()
-    """Reward functions with TRL's signature: FILE.py:NAME or package.module:NAME, or exact or number; also with a weight, FILE.py:NAME:0.5."""
+    """Reward functions with TRL's signature, as FILE.py:NAME or package.module:NAME, or the built-in exact or number; with a weight: FILE.py:NAME:0.5."""
     timeout: float = Field(default=60.0, gt=0)
-    """Maximum seconds of a call of the reward functions."""
+    """Timeout in seconds of each call of a reward function."""
 
 
 def check_rl(run: Any) -> None:

@@ -89,7 +89,7 @@ class OptimConfig(Config):
     warmup_steps: int = Field(default=50, ge=0)
     """Number of linear warm-up steps."""
     warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
-    """Linear warm-up as a share of the schedule's steps; none: warmup_steps."""
+    """Warm-up as a fraction of the schedule's steps; none: warmup_steps."""
     schedule_steps: int | None = Field(default=None, gt=0)
     """Length of the schedule in steps, if training spans several runs; none: train.steps."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
@@ -147,7 +147,7 @@ class TrainConfig(Config):
     steps: int = Field(default=1000, gt=0)
     """Number of optimizer steps."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the training samples, fractions included, in place of steps; the last step is filled up; none: steps."""
+    """Number of epochs, may be fractional, in place of steps; rounded up to a whole batch; none: steps."""
     batch_size: int = Field(default=16, gt=0)
     """Global batch size: sequences (or other samples) per optimizer step."""
     micro_batch_size: int | None = Field(default=None, gt=0)
@@ -163,19 +163,19 @@ class TrainConfig(Config):
     dtype: Dtype = "auto"
     """Compute precision; auto: bfloat16 if the GPU supports it or AMX pays off at this model size, else float32; saved with the run."""
     init_from: Annotated[str | None, Spelling("RUN")] = None
-    """Run whose newest weights, model options and tokenizer are the start of this one, for example a converted model; none: random weights."""
+    """Run to initialize from: its newest weights, model options and tokenizer; none: random weights."""
     branch_from: Annotated[str | None, Spelling("RUN")] = None
-    """Run with optim.schedule=wsd to branch from, at its checkpoint of the step where this run's decay begins; none: no branch."""
+    """Run to branch from, trained with optim.schedule=wsd: this run continues its checkpoint of the step where its own decay begins; none: no branch."""
     freeze: tuple[Frozen, ...] = ()
     """Frozen parts of the MoE layers; useful with init_from."""
     resume: Resume = "never"
-    """Resume from the newest intact checkpoint; auto: if there is one; required: or fail; never: the run directory must be new."""
+    """Resuming: auto, from the newest intact checkpoint if there is one; required, fail without a checkpoint; never, the run directory must be new."""
     checkpoint_every: int = Field(default=200, gt=0)
     """Number of steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(default=2, gt=0)
     """Number of newest checkpoints to keep, besides the best."""
     keep_every: int | None = Field(default=None, gt=0)
-    """Interval in steps of checkpoints that are kept for good, a multiple of checkpoint_every; none: no others are kept."""
+    """Number of steps between checkpoints that are never removed, a multiple of checkpoint_every; none: only keep_last and the best."""
     eval_every: int = Field(default=100, gt=0)
     """Number of steps between evaluations; the first and the last step are always evaluated."""
     eval_batches: int = Field(default=16, gt=0)
@@ -187,11 +187,11 @@ class TrainConfig(Config):
     log_every: int | None = Field(default=None, gt=0)
     """Number of steps between progress lines if not on a terminal; metrics.jsonl has every step; none: 40 lines per run."""
     max_time: float | None = Field(default=None, gt=0)
-    """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves and stops, to be resumed; none: no limit."""
+    """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves a checkpoint and stops; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
-    """Number of consecutive evaluations that are no better than the best, by best_by, after which the run stops (early stopping); none: no early stopping."""
+    """Early stopping: number of consecutive evaluations without improvement of best_by; none: no early stopping."""
     best_by: str = "loss"
-    """Measure of the evaluations that decides which checkpoint is the best: loss, or another of the family (bits_per_byte, accuracy); of accuracies and rewards more is better."""
+    """Evaluation metric that selects the best checkpoint, for example loss, bits_per_byte or accuracy; accuracies and rewards are maximized, others minimized."""
     sample_every: int | None = Field(default=None, gt=0)
     """Number of steps between samples, which are printed and written to samples.jsonl: answers to the first validation prompts; none: no samples."""
     tensorboard: bool = True
@@ -282,7 +282,7 @@ class ServingDegrees(SlicesConfig):
     es_degree: int | None = Field(default=None, gt=0)
     """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: as few as possible."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout in seconds of a collective that some rank does not join."""
+    """Timeout of a collective in seconds."""
 
 
 class ParallelConfig(ServingDegrees):
@@ -297,7 +297,7 @@ class ParallelConfig(ServingDegrees):
     dp_replicate_degree: int = Field(default=1, gt=0)
     """Number of model replicas (HSDP), each sharded over ranks / dp_replicate_degree."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
-    """Number of ranks over which a replica's parameters are sharded; none: all that dp_replicate_degree leaves."""
+    """Number of ranks over which a replica's parameters are sharded (FSDP); none: number of ranks / dp_replicate_degree."""
     route_degree: int | None = Field(default=None, gt=0)
     """Number of ranks per expert-parallel all-to-all group; across groups, expert weights are sharded and gathered; 1: no dispatch; none: all ranks."""
     overlap_degree: int = Field(default=1, gt=0)
@@ -309,11 +309,11 @@ class ParallelConfig(ServingDegrees):
     dispatch_dtype: DispatchDtype = "same"
     """Dtype of dispatched tokens: their own (same), or 8 bits with a scale for every 128 elements."""
     replicated_experts: int = Field(default=0, ge=0)
-    """Number of hot experts per layer, those with most tokens in the last step, whose weights are sent to the tokens' ranks."""
+    """Number of hot experts per layer, by tokens of the last step, whose weights are replicated instead of dispatching their tokens."""
     adaptive: bool = False
     """Whether route_degree, overlap_degree, all_to_all and replicated_experts are tuned per layer and load; options set explicitly are not tuned."""
     bind: Bind = "auto"
-    """CPU binding: auto binds each rank to the cores of one NUMA node, unless the launcher has bound it; off."""
+    """CPU binding: auto, each rank to the cores of one NUMA node unless the launcher has bound it; off, no binding."""
     expert_order: ExpertOrder = "slices_inner"
     """Placement on consecutive ranks: slices of the same experts (slices_inner), or different experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
@@ -378,15 +378,15 @@ class DistillConfig(Config):
     """Knowledge distillation from a teacher (Hinton et al. 2015), staged as in Mixture-of-Students."""
 
     teacher: Annotated[str | None, Spelling("RUN")] = None
-    """Run of the teacher, of the same family, vocabulary and data; none: no distillation."""
+    """Run of the teacher, with the same family, vocabulary and data; none: no distillation."""
     beta: float = Field(default=1.0, gt=0)
-    """Weight of the divergence from the teacher's predictions, relative to the loss of the data."""
+    """Weight of the KL divergence from the teacher, relative to the data loss."""
     temperature: float = Field(default=1.0, gt=0)
     """Distillation temperature: divisor of both models' logits; the divergence is multiplied by its square."""
     until: float = Field(default=1.0, gt=0, le=1)
     """Fraction of the schedule's steps with distillation."""
     decay: Literal["stop", "linear"] = "stop"
-    """Weight over the steps of distillation: constant (stop), or linear decay to zero (linear)."""
+    """Schedule of the weight: constant until distillation stops (stop), or linear decay to zero (linear)."""
     init_from_teacher: bool = False
     """Whether layers start from the teacher's weights, each from the nearest layer of the same shapes."""
 
@@ -445,9 +445,10 @@ class RunConfig(Config):
         Raises:
             ConfigError: A name is unknown or a value breaks a rule.
         """
-        with saved_run():
+        with saved_run() as reset:
             fitting = super().updated(changes)
-        return super(RunConfig, fitting).updated(changes)
+        # options that are changed and have no effect are refused
+        return super(RunConfig, fitting).updated(changes) if reset else fitting
 
     @property
     def routers_rest(self) -> bool:
@@ -582,12 +583,14 @@ def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[
     Raises:
         ConfigError: a name is unknown or a value breaks a rule.
     """
-    given = with_usual(changes, begins_with=default.train.init_from)
-    changes = {**_without_the_other(default, changes), **with_learning_rate(given)}
+    usual = with_usual(changes, begins_with=default.train.init_from)
+    changes = {**_without_the_other(default, changes), **with_learning_rate(usual)}
     warmup = default.optim.warmup_steps
     own = {"optim", "optim.warmup_steps", "optim.warmup_ratio"}
-    if own & changes.keys() or default.optim.warmup_ratio is not None:
-        return dict(changes)
+    lengths = {"train", "train.steps", "optim.schedule_steps"}
+    given = changes.keys()
+    if own & given or default.optim.warmup_ratio is not None or not lengths & given:
+        return changes
     steps = default.updated({**changes, "optim.warmup_steps": 0}).total_schedule_steps
     if warmup > steps:
         warmup = warmup * steps // default.total_schedule_steps

@@ -165,7 +165,7 @@ class SamplingParams(Config):
         ]
         | None
     ) = None
-    """Texts of which the answer is one; needs the extra `json`; none: any text."""
+    """Allowed answers: the answer is exactly one of these texts; needs the extra `json`; none: any text."""
     regex: Annotated[
         Whole | None, must("be a regular expression", "give a text of a character or more")
     ] = None
@@ -178,7 +178,7 @@ class SamplingParams(Config):
     kept_special_ids: Annotated[
         tuple[TokenId, ...], must("be a list of token ids", "for example [13]")
     ] = ()
-    """Special tokens whose names are part of the answer's text, such as the marks of calls; others are left out of it."""
+    """Ids of special tokens that are kept in the answer's text, such as markers of tool calls; others are skipped."""
 
     @field_validator("*", mode="before")
     @classmethod

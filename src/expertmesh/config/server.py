@@ -25,21 +25,21 @@ class ServerConfig(Config):
     adapter: Annotated[tuple[str, ...], Spelling("NAME=DIR")] = ()
     """Low-rank adapters in peft's format, each as NAME=DIR; the field `model` of a request selects one; none: no adapter."""
     adapter_root: Annotated[str | None, Spelling("DIR")] = None
-    """Folder below which `/v1/load_lora_adapter` may read adapters; none: the adapters stay as they are."""
+    """Folder below which `/v1/load_lora_adapter` may read adapters; none: no adapters are loaded at run time."""
     api_key_file: Annotated[str | None, Spelling("FILE")] = None
     """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: the environment's key (EXPERTMESH_API_KEY), or no key is needed."""
     without_key: bool = False
     """Let other machines connect without an API key."""
     allow_host: Annotated[tuple[str, ...], Spelling("NAME")] = ()
-    """Names of this machine, besides localhost, in requests to a server without keys, for example host.docker.internal."""
+    """Host names that clients may use besides localhost, if the server has no API key, for example host.docker.internal."""
     allow_origin: Annotated[tuple[str, ...], Spelling("ORIGIN")] = ()
     """Origins of web pages that may use the server (CORS), for example https://chat.example.org; none: only the server's own page."""
     tool_call_parser: Annotated[str | None, Spelling("NAME")] = None
-    """Format of calls of tools in answers, as vLLM names them (hermes, qwen3_coder, openai, ...; "none": calls stay text); none: the one that the chat template shows."""
+    """Tool-call parser by vLLM's name (hermes, qwen3_coder, openai, ...); "none": tool calls stay in the text; none: detected from the chat template."""
     reasoning_parser: Annotated[str | None, Spelling("NAME")] = None
-    """Format of thoughts in answers, likewise (deepseek_r1, openai_gptoss, ...; "none": thoughts stay text); none: the one that the chat template shows."""
+    """Reasoning parser by vLLM's name (deepseek_r1, openai_gptoss, ...); "none": reasoning stays in the text; none: detected from the chat template."""
     max_waiting: int = Field(default=256, ge=0)
-    """Maximum number of waiting answers (n per request), besides running ones; beyond it requests get status 429 with Retry-After."""
+    """Maximum number of queued answers (a request with n counts n times); further requests get status 429 with Retry-After."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
     """Maximum size of a request in bytes."""
     max_answer: int | None = Field(default=None, ge=1)
@@ -47,11 +47,11 @@ class ServerConfig(Config):
     max_n: int = Field(default=128, ge=1, le=128)
     """Maximum number of answers per prompt (n of a request)."""
     max_logprobs: int = Field(default=20, ge=0, le=20)
-    """Maximum number of most likely tokens whose logprobs a request may ask for."""
+    """Maximum number of top logprobs that a request may ask for."""
     idle_s: float = Field(default=30.0, gt=0)
-    """Timeout in seconds for receiving a request, and for the next request on an open connection."""
+    """Timeout in seconds for receiving a request, and for idle keep-alive connections."""
     drain_s: float = Field(default=300.0, ge=0)
-    """Time limit in seconds for running answers after SIGTERM."""
+    """Time in seconds that running answers have to finish after SIGTERM."""
     access_log: bool = False
     """Whether each request is logged on standard error."""
 

@@ -23,7 +23,7 @@ class TextConfig(Config):
     column: Annotated[str | None, Spelling("NAME")] = None
     """Field or column with the text or the list of messages; none: text, or a known conversation format."""
     tokenizer: Annotated[str | None, Spelling("FILE")] = None
-    """tokenizer.json with which Megatron .bin/.idx data were encoded; none: text data."""
+    """tokenizer.json of pretokenized Megatron .bin/.idx data; none: text data."""
     dataset: Annotated[str | None, Spelling("NAME")] = None
     """Name of a Hugging Face dataset, whose text is in data.column; needs the extra `train`; none: data.path."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
@@ -33,13 +33,13 @@ class TextConfig(Config):
     seq_len: int = Field(default=256, gt=0)
     """Sequence length in training, in tokens; at most model.max_seq_len."""
     completions: Completions = "chat"
-    """Form of records of prompt and completion: chat, a turn of the user and one of the assistant; or text, of which the completion and its end are learned, without a chat template."""
+    """Form of prompt-completion records: chat, a user and an assistant turn of the chat template; text, plain text with the loss on the completion and EOS."""
     document_mask: bool = False
     """Whether attention is limited to a token's own document."""
     pack: bool = False
-    """Whether conversations are packed, several per sequence, each attending to itself only."""
+    """Whether several conversations are packed per sequence, without attention across them."""
     encode_with: Annotated[str | None, Spelling("FILE")] = None
-    """Byte-level or SentencePiece-like tokenizer.json that encodes the text; none: a tokenizer is learned from the corpus."""
+    """tokenizer.json that encodes the text (byte-level or SentencePiece); none: a tokenizer is trained on the corpus."""
     cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Cache folder for tokenizers and token shards; none: the user's cache folder."""
 

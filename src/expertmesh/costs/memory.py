@@ -61,10 +61,11 @@ class PeakMemory:
     def live_bytes(self) -> float:
         """Bytes of tensors, as `torch.cuda.max_memory_allocated` shows them."""
         beside = {"communication", "allowance"}
-        return (
+        result: float = (
             sum(getattr(self, f"{name}_bytes") for name in _WORDS.keys() - beside)
             - self.reused_bytes
         )
+        return result
 
     @property
     def device_bytes(self) -> float:

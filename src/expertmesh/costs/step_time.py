@@ -176,7 +176,8 @@ class StepSeconds:
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        result: float = sum(getattr(self, field.name) for field in fields(self))
+        return result
 
 
 def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster) -> RawStep:

@@ -87,4 +87,5 @@ def _trigrams(documents: list[bytes]) -> np.ndarray:
     keep = np.ones(len(which), dtype=bool)
     keep[ends - 2] = False
     keep[ends - 1] = False
-    return which[keep]
+    result: np.ndarray = which[keep]
+    return result

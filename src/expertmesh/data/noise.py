@@ -78,4 +78,5 @@ def add_noise(
         is_masked[start : start + (int(taken[0]) if len(taken) else length)] = True
         is_start[start] = True
     found = np.where(is_start, mask_id, tokens_N)
-    return found[~is_masked | is_start]
+    result: np.ndarray = found[~is_masked | is_start]
+    return result

@@ -33,7 +33,7 @@ def why_not(model: Any) -> str | None:
         return None
     bound = model.config.moe.max_capacity_factor
     if bound is not None:
-        return f"max_capacity_factor={bound}: experts drop tokens by what else is in a step; serve a model without a bound"
+        return f"max_capacity_factor={bound}: dropped tokens would depend on the rest of the batch; serve a model without a bound"
     if model.config.moe.router == "expert_choice":
         return "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve another router"
     return None
@@ -80,7 +80,7 @@ def check_mode(model: Any) -> None:
     """Raise ConfigError if the model is in training mode."""
     if model.training:
         raise ConfigError(
-            "the model is in training mode: the engine would drop and draw; call model.eval()"
+            "the model is in training mode: dropout and router noise would be active; call model.eval()"
         )
 
 

@@ -76,7 +76,11 @@ def check_run(
         CheckpointError: a file, or an option of the model, is of another run.
     """
     saved = state.get("config")
-    if isinstance(saved, Mapping) and saved.get("family", family.name) == family.name:
+    if (
+        isinstance(saved, Mapping)
+        and saved.get("family", family.name) == family.name
+        and saved.get("model") != values.get("model")
+    ):
         before, now = (_model_of(found, family) for found in (saved, values))
         for name in {**before, **now} if before and now else ():
             if name not in family.free and before.get(name) != now.get(name):

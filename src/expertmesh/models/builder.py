@@ -91,6 +91,7 @@ class ModelBuilder(ABC):
         dtype: torch.dtype,
         offload: bool = False,
         is_read_next: bool = False,
+        in_huge_pages: bool = True,
     ) -> nn.Module:
         """The model with its initial weights, spread over ranks.
 
@@ -103,12 +104,15 @@ class ModelBuilder(ABC):
             offload: whether parameters are kept in host memory.
             is_read_next: whether all weights are read next, for inference: none are drawn where none need be, and large ones get
                 huge pages.
+            in_huge_pages: whether they may.
         """
         home, is_empty = "cpu" if offload else device, self.is_built_empty
         model = self._adapted(device="meta" if is_empty else home, dtype=dtype)
         spread(model)
         if is_empty:
-            give_memory(model, device=device, offload=offload, in_huge_pages=is_read_next)
+            give_memory(
+                model, device=device, offload=offload, in_huge_pages=is_read_next and in_huge_pages
+            )
             if not is_read_next:
                 cast(Any, model).init_weights(self.config.train.seed)
         return model

@@ -101,7 +101,8 @@ class MoEBlock(nn.Module):
         collected = _collected.get()
         if collected is not None:
             collected.layers.append(stats)
-        return y
+        result: Tensor = y
+        return result
 
 
 def upcycle(

@@ -114,7 +114,8 @@ def _resizable(model: Any) -> LanguageModel:
             raise ConfigError(
                 f"{name} is spread over ranks already; add tokens first, then spread the model"
             )
-    return model
+    result: LanguageModel = model
+    return result
 
 
 @torch.no_grad()

@@ -152,7 +152,8 @@ def _check_options(way: Any) -> DispatchOptions:
     """Raise ConfigError unless these are the options of a call."""
     fix = "give em.DispatchOptions(route_degree=...)"
     check_type("dispatch", way, DispatchOptions, "a DispatchOptions", fix)
-    return way
+    result: DispatchOptions = way
+    return result
 
 
 def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) -> DispatchOptions:

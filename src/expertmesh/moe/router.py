@@ -25,7 +25,8 @@ class _FullPrecisionModule(nn.Module):
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "_FullPrecisionModule":
-        return super()._apply(keep_full_precision(fn), recurse)
+        result: _FullPrecisionModule = super()._apply(keep_full_precision(fn), recurse)
+        return result
 
 
 def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

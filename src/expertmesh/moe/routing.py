@@ -61,7 +61,8 @@ def route(router: nn.Module, call: LayerCall) -> Routing:
 def _run_router(router: nn.Module, call: LayerCall) -> Tensor | Routing:
     x_TD = _add_router_input_noise(call)
     if call.options.router_kind != "module":
-        return router(x_TD)
+        result: Tensor | Routing = router(x_TD)
+        return result
     T, E = call.x_TD.shape[0], call.options.num_experts
     # torch.compile wraps a module; the signature is that of the module inside
     names = inspect.signature(getattr(router, "_orig_mod", router).forward).parameters

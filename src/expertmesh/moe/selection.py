@@ -72,7 +72,8 @@ def _limit_groups(selection_TE: Tensor, options: LayerOptions) -> Tensor:
     best = grouped_TXE.topk(min(count, grouped_TXE.shape[-1]), dim=-1).values.sum(-1)
     groups = best.topk(options.num_limited_groups, dim=-1).indices
     allowed_TX = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
-    return grouped_TXE.masked_fill(~allowed_TX[..., None], -math.inf).flatten(-2)
+    result: Tensor = grouped_TXE.masked_fill(~allowed_TX[..., None], -math.inf).flatten(-2)
+    return result
 
 
 def selection_scores(
@@ -175,7 +176,8 @@ def chosen_probability(logits_TE: Tensor, noisy_TE: Tensor, top_k: int, std: flo
     best = noisy_TE.topk(top_k + 1, dim=-1).values
     is_chosen = noisy_TE > best[:, top_k:]
     threshold = torch.where(is_chosen, best[:, top_k:], best[:, top_k - 1 : top_k])
-    return torch.special.ndtr((logits_TE - threshold) / std)
+    result: Tensor = torch.special.ndtr((logits_TE - threshold) / std)
+    return result
 
 
 def choose_by_expert(
@@ -266,7 +268,8 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
     steps_E = torch.where(is_coprime_E, b_E, num_experts + 1).sort().values
     step_T = steps_E[words[:, 1] % num_steps]
     j = torch.arange(top_k, device=ids.device)
-    return (words[:, :1] + j * step_T[:, None]) % num_experts
+    result: Tensor = (words[:, :1] + j * step_T[:, None]) % num_experts
+    return result
 
 
 def choose_by_hash(

@@ -128,7 +128,8 @@ class Ranks:
         done, value = answer[0]
         if not done:
             raise PeerError(f"{value} (rank 0)")
-        return value
+        result: T = value
+        return result
 
     def on_all(self, function: Callable[[], T]) -> T:
         """Run a function on every rank, and report a failure to all before any continues.
@@ -148,7 +149,8 @@ class Ranks:
         reasons = self.gather(None if error is None else text_of(error))
         first = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
         if first is None:
-            return value
+            result: T = value
+            return result
         if error is not None and first == self.position:
             raise error
         raise PeerError(f"{reasons[first]} (rank {first})") from error

@@ -1,4 +1,4 @@
-"""The model to plan, fine-tuned: as `expertmesh train FOLDER` does it, all of its weights or adapters on a resting base."""
+"""The model to plan, fine-tuned: as `expertmesh train FOLDER` does it, all of its weights or adapters on frozen weights."""
 
 import shlex
 from collections.abc import Mapping, Sequence

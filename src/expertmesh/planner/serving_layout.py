@@ -66,7 +66,8 @@ class TokenSeconds:
     @property
     def total_s(self) -> float:
         """Seconds of a step, one token of every sequence."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        result: float = sum(getattr(self, f.name) for f in fields(self))
+        return result
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ class Serving:
         if not here:
             return 0.0
         untouched = 1 - block.rows_per_token / self.experts_held(block)
-        return here * (1 - untouched**self.routed_batch)
+        result: float = here * (1 - untouched**self.routed_batch)
+        return result
 
     def _held(self, block: LayerSizes) -> float:
         here = self.experts_here(block)

@@ -23,9 +23,9 @@ def with_whole_paths(config: RunConfig) -> RunConfig:
     Names that are no paths, such as names of known data, stay.
     """
     cache = getattr(config.data, "cache_dir", None)
-    if cache is not None:  # made where it is not there
-        config = config.updated({"data.cache_dir": str(expanded(cache).absolute())})
-    return _below(config, Path.cwd())
+    made = {} if cache is None else {"data.cache_dir": str(expanded(cache).absolute())}
+    changes = _wholes(config, Path.cwd()) | made  # the cache is made where it is not there
+    return config.updated(changes) if changes else config
 
 
 def with_data(run: Run, given: Sequence[str] | None = None) -> Run:
@@ -41,14 +41,14 @@ def with_data(run: Run, given: Sequence[str] | None = None) -> Run:
         path = given[0] if one else tuple(given)
         return replace(run, config=run.config.updated({"data.path": path}))
     parts, own = expanded(run.config.train.run_dir).parts, run.path.absolute().parts
-    config = _below(run.config, Path.cwd())
+    changes = _wholes(run.config, Path.cwd())
     if own[-len(parts) :] == parts:
-        config = _below(config, Path(*own[: -len(parts)]))
-    return replace(run, config=config)
+        changes = _wholes(run.config, Path(*own[: -len(parts)])) | changes
+    return replace(run, config=run.config.updated(changes)) if changes else run
 
 
-def _below(config: RunConfig, base: Path) -> RunConfig:
-    """The configuration with whole paths wherever something is there below a folder."""
+def _wholes(config: RunConfig, base: Path) -> dict[str, object]:
+    """Changes to a configuration: whole paths wherever something is there below a folder."""
     changes: dict[str, object] = {}
     for name in _NAMES:
         section, _, field = name.partition(".")
@@ -61,7 +61,7 @@ def _below(config: RunConfig, base: Path) -> RunConfig:
             continue
         if found != value:
             changes[name] = found
-    return config.updated(changes) if changes else config
+    return changes
 
 
 def _whole(text: str, base: Path) -> str:

@@ -5,7 +5,7 @@ only the weights, by `Run.load_into`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 from expertmesh.models.task import Task
 from expertmesh.moe.layer import grouped_layers
-from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.serving import as_plain
@@ -120,57 +119,18 @@ def open_model(
         CheckpointError: there are no usable weights, or no tokenizer.
         PeerError: another rank failed.
     """
-    ranks = Ranks() if ranks is None else ranks
-
-    def find() -> tuple[Run, Tokenizer | None, torch.device]:
-        run = source if isinstance(source, Run) else find_model(source, family)
-        run.check_whole()
-        has_text = run.family.generates_text or TOKENIZER in run.family.files
-        tokenizer = run.load_tokenizer() if has_text and not is_placed else None
-        return run, tokenizer, device_of(run, device)
-
-    sought, tokenizer, place = ranks.on_all(find)
-    run = sought.with_weights(ranks)
-
-    def trained() -> Arithmetic | None:
-        found = None if run.is_hub else trained_precision(run.arithmetic, run.config.train, place)
-        return None if found is None else found.arithmetic
-
-    known = ranks.on_rank0(trained)
-
-    def build() -> LoadedModel:
-        weights = run.open_weights(dtype)
-        used = _precision_of(weights, dtype, place, known)
-        if isinstance(weights, PackedExperts) or slots is not None:
-            return _open_empty(
-                run,
-                weights,
-                tokenizer,
-                used,
-                ranks,
-                slots=slots,
-                share=share,
-                for_autocast=for_autocast,
-            )
-        task: Task = run.family.open_task(_told(run, tokenizer))
-        check_weights(run.family, run.config, used.device, num_ranks=ranks.size)
-        if is_placed:
-            task.builder.check(ranks.size)
-            model = task.builder.place(device=used.device, dtype=used.master_dtype, ranks=ranks)
-        else:
-            spread, world = share, ranks.world
-            if share is None and world is not None:
-
-                def spread(model: nn.Module) -> None:
-                    spread_for_inference(model, world, es_degree=es_degree)
-
-            model = _built(task, used, spread, for_autocast=for_autocast)
-        read_into(weights, model.state_dict())
-        if share is not None:
-            as_plain(model)
-        return LoadedModel(run, task, model.eval(), tokenizer, used, ranks)
-
-    return ranks.on_all(build)
+    plan = _OpenPlan(
+        Ranks() if ranks is None else ranks,
+        dtype=dtype,
+        es_degree=es_degree,
+        for_autocast=for_autocast,
+        is_placed=is_placed,
+        slots=slots,
+        share=share,
+    )
+    plan.ranks.on_all(lambda: _resolve(plan, source, family, device))
+    _check(plan)
+    return plan.ranks.on_all(lambda: _build(_open(plan)))
 
 
 @dataclass(frozen=True)
@@ -181,51 +141,110 @@ class Slots:
     fetch_ahead: bool | None = None
 
 
-def _open_empty(
-    run: Run,
-    weights: TensorSource,
-    tokenizer: Tokenizer | None,
-    precision: Precision,
-    ranks: Ranks,
-    *,
-    slots: Slots | None,
-    share: Callable[[nn.Module], object] | None,
-    for_autocast: bool,
-) -> LoadedModel:
-    """Open a model with quantised experts or experts in slots, without memory for their full matrices."""
-    what = "quantised" if isinstance(weights, PackedExperts) else "given expert slots"
-    if ranks.size > 1 and share is None:
+@dataclass
+class _OpenPlan:
+    """Arguments of a call of `open_model`, and what its steps find."""
+
+    ranks: Ranks
+    dtype: torch.dtype | None
+    es_degree: int | None
+    for_autocast: bool
+    is_placed: bool
+    slots: Slots | None
+    share: Callable[[nn.Module], object] | None
+    run: Run = field(init=False)
+    tokenizer: Tokenizer | None = field(init=False)
+    device: torch.device = field(init=False)
+    trained: Arithmetic | None = field(init=False)
+    """Arithmetic of the run's training; None: not recorded, or a hub folder."""
+    weights: TensorSource = field(init=False)
+    precision: Precision = field(init=False)
+    task: Task = field(init=False)
+
+
+def _resolve(
+    plan: _OpenPlan,
+    source: str | Path | Run,
+    family: Family | None,
+    device: str | torch.device | None,
+) -> None:
+    """Find the folder, its tokenizer and the device."""
+    run = source if isinstance(source, Run) else find_model(source, family)
+    run.check_whole()
+    has_text = run.family.generates_text or TOKENIZER in run.family.files
+    plan.run, plan.device = run, device_of(run, device)
+    plan.tokenizer = run.load_tokenizer() if has_text and not plan.is_placed else None
+
+
+def _check(plan: _OpenPlan) -> None:
+    """Choose the newest undamaged checkpoint, and read how it was trained."""
+    plan.run = run = plan.run.with_weights(plan.ranks)
+
+    def trained() -> Arithmetic | None:
+        known = run.config.train
+        found = None if run.is_hub else trained_precision(run.arithmetic, known, plan.device)
+        return None if found is None else found.arithmetic
+
+    plan.trained = plan.ranks.on_rank0(trained)
+
+
+def _open(plan: _OpenPlan) -> _OpenPlan:
+    """Open the weights, whose types give the precision, and check that their model fits the machine and the ranks."""
+    run, ranks = plan.run, plan.ranks
+    plan.weights = run.open_weights(plan.dtype)
+    plan.precision = _precision_of(plan.weights, plan.dtype, plan.device, plan.trained)
+    is_packed = isinstance(plan.weights, PackedExperts)
+    if (is_packed or plan.slots is not None) and ranks.size > 1 and plan.share is None:
         raise ConfigError(
-            f"{run.path}: is {what}, and ranks share such experts in an engine; give em.Engine(..., parallel=), or open the model as it"
-            " was trained"
+            f"{run.path}: is {'quantised' if is_packed else 'given expert slots'}, and ranks share such experts in an engine; give"
+            " em.Engine(..., parallel=), or open the model as it was trained"
         )
-    task: Task = run.family.open_task(_told(run, tokenizer))
-    model = task.builder.build(device=torch.device("meta"), dtype=precision.master_dtype)
-    if for_autocast:
-        _keep_narrow(model, precision)
-    if isinstance(weights, PackedExperts):
-        put_quantized(model, weights)
-    if share is not None:
-        share(model)
-    if slots is not None:
+    plan.task = run.family.open_task(_with_told_ids(run, plan.tokenizer))
+    if not is_packed and plan.slots is None:
+        check_weights(run.family, run.config, plan.device, num_ranks=ranks.size)
+    if plan.is_placed:
+        plan.task.builder.check(ranks.size)
+    return plan
+
+
+def _build(plan: _OpenPlan) -> LoadedModel:
+    """The model with its weights."""
+    builder, used, ranks = plan.task.builder, plan.precision, plan.ranks
+    if plan.is_placed:
+        model = builder.place(device=used.device, dtype=used.master_dtype, ranks=ranks)
+    else:
+        model = builder.build_spread(
+            lambda model: _prepare(model, plan),
+            device=used.device,
+            dtype=used.master_dtype,
+            is_read_next=True,
+            in_huge_pages=plan.slots is None,
+        )
+    read_into(plan.weights, model.state_dict())
+    if plan.share is not None:
+        as_plain(model)
+    return LoadedModel(plan.run, plan.task, model.eval(), plan.tokenizer, used, ranks)
+
+
+def _prepare(model: nn.Module, plan: _OpenPlan) -> None:
+    """Give a model without memory its formats, and cut it for the ranks."""
+    if plan.for_autocast:  # experts in the type that autocast casts them to
+        for _, _, experts in grouped_layers(model):
+            experts.to(plan.precision.compute_dtype)
+    if isinstance(plan.weights, PackedExperts):
+        put_quantized(model, plan.weights)
+    if plan.share is not None:
+        plan.share(model)
+    elif plan.ranks.world is not None:
+        spread_for_inference(model, plan.ranks.world, es_degree=plan.es_degree)
+    if plan.slots is not None:
         put_slots(
             model,
-            weights,
-            num_slots=slots.count,
-            fetch_ahead=slots.fetch_ahead,
-            device=precision.device,
+            plan.weights,
+            num_slots=plan.slots.count,
+            fetch_ahead=plan.slots.fetch_ahead,
+            device=plan.device,
         )
-    give_memory(model, device=precision.device, in_huge_pages=slots is None)
-    read_into(weights, model.state_dict())
-    if share is not None:
-        as_plain(model)
-    return LoadedModel(run, task, model.eval(), tokenizer, precision, ranks)
-
-
-def _keep_narrow(model: nn.Module, precision: Precision) -> None:
-    """Keep experts in the type that autocast casts them to."""
-    for _, _, experts in grouped_layers(model):
-        experts.to(precision.compute_dtype)
 
 
 def device_of(run: Run, device: str | torch.device | None) -> torch.device:
@@ -242,27 +261,7 @@ def device_of(run: Run, device: str | torch.device | None) -> torch.device:
     return resolve_device(name, option="device")
 
 
-def _built(
-    task: Task,
-    precision: Precision,
-    spread: Callable[[nn.Module], object] | None,
-    *,
-    for_autocast: bool,
-) -> nn.Module:
-    """The model, spread over the ranks by `spread`; all of its weights are read next."""
-
-    def prepare(model: nn.Module) -> None:
-        if for_autocast:
-            _keep_narrow(model, precision)
-        if spread is not None:
-            spread(model)
-
-    return task.builder.build_spread(
-        prepare, device=precision.device, dtype=precision.master_dtype, is_read_next=True
-    )
-
-
-def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
+def _with_told_ids(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
     """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs lack."""
     config = run.config.model_copy(update={"adapter": AdapterConfig()})  # merged into its weights
     model: Any = getattr(config, "model", None)

@@ -60,7 +60,8 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
         raise ConfigError(
             f"{folder}: dtype={name} in config.json; a quantised folder has float32, bfloat16 or float16; quantise the model again"
         )
-    return dtype
+    result: torch.dtype = dtype
+    return result
 
 
 def put_quantized(model: nn.Module, source: PackedExperts) -> None:

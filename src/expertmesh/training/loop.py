@@ -10,55 +10,37 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
-from expertmesh.comm.bind import bind_ranks, bound_to
+from expertmesh.checkpoints.store import list_checkpoints, newest_good, step_of
+from expertmesh.comm.bind import bound_to
 from expertmesh.config.run import RunConfig
-from expertmesh.data.data_progress import notes_known
 from expertmesh.errors import TrainingDivergedError, named
-from expertmesh.models.bound_files import check_files, check_run, hashes_in, newest_state
+from expertmesh.models.bound_files import check_files, hashes_in
 from expertmesh.models.family import Family, Metric
-from expertmesh.models.registry import find_family
-from expertmesh.models.task import Batch, Begin, Data, Task
-from expertmesh.parallel.apply import follow_optimizer
-from expertmesh.parallel.ranks import Ranks, open_ranks
-from expertmesh.runs.data_paths import with_whole_paths
-from expertmesh.runs.precision import Precision, resolve_device
-from expertmesh.runs.run_dir import Run, RunDir
-from expertmesh.training.branch import branch_point
-from expertmesh.training.check_run_memory import check_run_memory
-from expertmesh.training.ends import EarlyEnd, Ends
+from expertmesh.models.task import Batch, Begin
+from expertmesh.training.ends import EarlyEnd
 from expertmesh.training.evaluate import Evaluation, evaluate
-from expertmesh.training.fits_ranks import check_ranks
 from expertmesh.training.heap import HeapTrim
-from expertmesh.training.init_from import kept_files, load_base, run_of_init_from, with_init_from
-from expertmesh.training.kept_samples import Sampler, check_samples, kept_samples
+from expertmesh.training.init_from import kept_files, load_base
+from expertmesh.training.kept_samples import Sampler, kept_samples
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
-from expertmesh.training.named_trackers import check_installed, open_trackers
+from expertmesh.training.named_trackers import open_trackers
 from expertmesh.training.optim import (
-    build_optimizer,
     decay_start,
-    freeze,
     learning_rate,
     set_learning_rate,
 )
 from expertmesh.training.pace import Pace
 from expertmesh.training.param_groups import summary
-from expertmesh.training.place_base import place_model, with_format
-from expertmesh.training.prepared import prepared
 from expertmesh.training.progress import ProgressReport
-from expertmesh.training.settle import settle
+from expertmesh.training.run_plan import RunPlan, check, open_run, resolve
 from expertmesh.training.state import (
-    RunProgress,
-    TrainState,
     check_same_data,
     check_same_run,
     read_run_state,
 )
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
-from expertmesh.training.teacher import find_teacher, open_teacher, teacher_bytes
-from expertmesh.training.threads import Threads, computing_with
 from expertmesh.training.trackers import AllTrackers, Files, OwnTracker, Tracker
 from expertmesh.training.what_learns import counts_of_parts, learning_lines
 
@@ -138,132 +120,51 @@ def train(
         TrainingDivergedError: too many steps in a row were not finite.
         OSError: the disk is full, or cannot be written. Earlier checkpoints are unchanged.
     """
-    family = find_family(config.family) if family is None else family
-    config = with_whole_paths(config.model_copy(update={"family": family.name}))
-    config = with_init_from(config, family)
-    task: Task = family.open_task(config)
-    ends = Ends(config.train)
-    device = resolve_device(config.train.device)
-    run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
-        if device.index is not None:  # random state and memory are read from the current GPU
-            stack.enter_context(torch.cuda.device(device))
-        ranks = stack.enter_context(
-            open_ranks(
-                device_type=device.type,
-                timeout_s=config.parallel.timeout_s,
-                tp_degree=config.parallel.tp_degree,
-                reduces_once=config.parallel.zero_stage == 1,
-                offload=config.parallel.offload,
-            )
-        )
-        ranks.check_equal(config.model_dump_json(), what="the configuration")
-        check_samples(config, family, sampler, num_ranks=ranks.size)
-        ranks.on_rank0(lambda: check_ranks(task, ranks))
-        ranks.on_rank0(lambda: check_run_memory(family, config, device, num_ranks=ranks.size))
+        plan = resolve(config, recipe=recipe, family=family, sampler=sampler)
+        check(plan, stack)
+        open_run(plan, stack)
+        return _run(plan, stack, console, trackers)
 
-        def open_run() -> Path | None:
-            check_installed(config.train.trackers)
-            stack.enter_context(run_dir.locked())
-            run_dir.check_resume(config.train.resume)
-            run_dir.check_writable()
-            if run_dir.config.exists():
-                saved, _ = run_dir.read_values()
-                state, where = newest_state(run_dir.path)
-                check_run(run_dir.path, saved, state, family, where=where)
-                check_same_run(saved, config, family=family, where=run_dir.path)
-            if config.distill.teacher is not None:
-                find_teacher(config, family)  # checked before work that takes long
-            is_new_branch = config.train.branch_from and not list_checkpoints(run_dir.checkpoints)
-            return branch_point(config, family=family) if is_new_branch else None
 
-        leaves_from = ranks.on_rank0(open_run)
-        begin = None if leaves_from else run_of_init_from(config, family, run_dir, ranks)
-        stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
-        # a run on the CPU leaves the GPUs of its machine alone, unless the caller has used them
-        uses_gpus = device.type == "cuda" or torch.cuda.is_initialized()
-        gpus = range(torch.cuda.device_count() if uses_gpus else 0)
-        stack.enter_context(torch.random.fork_rng(gpus))
-        torch.manual_seed(config.train.seed)
-        if list_checkpoints(run_dir.checkpoints):
-            stack.enter_context(notes_known())  # already printed when the run started
-        data = prepared(task, ranks)
-        config = task.config
-        precision, threads = settle(family, config, run_dir, ranks)
-        if threads is not None:
-            stack.enter_context(computing_with(threads))
-        stack.enter_context(precision.products())
-        torch.manual_seed(config.train.seed)  # data preparation may have drawn random numbers
-        begin = ranks.on_all(lambda: with_format(begin, config, precision))
-        own = (family, task, recipe, run_dir, data, precision, threads, ranks, ends, sampler, begin)
-        trainer = ranks.on_all(lambda: _Trainer(*own))
-        stack.callback(trainer.store.close)
-        stop = stack.enter_context(StopRequest())
-        resumed_from = trainer.resume(leaves_from, begin)
-        ranks.on_rank0(trainer.describe)
-        trainer.run(stop, console, stack, trackers)
-        return trainer.result(resumed_from, stop)
+def _run(
+    plan: RunPlan, stack: ExitStack, console: Console | None, trackers: Sequence[Tracker]
+) -> TrainResult:
+    """Resume, run all remaining steps, and sum up."""
+    trainer = plan.ranks.on_all(lambda: _Trainer(plan))
+    stop = stack.enter_context(StopRequest())
+    resumed_from = trainer.resume()
+    plan.ranks.on_rank0(trainer.describe)
+    trainer.run(stop, console, stack, trackers)
+    return trainer.result(resumed_from, stop)
 
 
 class _Trainer:
     """State of one call of `train`."""
 
-    def __init__(
-        self,
-        family: Family,
-        task: Task,
-        recipe: str,
-        run_dir: RunDir,
-        data: Data,
-        precision: Precision,
-        threads: Threads | None,
-        ranks: Ranks,
-        ends: Ends,
-        sampler: Sampler | None,
-        begin: Run | None,
-    ) -> None:
-        self.ends, self.sampler = ends, sampler
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.family, self.task, self.ranks = plan.family, plan.task, plan.ranks
+        self.config, self.run_dir = plan.config, plan.run_dir
+        self.data, self.precision, self.threads = plan.data, plan.precision, plan.threads
+        self.state, self.store, self.ends = plan.state, plan.store, plan.ends
         self.ended_early: EarlyEnd | None = None
-        config: RunConfig = task.config
-        self.family, self.task, self.ranks = family, task, ranks
-        self.config, self.recipe, self.run_dir = config, recipe, run_dir
-        self.data, self.precision, self.threads = data, precision, threads
         self.heap = HeapTrim()
-        self.pace = Pace(has_gpu=precision.device.type != "cpu", num_ranks=ranks.size)
-        task.builder.bytes_beside = teacher_bytes(
-            config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
-        )
-        task.builder.plans = run_dir.plans
-        model = place_model(task, begin, precision, ranks)
-        task.teacher = open_teacher(
-            family, task, data, precision=precision, ranks=ranks, student=model
-        )
-        model.train(not task.evaluates)
-        freeze(model, config.train.freeze)
-        optimizer = build_optimizer(
-            model, config.optim, compute_dtype=precision.compute_dtype, num_ranks=ranks.size
-        )
-        follow_optimizer(model, optimizer)
-        self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
-        self.store = CheckpointStore(
-            run_dir.checkpoints,
-            keep_last=config.train.keep_last,
-            keep_every=config.train.keep_every,
-            ranks=ranks,
-        )
+        self.pace = Pace(has_gpu=plan.precision.device.type != "cpu", num_ranks=plan.ranks.size)
         self.hashes: dict[str, str] = {}
         self.trackers = AllTrackers((), ())
         self.saved_step: int | None = None
         self.evaluated: Evaluation | None = None
         self.evaluated_step = -1
 
-    def resume(self, trunk: Path | None, begin: Run | None) -> int:
+    def resume(self) -> int:
         """Load the newest good checkpoint, the trunk's checkpoint, or initial weights; returns the number of steps done."""
         if self.ranks.is_leader:
             self.store.remove_leftovers()
+        trunk = self.plan.trunk
         path = newest_good(self.run_dir.checkpoints, self.ranks) or trunk
-        if begin is not None:
-            load_base(begin, self.task, self.state, self.data)
+        if self.plan.begin is not None:
+            load_base(self.plan.begin, self.task, self.state, self.data)
         if path is None:
             return 0
         values = read_run_state(path)
@@ -281,7 +182,7 @@ class _Trainer:
         """Write what the run is, and note the files that belong to its checkpoints; on rank 0."""
         goes_on = self.saved_step is not None
         files = self.data.files if goes_on else kept_files(self.config, self.data)
-        self.run_dir.write_description(self.config, recipe=self.recipe, files=files)
+        self.run_dir.write_description(self.config, recipe=self.plan.recipe, files=files)
         self.hashes = hashes_in(self.run_dir.path, self.family)
 
     def run(
@@ -454,8 +355,8 @@ class _Trainer:
             extra |= {f"eval_{name}": value for name, value in (evaluation or {}).items()}
             self.heap.before_steps()
         if self._is_due(config.sample_every):
-            assert self.sampler is not None
-            found = self.sampler(self.task, self.state.model, self.data, self.precision)
+            assert self.plan.sampler is not None
+            found = self.plan.sampler(self.task, self.state.model, self.data, self.precision)
             for text in kept_samples(found, self.run_dir.samples, step=progress.step):
                 report.message(text)
         values = {**line.named(self.family.items), **result.measures, **extra}
@@ -545,7 +446,7 @@ class _Trainer:
             progress.step,
             self.state.tensors(),
             self.state.values(
-                self.config, recipe=self.recipe, data_key=self.data.key, files=self.hashes
+                self.config, recipe=self.plan.recipe, data_key=self.data.key, files=self.hashes
             ),
             eval_loss=None if evaluation is None else self.ends.badness(evaluation),
         )
@@ -565,7 +466,7 @@ class _Trainer:
         if first and self.saved_step is None:
             start = f"leaving the trunk {self.config.train.branch_from} after step {first}"
         return (
-            f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.description}"
+            f"{start}: {self.plan.recipe}, {parameters:,} parameters, {self.precision.description}"
             f"{self._ranks()}; {self.data.description}; run directory {self.run_dir.path}"
         )
 

@@ -131,7 +131,8 @@ def grow_scales(found: Iterable[Compact], decays: Mapping[str, Callable[[Any], f
 def _largest(x: Tensor) -> Tensor:
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(x, float("inf")).to(torch.float32)
+    result: Tensor = torch.linalg.vector_norm(x, float("inf")).to(torch.float32)
+    return result
 
 
 class LowBitAdamW(torch.optim.Optimizer):

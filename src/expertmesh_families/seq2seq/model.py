@@ -120,10 +120,12 @@ class CrossAttention(nn.Module):
         q = q.unflatten(0, (len(keys), B // max(len(keys), 1))).transpose(1, 2).flatten(2, 3)
         y = attention(q, keys, values, visible)
         y = y.unflatten(2, (-1, S)).transpose(1, 2).flatten(0, 1)
-        return self.out(y.transpose(1, 2).flatten(2))
+        result: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return result
 
     def _heads(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        result: Tensor = x_BSD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return result
 
 
 class Layer(FeedForward):
@@ -317,7 +319,8 @@ class Seq2Seq(LanguageModel):
     @property
     def max_source_len(self) -> int:
         """Maximum tokens of a source."""
-        return self.config.max_source_len
+        result: int = self.config.max_source_len
+        return result
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> None:
         """Encode the sources, without a capacity; see `expertmesh.models.decoder.EncoderDecoder`.

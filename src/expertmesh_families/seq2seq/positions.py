@@ -47,4 +47,5 @@ class UntiedPositions(nn.Module):
         return self._heads(queries_SD), self._heads(keys_KD)
 
     def _heads(self, x_SD: Tensor) -> Tensor:
-        return x_SD.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        result: Tensor = x_SD.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        return result

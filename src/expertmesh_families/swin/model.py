@@ -141,7 +141,10 @@ class WindowAttention(ConstantBuffers):
             bias_PH = _POSITION_BIAS * torch.sigmoid(bias_PH)
         bias_HP = bias_PH.to(accumulate_dtype(bias_PH.dtype)).T
         # index_select, because its gradient sums in a deterministic order
-        return bias_HP.index_select(1, self.index_NN.flatten()).unflatten(1, self.index_NN.shape)
+        result: Tensor = bias_HP.index_select(1, self.index_NN.flatten()).unflatten(
+            1, self.index_NN.shape
+        )
+        return result
 
     def forward(self, x_BHWD: Tensor) -> Tensor:
         """Attention output, (B, H, W, D) -> (B, H, W, D)."""
@@ -262,7 +265,8 @@ class PatchMerging(nn.Module):
         """Merged map, (B, H, W, D) -> (B, H / 2, W / 2, 2 D)."""
         corners = ((0, 0), (1, 0), (0, 1), (1, 1))
         x = torch.cat([x_BHWD[:, row::2, column::2] for row, column in corners], -1)
-        return self.norm(self.proj(x)) if self.is_v2 else self.proj(self.norm(x))
+        result: Tensor = self.norm(self.proj(x)) if self.is_v2 else self.proj(self.norm(x))
+        return result
 
 
 class Swin(nn.Module):

@@ -298,4 +298,5 @@ def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
         raise ConfigError(
             f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16, float16 and float64; convert the weights"
         )
-    return dtype
+    result: torch.dtype = dtype
+    return result

@@ -106,11 +106,13 @@ def start_all_to_all(
 
     def launch(pg: dist.ProcessGroup) -> Awaited | None:
         if send is None or receive is None:
-            return dist.all_to_all_single(out, x_RD, group=pg, async_op=True)
+            result: Awaited | None = dist.all_to_all_single(out, x_RD, group=pg, async_op=True)
+            return result
         if x_RD.device.type == "cpu":
             return _Messages(out.split(list(receive)), x_RD.split(list(send)), group.rank, pg)
         splits = list(receive), list(send)
-        return dist.all_to_all_single(out, x_RD, *splits, group=pg, async_op=True)
+        other: Awaited | None = dist.all_to_all_single(out, x_RD, *splits, group=pg, async_op=True)
+        return other
 
     return out, group.start("all_to_all", where, to_others * row_bytes, launch)
 

@@ -304,7 +304,8 @@ class GPT(LanguageModel):
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a generated text besides the tokenizer's end of text."""
-        return self.config.end_ids
+        result: tuple[int, ...] = self.config.end_ids
+        return result
 
     @property
     def counts_padding(self) -> bool:
@@ -314,7 +315,8 @@ class GPT(LanguageModel):
     @property
     def start_ids(self) -> tuple[int, ...] | None:
         """Tokens put before a prompt; see `ModelConfig.start_ids`."""
-        return self.config.start_ids
+        result: tuple[int, ...] | None = self.config.start_ids
+        return result
 
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache

@@ -62,9 +62,11 @@ class Stopwatch:
         """Sum of all spans."""
         pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
         if not self._on_gpu:
-            return sum(end - start for start, end in pairs)
+            result: float = sum(end - start for start, end in pairs)
+            return result
         self._marks[-1].synchronize()
-        return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+        other: float = sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+        return other
 
 
 class LayerChooser:

@@ -388,7 +388,8 @@ class GatheredWeights:
             number, shape, stride, offset = packed
             again = self._prefetcher.again(self.source, self.key)
             whole = list(chain.from_iterable(again.wait()))
-            return whole[number].as_strided(shape, stride, offset)
+            result: Tensor = whole[number].as_strided(shape, stride, offset)
+            return result
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
