@@ -8,7 +8,6 @@ from tests.oracle.numerics import assert_two_times
 
 from expertmesh.kernels.cpu.library import Loaded, loaded
 from expertmesh.ops.attention import (
-    paged_attention,
     paged_gathered,
     paged_native,
     paged_triton,

@@ -57,7 +57,7 @@ class HeapTrim:
         self.needed: int | None = None
 
     def before_steps(self) -> None:
-        """Give back what other work, as scoring or an evaluation, left behind: its blocks are not those of a step."""
+        """Give back freed blocks of other work, as scoring or an evaluation; a step does not use them again."""
         if self.trim is not None:
             self.trim(0)
             self.needed = None
