@@ -280,7 +280,12 @@ class CompiledForward:
         }
 
 
-_DIRECT = {**native_rows.DIRECT, **native_linear.DIRECT, **native.DIRECT, **invariant.DIRECT}
+_DIRECT: dict[Any, Callable[..., Any]] = {
+    **native_rows.DIRECT,
+    **native_linear.DIRECT,
+    **native.DIRECT,
+    **invariant.DIRECT,
+}
 
 
 def _directly(run: Callable[..., Any]) -> Rewrite:

@@ -138,7 +138,8 @@ def _norm_gradients(
 
 
 def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_norm_gradients(grad, *ctx.saved_tensors, ctx.eps), None
+    x, weight = ctx.saved_tensors
+    return *_norm_gradients(grad, x, weight, ctx.eps), None
 
 
 def _norm_and_rope_backward(ctx: Any, grad_THd: Tensor) -> tuple[Tensor | None, ...]:

@@ -54,9 +54,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 def _is_direct(*tensors: Tensor | None) -> bool:
     """Whether nothing stands between a call with these tensors and their memory: plain, no dispatch mode, no transform."""
+    if not is_plain(*tensors):  # first: a compiler breaks at what is below
+        return False
     # the length of this thread's stack: what `torch.utils._python_dispatch` says is of all threads
-    num_modes = torch._C._len_torch_dispatch_stack()
-    return is_plain(*tensors) and not num_modes and not get_interpreter_stack()
+    return not torch._C._len_torch_dispatch_stack() and not get_interpreter_stack()
 
 
 def can_look_at(tensor: Tensor) -> bool:
