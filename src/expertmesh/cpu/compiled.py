@@ -280,7 +280,7 @@ class CompiledForward:
         }
 
 
-_DIRECT: dict[Any, Callable[..., Any]] = {
+_DIRECT = {
     **native_rows.DIRECT,
     **native_linear.DIRECT,
     **native.DIRECT,
