@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -12,17 +12,26 @@ from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.packed import REAL, WHOLE, packed
 from expertmesh.ops.sampling import KEEPS_ALL, SamplingBatch
 
+_OF_PLACE = ("seed", "answer", "position")
+
+
+def _kind(name: str) -> str:
+    """Kind of the numbers of a tensor of a `SamplingBatch`: that of the option's default, or of what keeps all tokens."""
+    if name in _OF_PLACE:
+        return WHOLE
+    value = KEEPS_ALL.get(name, SamplingParams.model_fields[name].default)
+    return WHOLE if isinstance(value, int) else REAL
+
+
 _KINDS = {
-    "temperature": REAL,
-    "top_k": WHOLE,
-    "top_p": REAL,
-    "min_p": REAL,
-    "seed": WHOLE,
-    "answer": WHOLE,
-    "position": WHOLE,
+    name: _kind(name)
+    for name in (
+        field.name.removesuffix("_R")
+        for field in fields(SamplingBatch)
+        if field.name.endswith("_R")
+    )
 }
 """Kinds of the tensors of a `SamplingBatch`, in its order, by their names without the axis."""
-_OF_PLACE = ("seed", "answer", "position")
 FILTERS = {
     name: SamplingParams.model_fields[name].default
     for name in _KINDS
