@@ -29,6 +29,7 @@ from expertmesh.ops.attention.visible import Visible, visible_source
 from expertmesh.ops.check import IDS, INTEGERS, Arg, check_device, check_tensor
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.op_set import DEFAULT_OPS
 from expertmesh.ops.plain_call import can_look_at
 from expertmesh.spec.model_spec import ModelSpec
 from expertmesh_families.seq2seq.cache import Seq2SeqCache
@@ -524,6 +525,7 @@ class Seq2Seq(LanguageModel):
             base=self.config.rope_base,
             dtype=accumulate_dtype(self.embedding.weight.dtype),
             fraction=1.0 if untied is None else 0.0,  # untied positions do not rotate
+            arithmetic=DEFAULT_OPS.in_mode(self.training),
         )
         if untied is not None:
             num_keys = len(positions_S) if num_keys is None else num_keys
