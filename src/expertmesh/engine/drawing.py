@@ -16,7 +16,7 @@ _OF_PLACE = ("seed", "answer", "position")
 
 
 def _kind(name: str) -> str:
-    """Kind of the numbers of a tensor of a `SamplingBatch`: that of the option's default, or of what keeps all tokens."""
+    """Kind of the numbers of a `SamplingBatch` tensor, by the option's default or the value that keeps all tokens."""
     if name in _OF_PLACE:
         return WHOLE
     value = KEEPS_ALL.get(name, SamplingParams.model_fields[name].default)

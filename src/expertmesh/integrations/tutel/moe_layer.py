@@ -198,12 +198,15 @@ class MOELayer(nn.Module):
             self._draw(gates[0], expert, model_dim, count, seeds)
         self.valid_rs = [0, *divisors(self.sharded_count)]
         self.adaptive_degree = self._starting_r(parallel_type)
+        self._mark_experts(scan_expert_func)
+        if seeds[2] is not None:
+            torch.manual_seed(seeds[2])
+
+    def _mark_experts(self, scan_expert_func: Callable[[str, Tensor], Any] | None) -> None:
         for name, parameter in self._layer.experts.named_parameters():
             parameter._tutel_expert = True  # type: ignore[attr-defined]
             if scan_expert_func is not None:
                 scan_expert_func(name, parameter)
-        if seeds[2] is not None:
-            torch.manual_seed(seeds[2])
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: Any = None) -> int:

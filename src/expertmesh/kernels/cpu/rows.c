@@ -1,5 +1,5 @@
-/* Operations along rows, of FP32 or BF16: norms, with the rotation of heads, softmax and sums. A row belongs to one thread, and its order of
- * sums depends on its width alone.
+/* Operations along rows, of FP32 or BF16: norms, with the rotation of heads, softmax and sums. A row belongs to one
+ * thread, and its order of sums depends on its width alone.
  */
 #include "vectors.h"
 
@@ -10,13 +10,16 @@
 
 enum { RMS_NORM, SOFTMAX, SUM };
 
-/* Rows (tokens, outer, inner, width), as `rows_call.py` writes them: distances are in bytes, numbers of a row are adjacent; y is contiguous. */
+/* Rows (tokens, outer, inner, width), as `rows_call.py` writes them: distances are in bytes, numbers of a row are
+ * adjacent; y is contiguous.
+ */
 typedef struct {
     const char *x;
     char *y;
     const char *weight;      /* (width,), or NULL: no norm */
     const float *cos, *sin;  /* (positions, width / 2), or NULL: no rotation */
-    int64_t operation, kind, weight_kind, tokens, outer, inner, width, of_token, of_outer, of_inner, positions, num_threads;
+    int64_t operation, kind, weight_kind, tokens, outer, inner, width;
+    int64_t of_token, of_outer, of_inner, positions, num_threads;
     double eps;
 } Rows;
 
@@ -68,7 +71,8 @@ static void norm_row(const Rows *r, const char *row, char *y, int64_t token) {
         for (int64_t c = 0; c < width; c += LANES) put_some(y, c, width, r->kind, normed(r, row, c, width, scale));
         return;
     }
-    const char *cos = (const char *)(r->cos + token % r->positions * half), *sin = (const char *)(r->sin + token % r->positions * half);
+    const int64_t place = token % r->positions * half;
+    const char *cos = (const char *)(r->cos + place), *sin = (const char *)(r->sin + place);
     int64_t size = size_of(r->kind), wide_size = size_of(r->weight_kind);
     Rows second = *r;
     if (r->weight) second.weight += half * wide_size;
@@ -83,7 +87,8 @@ static void norm_row(const Rows *r, const char *row, char *y, int64_t token) {
 /* A row of -inf alone gives zeros, as no choice is left; NaN fills its row. */
 static void softmax_row(const char *row, float *y, int64_t width) {
     Floats most = all(-__builtin_inff());
-    for (int64_t c = 0; c < width; c += LANES) most = larger_of(take_some(row, c, width, FP32, -__builtin_inff()), most);
+    for (int64_t c = 0; c < width; c += LANES)
+        most = larger_of(take_some(row, c, width, FP32, -__builtin_inff()), most);
     float largest = largest_of(most);
     if (largest == -__builtin_inff()) largest = 0.0f;
     for (int64_t c = 0; c < width; c += LANES) {
