@@ -72,6 +72,7 @@ WHO_MAY_TIME = {
     "comm/start.py": _WAITS,
     "cli/terminal_progress.py": _SAID,
     "data/data_progress.py": _SAID,
+    "engine/captured.py": _REPORTED,
     "engine/engine.py": _REPORTED,
     "engine/answers.py": _REPORTED,
     "engine/timing.py": _REPORTED,

@@ -202,7 +202,7 @@ class MOELayer(nn.Module):
         if seeds[2] is not None:
             torch.manual_seed(seeds[2])
 
-    def _mark_experts(self, scan_expert_func: Callable[[str, Tensor], Any] | None) -> None:
+    def _mark_experts(self, scan_expert_func: Callable[[str, nn.Parameter], None] | None) -> None:
         for name, parameter in self._layer.experts.named_parameters():
             parameter._tutel_expert = True  # type: ignore[attr-defined]
             if scan_expert_func is not None:
