@@ -26,10 +26,11 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """See `expertmesh.engine.captured.Graph`: what the host decides while it is captured is fixed."""
+    """See `expertmesh.engine.captured.Graph`: what the host decides while it is captured is fixed; `num_replays` counts."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, ...]] = []
+        self.num_replays = 0
 
     def capture(self, compute: Any) -> Any:
         """Run twice, as a GPU's graph does: once to warm up, once recorded."""
@@ -39,6 +40,7 @@ class RecordedGraph:
 
     def replay(self) -> None:
         """Run the operators again; their results go where they went."""
+        self.num_replays += 1
         for func, args, kwargs, known in self._calls:
             own = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
             for old, new in zip(
