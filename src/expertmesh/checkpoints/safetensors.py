@@ -6,6 +6,7 @@ writable memory, which the kernel refuses for a file larger than RAM; here each 
 
 import json
 import math
+import mmap
 import os
 import re
 import struct
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +49,7 @@ _BUFFER = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids|(self_attn|attn|attention)\.(masked_bias|bias))$"
 )
 """Names of buffers that older programs saved and the model computes itself: angles, positions, masks."""
-_ELEMENTS = 1 << 18
+_ELEMENTS = 1 << 20
 """Number of elements that are compared, widened or rounded at a time."""
 
 
@@ -73,10 +73,14 @@ class Entry(NamedTuple):
         path, dtype, shape, begin = self
         assert isinstance(dtype, torch.dtype)
         num_bytes = dtype.itemsize * math.prod(shape)
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)[at]
         # maps this tensor alone, so that its pages are freed with it; copy on write, since torch wants writable memory
-        part = torch.from_numpy(
-            np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
-        )
+        skipped = begin % mmap.ALLOCATIONGRANULARITY
+        with path.open("rb") as file:
+            place = {"offset": begin - skipped, "access": mmap.ACCESS_COPY}
+            held = mmap.mmap(file.fileno(), skipped + num_bytes, **place)
+        part = torch.frombuffer(held, dtype=torch.uint8, offset=skipped)
         if begin % dtype.itemsize:  # a header of an odd length
             odd = part.view(*shape, dtype.itemsize)[at]
             return odd.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)

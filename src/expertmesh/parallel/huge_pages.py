@@ -32,9 +32,9 @@ _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
 def zeros_in_huge_pages(
     shape: torch.Size, dtype: torch.dtype, *, make: Callable[..., mmap.mmap] = mmap.mmap
 ) -> Tensor:
-    """Contiguous zeros on the CPU in pages of 2 MB where the system gives them; small ones are ordinary memory (`make` maps it)."""
+    """Contiguous zeros on the CPU that loading touches first, in pages of 2 MB where wanted and given (`make` maps them)."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < LEAST_BYTES or not is_wanted():
+    if num_bytes < LEAST_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
     try:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -43,8 +43,9 @@ def zeros_in_huge_pages(
         return torch.zeros(shape, dtype=dtype, device="cpu")
     whole = torch.frombuffer(held, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE_BYTES
-    with suppress(OSError):  # a system without such pages
-        held.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // PAGE_BYTES * PAGE_BYTES)
+    if is_wanted():
+        with suppress(OSError):  # a system without such pages
+            held.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // PAGE_BYTES * PAGE_BYTES)
     return whole[start : start + num_bytes].view(dtype).view(shape)
 
 
